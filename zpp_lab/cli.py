@@ -1,0 +1,139 @@
+"""zpp-lab: train one run, run a study, rebuild a report, look at the machine.
+
+Hydra's grammar everywhere: `zpp-lab train recipe=zeropp train.steps=100`, several values with
+`-m`: `zpp-lab train -m recipe.weights.bits=2,4,6,8 seed=1,2,3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zpp_lab.config import Config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    known, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-") and "=" not in word]
+    if known.command is None or (unknown and not known.passes_on):
+        parser.error(f"unknown option {unknown[0]}" if unknown else "name a command")
+    try:
+        return int(known.call(known, rest) or 0)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"zpp-lab {known.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("zpp-lab", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+
+    def add(name: str, text: str, call, passes_on: bool = False) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+        sub = commands.add_parser(name, help=text, description=text, add_help=not passes_on)
+        sub.set_defaults(call=call, passes_on=passes_on)
+        return sub
+
+    add("train", "one run, or several with -m; takes Hydra overrides", _train, passes_on=True)
+    study = add("study", "all runs of conf/study/NAME.yaml, then the report", _study)
+    study.add_argument("name", help="a study's name, or the path of a YAML file")
+    study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
+    study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
+    study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    report = add("report", "build the report of a folder of runs again", _report)
+    report.add_argument("dir", type=Path)
+    add("doctor", "what this machine can do", _doctor)
+    sync = add("sync", "send finished runs to wandb again", _sync)
+    sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    bench = add("bench", "measure kernels", _bench, passes_on=True)
+    bench.add_argument("what", choices=["kernels"])
+    add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
+    return parser
+
+
+def _train(_: argparse.Namespace, overrides: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in overrides):
+        print("usage: zpp-lab train [-m] [setting=value ...]\n\n" + (__doc__ or ""))
+        print("Settings: " + ", ".join(f.name for f in _fields(Config)) + "; see conf/")
+        return 0
+    if "-m" in overrides or "--multirun" in overrides:
+        from zpp_lab.multirun import multirun
+
+        return multirun([o for o in overrides if o not in ("-m", "--multirun")])
+    from zpp_lab.compose import compose
+    from zpp_lab.trainer import run
+
+    summary = run(compose(overrides))
+    print(f"held-out loss {summary['heldout_loss']:.4f} after {summary['steps']} steps")
+    return 0
+
+
+def _fields(cls: type):  # type: ignore[no-untyped-def]
+    from dataclasses import fields
+
+    return fields(cls)
+
+
+def _study(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.compose import load_study
+    from zpp_lab.study import build_report, run_study
+
+    changes: dict[str, object] = {}
+    if args.seeds:
+        changes["seeds"] = [int(seed) for seed in args.seeds.split(",")]
+    study = load_study(args.name, changes, overrides)
+    root = args.dir or Path("runs") / study.name
+    outcome = run_study(study, root, args.jobs or study.jobs)
+    report = build_report(root, study)
+    print(report.table)
+    print(f"\nreport: {report.html}")
+    return outcome.exit_code
+
+
+def _report(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.study import build_report
+
+    report = build_report(args.dir, None)
+    print(report.table)
+    print(f"\nreport: {report.html}")
+    return 0
+
+
+def _doctor(_: argparse.Namespace, __: list[str]) -> int:
+    from zpp_lab.doctor import doctor
+
+    return doctor()
+
+
+def _sync(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.tracking.wandb_sink import sync
+
+    folders = [f.parent for d in args.dirs for f in sorted(d.rglob("metrics.jsonl"))]
+    if not folders:
+        raise ValueError(f"no metrics.jsonl below {', '.join(map(str, args.dirs))}")
+    for folder in folders:
+        sync(folder)
+    return 0
+
+
+def _bench(args: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.bench import kernels
+
+    return kernels.main(rest)
+
+
+def _build(_: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.ops import build
+
+    return build.main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a codec is: a stateless map from float tensors to bytes and back.
+
+Every codec works on rows. A row is one segment, the flattened shard of one parameter on one
+rank, and R rows of the same length are handled together: the gather of R ranks' shards, or a
+reduction's R rows for R ranks. Blocks, padding and alignment never cross a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs.hadamard import Rotation
+from zpp_lab.codecs.noise import Noise
+
+
+class SegmentNoise(NamedTuple):
+    """The noise of one segment: the collective's noise and the parameter's id."""
+
+    noise: Noise
+    parameter: int
+
+    def uniform(self, numel: int, device: torch.device) -> Tensor:
+        """fp32 [R, numel] in (0, 1)."""
+        return self.noise.uniform(self.parameter, numel, device)
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Encode, decode, decode-and-sum and an exact byte count.
+
+    `rotation` is the linear map that the codec applies before it quantizes, None for most.
+    With `rotated=True` tensors are in the rotated domain: [..., coded_numel(n)] in place of
+    [..., n], so that two hops of a reduction with equal rotations rotate only once.
+    """
+
+    rotation: Rotation | None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether `encode` needs noise."""
+        ...
+
+    def coded_numel(self, numel: int) -> int:
+        """Elements after the rotation's padding; numel without one."""
+        ...
+
+    def nbytes(self, numel: int) -> int:
+        """Exact bytes of one encoded row of `numel` elements, a multiple of 16."""
+        ...
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        """x float [R, n] → out uint8 [R, nbytes(n)]; every byte of `out` is written."""
+        ...
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """uint8 [R, nbytes(numel)] → fp32 [R, numel]."""
+        ...
+
+    def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
+        """uint8 [K, R, nbytes(numel)] → fp32 [R, numel]: 0 + row 0 + row 1 + ..., in this order."""
+        ...
+
+    def saturated(self, payload: Tensor, numel: int) -> Tensor:
+        """fp32 scalar: the share of codes at either end of the code's range."""
+        ...
+
+
+class CodecBase:
+    """Defaults for a codec without a rotation: subclasses give nbytes, encode and decode."""
+
+    rotation: Rotation | None = None
+
+    @property
+    def stochastic(self) -> bool:
+        return False
+
+    def coded_numel(self, numel: int) -> int:
+        return self.rotation.padded(numel) if self.rotation else numel
+
+    def nbytes(self, numel: int) -> int:
+        raise NotImplementedError
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        raise NotImplementedError
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        raise NotImplementedError
+
+    def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
+        assert not rotated, f"{type(self).__name__} has no rotation"
+        total = torch.zeros(payload.shape[1], numel, device=payload.device)
+        for row in payload:
+            total += self.decode(row, numel)
+        return total
+
+    def saturated(self, payload: Tensor, numel: int) -> Tensor:
+        return torch.zeros((), device=payload.device)
+
+
+def encode(codec: Codec, x: Tensor, noise: SegmentNoise | None = None, **kwargs: bool) -> Tensor:
+    """`codec.encode` into a fresh payload: x float [R, n] → uint8 [R, nbytes(n)]."""
+    out = torch.empty(x.shape[0], codec.nbytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
+    codec.encode(x, noise, out, **kwargs)
+    return out

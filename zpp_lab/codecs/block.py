@@ -1,0 +1,221 @@
+"""The block integer family: 2, 4, 6 or 8 bits with one scale for each block.
+
+This file is the reference truth. A CUDA kernel must give the same bytes for every input.
+All arithmetic is fp32, each operation rounded on its own (no fused multiply-add, no fast
+division, denormals kept).
+
+Encode a row of n elements
+    1. x is converted to fp32. With a rotation it is rotated, which fills it up with zeros to
+       m = coded_numel(n) elements; otherwise m = n.
+    2. Blocks are elements [k B, min((k + 1) B, m)). A block never sees past m.
+    3. Symmetric, levels q in [-Q, Q], Q = 2^(bits - 1) - 1:
+           s = max(max|x| / Q, 2^-126); scale bf16: s rounded to nearest even
+           y = x * (1 / s)
+           q = nearest even of y, or floor(y + u) with noise u; then clamped to [-Q, Q]
+           code = q + 2^(bits - 1)
+       Asymmetric, levels q in [0, L], L = 2^bits - 1:
+           z = min(x) + 0; scale bf16: z rounded towards minus infinity
+           s = max((max(x) - z) / L, 2^-126); scale bf16: s rounded to nearest even
+           y = (x - z) * (1 / s)
+           q = nearest even of y, or floor(y + u); then clamped to [0, L]; code = q
+       2^-126 is the smallest normal number: an all-zero block, a constant block and a block of
+       denormals need no case of their own, and 1 / s is always finite.
+    4. A block whose s or z is not finite (a NaN or Inf inside, or a range beyond fp32) stores
+       s = NaN (bits 0x7FC00000, bf16 0x7FC0), z = 0 and codes of all zero bits: it decodes to
+       NaN and is never turned into numbers.
+
+Decode
+    symmetric x = (code - 2^(bits - 1)) * s; asymmetric x = code * s + z, two roundings;
+    with a rotation its inverse follows, and the first n elements are kept.
+Decode and sum
+    0 + row 0 + row 1 + ... in this order, in the rotated domain; one inverse at the end.
+
+Bytes of one row
+    the planes of m codes (`packing.py`: 6 bits are a 4-bit and a 2-bit plane, each plane filled
+    up to 16 bytes), then for each block its scale, or for asymmetric codes the pair (s, z), in
+    fp32 or bf16, little-endian, filled up with zeros to 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs.base import CodecBase, SegmentNoise
+from zpp_lab.codecs.hadamard import Rotation
+from zpp_lab.codecs.packing import PLANES, align, pack, packed_bytes, unpack
+
+BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
+TINY = 2.0**-126  # the smallest normal fp32
+
+
+@dataclass(frozen=True)
+class BlockCodec(CodecBase):
+    """Blocks of `block_size` codes of `bits` bits; see the module for numerics and bytes."""
+
+    bits: int = 8
+    block_size: int = 256
+    symmetric: bool = True
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    scale_dtype: Literal["fp32", "bf16"] = "fp32"
+    hadamard: int = 0
+    random_signs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in PLANES:
+            raise ValueError(f"bits={self.bits}: use one of {tuple(PLANES)}, or null to send as is")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size={self.block_size}: use a power of two, {BLOCK_SIZES}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding={self.rounding!r}: use nearest or stochastic")
+        if self.scale_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"scale_dtype={self.scale_dtype!r}: use fp32 or bf16")
+        if self.random_signs and not self.hadamard:
+            raise ValueError("random_signs=true needs hadamard: set it to 16, 32, 64, 128 or 256")
+        if self.hadamard > self.block_size:
+            raise ValueError(
+                f"hadamard={self.hadamard} is wider than block_size={self.block_size}: "
+                "use a block at least as wide"
+            )
+        _ = self.rotation  # raises for a bad width
+
+    @cached_property
+    def rotation(self) -> Rotation | None:  # type: ignore[override]
+        return Rotation(self.hadamard, self.random_signs) if self.hadamard else None
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def levels(self) -> int:
+        """The largest q: Q for symmetric codes, L for asymmetric ones."""
+        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+
+    @property
+    def offset(self) -> int:
+        """code - q."""
+        return 2 ** (self.bits - 1) if self.symmetric else 0
+
+    def nblocks(self, numel: int) -> int:
+        return -(-self.coded_numel(numel) // self.block_size)
+
+    def nbytes(self, numel: int) -> int:
+        each = (4 if self.scale_dtype == "fp32" else 2) * (1 if self.symmetric else 2)
+        codes = packed_bytes(self.coded_numel(numel), self.bits)
+        return codes + align(self.nblocks(numel) * each)
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        assert x.ndim == 2 and out.shape == (x.shape[0], self.nbytes(x.shape[1]))
+        if not x.shape[1]:
+            return
+        x = x.to(torch.float32)
+        if self.rotation and not rotated:
+            x = self.rotation.forward(x)
+        blocks = self._blocks(x)
+        scale, zero = self._scales(blocks)
+        ok = torch.isfinite(scale) & torch.isfinite(zero)
+        y = (blocks if self.symmetric else blocks - zero) * (1.0 / scale)
+        q = self._round(y, x.shape[1], noise)
+        codes = torch.where(ok, q + self.offset, 0.0).to(torch.uint8).flatten(1)
+        scale, zero = torch.where(ok, scale, torch.nan), torch.where(ok, zero, 0.0)
+        split = packed_bytes(x.shape[1], self.bits)
+        pack(codes[:, : x.shape[1]], self.bits, out[:, :split])
+        self._write_scales(scale, zero, out[:, split:])
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        x = self._dequantize(payload, numel)
+        return self.rotation.inverse(x, numel) if self.rotation else x
+
+    def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
+        total = torch.zeros(payload.shape[1], self.coded_numel(numel), device=payload.device)
+        for row in payload:
+            total += self._dequantize(row, numel)
+        if self.rotation is None or rotated:
+            return total
+        return self.rotation.inverse(total, numel)
+
+    def saturated(self, payload: Tensor, numel: int) -> Tensor:
+        coded = self.coded_numel(numel)
+        codes = unpack(payload[:, : packed_bytes(coded, self.bits)], coded, self.bits)
+        lowest = self.offset - self.levels if self.symmetric else 0
+        ends = (codes == lowest) | (codes == self.offset + self.levels)
+        return ends.float().mean() if coded else torch.zeros((), device=payload.device)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """fp32 [R, m] → [R, blocks, B]; the last element repeated changes no block's range."""
+        fill = self.nblocks(x.shape[1]) * self.block_size - x.shape[1]
+        if fill:
+            x = torch.cat((x, x[:, -1:].expand(-1, fill)), dim=1)
+        return x.reshape(x.shape[0], -1, self.block_size)
+
+    def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """s and z, fp32 [R, blocks, 1], as stored but for non-finite blocks."""
+        if self.symmetric:
+            zero = torch.zeros((), device=blocks.device)
+            span = blocks.abs().amax(-1, keepdim=True)
+        else:
+            zero = blocks.amin(-1, keepdim=True) + 0.0  # -0 becomes +0
+            if self.scale_dtype == "bf16":
+                zero = _bf16_down(zero)
+            span = blocks.amax(-1, keepdim=True) - zero
+        scale = (span / self.levels).clamp_min(TINY)
+        if self.scale_dtype == "bf16":
+            scale = scale.to(torch.bfloat16).to(torch.float32)
+        return scale, zero
+
+    def _round(self, y: Tensor, coded: int, noise: SegmentNoise | None) -> Tensor:
+        if self.stochastic:
+            assert noise is not None, "stochastic rounding needs noise"
+            u = noise.uniform(coded, y.device)
+            u = torch.nn.functional.pad(u, (0, y[0].numel() - coded)).view(y.shape)
+            q = torch.floor(y + u)
+        else:
+            q = torch.round(y)
+        return q.clamp(-self.levels if self.symmetric else 0, self.levels)
+
+    def _write_scales(self, scale: Tensor, zero: Tensor, out: Tensor) -> None:
+        both = scale if self.symmetric else torch.cat((scale, zero), dim=-1)
+        if self.scale_dtype == "bf16":
+            both = both.to(torch.bfloat16)
+        data = both.flatten(1).contiguous().view(torch.uint8)
+        out[:, : data.shape[1]] = data
+        out[:, data.shape[1] :] = 0
+
+    def _read_scales(self, data: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """uint8 [R, bytes] → s and z, fp32 [R, blocks, 1]."""
+        dtype = torch.float32 if self.scale_dtype == "fp32" else torch.bfloat16
+        each = 1 if self.symmetric else 2
+        used = data[:, : blocks * each * dtype.itemsize].contiguous().view(dtype)
+        both = used.to(torch.float32).view(-1, blocks, each)
+        return both[..., :1], both[..., -1:]
+
+    def _dequantize(self, payload: Tensor, numel: int) -> Tensor:
+        """uint8 [R, nbytes(numel)] → fp32 [R, coded_numel(numel)], still rotated."""
+        coded, blocks = self.coded_numel(numel), self.nblocks(numel)
+        if not coded:
+            return torch.zeros(payload.shape[0], 0, device=payload.device)
+        split = packed_bytes(coded, self.bits)
+        codes = unpack(payload[:, :split], coded, self.bits).to(torch.float32)
+        scale, zero = self._read_scales(payload[:, split:], blocks)
+        fill = blocks * self.block_size - coded
+        q = torch.nn.functional.pad(codes - self.offset, (0, fill))
+        x = q.view(q.shape[0], blocks, self.block_size) * scale
+        if not self.symmetric:
+            x = x + zero
+        return x.flatten(1)[:, :coded]
+
+
+def _bf16_down(x: Tensor) -> Tensor:
+    """fp32 → the nearest bf16 value towards minus infinity, as fp32; NaN and Inf stay."""
+    bits = x.view(torch.int32)
+    cut = bits & -65536
+    below = (x < 0) & (cut != bits)  # cutting rounds towards zero: step down once more
+    down = torch.where(below, cut + 65536, cut).view(torch.float32)
+    return torch.where(torch.isfinite(x), down, x)

@@ -1,0 +1,1 @@
+"""Collectives: what travels on a wire, and the count of it."""

@@ -1,0 +1,65 @@
+"""Closed forms of the bytes that collectives send, inside nodes and between them.
+
+A payload row is what one rank contributes for one shard. N nodes, L ranks a node, W = N L.
+All figures are sums over all ranks of what they send to other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zpp_lab.config import ClusterConfig, Wire
+
+
+class Traffic(NamedTuple):
+    """Bytes sent inside nodes and between nodes."""
+
+    intra: int
+    inter: int
+
+    def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
+        return Traffic(self.intra + other[0], self.inter + other[1])
+
+    def __mul__(self, times: int) -> Traffic:  # type: ignore[override]
+        return Traffic(self.intra * times, self.inter * times)
+
+
+def gather_traffic(cluster: ClusterConfig, row: int, hierarchical: bool) -> Traffic:
+    """An all-gather of one row of each rank.
+
+    Flat: every row goes to every other rank. Hierarchical: a row goes to one rank of each other
+    node, and the ranks of a node then pass on the N rows they hold.
+    """
+    nodes, local, world = cluster.nodes, cluster.gpus_per_node, cluster.world
+    if hierarchical:
+        return Traffic(world * (local - 1) * nodes * row, world * (nodes - 1) * row)
+    return Traffic(world * (local - 1) * row, world * (world - local) * row)
+
+
+def secondary_traffic(cluster: ClusterConfig, row: int) -> Traffic:
+    """hpZ's gather inside the node, where every rank kept N of the W rows."""
+    return Traffic(cluster.world * (cluster.gpus_per_node - 1) * cluster.nodes * row, 0)
+
+
+def hop_traffic(
+    cluster: ClusterConfig, hops: Sequence[Wire], rows: Sequence[int]
+) -> dict[Wire, Traffic]:
+    """A reduction of one or two hops, `rows[i]` bytes a row on hop i.
+
+    One hop: each rank sends a row to every other rank; rows that stay in the node count for
+    grads_intra, the others for grads_inter. Two hops: in the node each rank sends N rows to each
+    of its L - 1 neighbours, then one row to the same local rank of every other node.
+    """
+    nodes, local, world = cluster.nodes, cluster.gpus_per_node, cluster.world
+    if len(hops) == 2:
+        return {
+            "grads_intra": Traffic(world * (local - 1) * nodes * rows[0], 0),
+            "grads_inter": Traffic(0, world * (nodes - 1) * rows[1]),
+        }
+    if not hops:
+        return {}
+    return {
+        "grads_intra": Traffic(world * (local - 1) * rows[0], 0),
+        "grads_inter": Traffic(0, world * (world - local) * rows[0]),
+    }

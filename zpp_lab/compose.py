@@ -1,0 +1,80 @@
+"""Configs through Hydra: conf/*.yaml plus overrides become one validated `Config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from zpp_lab.config import Config, StudyConfig, load, unknown_key
+from zpp_lab.paths import conf_dir
+
+
+def compose(overrides: list[str]) -> Config:
+    """The run that `zpp-lab train <overrides>` would do; ValueError lists the valid names."""
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = hydra_compose(config_name="config", overrides=overrides)
+    except HydraException as error:
+        raise ValueError(explain(error, overrides)) from None
+    return to_config(composed)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """A composed Hydra config as a validated `Config`."""
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    return load(Config, values)
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """Hydra's complaint, with the valid names where a key is unknown or an option is missing."""
+    key = _unknown_key(overrides)
+    if key is not None and "Could not override" in str(error):
+        return unknown_key(Config, key)
+    text = str(error).split("\nConfig search path")[0]
+    return re.sub(r"\n\s*\n", "\n", text).strip()
+
+
+def _unknown_key(overrides: list[str]) -> str | None:
+    from zpp_lab.config import valid_names
+
+    for override in overrides:
+        try:
+            key = OverridesParser.create().parse_override(override).key_or_group.split("@")[0]
+        except HydraException:
+            continue
+        parents, _, last = key.rpartition(".")
+        names = valid_names(Config, parents.split(".") if parents else [])
+        if last not in names:
+            return key
+    return None
+
+
+def study_names() -> list[str]:
+    return sorted(p.stem for p in (conf_dir() / "study").glob("*.yaml"))
+
+
+def load_study(
+    name: str, changes: dict[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> StudyConfig:
+    """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
+
+    `changes` replace the study's own settings; `overrides` go to every run.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else conf_dir() / "study" / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(f"no study {name!r}; there are: {', '.join(study_names())}, or give a file")
+    values = yaml.safe_load(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    values |= changes or {}
+    values["overrides"] = [*values.get("overrides", []), *overrides]
+    return load(StudyConfig, values)

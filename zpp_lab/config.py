@@ -1,0 +1,350 @@
+"""Every setting of zpp_lab as a frozen dataclass, validated when it is built.
+
+Nothing here imports torch: a study of a thousand runs reads configs only.
+`load` turns the nested mapping that Hydra composed into a `Config`; an unknown
+key, a wrong type or an impossible value is a `ValueError` that names the place
+and the valid choices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import field, fields, is_dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+
+Rounding = Literal["nearest", "stochastic"]
+Dtype = Literal["fp32", "bf16"]
+
+_STRICT = ConfigDict(extra="forbid")
+frozen = dataclass(frozen=True, config=_STRICT)
+
+
+def _need(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@frozen
+class CodecConfig:
+    """One wire's codec. In a recipe a field left at None is inherited.
+
+    `codec` is a registered name. For the built-in family `block`, `bits=None`
+    means that the tensor's own bytes are sent. `options` goes to codecs of
+    other packages as keyword arguments.
+    """
+
+    codec: str | None = None
+    bits: int | None = None
+    block_size: int | None = None
+    symmetric: bool | None = None
+    rounding: Rounding | None = None
+    scale_dtype: Dtype | None = None
+    hadamard: int | None = None
+    random_signs: bool | None = None
+    options: dict[str, Any] | None = None
+
+    def over(self, base: CodecConfig) -> CodecConfig:
+        """These settings, with `base` where one is None."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return CodecConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
+
+
+@frozen
+class ExemptConfig:
+    """Parameters whose own bytes travel on every wire."""
+
+    max_ndim: int = 1  # norms and biases have one dimension
+    names: list[str] = field(default_factory=list)  # glob patterns, such as "embed*"
+    below_numel: int = 0
+
+
+@frozen
+class RuleConfig:
+    """Codec settings for the parameters that match; the last matching rule wins."""
+
+    name: str = "*"
+    ndim: int | None = None
+    min_numel: int = 0
+    max_numel: int | None = None
+    wires: list[Wire] = field(default_factory=lambda: list(WIRES))
+    exempt: bool = False
+    set: CodecConfig = field(default_factory=CodecConfig)
+
+
+@frozen
+class RecipeConfig:
+    """Which codec each wire uses, for which parameters, and the sharding.
+
+    `weights` and `grads` are short-hands: each wire starts from its short-hand
+    and changes what it sets itself.
+    """
+
+    name: str = "zero3"
+    stage: Literal[1, 2, 3] = 3
+    secondary: bool = False  # hpZ: the node keeps the forward payload for backward
+    hops: Literal[1, 2] = 1
+    order: Literal["rank", "reversed"] = "rank"
+    weights: CodecConfig = field(default_factory=CodecConfig)
+    grads: CodecConfig = field(default_factory=CodecConfig)
+    weights_forward: CodecConfig = field(default_factory=CodecConfig)
+    weights_backward: CodecConfig = field(default_factory=CodecConfig)
+    grads_intra: CodecConfig = field(default_factory=CodecConfig)
+    grads_inter: CodecConfig = field(default_factory=CodecConfig)
+    exempt: ExemptConfig = field(default_factory=ExemptConfig)
+    rules: list[RuleConfig] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _need(
+            not (self.secondary and self.stage != 3),
+            f"recipe.secondary=true needs recipe.stage=3: stage {self.stage} keeps the weights "
+            "between forward and backward, so there is nothing to gather again",
+        )
+
+
+@frozen
+class ClusterConfig:
+    nodes: int = 2
+    gpus_per_node: int = 2
+
+    def __post_init__(self) -> None:
+        _need(self.nodes >= 1, f"cluster.nodes={self.nodes}: use 1 or more")
+        _need(self.gpus_per_node >= 1, f"cluster.gpus_per_node={self.gpus_per_node}: use 1 or more")
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@frozen
+class EngineConfig:
+    name: Literal["virtual", "fsdp", "deepspeed"] = "virtual"
+    device: str = "auto"  # auto, cpu, cuda or cuda:0
+    gather: Literal["auto", "flat", "hierarchical"] = "auto"
+    threads: int = 0  # CPU threads; 0 leaves torch's choice
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        _need(self.threads >= 0, f"engine.threads={self.threads}: use 0 (torch's choice) or more")
+
+
+@frozen
+class OpsConfig:
+    backend: Literal["auto", "cuda", "reference"] = "auto"
+
+
+@frozen
+class ModelConfig:
+    name: Literal["llama"] = "llama"
+    preset: str = "tiny"  # for the record; the numbers below decide
+    dim: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 4
+    ffn: int = 344
+    vocab_size: int = 0  # 0 takes the tokenizer's
+    tied_head: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
+            _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
+        _need(
+            self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
+            f"model.dim={self.dim} and model.heads={self.heads}: dim / heads must be an even number",
+        )
+        _need(
+            self.heads % self.kv_heads == 0,
+            f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}",
+        )
+
+
+@frozen
+class DataConfig:
+    name: Literal["stdlib", "text", "hf"] = "stdlib"
+    path: str | None = None  # file or folder for `text`, dataset name for `hf`
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    vocab_size: int = 256  # of a BPE to train
+    seq_len: int = 64
+    heldout_every: int = 20  # every n-th file is held out
+    max_bytes: int = 0  # 0 reads all
+    cache_dir: str = "data_cache"
+
+    def __post_init__(self) -> None:
+        _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
+        _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
+        _need(
+            self.name == "stdlib" or bool(self.path),
+            f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
+        )
+        _need(
+            self.tokenizer == "bytes" or self.vocab_size > 256,
+            f"data.tokenizer=bpe needs data.vocab_size above 256, not {self.vocab_size}",
+        )
+
+
+@frozen
+class TrainConfig:
+    steps: int = 300
+    batch_size: int = 4  # sequences of one rank in one micro-step
+    micro_steps: int = 1  # gradient accumulation
+    accumulate: Literal["every", "last"] = "every"  # reduce each micro-step, or the last only
+    param_dtype: Dtype = "fp32"
+    reduce_dtype: Dtype = "fp32"
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    schedule: Literal["cosine", "constant"] = "cosine"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # 0 does not clip
+    eval_every: int = 50
+    eval_tokens: int = 32768
+    checkpoint_every: int = 100  # 0 saves at the end only
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_size", "micro_steps", "eval_every", "eval_tokens"):
+            _need(getattr(self, key) >= 1, f"train.{key}={getattr(self, key)}: use 1 or more")
+        for key in ("warmup_steps", "checkpoint_every", "clip", "lr", "weight_decay"):
+            _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
+        _need(self.keep_checkpoints >= 1, "train.keep_checkpoints: use 1 or more")
+        for key in ("beta1", "beta2"):
+            _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")
+
+
+@frozen
+class TrackingConfig:
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: offline without a key
+    project: str = "zpp_lab"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    telemetry_every: int = 50  # 0 measures no codec errors
+    timeout_seconds: float = 60.0  # for wandb's server to answer, at the start and at the end
+    wait_seconds: float = 0.0  # at a run's end for wandb; a batch system may kill what stays behind
+
+    def __post_init__(self) -> None:
+        _need(self.telemetry_every >= 0, "tracking.telemetry_every: use 0 (off) or more")
+        _need(self.timeout_seconds > 0, "tracking.timeout_seconds: use more than 0")
+        _need(self.wait_seconds >= 0, "tracking.wait_seconds: use 0 (do not wait) or more")
+
+
+@frozen
+class RunConfig:
+    dir: str | None = None  # None: runs/<recipe>-seed<seed>
+    name: str | None = None
+    study: str | None = None
+    arm: str | None = None
+    resume: bool = True
+
+
+@frozen
+class Config:
+    seed: int = 1
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
+
+
+@frozen
+class ArmConfig:
+    """One recipe in a study: its name and the Hydra overrides that make it."""
+
+    name: str
+    overrides: list[str] = field(default_factory=list)
+    describe: str = ""
+
+
+@frozen
+class StudyConfig:
+    """Arms × seeds with a question. Lives in conf/study/NAME.yaml."""
+
+    name: str
+    question: str
+    arms: list[ArmConfig]
+    seeds: list[int]
+    overrides: list[str] = field(default_factory=list)  # for every arm
+    baseline: str = "zero3"
+    margin: float = 0.0025  # of the baseline's held-out loss
+    confidence: float = 0.95
+    jobs: int = 0  # runs side by side; 0: as many as the machine has cores or GPUs
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        _need(not twice, f"study {self.name}: arm named twice: {', '.join(twice)}")
+        _need(
+            self.baseline in names,
+            f"study {self.name}: baseline {self.baseline!r} is no arm; arms: {', '.join(names)}",
+        )
+        _need(len(set(self.seeds)) == len(self.seeds) > 0, f"study {self.name}: seeds must differ")
+        _need(self.margin > 0, f"study {self.name}: margin must be above 0")
+        _need(0.5 < self.confidence < 1, f"study {self.name}: confidence must lie in (0.5, 1)")
+
+
+T = typing.TypeVar("T")
+
+
+def load(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
+    try:
+        return TypeAdapter(cls).validate_python(dict(values))
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(cls, e) for e in error.errors())) from None
+
+
+def _explain(cls: type, error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "unexpected_keyword_argument":
+        return unknown_key(cls, place)
+    if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
+        return str(error["ctx"]["error"])
+    return f"{place}={error['input']!r}: {error['msg']}"
+
+
+def unknown_key(cls: type, place: str) -> str:
+    """The message for a dotted key that `cls` does not have."""
+    *parents, key = place.split(".")
+    valid = sorted(valid_names(cls, parents))
+    near = difflib.get_close_matches(key, valid, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    where = ".".join(parents) or "the top level"
+    return f"{place}: no such setting.{hint} Valid names in {where}: {', '.join(valid)}"
+
+
+def valid_names(cls: Any, path: list[str]) -> list[str]:
+    """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
+    for part in path:
+        if part.isdigit():
+            continue
+        hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
+        cls = _dataclass_in(hints.get(part))
+    return [f.name for f in fields(cls)] if is_dataclass(cls) else []
+
+
+def _dataclass_in(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
+        return next((a for a in get_args(hint) if is_dataclass(a)), None)
+    return hint

@@ -1,0 +1,51 @@
+"""What the trainer needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zpp_lab.codecs.errors import Telemetry
+from zpp_lab.plan import Bytes, Plan
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [B, T]
+Batches = Callable[[int, int], Batch]  # (rank, micro-step) → batch
+
+
+class NonFiniteError(FloatingPointError):
+    """A NaN or Inf appeared in training; says where it was first seen."""
+
+    def __init__(self, step: int, where: str) -> None:
+        super().__init__(f"step {step}: {where}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step: mean loss over ranks and micro-steps, norm before clipping, bytes."""
+
+    loss: float
+    grad_norm: float
+    bytes: Bytes
+    telemetry: Telemetry | None
+
+
+class Engine(Protocol):
+    """Trains a model under a plan. Steps count from 0."""
+
+    plan: Plan
+
+    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+        """One optimizer step; NonFiniteError before any weight has changed."""
+        ...
+
+    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
+        """Mean loss over the batches, with the weights that the wire carries or the master's."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,40 @@
+"""Files that are either whole or absent.
+
+A run can be killed at any moment, and other processes read its folder while it
+works: whoever opens `summary.json` must find all of it or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_atomic(path: Path | str, text: str) -> None:
+    """Replace `path` by `text` (UTF-8) in one step, on the disk when this returns.
+
+    Raises OSError, naming the file, when it cannot be written; what was there before stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the folder's own entries on the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,107 @@
+"""A layout: where each parameter's segment lies in a payload, and which codec made it.
+
+A unit is a module whose parameters travel together, a decoder block for instance. On a wire
+with W shards each parameter of the unit is cut as FSDP2 cuts it, along dimension 0 into W
+shards of ceil(d0 / W) rows, the last ones padded with zero rows or all padding. The padding
+belongs to the segment: every rank's payload has the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from zpp_lab.codecs import Codec, parameter_id
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a unit: its full name, its whole shape, and elements of a padded shard."""
+
+    name: str
+    shape: tuple[int, ...]
+    world: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, padding included."""
+        if not self.shape:
+            return 1
+        return -(-self.shape[0] // self.world) * math.prod(self.shape[1:])
+
+    def own_numel(self, rank: int) -> int:
+        """Elements of `rank`'s shard without the padding; 0 for an empty shard."""
+        return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in a payload row and in a row of sums."""
+
+    name: str
+    numel: int
+    codec: Codec
+    offset: int  # bytes, in the payload row
+    nbytes: int
+    coded_offset: int  # elements, in a row of sums in the rotated domain
+    offset_numel: int  # elements, in a row of plain values
+
+    @cached_property
+    def parameter(self) -> int:
+        """The parameter's id for noise."""
+        return parameter_id(self.name)
+
+    @property
+    def coded_numel(self) -> int:
+        return self.codec.coded_numel(self.numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The segments of one unit on one wire, in payload order; each is 16-byte aligned."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def build(
+        cls, names: Sequence[str], numels: Sequence[int], codecs: Sequence[Codec]
+    ) -> Layout:
+        segments: list[Segment] = []
+        offset = coded = plain = 0
+        for name, numel, codec in zip(names, numels, codecs, strict=True):
+            segment = Segment(name, numel, codec, offset, codec.nbytes(numel), coded, plain)
+            segments.append(segment)
+            offset, coded = offset + segment.nbytes, coded + segment.coded_numel
+            plain += numel
+        return cls(tuple(segments))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one payload row."""
+        return sum(s.nbytes for s in self.segments)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(s.numel for s in self.segments)
+
+    @cached_property
+    def coded_numel(self) -> int:
+        """Elements of one row of sums in the rotated domain."""
+        return sum(s.coded_numel for s in self.segments)
+
+    @cached_property
+    def stochastic(self) -> bool:
+        return any(s.codec.stochastic for s in self.segments)
+
+    def select(self, names: Set[str]) -> Layout:
+        """The layout of those segments alone (parameters that have a gradient)."""
+        kept = [s for s in self.segments if s.name in names]
+        if len(kept) == len(self.segments):
+            return self
+        return Layout.build([s.name for s in kept], [s.numel for s in kept], [s.codec for s in kept])

@@ -1,0 +1,40 @@
+"""AdamW and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from zpp_lab.config import TrainConfig
+
+
+def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only (norms and biases have one dimension)."""
+    trained = [p for p in parameters.values() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        foreach=True,
+    )
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """The rate of step `step` (from 0): linear warm-up, then cosine to min_lr_ratio or constant."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    low = train.lr * train.min_lr_ratio
+    return low + (train.lr - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))

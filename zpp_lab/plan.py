@@ -1,0 +1,162 @@
+"""What a recipe moves in one step, before anything moves: layouts and bytes of every unit.
+
+ZeRO as data movement
+    stage 3  weights are gathered for the forward and again for the backward of each
+             micro-step (a unit with reshard=False, the root, only for the forward), and
+             gradients are reduced
+    stage 2  weights are gathered once a step; gradients are reduced
+    stage 1  as stage 2, and gradients of several micro-steps are always added up first
+A reduction happens at every micro-step, or at the last only (`accumulate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zpp_lab.collectives.traffic import (
+    Traffic,
+    gather_traffic,
+    hop_traffic,
+    secondary_traffic,
+)
+from zpp_lab.config import WIRES, Wire
+from zpp_lab.layout import Layout, Parameter
+from zpp_lab.recipe import Recipe
+
+Bytes = dict[Wire, Traffic]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that travel together. The root unit keeps its weights until its backward."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    trainable: frozenset[str]
+    reshard: bool = True
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit's layouts: the two gathers, and one per hop of the reduction."""
+
+    unit: Unit
+    recipe: Recipe
+    hierarchical: bool = False  # gathers send each byte between nodes once
+
+    def _layout(self, wire: Wire, trainable_only: bool = False) -> Layout:
+        chosen = [
+            p
+            for p in self.unit.parameters
+            if not trainable_only or p.name in self.unit.trainable
+        ]
+        return Layout.build(
+            [p.name for p in chosen],
+            [p.shard_numel for p in chosen],
+            [self.recipe.codec(wire, p) for p in chosen],
+        )
+
+    @cached_property
+    def forward(self) -> Layout:
+        return self._layout("weights_forward")
+
+    @cached_property
+    def backward(self) -> Layout:
+        return self._layout("weights_backward")
+
+    @cached_property
+    def hops(self) -> tuple[Layout, ...]:
+        return tuple(self._layout(wire, trainable_only=True) for wire in self.recipe.hops)
+
+    @property
+    def gathers_backward(self) -> bool:
+        """Whether backward needs a gather of its own (in the node or across the cluster)."""
+        return self.recipe.config.stage == 3 and self.unit.reshard
+
+    @property
+    def own_backward(self) -> bool:
+        """Whether backward uses weights that differ from the forward's."""
+        return self.gathers_backward and not self.recipe.config.secondary and (
+            self.forward.stochastic or self.backward != self.forward
+        )
+
+    def forward_bytes(self) -> Bytes:
+        cluster = self.recipe.cluster
+        return {
+            "weights_forward": gather_traffic(cluster, self.forward.nbytes, self.hierarchical)
+        }
+
+    def backward_bytes(self) -> Bytes:
+        cluster = self.recipe.cluster
+        if not self.gathers_backward:
+            return {}
+        if self.recipe.config.secondary:
+            return {"weights_backward": secondary_traffic(cluster, self.forward.nbytes)}
+        return {
+            "weights_backward": gather_traffic(cluster, self.backward.nbytes, self.hierarchical)
+        }
+
+    def reduce_bytes(self, absent: frozenset[str] = frozenset()) -> Bytes:
+        """`absent`: trainable parameters without a gradient, which no rank sends."""
+        present = self.unit.trainable - absent
+        if not present:
+            return {}
+        rows = [hop.select(present).nbytes for hop in self.hops]
+        return hop_traffic(self.recipe.cluster, self.recipe.hops, rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All units of a model under a recipe, and what one training step moves."""
+
+    units: tuple[UnitPlan, ...]
+    recipe: Recipe
+    micro_steps: int = 1
+    accumulate_last: bool = False
+
+    @classmethod
+    def build(
+        cls,
+        units: Iterable[Unit],
+        recipe: Recipe,
+        *,
+        micro_steps: int = 1,
+        accumulate: str = "every",
+        gather: str = "auto",
+    ) -> Plan:
+        cluster = recipe.cluster
+        several = cluster.nodes > 1 and cluster.gpus_per_node > 1
+        hierarchical = several and gather != "flat"
+        last = accumulate == "last" or recipe.config.stage == 1
+        plans = tuple(UnitPlan(unit, recipe, hierarchical) for unit in units)
+        return cls(plans, recipe, micro_steps, last)
+
+    @property
+    def reductions(self) -> int:
+        """Reductions of each unit in a step."""
+        return 1 if self.accumulate_last else self.micro_steps
+
+    @property
+    def gathers(self) -> int:
+        """Forward gathers of each unit in a step."""
+        return self.micro_steps if self.recipe.config.stage == 3 else 1
+
+    def step_bytes(self, absent: frozenset[str] = frozenset()) -> Bytes:
+        """Bytes that all ranks together send in one step, in closed form."""
+        total = no_bytes()
+        for unit in self.units:
+            add_bytes(total, unit.forward_bytes(), self.gathers)
+            add_bytes(total, unit.backward_bytes(), self.gathers)
+            add_bytes(total, unit.reduce_bytes(absent), self.reductions)
+        return total
+
+
+def no_bytes() -> Bytes:
+    return {wire: Traffic(0, 0) for wire in WIRES}
+
+
+def add_bytes(total: Bytes, more: Mapping[Wire, Traffic], times: int = 1) -> None:
+    for wire, traffic in more.items():
+        total[wire] = total[wire] + traffic * times

@@ -1,0 +1,124 @@
+"""A recipe made concrete: the codec of every parameter on every wire of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from zpp_lab.codecs import Codec, RawCodec, build_codec
+from zpp_lab.config import (
+    WIRES,
+    ClusterConfig,
+    CodecConfig,
+    ExemptConfig,
+    RecipeConfig,
+    RuleConfig,
+    Wire,
+)
+from zpp_lab.layout import Parameter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RAW = CodecConfig(codec="none")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe on a cluster, checked: what is asked for on a wire is what the wire carries."""
+
+    config: RecipeConfig
+    cluster: ClusterConfig
+    weights_dtype: torch.dtype = torch.float32  # of raw weights on the wire
+    grads_dtype: torch.dtype = torch.float32  # of raw gradients on the wire
+
+    def __post_init__(self) -> None:
+        for wire in WIRES:
+            build_codec(self.wire(wire), torch.float32)  # a wrong setting fails here
+        _check_reduction(self)
+        _check_weights(self)
+
+    @property
+    def hops(self) -> tuple[Wire, ...]:
+        """The wires a gradient crosses, in order. A hop with one participant does not exist."""
+        nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
+        if self.cluster.world == 1:
+            return ()
+        if self.config.hops == 2 and nodes > 1 and local > 1:
+            return ("grads_intra", "grads_inter")
+        return ("grads_intra",) if local > 1 else ("grads_inter",)
+
+    def wire(self, wire: Wire) -> CodecConfig:
+        """The wire's own codec settings over its short-hand."""
+        short = self.config.weights if wire.startswith("weights") else self.config.grads
+        own: CodecConfig = getattr(self.config, wire)
+        return own.over(short)
+
+    def codec(self, wire: Wire, parameter: Parameter) -> Codec:
+        """The codec of `parameter` on `wire`, exemptions and rules applied."""
+        raw = self.weights_dtype if wire.startswith("weights") else self.grads_dtype
+        if self.cluster.world == 1:
+            return RawCodec(raw)
+        settings = self.wire(wire)
+        if _exempt(self.config.exempt, parameter):
+            settings = RAW
+        for rule in self.config.rules:
+            if _matches(rule, wire, parameter):
+                settings = RAW if rule.exempt else rule.set.over(self.wire(wire))
+        return build_codec(settings, raw)
+
+
+def _exempt(exempt: ExemptConfig, parameter: Parameter) -> bool:
+    return (
+        len(parameter.shape) <= exempt.max_ndim
+        or parameter.numel < exempt.below_numel
+        or any(fnmatchcase(parameter.name, pattern) for pattern in exempt.names)
+    )
+
+
+def _matches(rule: RuleConfig, wire: Wire, parameter: Parameter) -> bool:
+    return (
+        wire in rule.wires
+        and fnmatchcase(parameter.name, rule.name)
+        and rule.ndim in (None, len(parameter.shape))
+        and parameter.numel >= rule.min_numel
+        and (rule.max_numel is None or parameter.numel <= rule.max_numel)
+    )
+
+
+def _quantizes(recipe: Recipe, wire: Wire) -> bool:
+    asked = not isinstance(build_codec(recipe.wire(wire), torch.float32), RawCodec)
+    ruled = any(wire in r.wires and not r.exempt for r in recipe.config.rules)
+    return asked or ruled
+
+
+def _check_reduction(recipe: Recipe) -> None:
+    name, cluster = recipe.config.name, recipe.cluster
+    if recipe.config.hops == 1 and recipe.wire("grads_intra") != recipe.wire("grads_inter"):
+        raise ValueError(
+            f"recipe {name}: one hop sends each gradient once, so grads_intra and grads_inter "
+            "must have the same codec; set recipe.grads for both, or recipe.hops=2"
+        )
+    asked = [w for w in ("grads_intra", "grads_inter") if _quantizes(recipe, w)]  # type: ignore[arg-type]
+    if asked and recipe.config.hops == 2 and not set(asked) & set(recipe.hops):
+        raise ValueError(
+            f"recipe {name}: {' and '.join(asked)} would carry nothing on a cluster of "
+            f"{cluster.nodes} × {cluster.gpus_per_node}; change the cluster or set recipe.grads"
+        )
+    if cluster.world == 1 and any(_quantizes(recipe, wire) for wire in WIRES):
+        raise ValueError(
+            f"recipe {name}: a cluster of one rank has no wires to quantize; "
+            "use recipe=zero3 or a larger cluster"
+        )
+
+
+def _check_weights(recipe: Recipe) -> None:
+    config = recipe.config
+    if recipe.wire("weights_forward") == recipe.wire("weights_backward"):
+        return
+    if config.secondary or config.stage != 3:
+        why = "recipe.secondary=true" if config.secondary else f"recipe.stage={config.stage}"
+        raise ValueError(
+            f"recipe {config.name}: with {why} backward uses the forward's weights; "
+            "leave recipe.weights_backward as weights_forward is"
+        )

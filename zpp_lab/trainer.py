@@ -1,0 +1,189 @@
+"""One run: set up, resume, step, evaluate, save, and write down what happened.
+
+The order inside a step decides what a kill can cost: the step's line goes to metrics.jsonl
+first, the checkpoint follows, and a restart drops the lines after its checkpoint. So a run
+that was killed at any moment ends with the bytes of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from zpp_lab.checkpoint import Checkpoints
+from zpp_lab.config import Config
+from zpp_lab.data import TokenData, open_data
+from zpp_lab.engines.base import Batch, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.build import build_engine, pick_device
+from zpp_lab.files import write_atomic
+from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.optim import learning_rate
+from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.tracking import Tracker
+
+Record = dict[str, Any]
+
+
+def run(config: Config) -> Record:
+    """Train as `config` says, going on where a former start of the run stopped.
+
+    Returns the summary, which is also in summary.json; a finished run returns at once.
+    Raises what went wrong, after writing failure.json.
+    """
+    folder = run_dir(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_same_run(config, folder)
+    write_atomic(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
+    return Trainer(config, folder).run()
+
+
+class Trainer:
+    """The step loop of one run over any engine."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.train = config.train
+        if config.engine.threads:
+            torch.set_num_threads(config.engine.threads)
+        torch.use_deterministic_algorithms(config.engine.deterministic)
+        self.device = pick_device(config.engine)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_checkpoints)
+        self.step = 0  # steps done
+
+    def run(self) -> Record:
+        tracker: Tracker | None = None
+        try:
+            data = open_data(self.config.data)
+            engine = build_engine(self.config, data.vocab_size, self.device)
+            self._resume(engine)
+            tracker = Tracker(self.config, self.folder, resume_step=self.step)
+            last = self._loop(engine, data, tracker)
+            summary = self._summary(engine, data, tracker, last)
+            tracker.finish(summary)
+            return summary
+        except BaseException as error:
+            self._fail(error, tracker)
+            raise
+
+    # ------------------------------------------------------------------ the loop
+
+    def _loop(self, engine: Engine, data: TokenData, tracker: Tracker) -> Record:
+        """Train up to the last step; returns the last step's record."""
+        heldout = self._heldout(data)
+        record: Record = tracker.last or {}
+        seconds = float(record.get("seconds", 0.0))
+        while self.step < self.train.steps:
+            began = time.perf_counter()
+            result = self._step(engine, data)
+            self.step += 1
+            record = self._record(result)
+            if self._due(self.train.eval_every):
+                record["heldout_loss"] = engine.evaluate(self.step, heldout, wire=True)
+            seconds += time.perf_counter() - began
+            record["seconds"] = seconds
+            tracker.log(record)
+            if self._due(self.train.checkpoint_every):
+                self.checkpoints.save(self.step, engine.state_dict())
+        return record
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.train.steps or (every > 0 and self.step % every == 0)
+
+    def _step(self, engine: Engine, data: TokenData) -> StepResult:
+        every = self.config.tracking.telemetry_every
+        telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
+        lr = learning_rate(self.step, self.train)
+        return engine.step(self.step, lr, partial(self._batch, data, self.step), telemetry)
+
+    def _batch(self, data: TokenData, step: int, rank: int, micro: int) -> Batch:
+        size, length = self.train.batch_size, self.config.data.seq_len
+        return data.batch(self.config.seed, step, rank, micro, size, length)
+
+    def _heldout(self, data: TokenData) -> list[Batch]:
+        length = self.config.data.seq_len
+        size = max(1, min(64, 8192 // length))
+        return list(data.heldout(self.train.eval_tokens, size, length))
+
+    def _tokens(self, steps: int) -> int:
+        each = self.train.batch_size * self.config.data.seq_len * self.train.micro_steps
+        return steps * each * self.config.cluster.world
+
+    # ------------------------------------------------------------------ records
+
+    def _record(self, result: StepResult) -> Record:
+        record: Record = {
+            "step": self.step,
+            "loss": result.loss,
+            "lr": learning_rate(self.step - 1, self.train),
+            "grad_norm": result.grad_norm,
+            "tokens": self._tokens(self.step),
+            "bytes": {wire: traffic._asdict() for wire, traffic in result.bytes.items()},
+        }
+        if result.telemetry is not None:
+            record["telemetry"] = result.telemetry
+        return record
+
+    def _summary(self, engine: Engine, data: TokenData, tracker: Tracker, last: Record) -> Record:
+        config, plan = self.config, engine.plan
+        master = engine.evaluate(self.step, self._heldout(data), wire=False)
+        totals = tracker.bytes
+        return {
+            "outcome": "finished",
+            "study": config.run.study,
+            "arm": config.run.arm or config.recipe.name,
+            "recipe": config.recipe.name,
+            "seed": config.seed,
+            "steps": self.step,
+            "loss": last["loss"],
+            "heldout_loss": last["heldout_loss"],
+            "heldout_loss_master": master,
+            "tokens": last["tokens"],
+            "seconds": last["seconds"],
+            "bytes": totals,
+            "bytes_per_step": sum(sum(t) for t in plan.step_bytes().values()),
+            "data": {"name": config.data.name, "hash": data.hash, "tokens": data.tokens},
+            "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
+            "cluster": asdict(config.cluster),
+            "machine": machine_facts(),
+            "commit": commit(),
+            "versions": versions(),
+        }
+
+    def _resume(self, engine: Engine) -> None:
+        state = self.checkpoints.load(self.device) if self.config.run.resume else None
+        if state is not None:
+            self.step = int(state.pop("step"))
+            engine.load_state_dict(state)
+
+    def _fail(self, error: BaseException, tracker: Tracker | None) -> None:
+        failure = {
+            "outcome": outcome_of(error),
+            "error": f"{type(error).__name__}: {error}",
+            "step": self.step,
+            "traceback": traceback.format_exc(),
+        }
+        if tracker is not None:
+            tracker.fail(failure)
+        else:
+            write_failure(self.folder, failure)
+
+
+def outcome_of(error: BaseException) -> str:
+    if isinstance(error, NonFiniteError):
+        return "diverged"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "out_of_memory"
+    return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "crashed"
+
+
+def write_failure(folder: Path, failure: Record) -> None:
+    import json
+
+    write_atomic(folder / "failure.json", json.dumps(failure, indent=2) + "\n")
