@@ -43,14 +43,14 @@ class Rotation:
     def forward(self, x: Tensor) -> Tensor:
         """fp32 [..., n] → fp32 [..., padded(n)]."""
         x = torch.nn.functional.pad(x, (0, self.padded(x.shape[-1]) - x.shape[-1]))
-        groups = x.reshape(*x.shape[:-1], -1, self.size)
+        groups = x.unflatten(-1, (x.shape[-1] // self.size, self.size))
         if self.random_signs:
             groups = groups * signs(self.size).to(x.device)
         return self._transform(groups).reshape(x.shape)
 
     def inverse(self, y: Tensor, numel: int) -> Tensor:
         """fp32 [..., padded(numel)] → fp32 [..., numel]."""
-        groups = self._transform(y.reshape(*y.shape[:-1], -1, self.size))
+        groups = self._transform(y.unflatten(-1, (y.shape[-1] // self.size, self.size)))
         if self.random_signs:
             groups = groups * signs(self.size).to(y.device)
         return groups.reshape(y.shape)[..., :numel]
@@ -58,7 +58,7 @@ class Rotation:
     def _transform(self, groups: Tensor) -> Tensor:
         shape, stride = groups.shape, 1
         while stride < self.size:
-            a, b = groups.reshape(*shape[:-1], -1, 2, stride).unbind(-2)
+            a, b = groups.reshape(*shape[:-1], self.size // stride // 2, 2, stride).unbind(-2)
             groups, stride = torch.stack((a + b, a - b), dim=-2), stride * 2
         norm = torch.tensor(1.0 / math.sqrt(self.size), dtype=torch.float32, device=groups.device)
         return groups.reshape(shape) * norm

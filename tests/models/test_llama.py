@@ -1,0 +1,157 @@
+import copy
+
+import pytest
+import torch
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models import build_model
+
+SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=4, ffn=48)
+VOCAB = 61
+
+
+def config(**changes: object) -> ModelConfig:
+    return ModelConfig(**{**SMALL.__dict__, **changes})
+
+
+def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_logits():
+    model = build_model(SMALL, VOCAB)
+    x, y = tokens(), tokens().roll(1, 1)
+    logits = model(x)
+    assert logits.shape == (2, 12, VOCAB)
+    by_hand = -logits.double().log_softmax(-1).gather(-1, y[..., None]).mean()
+    loss = model(x, y)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(by_hand.item(), rel=1e-6)
+
+
+def test_starts_near_the_uniform_loss():
+    model = build_model(ModelConfig(), 256, seed=3)
+    x = torch.arange(512).reshape(8, 64) % 256
+    uniform = torch.tensor(256.0).log().item()
+    assert model(x, x.roll(1, 1)).item() == pytest.approx(uniform, abs=0.1)
+
+
+def test_no_position_sees_a_later_token():
+    model = build_model(SMALL, VOCAB)
+    x = tokens()
+    changed = x.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % VOCAB
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_rotation_depends_on_distance_alone():
+    rope = build_model(SMALL, VOCAB).layers[0].attention.rope
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 9, 1, 8)
+    scores = torch.einsum("bthd,bshd->ts", rope.rotate(q), rope.rotate(k))
+    for distance in range(9):
+        diagonal = scores.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-5)
+    assert not torch.allclose(scores[0, 0], scores[0, 4])
+    assert torch.allclose(rope.rotate(q).norm(dim=-1), q.norm(dim=-1), atol=1e-5)
+
+
+def test_rotation_table_grows_and_keeps_its_start():
+    rope = build_model(SMALL, VOCAB).layers[0].attention.rope
+    short = rope.table(4, torch.device("cpu")).clone()
+    assert torch.equal(rope.table(50, torch.device("cpu"))[:4], short)
+    assert rope.table(3, torch.device("cpu")).shape == (3, 1, 4)
+
+
+def test_repeats_to_the_bit():
+    x, y = tokens(), tokens().roll(1, 1)
+    grads = []
+    for _ in range(2):
+        model = build_model(SMALL, VOCAB, seed=5)
+        model(x, y).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*grads)
+
+
+def test_checkpointed_activations_change_nothing():
+    x, y = tokens(), tokens().roll(1, 1)
+    plain, saved = build_model(SMALL, VOCAB), build_model(config(checkpoint_activations=True), VOCAB)
+    losses = [model(x, y) for model in (plain, saved)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_grouped_queries_equal_full_attention_with_repeated_keys():
+    grouped = build_model(config(kv_heads=2), VOCAB)
+    full = build_model(SMALL, VOCAB)
+    assert grouped.layers[0].attention.wk.weight.shape == (16, 32)
+    state = grouped.state_dict()
+    for name, value in state.items():
+        if name.split(".")[-2] in ("wk", "wv"):  # each key head serves two neighbouring queries
+            state[name] = value.unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
+    full.load_state_dict(state)
+    assert torch.allclose(grouped(tokens()), full(tokens()), atol=1e-5)
+
+
+def test_as_many_key_heads_as_queries_is_plain_attention():
+    shapes = {n: tuple(p.shape) for n, p in build_model(SMALL, VOCAB).named_parameters()}
+    assert shapes["layers.1.attention.wk.weight"] == shapes["layers.1.attention.wq.weight"]
+
+
+def test_tied_head_reads_the_embedding():
+    x, y = tokens(), tokens().roll(1, 1)
+    tied, untied = build_model(config(tied_head=True), VOCAB), build_model(SMALL, VOCAB)
+    names = dict(tied.named_parameters())
+    assert "head.weight" not in names
+    assert sum(p.numel() for p in untied.parameters()) - sum(
+        p.numel() for p in tied.parameters()
+    ) == VOCAB * SMALL.dim
+    with torch.no_grad():
+        untied.head.weight.copy_(untied.embed.weight)
+    assert torch.equal(tied(x), untied(x))
+    tied(x, y).backward()
+    untied(x, y).backward()
+    both = untied.embed.weight.grad + untied.head.weight.grad
+    assert torch.allclose(tied.embed.weight.grad, both, atol=1e-7)
+
+
+def test_units_are_the_blocks_and_the_rest_is_the_root():
+    model = build_model(SMALL, VOCAB)
+    names = [name for name, _ in model.units()]
+    assert names == ["layers.0", "layers.1"]
+    assert all(dict(model.named_modules())[name] is unit for name, unit in model.units())
+    root = [n for n, _ in model.named_parameters() if not n.startswith(tuple(names))]
+    assert root == ["embed.weight", "norm.weight", "head.weight"]
+
+
+def test_bf16_copy_rotates_by_the_same_table():
+    model = build_model(SMALL, VOCAB)
+    half = copy.deepcopy(model).bfloat16()
+    assert list(half.buffers()) == []
+    assert half.layers[0].attention.rope.table(12, torch.device("cpu")).dtype == torch.complex64
+    assert half(tokens()).dtype == torch.bfloat16
+    x, y = tokens(), tokens().roll(1, 1)
+    assert half(x, y).item() == pytest.approx(model(x, y).item(), abs=0.02)
+
+
+def test_vocabulary_may_be_padded_but_not_cut():
+    assert build_model(config(vocab_size=64), VOCAB).embed.weight.shape == (64, 32)
+    with pytest.raises(ValueError, match=r"model\.vocab_size=32 .* tokenizer's 61"):
+        build_model(config(vocab_size=32), VOCAB)
+
+
+def test_learns():
+    torch.manual_seed(0)
+    model = build_model(SMALL, VOCAB)
+    x = tokens(4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = model(x, x.roll(-1, 1)).item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(x, x.roll(-1, 1)).backward()
+        optimizer.step()
+    assert model(x, x.roll(-1, 1)).item() < first / 4

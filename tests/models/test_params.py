@@ -1,0 +1,37 @@
+import pytest
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models import PARAM_CLASSES, build_model, param_class
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("embed.weight", "embedding"),
+        ("layers.3.attention.wq.weight", "attention"),
+        ("layers.3.attention_norm.weight", "norm"),
+        ("layers.3.mlp.w_gate.weight", "mlp"),
+        ("layers.3.mlp_norm.weight", "norm"),
+        ("norm.weight", "norm"),
+        ("head.weight", "head"),
+        ("model.embed_tokens.weight", "embedding"),
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("model.layers.0.mlp.down_proj.weight", "mlp"),
+        ("model.layers.0.input_layernorm.weight", "norm"),
+        ("model.layers.0.post_attention_layernorm.weight", "norm"),
+        ("lm_head.weight", "head"),
+        ("transformer.wte.weight", "embedding"),
+        ("transformer.h.0.ln_1.bias", "norm"),
+        ("transformer.h.0.attn.c_attn.bias", "attention"),
+        ("transformer.ln_f.weight", "norm"),
+        ("gate", "other"),
+        ("conv.weight", "other"),
+    ],
+)
+def test_param_class(name: str, kind: str):
+    assert param_class(name) == kind
+
+
+def test_every_parameter_of_the_decoder_has_a_kind():
+    names = [n for n, _ in build_model(ModelConfig(), 256, "meta").named_parameters()]
+    assert {param_class(n) for n in names} == set(PARAM_CLASSES) - {"other"}

@@ -1,0 +1,158 @@
+"""A wandb server small enough to read: it keeps history lines, or refuses, or keeps silent."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+
+class FakeWandb:
+    """`runs[id]` holds what was sent: its `lines` (JSON), `config`, `group`, `job_type`, `exit`."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.working = True
+        fake = self
+
+        class Handler(_Handler):
+            server_state = fake
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def steps(self, run_id: str) -> list[int]:
+        return [json.loads(line)["_step"] for line in self.runs[run_id]["lines"]]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def query(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        if name == "UpsertBucket":
+            return {"upsertBucket": self._upsert(values)}
+        if name == "RunResumeStatus":
+            run = self.runs.get(values["name"])
+            bucket = run and _bucket(values["name"], run)
+            return {"model": {"name": "p", "entity": {"name": "e"}, "bucket": bucket}}
+        if name == "CreateRunFiles":
+            files = [{"name": f, "uploadUrl": f"{self.url}/up/{f}"} for f in values["files"]]
+            return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
+        return {"serverInfo": {"features": []}} if name == "ServerFeaturesQuery" else {}
+
+    def _upsert(self, values: dict[str, Any]) -> dict[str, Any]:
+        name, new = values["name"], values["name"] not in self.runs
+        run = self.runs.setdefault(name, {"lines": [], "summary": "{}"})
+        for ours, theirs in (("config",) * 2, ("group", "groupName"), ("job_type", "jobType")):
+            run[ours] = values.get(theirs) or run.get(ours)
+        run.update(tags=values.get("tags"), display=values.get("displayName"))
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        bucket = {**_bucket(name, run), "id": name, "sweepName": None, "project": project}
+        return {"bucket": {**bucket, "description": ""}, "inserted": new}
+
+    def stream(self, name: str, body: dict[str, Any]) -> None:
+        history = body.get("files", {}).get("wandb-history.jsonl")
+        if history:
+            self.runs[name]["lines"][history["offset"] :] = history["content"]
+        summary = body.get("files", {}).get("wandb-summary.json")
+        if summary:
+            self.runs[name]["summary"] = summary["content"][-1]
+        if body.get("complete"):
+            self.runs[name]["exit"] = body["exitcode"]
+
+
+def _bucket(name: str, run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "displayName": run.get("display") or name,
+        "summaryMetrics": run["summary"],
+        "historyLineCount": len(run["lines"]),
+        "logLineCount": 0,
+        "eventsLineCount": 0,
+        "historyTail": json.dumps(run["lines"][-1:]),
+        "eventsTail": "[]",
+        "config": "{}",
+        "tags": [],
+        "notes": "",
+        "wandbConfig": '{"t":{"1":1}}',
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_state: FakeWandb
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _reply(self, content: Any) -> None:
+        status = 200 if self.server_state.working else 503
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_PUT(self) -> None:
+        self._body()
+        self._reply({})
+
+    def do_GET(self) -> None:
+        self._reply({})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if self.path.endswith("/graphql") and self.server_state.working:
+            asked = json.loads(body)
+            answer = self.server_state.query(asked["operationName"], asked.get("variables") or {})
+            return self._reply({"data": answer})
+        if self.path.endswith("/file_stream") and self.server_state.working:
+            self.server_state.stream(self.path.split("/")[-2], json.loads(body))
+        return self._reply({})
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    """No key, setting or mode of the person who runs the tests reaches them."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
+    server = FakeWandb()
+    use_server(monkeypatch, server.url)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["refuses", "never answers"])
+def dead_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that is not there, or takes connections and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if request.param == "never answers":
+            listener.listen(64)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        use_server(monkeypatch, url)
+        yield url
+
+
+def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
