@@ -160,6 +160,10 @@ class ModelConfig:
         for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
             _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
         _need(
+            self.vocab_size >= 0,
+            f"model.vocab_size={self.vocab_size}: use 0 (the tokenizer's) or more",
+        )
+        _need(
             self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
             f"model.dim={self.dim} and model.heads={self.heads}: dim / heads must be an even number",
         )
@@ -173,6 +177,9 @@ class ModelConfig:
 class DataConfig:
     name: Literal["stdlib", "text", "hf"] = "stdlib"
     path: str | None = None  # file or folder for `text`, dataset name for `hf`
+    subset: str | None = None  # of an `hf` dataset
+    split: str = "train"  # of an `hf` dataset
+    column: str = "text"  # where a row of an `hf` dataset keeps its text
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     vocab_size: int = 256  # of a BPE to train
     seq_len: int = 64
@@ -183,6 +190,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
+        _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         _need(
             self.name == "stdlib" or bool(self.path),
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",

@@ -7,6 +7,7 @@ that was killed at any moment ends with the bytes of an undisturbed one.
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from dataclasses import asdict
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.config import Config
@@ -40,7 +40,10 @@ def run(config: Config) -> Record:
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
-    write_atomic(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
+    summary = folder / "summary.json"
+    if config.run.resume and summary.is_file():
+        done: Record = json.loads(summary.read_text())
+        return done
     return Trainer(config, folder).run()
 
 
@@ -90,6 +93,7 @@ class Trainer:
             record["seconds"] = seconds
             tracker.log(record)
             if self._due(self.train.checkpoint_every):
+                tracker.sync()  # a checkpoint never knows more steps than the metrics
                 self.checkpoints.save(self.step, engine.state_dict())
         return record
 
@@ -184,6 +188,4 @@ def outcome_of(error: BaseException) -> str:
 
 
 def write_failure(folder: Path, failure: Record) -> None:
-    import json
-
     write_atomic(folder / "failure.json", json.dumps(failure, indent=2) + "\n")

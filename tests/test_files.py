@@ -1,0 +1,39 @@
+"""A file is whole or it is not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zpp_lab.files import write_atomic
+
+
+def test_replaces_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomic(path, "one\n")
+    first = path.stat().st_ino
+    write_atomic(path, "zwölf\n")
+    assert path.read_text(encoding="utf-8") == "zwölf\n"
+    assert path.stat().st_ino != first
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_atomic(path, "old")
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=r"cannot write .*a.json: No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"none.a.json"):
+        write_atomic(tmp_path / "none" / "a.json", "x")

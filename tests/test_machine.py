@@ -1,0 +1,68 @@
+"""Facts about the machine and the commit of the code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from zpp_lab import machine
+
+
+def test_facts_are_plain_and_sensible() -> None:
+    facts = json.loads(json.dumps(machine.machine_facts()))
+    assert set(facts) == {"cpu", "cores", "memory_bytes", "gpus", "os"}
+    assert facts["cores"] >= 1
+    assert facts["memory_bytes"] > 2**27
+    assert facts["cpu"]
+
+
+def test_versions() -> None:
+    versions = machine.versions()
+    assert versions["python"].startswith("3.")  # type: ignore[union-attr]
+    assert versions["torch"]
+
+
+def test_container_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"cpu.max": "150000 100000", "memory.max": "1073741824"}
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(machine, "_cgroup", limits.__getitem__)
+    assert machine.cores() == 2
+    assert machine.memory_bytes() == 2**30
+    limits.update({"cpu.max": "max 100000", "memory.max": "max"})
+    assert machine.cores() == 64
+    assert machine.memory_bytes() > 2**30
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_commit_of_a_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    look = machine.commit.__wrapped__
+    assert look(package) is None  # in a checkout, but no part of it, as an installed package is
+    git(tmp_path, "add", ".")
+    assert look(package) is None  # no commit yet
+    git(tmp_path, "commit", "-q", "-m", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert look(package) == head
+    (package / "new.py").write_text("")
+    assert look(package) == f"{head}-dirty"
+    (package / "new.py").unlink()
+    (tmp_path / "notes.txt").write_text("not code")
+    assert look(package) == head
+    (package / "__init__.py").write_text("changed = 1\n")
+    assert look(package) == f"{head}-dirty"
+
+
+def test_no_git_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.commit.__wrapped__(tmp_path) is None
