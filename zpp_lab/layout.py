@@ -99,6 +99,14 @@ class Layout:
     def stochastic(self) -> bool:
         return any(s.codec.stochastic for s in self.segments)
 
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of segments that share codec and length, in order of first appearance."""
+        found: dict[tuple[Codec, int], list[int]] = {}
+        for i, segment in enumerate(self.segments):
+            found.setdefault((segment.codec, segment.numel), []).append(i)
+        return tuple(tuple(group) for group in found.values())
+
     def select(self, names: Set[str]) -> Layout:
         """The layout of those segments alone (parameters that have a gradient)."""
         kept = [s for s in self.segments if s.name in names]

@@ -17,14 +17,19 @@ from zpp_lab.codecs.noise import Noise
 
 
 class SegmentNoise(NamedTuple):
-    """The noise of one segment: the collective's noise and the parameter's id."""
+    """The noise of one segment: the collective's noise and the parameter's id.
+
+    `more` names further parameters whose segments of the same length are stacked below.
+    """
 
     noise: Noise
     parameter: int
+    more: tuple[int, ...] = ()
 
     def uniform(self, numel: int, device: torch.device) -> Tensor:
-        """fp32 [R, numel] in (0, 1)."""
-        return self.noise.uniform(self.parameter, numel, device)
+        """fp32 [R (1 + len(more)), numel] in (0, 1)."""
+        ids = (self.parameter, *self.more)
+        return torch.cat([self.noise.uniform(i, numel, device) for i in ids])
 
 
 @runtime_checkable
