@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zpp_lab.config import TrainConfig
 
@@ -27,6 +27,32 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.o
         eps=train.eps,
         foreach=True,
     )
+
+
+# AdamW's state of a parameter, as checkpoints name it.
+STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """{state: {parameter name: tensor}}; parameters that were never updated have none."""
+    return {
+        key: {n: optimizer.state[p][key] for n, p in parameters.items() if p in optimizer.state}
+        for key in STATE
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """The inverse of `optimizer_state`."""
+    optimizer.state.clear()
+    for name, p in parameters.items():
+        if name in state["step"]:
+            optimizer.state[p] = {key: state[key][name] for key in STATE}
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

@@ -76,7 +76,10 @@ def test_repeats_to_the_bit():
 
 def test_checkpointed_activations_change_nothing():
     x, y = tokens(), tokens().roll(1, 1)
-    plain, saved = build_model(SMALL, VOCAB), build_model(config(checkpoint_activations=True), VOCAB)
+    plain, saved = (
+        build_model(SMALL, VOCAB),
+        build_model(config(checkpoint_activations=True), VOCAB),
+    )
     losses = [model(x, y) for model in (plain, saved)]
     assert torch.equal(*losses)
     for loss in losses:
@@ -107,9 +110,10 @@ def test_tied_head_reads_the_embedding():
     tied, untied = build_model(config(tied_head=True), VOCAB), build_model(SMALL, VOCAB)
     names = dict(tied.named_parameters())
     assert "head.weight" not in names
-    assert sum(p.numel() for p in untied.parameters()) - sum(
-        p.numel() for p in tied.parameters()
-    ) == VOCAB * SMALL.dim
+    assert (
+        sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+        == VOCAB * SMALL.dim
+    )
     with torch.no_grad():
         untied.head.weight.copy_(untied.embed.weight)
     assert torch.equal(tied(x), untied(x))

@@ -24,7 +24,7 @@ from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
 from zpp_lab.engines.reduction import Reduction
 from zpp_lab.engines.watch import Watch
 from zpp_lab.numerics import clip_factor, fold_sum, square_norms, total_norm
-from zpp_lab.optim import adamw
+from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state
 from zpp_lab.plan import Plan, UnitPlan
 from zpp_lab.recipe import DTYPES
 
@@ -205,14 +205,17 @@ class VirtualEngine:
         else:
             self._load({n: p.detach() for n, p in self.master.items()})
         self.model.eval()
-        losses = [self.model(x.to(self.device), y.to(self.device)).double() for x, y in batches]
+        losses, rows = [], 0
+        for x, y in batches:
+            losses.append(self.model(x.to(self.device), y.to(self.device)).double() * len(x))
+            rows += len(x)
         self.model.train()
-        return float(fold_sum(torch.stack(losses)) / len(losses))
+        return float(fold_sum(torch.stack(losses)) / rows)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "weights": {n: p.detach() for n, p in self.master.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state(self.optimizer, self.master),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -222,4 +225,4 @@ class VirtualEngine:
         with torch.no_grad():
             for name, p in self.master.items():
                 p.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, self.master, state["optimizer"])

@@ -1,0 +1,159 @@
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from zpp_lab.config import DataConfig
+from zpp_lab.data.corpus import HubCorpus, open_corpus, stdlib_corpus, text_corpus
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def test_stdlib_is_source_without_tests():
+    corpus = stdlib_corpus()
+    names = [f.name for f in corpus.files]
+    assert names == sorted(names)
+    assert {"argparse.py", "asyncio/tasks.py", "json/decoder.py"} <= set(names)
+    assert all(name.endswith(".py") for name in names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "site-packages", "__pycache__"}
+    assert dict(corpus.documents())["argparse.py"].startswith(b"# Author")
+
+
+def test_stdlib_missing_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"no standard library source .* use data=text"):
+        stdlib_corpus()
+
+
+def test_folder_in_order_without_hidden_and_empty_files(tmp_path):
+    files = {"b.txt": b"two", "a/z.md": b"one", "empty.txt": b"", ".x": b"no", ".git/c": b"no"}
+    corpus = text_corpus(fill(tmp_path, files))
+    assert list(corpus.documents()) == [("a/z.md", b"one"), ("b.txt", b"two")]
+    assert corpus.count == 2
+
+
+def test_one_file(tmp_path):
+    fill(tmp_path, {"a.txt": b"alpha", "b.txt": b"beta"})
+    assert list(text_corpus(tmp_path / "a.txt").documents()) == [("a.txt", b"alpha")]
+
+
+def test_max_bytes_takes_the_first_bytes(tmp_path):
+    fill(tmp_path, {"a": b"123", "b": b"456", "c": b"789"})
+    assert [text for _, text in text_corpus(tmp_path, 5).documents()] == [b"123", b"45"]
+    assert [text for _, text in text_corpus(tmp_path, 3).documents()] == [b"123"]
+
+
+def test_any_encoding_is_read_raw(tmp_path):
+    fill(tmp_path, {"latin1.txt": "naïve".encode("latin-1")})
+    assert list(text_corpus(tmp_path).documents()) == [("latin1.txt", b"na\xefve")]
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\0\1", "text".encode("utf-16")])
+def test_what_is_no_text_is_named(tmp_path, content):
+    corpus = text_corpus(fill(tmp_path, {"x.bin": content}))
+    with pytest.raises(ValueError, match=r"x\.bin holds zero bytes.*UTF-8"):
+        list(corpus.documents())
+
+
+def test_missing_path(tmp_path):
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        text_corpus(tmp_path / "nowhere")
+
+
+def test_folder_without_text(tmp_path):
+    with pytest.raises(ValueError, match="no text in there"):
+        text_corpus(fill(tmp_path, {"empty": b"", ".hidden": b"x"}))
+
+
+def test_pipes_are_passed_over(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    assert text_corpus(fill(tmp_path, {"a": b"x"})).count == 1
+
+
+def test_broken_link_is_named(tmp_path):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"cannot read .*gone\.txt: No such file"):
+        text_corpus(tmp_path)
+
+
+def test_file_that_vanishes_or_shrinks_while_it_is_read(tmp_path):
+    corpus = text_corpus(fill(tmp_path, {"a.txt": b"long text"}))
+    (tmp_path / "a.txt").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"a\.txt changed while it was read: run again"):
+        list(corpus.documents())
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*a\.txt"):
+        list(corpus.documents())
+
+
+def test_identity_follows_names_sizes_and_times(tmp_path):
+    path = fill(tmp_path, {"a.txt": b"text"}) / "a.txt"
+    first = text_corpus(tmp_path).identity()
+    assert text_corpus(tmp_path).identity() == first
+    os.utime(path, ns=(0, 12345))
+    assert text_corpus(tmp_path).identity() != first
+
+
+def test_config_without_path():
+    with pytest.raises(ValueError, match=r"data\.name=text needs data\.path"):
+        DataConfig(name="text")
+
+
+class TestHub:
+    ROWS = ({"text": "first", "id": 1}, {"text": "", "id": 2}, {"text": "thi\0rd", "id": 3})
+
+    def corpus(self, monkeypatch, rows=ROWS, **changes) -> HubCorpus:
+        calls = []
+
+        def load_dataset(path, subset, *, split, streaming):
+            calls.append((path, subset, split, streaming))
+            return iter(rows)
+
+        fake = types.SimpleNamespace(load_dataset=load_dataset, calls=calls)
+        monkeypatch.setitem(sys.modules, "datasets", fake)
+        corpus = open_corpus(DataConfig(name="hf", path="some/set", subset="en", **changes))
+        assert isinstance(corpus, HubCorpus)
+        return corpus
+
+    def test_rows_are_documents(self, monkeypatch):
+        corpus = self.corpus(monkeypatch)
+        assert list(corpus.documents()) == [("row 0", b"first"), ("row 2", b"third")]
+        assert sys.modules["datasets"].calls == [("some/set", "en", "train", True)]
+
+    def test_max_bytes_stops_reading(self, monkeypatch):
+        def rows():
+            yield {"text": "12345"}
+            yield {"text": "67890"}
+            raise AssertionError("read on")
+
+        corpus = self.corpus(monkeypatch, rows(), max_bytes=7)
+        assert [text for _, text in corpus.documents()] == [b"12345", b"67"]
+
+    def test_column_without_text(self, monkeypatch):
+        corpus = self.corpus(monkeypatch, column="id")
+        with pytest.raises(ValueError, match=r"data\.column=id: .* columns with text: text"):
+            list(corpus.documents())
+
+    def test_network_failure_while_streaming(self, monkeypatch):
+        def rows():
+            yield {"text": "12345"}
+            raise ConnectionError("connection reset")
+
+        corpus = self.corpus(monkeypatch, rows())
+        with pytest.raises(ValueError, match=r"data\.path=some/set .*: connection reset"):
+            list(corpus.documents())
+
+    def test_without_the_package(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        corpus = open_corpus(DataConfig(name="hf", path="some/set"))
+        with pytest.raises(ValueError, match=r"pip install zpp_lab\[hf\]"):
+            list(corpus.documents())

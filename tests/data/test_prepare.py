@@ -1,0 +1,222 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zpp_lab.config import DataConfig
+from zpp_lab.data import open_data, prepare
+from zpp_lab.data.corpus import FileCorpus
+
+
+@pytest.fixture
+def cfg(tmp_path) -> DataConfig:
+    """Forty files of 300 bytes each, every tenth held out."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i:02}.txt").write_bytes(bytes([65 + i]) * 299 + b"\n")
+    return DataConfig(
+        name="text",
+        path=str(text),
+        heldout_every=10,
+        seq_len=16,
+        cache_dir=str(tmp_path / "cache"),
+    )
+
+
+def changed(cfg: DataConfig, **values: object) -> DataConfig:
+    return DataConfig(**{**cfg.__dict__, **values})
+
+
+def folders(cfg: DataConfig) -> list[Path]:
+    return [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """Names of the files whose content was read."""
+    seen: list[str] = []
+    read = FileCorpus._read
+
+    def spy(self, file):
+        seen.append(file.name)
+        return read(self, file)
+
+    monkeypatch.setattr(FileCorpus, "_read", spy)
+    return seen
+
+
+def test_documents_end_with_a_marker_and_every_nth_is_held_out(cfg):
+    data = open_data(cfg)
+    assert (data.files, data.tokens, data.heldout_tokens) == (40, 36 * 301, 4 * 301)
+    offsets, stream = data.offsets["heldout"], data.streams["heldout"]
+    assert offsets.tolist() == [0, 301, 602, 903, 1204]
+    for i, number in enumerate((9, 19, 29, 39)):
+        document = bytes(stream[offsets[i] : offsets[i + 1]])
+        assert document == bytes([65 + number]) * 299 + b"\n\0"
+    assert len(data.offsets["train"]) == 37
+
+
+def test_of_few_files_the_last_part_of_each_is_held_out(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 900 + "y" * 100)
+    (tmp_path / "b.txt").write_text("é" * 500)
+    data = open_data(
+        DataConfig(
+            name="text",
+            path=str(tmp_path),
+            heldout_every=10,
+            cache_dir=str(tmp_path / ".cache"),
+        )
+    )
+    assert bytes(data.streams["heldout"]) == b"y" * 100 + b"\0" + "é".encode() * 50 + b"\0"
+    assert data.files == 2
+
+
+def test_second_call_reads_no_text(cfg, reads):
+    first = open_data(cfg)
+    assert len(reads) == 40
+    second = open_data(cfg)
+    assert len(reads) == 40
+    assert second.hash == first.hash
+    assert np.array_equal(second.streams["train"], first.streams["train"])
+
+
+def test_seq_len_and_cache_place_change_no_token(cfg, reads):
+    open_data(cfg)
+    open_data(changed(cfg, seq_len=32))
+    assert len(reads) == 40
+
+
+def test_changed_text_is_prepared_anew(cfg):
+    before = open_data(cfg).hash
+    path = Path(cfg.path, "03.txt")
+    path.write_bytes(path.read_bytes().replace(b"D", b"d"))
+    os.utime(path, ns=(1, 1))
+    assert open_data(cfg).hash != before
+
+
+def test_hash_is_of_content_not_of_place_or_time(cfg, tmp_path):
+    before = open_data(cfg).hash
+    Path(cfg.path).rename(tmp_path / "moved")
+    moved = changed(cfg, path=str(tmp_path / "moved"))
+    for path in Path(moved.path).iterdir():
+        os.utime(path, ns=(1, 1))
+    assert open_data(moved).hash == before
+    assert open_data(changed(moved, heldout_every=5)).hash != before
+    Path(moved.path, "00.txt").rename(tmp_path / "moved" / "0.txt")
+    assert open_data(moved).hash != before
+
+
+def test_bpe_trains_on_training_text_alone(cfg):
+    for i in range(40):
+        kind = b"held" if i % 10 == 9 else b"train"
+        Path(cfg.path, f"{i:02}.txt").write_bytes(b"%s common words %d\n" % (kind, i) * 20)
+    data = open_data(changed(cfg, tokenizer="bpe", vocab_size=270))
+    assert data.vocab_size == 270
+    assert data.streams["train"].dtype == np.uint16
+    vocabulary = json.loads((folders(cfg)[0] / "tokenizer.json").read_text())["model"]["vocab"]
+    assert "train" in vocabulary or "rain" in vocabulary
+    assert not any("eld" in token for token in vocabulary)
+
+
+@pytest.mark.parametrize(
+    "name", ["train.bin", "heldout.bin", "train.offsets.bin", "heldout.offsets.bin", "meta.json"]
+)
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_damage_is_recognised_and_repaired(cfg, reads, name, damage):
+    whole = open_data(cfg)
+    tokens, hash_ = np.array(whole.streams["train"]), whole.hash
+    path = folders(cfg)[0] / name
+    content = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[:-5])
+    else:
+        content[len(content) // 2] ^= 0x80
+        path.write_bytes(content)
+    again = open_data(cfg)
+    assert len(reads) == 80
+    assert again.hash == hash_
+    assert np.array_equal(again.streams["train"], tokens)
+
+
+def test_checksum_reads_all_of_a_small_file_and_spreads_over_a_large_one(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    monkeypatch.setattr(prepare, "_CHUNK", 16)
+
+    def sees(size: int, at: int) -> bool:
+        path.write_bytes(bytes(size))
+        before = prepare._checksum(path)
+        with open(path, "r+b") as stream:
+            stream.seek(at)
+            stream.write(b"x")
+        return prepare._checksum(path) != before
+
+    assert all(sees(1024, at) for at in range(0, 1024, 11))  # 64 chunks of 16 bytes
+    assert sees(100_000, 0)
+    assert sees(100_000, 99_999)
+    path.write_bytes(bytes(99_999))
+    short = prepare._checksum(path)
+    path.write_bytes(bytes(100_000))
+    assert prepare._checksum(path) != short
+
+
+def test_full_disk_says_so_and_leaves_nothing(cfg):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that fills up
+    try:
+        with pytest.raises(OSError, match=r"cannot write token files to .*cache.*data\.cache_dir"):
+            open_data(cfg)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert folders(cfg) == []
+    assert open_data(cfg).files == 40
+
+
+def test_cache_dir_that_cannot_be_made(cfg, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"cannot write token files .*data\.cache_dir"):
+        open_data(changed(cfg, cache_dir=str(tmp_path / "file" / "cache")))
+
+
+def test_unreadable_text_leaves_nothing(cfg):
+    Path(cfg.path, "20.txt").write_bytes(b"\0" * 300)
+    with pytest.raises(ValueError, match=r"20\.txt holds zero bytes"):
+        open_data(cfg)
+    assert folders(cfg) == []
+
+
+OPEN = """
+import json, sys
+from zpp_lab.config import DataConfig
+from zpp_lab.data import open_data
+print(open_data(DataConfig(**json.loads(sys.argv[1]))).hash)
+"""
+KILLED = """
+import os, signal
+from zpp_lab.data import prepare
+prepare._sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(cfg: DataConfig, code: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(cfg.__dict__)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_killed_or_side_by_side(cfg):
+    killed = start(cfg, KILLED + OPEN)
+    assert killed.wait() == -signal.SIGKILL
+    assert [p.name.startswith(".") for p in folders(cfg)] == [True]  # half-written, not in use
+    both = [start(cfg, OPEN) for _ in range(2)]
+    hashes = {process.communicate()[0].strip() for process in both}
+    assert hashes == {open_data(cfg).hash}
+    assert [p.name.startswith(".") for p in folders(cfg)] == [False]

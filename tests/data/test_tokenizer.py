@@ -1,0 +1,98 @@
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zpp_lab.data import tokenizer
+from zpp_lab.data.tokenizer import BpeTokenizer, ByteTokenizer, after_character, token_dtype
+
+TEXT = b"".join(
+    b"the %d quick brown foxes jump over the lazy dog number %d\n" % (i, i * i) for i in range(200)
+)
+
+
+@pytest.fixture(scope="module")
+def bpe() -> BpeTokenizer:
+    return BpeTokenizer.train([TEXT], 300)
+
+
+def decode(bpe: BpeTokenizer, tokens: np.ndarray) -> str:
+    """Byte-level BPE spells a byte as one printable character; undo that."""
+    import tokenizers
+
+    pieces = [bpe.model.id_to_token(int(t)) for t in tokens]
+    return tokenizers.decoders.ByteLevel().decode(pieces)
+
+
+def test_bytes_are_their_own_tokens():
+    tokens = ByteTokenizer().encode(b"\x01a\xff")
+    assert tokens.dtype == np.uint8
+    assert tokens.tolist() == [1, 97, 255]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4")]
+)
+def test_token_dtype_is_the_smallest_that_fits(vocab_size, dtype):
+    assert token_dtype(vocab_size) == np.dtype(dtype)
+
+
+def test_bpe_shortens_and_gives_the_text_back(bpe):
+    tokens = bpe.encode(TEXT)
+    assert tokens.dtype == np.uint16
+    assert len(tokens) < len(TEXT) / 2
+    assert tokens.max() < bpe.vocab_size == 300
+    assert decode(bpe, tokens) == TEXT.decode()
+
+
+@given(text=st.text(max_size=60))
+def test_bpe_loses_nothing(bpe, text):
+    tokens = bpe.encode(text.encode(errors="replace"))
+    assert decode(bpe, tokens) == text.encode(errors="replace").decode()
+    assert bpe.end not in tokens
+
+
+def test_end_marker_spelt_out_is_text(bpe):
+    text = b"a <|end|> b"
+    assert bpe.end not in bpe.encode(text)
+    assert decode(bpe, bpe.encode(text)) == text.decode()
+
+
+def test_bytes_that_are_not_utf8_become_replacement_characters(bpe):
+    assert decode(bpe, bpe.encode(b"na\xefve")) == "na\ufffdve"
+
+
+def test_training_repeats_and_survives_a_round_trip(bpe):
+    assert BpeTokenizer.train([TEXT], 300).dumps() == bpe.dumps()
+    again = BpeTokenizer(bpe.dumps())
+    assert np.array_equal(again.encode(TEXT), bpe.encode(TEXT))
+
+
+def test_too_little_text_for_the_vocabulary():
+    with pytest.raises(ValueError, match=r"data\.vocab_size=5000: .* gives a BPE of \d+ tokens"):
+        BpeTokenizer.train([b"tiny text"], 5000)
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install zpp_lab\[hf\]"):
+        BpeTokenizer.train([TEXT], 300)
+
+
+@given(text=st.text(alphabet="ab\né€😀", max_size=200), size=st.integers(4, 40))
+def test_pieces_join_to_the_text_and_break_no_character(text, size):
+    whole, small = tokenizer._PIECE, size
+    try:
+        tokenizer._PIECE = small
+        pieces = list(tokenizer._pieces(text.encode()))
+    finally:
+        tokenizer._PIECE = whole
+    assert "".join(pieces) == text
+    assert all(0 < len(p.encode()) <= small + 3 for p in pieces)
+
+
+def test_after_character():
+    text = "a€b".encode()
+    assert [after_character(text, i) for i in range(6)] == [0, 1, 4, 4, 4, 5]

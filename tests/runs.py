@@ -1,0 +1,49 @@
+"""A run small enough for tests: real data path, model and engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zpp_lab.compose import compose
+from zpp_lab.config import Config
+
+CORPUS = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(400))
+
+
+def corpus(folder: Path) -> Path:
+    """A folder of text files to train on."""
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for i in range(4):
+        (texts / f"part{i}.py").write_text(CORPUS)
+    return texts
+
+
+def small(folder: Path, *overrides: str) -> Config:
+    """A config of a few milliseconds a step, in `folder`."""
+    return compose(
+        [
+            "data=text",
+            f"data.path={corpus(folder)}",
+            f"data.cache_dir={folder / 'cache'}",
+            "data.seq_len=16",
+            "data.heldout_every=2",
+            "model.dim=16",
+            "model.layers=1",
+            "model.heads=2",
+            "model.kv_heads=2",
+            "model.ffn=24",
+            "train.steps=12",
+            "train.batch_size=2",
+            "train.eval_every=4",
+            "train.eval_tokens=256",
+            "train.checkpoint_every=3",
+            "train.warmup_steps=2",
+            "tracking.wandb=off",
+            "tracking.telemetry_every=4",
+            "engine.device=cpu",
+            "engine.threads=1",
+            f"run.dir={folder / 'run'}",
+            *overrides,
+        ]
+    )

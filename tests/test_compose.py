@@ -1,0 +1,70 @@
+"""Configs: every group composes, and a typo is answered with the valid names."""
+
+from __future__ import annotations
+
+import pytest
+
+from zpp_lab.compose import compose, load_study, study_names
+from zpp_lab.config import ClusterConfig, Config, StudyConfig, load
+from zpp_lab.paths import conf_dir
+
+
+def options(group: str) -> list[str]:
+    return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", ["model", "cluster", "engine", "train", "tracking", "recipe"])
+def test_every_option_composes(group: str) -> None:
+    assert options(group)
+    for name in options(group):
+        compose([f"{group}={name}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.stpes=3", "Did you mean steps"),
+        ("train.steps=0", "use 1 or more"),
+        ("train.steps=many", "valid integer"),
+        ("recipe=zeropq", "zeropp"),
+        ("recipe.weights.bitz=4", "Did you mean bits"),
+        ("recipe.weights.rounding=up", "'nearest' or 'stochastic'"),
+        ("+recipe.weights.new=4", "no such setting"),
+        ("tarin.steps=3", "Did you mean train"),
+        ("cluster.nodes=0", "use 1 or more"),
+        ("model.heads=3", "even number"),
+        ("data=text", "needs data.path"),
+    ],
+)
+def test_mistakes_are_answered(override: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        compose([override])
+
+
+def test_short_hands_reach_the_wires() -> None:
+    recipe = compose(["recipe.weights.bits=6", "recipe.grads.bits=4", "recipe.hops=2"]).recipe
+    assert recipe.weights_backward.over(recipe.weights).bits == 6
+    assert recipe.grads_inter.over(recipe.grads).bits == 4
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_arm_of_every_study_composes(name: str) -> None:
+    study = load_study(name)
+    for arm in study.arms:
+        compose([*study.overrides, *arm.overrides, "seed=1"])
+
+
+def test_study_mistakes_are_answered() -> None:
+    with pytest.raises(ValueError, match="there are: .*smoke"):
+        load_study("smokey")
+    arms = [{"name": "a"}, {"name": "a"}]
+    with pytest.raises(ValueError, match="named twice"):
+        load(StudyConfig, {"name": "s", "question": "q", "arms": arms, "seeds": [1]})
+    with pytest.raises(ValueError, match="is no arm"):
+        load(StudyConfig, {"name": "s", "question": "q", "arms": arms[:1], "seeds": [1]})
+
+
+def test_dataclasses_are_frozen_and_typed() -> None:
+    assert load(Config, {}).cluster == ClusterConfig()
+    with pytest.raises(AttributeError):
+        load(Config, {}).seed = 2  # type: ignore[misc]

@@ -1,0 +1,135 @@
+"""A run end to end: what it writes, how it resumes, what it does with mistakes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import small
+from zpp_lab.config import WIRES, Config
+from zpp_lab.engines.base import NonFiniteError
+from zpp_lab.tracking import read
+from zpp_lab.trainer import run
+
+
+def last_checkpoint(folder: Path) -> bytes:
+    return sorted((folder / "checkpoints").glob("step-*.pt"))[-1].read_bytes()
+
+
+def without_times(folder: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")]
+
+
+def test_what_a_run_writes(tmp_path: Path) -> None:
+    config = small(tmp_path, "recipe=zeropp", "recipe.weights.block_size=16")
+    summary = run(config)
+    lines = list(read(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if "heldout_loss" in line] == [4, 8, 12]
+    assert [line["step"] for line in lines if "telemetry" in line] == [1, 4, 8, 12]
+    assert lines[-1]["tokens"] == 12 * 4 * 2 * 16
+    for wire in WIRES:
+        total = {hop: sum(line["bytes"][wire][hop] for line in lines) for hop in ("intra", "inter")}
+        assert summary["bytes"][wire] == total
+    assert summary["bytes"]["weights_backward"]["inter"] == 0
+    assert summary["heldout_loss"] == lines[-1]["heldout_loss"] < lines[3]["heldout_loss"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert run(config) == summary, "a finished run is not repeated"
+
+
+def test_same_seed_same_bytes_and_other_seed_others(tmp_path: Path) -> None:
+    runs = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(small(tmp_path, f"seed={seed}", f"run.dir={tmp_path / name}", "train.steps=4"))
+        runs[name] = last_checkpoint(tmp_path / name)
+    assert runs["a"] == runs["b"] != runs["c"]
+
+
+def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
+    whole = small(tmp_path, "recipe=qsdp", f"run.dir={tmp_path / 'whole'}")
+    run(whole)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "summary.json").unlink()
+    newest = sorted((tmp_path / "cut" / "checkpoints").glob("*.pt"))[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])  # torn: the one before it is used
+    run(small(tmp_path, "recipe=qsdp", f"run.dir={tmp_path / 'cut'}"))
+    assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_twenty_kills_change_no_bit(tmp_path: Path) -> None:
+    steps, rng = "train.steps=120", random.Random(0)
+    run(small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'whole'}"))
+    killed = small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'killed'}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zpp_lab.trainer", "tests.test_trainer"])
+    kills = 0
+    while kills < 20:
+        process = context.Process(target=_run_quietly, args=(killed,))
+        process.start()
+        _wait_for_progress(tmp_path / "killed", process)
+        time.sleep(rng.uniform(0.0, 0.25))
+        if process.is_alive():
+            process.kill()
+            kills += 1
+        process.join()
+        if (tmp_path / "killed" / "summary.json").exists():
+            shutil.rmtree(tmp_path / "killed")  # it got through: kill it again from the start
+    run(killed)
+    assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole")
+
+
+def _run_quietly(config: Config) -> None:
+    run(config)
+
+
+def _wait_for_progress(folder: Path, process) -> None:  # noqa: ANN001
+    """Until the run has written something new, so that kills fall all along the run."""
+    path = folder / "metrics.jsonl"
+    before = path.stat().st_size if path.exists() else 0
+    deadline = time.monotonic() + 30
+    while process.is_alive() and time.monotonic() < deadline:
+        if path.exists() and path.stat().st_size != before:
+            return
+        time.sleep(0.005)
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    run(small(tmp_path, "train.steps=2"))
+    with pytest.raises(ValueError, match=r"train\.lr: 0\.003 there, 0\.1 now"):
+        run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
+
+
+def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zpp_lab.trainer as trainer
+
+    build = trainer.build_engine
+
+    def poisoned(*args):  # noqa: ANN002, ANN202
+        engine = build(*args)
+        with torch.no_grad():
+            engine.master["embed.weight"][0, 0] = torch.inf
+        return engine
+
+    monkeypatch.setattr(trainer, "build_engine", poisoned)
+    with pytest.raises(NonFiniteError, match=r"weights_forward brought NaN for embed\.weight"):
+        run(small(tmp_path, "recipe=w4"))
+    failure = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert failure["outcome"] == "diverged"
+    assert "embed.weight" in failure["error"]
+
+
+def test_384_ranks(tmp_path: Path) -> None:
+    summary = run(
+        small(tmp_path, "recipe=zeropp", "cluster.nodes=48", "cluster.gpus_per_node=8", "train.steps=1")
+    )
+    assert summary["cluster"] == {"nodes": 48, "gpus_per_node": 8}
+    assert summary["tokens"] == 384 * 2 * 16

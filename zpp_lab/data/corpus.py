@@ -1,0 +1,228 @@
+"""Which text a run learns from: the standard library, files, or a Hugging Face dataset.
+
+A corpus lists its documents in a fixed order and has an identity that is cheap
+to compute (names, sizes and times of files, never their contents), so that
+prepared tokens are found again without reading the text.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from zpp_lab.config import DataConfig
+
+# The standard library's own tests and what is installed beside it are left out.
+_STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Corpus(Protocol):
+    """Documents in a fixed order. `count` is None when only reading them tells."""
+
+    @property
+    def count(self) -> int | None: ...
+
+    def identity(self) -> dict[str, Any]:
+        """JSON-able; equal identities mean the same documents."""
+
+    def documents(self) -> Iterator[tuple[str, bytes]]:
+        """(name, text), never empty, free of zero bytes. ValueError when one cannot be read."""
+
+
+def open_corpus(cfg: DataConfig) -> Corpus:
+    """The corpus that `cfg` names; ValueError when there is none or it is empty."""
+    if cfg.name == "stdlib":
+        return stdlib_corpus(cfg.max_bytes)
+    assert cfg.path is not None, "DataConfig asks for a path"
+    if cfg.name == "text":
+        return text_corpus(Path(cfg.path), cfg.max_bytes)
+    return HubCorpus(cfg.path, cfg.subset, cfg.split, cfg.column, cfg.max_bytes)
+
+
+@dataclass(frozen=True)
+class File:
+    name: str  # relative to the corpus' root, with forward slashes
+    size: int  # bytes on disk
+    mtime_ns: int
+    take: int  # bytes that the corpus uses, from the start
+
+
+@dataclass(frozen=True)
+class FileCorpus:
+    """Files below `root`, one document each, ordered by name."""
+
+    root: Path
+    files: tuple[File, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.files)
+
+    def identity(self) -> dict[str, Any]:
+        listed = [[f.name, f.size, f.mtime_ns, f.take] for f in self.files]
+        return {"root": str(self.root), "files": listed}
+
+    def documents(self) -> Iterator[tuple[str, bytes]]:
+        for file in self.files:
+            yield file.name, self._read(file)
+
+    def _read(self, file: File) -> bytes:
+        path = self.root / file.name
+        try:
+            with open(path, "rb") as stream:
+                content = stream.read(file.take)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if len(content) != file.take:
+            raise ValueError(f"data: {path} changed while it was read: run again")
+        if b"\0" in content:
+            raise ValueError(
+                f"data: {path} holds zero bytes, so it is no text: move it away, or convert it "
+                "to UTF-8 if it is text in UTF-16 or UTF-32"
+            )
+        return content
+
+
+def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
+    """The Python standard library's source: *.py, without its tests and installed packages.
+
+    `_sysconfigdata*`, which the build writes for one machine, is left out too.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _scan(
+        root,
+        keep=lambda name: name.endswith(".py") and not name.startswith("_sysconfigdata"),
+        enter=lambda name: name not in _STDLIB_SKIPS,
+    )
+    if not files:
+        raise ValueError(
+            f"data.name=stdlib: this Python has no standard library source in {root}: "
+            "use data=text with data.path"
+        )
+    return FileCorpus(root, _cut(files, max_bytes))
+
+
+def text_corpus(path: Path, max_bytes: int = 0) -> FileCorpus:
+    """One file, or every file below a folder but hidden ones (names that start with a dot).
+
+    Empty files are passed over; links to files are followed, links to folders are not.
+    """
+    path = path.expanduser().resolve()
+    if path.is_file():
+        root, files = path.parent, _stat(path.parent, [path.name])
+    elif path.is_dir():
+        root, files = path, _scan(path, keep=_visible, enter=_visible)
+    else:
+        raise ValueError(f"data.path={path}: no such file or folder")
+    if not files:
+        raise ValueError(f"data.path={path}: no text in there (every file is empty or hidden)")
+    return FileCorpus(root, _cut(files, max_bytes))
+
+
+def _visible(name: str) -> bool:
+    return not name.startswith(".")
+
+
+def _scan(root: Path, keep: Callable[[str], bool], enter: Callable[[str], bool]) -> list[File]:
+    def fail(error: OSError) -> None:
+        raise _unreadable(Path(error.filename or root), error)
+
+    names: list[str] = []
+    for folder, folders, found in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if enter(name)]
+        names += [(Path(folder, n).relative_to(root)).as_posix() for n in found if keep(n)]
+    return _stat(root, sorted(names))
+
+
+def _stat(root: Path, names: list[str]) -> list[File]:
+    files = []
+    for name in names:
+        try:
+            status = os.stat(root / name)
+        except OSError as error:
+            raise _unreadable(root / name, error) from None
+        if stat.S_ISREG(status.st_mode) and status.st_size:
+            files.append(File(name, status.st_size, status.st_mtime_ns, status.st_size))
+    return files
+
+
+def _cut(files: list[File], max_bytes: int) -> tuple[File, ...]:
+    """The first `max_bytes` bytes of all files in order (0: all); the last one is cut."""
+    if not max_bytes:
+        return tuple(files)
+    kept, left = [], max_bytes
+    for file in files:
+        if left:
+            kept.append(File(file.name, file.size, file.mtime_ns, min(file.size, left)))
+            left -= kept[-1].take
+    return tuple(kept)
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"data: cannot read {path}: {error.strerror or error}; repair or remove it")
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """Rows of a Hugging Face dataset, streamed; a row's text is one document.
+
+    Zero bytes in rows are dropped. The identity is the dataset's name, not its
+    content: tokens once prepared stay the same and need no network.
+    """
+
+    path: str
+    subset: str | None
+    split: str
+    column: str
+    max_bytes: int
+
+    @property
+    def count(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        names = {"path": self.path, "subset": self.subset, "split": self.split}
+        return names | {"column": self.column, "max_bytes": self.max_bytes}
+
+    def documents(self) -> Iterator[tuple[str, bytes]]:
+        left = self.max_bytes or None
+        for index, row in enumerate(self._rows()):
+            content = self._text(row).replace("\0", "").encode(errors="replace")[:left]
+            if content:
+                yield f"row {index}", content
+            if left is not None:
+                left -= len(content)
+                if not left:
+                    return
+
+    def _text(self, row: dict[str, Any]) -> str:
+        value = row.get(self.column)
+        if not isinstance(value, str):
+            names = ", ".join(k for k, v in row.items() if isinstance(v, str))
+            raise ValueError(
+                f"data.column={self.column}: {self.path} has no text there; "
+                f"columns with text: {names or 'none'}"
+            )
+        return value
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        try:
+            import datasets
+        except ImportError:
+            raise ValueError(
+                "data.name=hf needs the `datasets` package: pip install zpp_lab[hf]"
+            ) from None
+        try:
+            yield from datasets.load_dataset(
+                self.path, self.subset, split=self.split, streaming=True
+            )
+        except (OSError, ValueError) as error:  # not found, no network, no such subset or split
+            raise ValueError(
+                f"data.path={self.path} (data.subset={self.subset}, data.split={self.split}) "
+                f"cannot be read: {error}"
+            ) from None

@@ -1,0 +1,200 @@
+"""Token files: made once, whole or not at all, and recognised when damaged.
+
+    cache_dir/<key>/
+      train.bin, heldout.bin                   tokens: uint8, uint16 or uint32, little-endian
+      train.offsets.bin, heldout.offsets.bin   int64: where each document starts, then the end
+      tokenizer.json                           of a BPE
+      meta.json                                counts, the data's hash, a checksum of each file
+
+Every document ends with the tokenizer's end marker. The folder is written under
+another name, flushed to disk and renamed: it exists only when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, get_args
+
+import numpy as np
+from filelock import FileLock
+
+from zpp_lab.config import DataConfig
+from zpp_lab.data.corpus import Corpus
+from zpp_lab.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    after_character,
+    token_dtype,
+)
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+_FORMAT = 1  # raise it when the files change, so that older ones are made anew
+_CHUNK = 1 << 20
+_CHUNKS = 64
+
+
+def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
+    """The folder with the tokens of `corpus` and its meta; made if it is missing or damaged.
+
+    Several processes may ask at once: one prepares, the others wait for it.
+    Raises ValueError for text that cannot be used, OSError when writing fails.
+    """
+    folder = Path(cfg.cache_dir) / _key(corpus, cfg)
+    meta = _read_meta(folder)
+    if meta is None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.parent / f".{folder.name}.lock"):
+                meta = _read_meta(folder) or _build(corpus, cfg, folder)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot write token files to {folder.parent.absolute()}: "
+                f"{error.strerror or error}; make room there or set data.cache_dir",
+            ) from error
+    return folder, meta
+
+
+def _key(corpus: Corpus, cfg: DataConfig) -> str:
+    vocab_size = cfg.vocab_size if cfg.tokenizer == "bpe" else 256
+    parts = [_FORMAT, cfg.name, cfg.tokenizer, vocab_size, cfg.heldout_every, corpus.identity()]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return f"{cfg.name}-{cfg.tokenizer}-{digest[:16]}"
+
+
+def _read_meta(folder: Path) -> dict[str, Any] | None:
+    """The meta of a whole folder; None when it is missing, cut short or altered."""
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        sums = {name: _checksum(folder / name) for name in meta["checksums"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return meta if sums == meta["checksums"] else None
+
+
+def _checksum(path: Path) -> str:
+    """sha256 over the size and up to 64 evenly spread MiB, so that huge files open quickly."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as stream:
+        for i in range(_CHUNKS):
+            if size > _CHUNK * _CHUNKS:
+                stream.seek((size - _CHUNK) * i // (_CHUNKS - 1))
+            digest.update(stream.read(_CHUNK))
+    return digest.hexdigest()
+
+
+def _build(corpus: Corpus, cfg: DataConfig, folder: Path) -> dict[str, Any]:
+    """Write everything beside `folder`, then give it its name. The caller holds the lock."""
+    work = folder.parent / f".{folder.name}.tmp"
+    if work.exists():  # of a process that was killed
+        shutil.rmtree(work)
+    work.mkdir()
+    try:
+        meta = _write(corpus, cfg, work)
+        if folder.exists():  # damaged
+            shutil.rmtree(folder)
+        os.rename(work, folder)
+        _sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return meta
+
+
+def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
+    tokenizer = _tokenizer(corpus, cfg)
+    meta = _encode(corpus, cfg, tokenizer, work)
+    if cfg.tokenizer == "bpe":
+        _write_file(work / "tokenizer.json", tokenizer.dumps().encode())
+    meta["checksums"] = {path.name: _checksum(path) for path in sorted(work.iterdir())}
+    _write_file(work / "meta.json", json.dumps(meta, indent=1).encode())
+    _sync_folder(work)
+    return meta
+
+
+def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
+    if cfg.tokenizer == "bytes":
+        return ByteTokenizer()
+    texts = (text for _, split, text in _parts(corpus, cfg) if split == "train")
+    return BpeTokenizer.train(texts, cfg.vocab_size)
+
+
+def _parts(corpus: Corpus, cfg: DataConfig) -> Iterator[tuple[str, Split, bytes]]:
+    """(name, split, text): every n-th document is held out.
+
+    Of fewer than n documents the last n-th of each one's bytes is held out instead.
+    """
+    n = cfg.heldout_every
+    for index, (name, text) in enumerate(corpus.documents()):
+        if corpus.count is None or corpus.count >= n:
+            yield name, "heldout" if index % n == n - 1 else "train", text
+        else:
+            cut = after_character(text, len(text) - len(text) // n)
+            yield name, "train", text[:cut]
+            if text[cut:]:
+                yield name, "heldout", text[cut:]
+
+
+def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -> dict[str, Any]:
+    digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
+    files, last = 0, ""
+    with open(work / "train.bin", "wb") as train, open(work / "heldout.bin", "wb") as heldout:
+        writers = {"train": _Writer(train, tokenizer), "heldout": _Writer(heldout, tokenizer)}
+        for name, split, text in _parts(corpus, cfg):
+            digest.update(json.dumps([name, split, len(text)]).encode() + text)
+            writers[split].add(text)
+            files, last = files + (name != last), name
+        for kind, writer in writers.items():
+            _flush(writer.stream)
+            _write_file(work / f"{kind}.offsets.bin", np.array(writer.offsets, "<i8").tobytes())
+    return {
+        "hash": digest.hexdigest(),
+        "files": files,
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.end,
+        "tokens": {kind: writer.offsets[-1] for kind, writer in writers.items()},
+    }
+
+
+class _Writer:
+    """Appends documents to one split's token file and remembers where they start."""
+
+    def __init__(self, stream: BinaryIO, tokenizer: Tokenizer) -> None:
+        self.stream = stream
+        self.tokenizer = tokenizer
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.offsets = array("q", [0])
+
+    def add(self, text: bytes) -> None:
+        tokens = np.append(self.tokenizer.encode(text), self.tokenizer.end).astype(self.dtype)
+        self.stream.write(tokens.data)
+        self.offsets.append(self.offsets[-1] + len(tokens))
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with open(path, "wb") as stream:
+        stream.write(content)
+        _flush(stream)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,115 @@
+"""Text to tokens: raw bytes, or a byte-pair encoding trained on the corpus itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+_PIECE = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
+_END = "<|end|>"
+
+
+class Tokenizer(Protocol):
+    """`end` is the token that closes a document."""
+
+    vocab_size: int
+    end: int
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Tokens of `text` without the end marker, as `token_dtype(vocab_size)` [tokens]."""
+
+    def dumps(self) -> str:
+        """Everything that decides how text is encoded, as text."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned type that holds every token, little-endian."""
+    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+
+
+class ByteTokenizer:
+    """A token is a byte. Text has no zero bytes, so zero ends a document."""
+
+    vocab_size = 256
+    end = 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8)
+
+    def dumps(self) -> str:
+        return "bytes"
+
+
+class BpeTokenizer:
+    """Byte-level BPE. Text that is not UTF-8 is read with replacement characters."""
+
+    def __init__(self, definition: str) -> None:
+        self.model = _tokenizers().Tokenizer.from_str(definition)
+        self.model.encode_special_tokens = True  # a marker spelt out in a text is text
+        self.vocab_size = self.model.get_vocab_size()
+        end = self.model.token_to_id(_END)
+        assert end is not None, "a definition that `train` made"
+        self.end = end
+
+    @classmethod
+    def train(cls, texts: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
+        """Learn `vocab_size` tokens, the end marker and the 256 bytes among them.
+
+        ValueError when the texts do not hold that many.
+        """
+        lib = _tokenizers()
+        byte_level = lib.pre_tokenizers.ByteLevel
+        model = lib.Tokenizer(lib.models.BPE())
+        model.pre_tokenizer = byte_level(add_prefix_space=False)
+        trainer = lib.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[_END],
+            initial_alphabet=byte_level.alphabet(),
+            show_progress=False,
+        )
+        model.train_from_iterator((p for t in texts for p in _pieces(t)), trainer)
+        if model.get_vocab_size() != vocab_size:
+            raise ValueError(
+                f"data.vocab_size={vocab_size}: the training text gives a BPE of "
+                f"{model.get_vocab_size()} tokens; use between 257 and that, or more text"
+            )
+        return cls(model.to_str())
+
+    def encode(self, text: bytes) -> np.ndarray:
+        pieces = self.model.encode_batch(list(_pieces(text)), add_special_tokens=False)
+        tokens = [token for piece in pieces for token in piece.ids]
+        return np.array(tokens, token_dtype(self.vocab_size))
+
+    def dumps(self) -> str:
+        return self.model.to_str()
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(
+            "data.tokenizer=bpe needs the `tokenizers` package: pip install zpp_lab[hf]"
+        ) from None
+    return tokenizers
+
+
+def _pieces(text: bytes) -> Iterator[str]:
+    """`text` cut after line ends into parts of at most about `_PIECE` bytes."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE
+        if stop < len(text):
+            line = text.rfind(b"\n", start, stop) + 1
+            stop = line if line > start else after_character(text, stop)
+        yield text[start:stop].decode(errors="replace")
+        start = stop
+
+
+def after_character(text: bytes, position: int) -> int:
+    """`position`, or the next place in UTF-8 `text` that lies between two characters."""
+    while position < len(text) and text[position] & 0xC0 == 0x80:
+        position += 1
+    return position

@@ -1,0 +1,111 @@
+"""Prepared tokens as a run sees them: random training windows, fixed held-out windows.
+
+A batch depends on nothing but its arguments, so every arm of a study, every
+engine and a resumed run see the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zpp_lab.config import DataConfig
+from zpp_lab.data.corpus import open_corpus
+from zpp_lab.data.prepare import SPLITS, Split, prepared
+from zpp_lab.data.tokenizer import token_dtype
+
+
+def open_data(cfg: DataConfig) -> TokenData:
+    """The tokens that `cfg` describes, prepared on first use and reused afterwards.
+
+    Raises ValueError for text that is missing, unreadable or too short for
+    `cfg.seq_len`, and OSError when the token files cannot be written.
+    """
+    folder, meta = prepared(open_corpus(cfg), cfg)
+    for split, what in (("train", "training"), ("heldout", "held-out")):
+        if meta["tokens"][split] <= cfg.seq_len:
+            raise ValueError(
+                f"data: {meta['tokens'][split]} {what} tokens are too few for "
+                f"data.seq_len={cfg.seq_len}: use more text (data.path, data.max_bytes), a "
+                f"smaller data.seq_len or another data.heldout_every (now {cfg.heldout_every})"
+            )
+    dtype = token_dtype(meta["vocab_size"])
+    return TokenData(
+        vocab_size=meta["vocab_size"],
+        hash=meta["hash"],
+        files=meta["files"],
+        streams={s: np.memmap(folder / f"{s}.bin", dtype, mode="r") for s in SPLITS},
+        offsets={s: np.fromfile(folder / f"{s}.offsets.bin", "<i8") for s in SPLITS},
+    )
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Training and held-out tokens of one corpus.
+
+    `hash` is the sha256 over the tokenizer, the split, and every document's name
+    and content. `streams` maps a split to its tokens (memory-mapped, unsigned
+    integers [tokens]), `offsets` to where its documents start in there
+    (int64 [documents + 1], the last one is the end).
+    """
+
+    vocab_size: int
+    hash: str
+    files: int
+    streams: dict[Split, np.ndarray]
+    offsets: dict[Split, np.ndarray]
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens."""
+        return len(self.streams["train"])
+
+    @property
+    def heldout_tokens(self) -> int:
+        return len(self.streams["heldout"])
+
+    def batch(
+        self, seed: int, step: int, rank: int, micro: int, batch_size: int, seq_len: int
+    ) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of one micro-step of one rank: int64 [batch_size, seq_len], CPU.
+
+        Windows start anywhere in the training tokens. A pure function of its arguments:
+        the generator's key is `seed`, its counter the rest, and its raw bits are used,
+        which NumPy keeps the same in every version.
+        """
+        bits = np.random.Philox(key=seed, counter=[0, step, rank, micro]).random_raw(batch_size)
+        starts = bits % np.uint64(self._room("train", seq_len))
+        return self._windows("train", starts.astype(np.int64), seq_len)
+
+    def heldout(
+        self, tokens: int, batch_size: int, seq_len: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same held-out windows every time: about `tokens` tokens, spread evenly.
+
+        Yields (inputs, targets) as `batch` does. Windows do not overlap and do not depend
+        on `batch_size`, so the last batch may be shorter: weight a mean by its rows.
+        """
+        windows = -(-self._room("heldout", seq_len) // seq_len)  # rounded up
+        wanted = min(windows, max(1, tokens // seq_len))
+        starts = np.arange(wanted) * windows // wanted * seq_len
+        for first in range(0, wanted, batch_size):
+            yield self._windows("heldout", starts[first : first + batch_size], seq_len)
+
+    def _room(self, split: Split, seq_len: int) -> int:
+        """In how many places a window of `seq_len` inputs and their targets can start."""
+        room = len(self.streams[split]) - seq_len
+        if room < 1:
+            raise ValueError(
+                f"data: {len(self.streams[split])} {split} tokens are too few for windows of "
+                f"{seq_len} tokens: use a smaller data.seq_len or more text"
+            )
+        return room
+
+    def _windows(self, split: Split, starts: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
+        at = starts[:, None] + np.arange(seq_len + 1)
+        rows = torch.from_numpy(self.streams[split][at].astype(np.int64))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,0 +1,186 @@
+"""The built-in decoder: Llama style, from half a million parameters to tens of billions.
+
+Every projection is a layer of its own (no fused qkv), because recipes and
+telemetry address parameters by name. Parameter names:
+
+    embed.weight                          [vocab, dim]
+    layers.N.attention_norm.weight        [dim]
+    layers.N.attention.{wq,wo}.weight     [dim, dim]
+    layers.N.attention.{wk,wv}.weight     [kv_heads * head_dim, dim]
+    layers.N.mlp_norm.weight              [dim]
+    layers.N.mlp.{w_gate,w_up}.weight     [ffn, dim]
+    layers.N.mlp.w_down.weight            [dim, ffn]
+    norm.weight                           [dim]
+    head.weight                           [vocab, dim], absent when the head is tied
+
+There are no buffers: a model built on the meta device is whole once its
+parameters are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models.init import initial_value
+
+
+class Rope:
+    """Rotary position tables, shared by all blocks.
+
+    They are neither parameters nor buffers: a change of the model's dtype, or
+    a sharding engine that casts what enters a block, would round them.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim = head_dim
+        self.theta = theta
+        self.tables: dict[torch.device, Tensor] = {}
+
+    def table(self, length: int, device: torch.device) -> Tensor:
+        """Unit rotations, complex64 [length, 1, head_dim / 2]."""
+        table = self.tables.get(device)
+        if table is None or len(table) < length:
+            table = self.tables[device] = self._compute(length).to(device)
+        return table[:length]
+
+    def _compute(self, length: int) -> Tensor:
+        # NumPy's fp64, whatever the model's device or dtype: all rotate by the same numbers.
+        turns = self.theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = np.outer(np.arange(length), turns)
+        return torch.from_numpy(np.exp(1j * angles).astype(np.complex64))[:, None]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate neighbouring pairs of x [batch, length, heads, head_dim] by their position."""
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * self.table(x.shape[1], x.device))
+        return turned.flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; queries may share keys and values."""
+
+    def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
+        super().__init__()
+        self.head_dim = cfg.dim // cfg.heads
+        self.grouped = cfg.kv_heads != cfg.heads
+        self.rope = rope
+        self.wq = nn.Linear(cfg.dim, cfg.dim, bias=False)
+        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(cfg.dim, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = (-1, self.head_dim)
+        q = self.rope.rotate(self.wq(x).unflatten(-1, split))
+        k = self.rope.rotate(self.wk(x).unflatten(-1, split))
+        v = self.wv(x).unflatten(-1, split)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+
+
+class Block(nn.Module):
+    """One decoder layer: the unit that sharding gathers and reduces."""
+
+    def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
+        super().__init__()
+        self.checkpoint = cfg.checkpoint_activations
+        self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attention = Attention(cfg, rope)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp = SwiGLU(cfg)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Inside the block, so that whoever wraps the block gathers its weights once a pass.
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """A decoder-only language model. `units()` are its blocks; the rest is the root unit."""
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.vocab_size = vocab_size
+        rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
+        self.embed = nn.Embedding(vocab_size, cfg.dim)
+        self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied_head else nn.Linear(cfg.dim, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
+
+        tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the
+        parameters' dtype.
+        """
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        # A tied head reads the embedding here rather than sharing a Parameter object:
+        # materialising a meta model would break the sharing without a word.
+        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The blocks in the order in which forward runs them, with their names."""
+        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter from (seed, name, shape); see `initial_value`."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(initial_value(name, tuple(parameter.shape), seed, self.cfg.layers))
+
+
+def build_model(
+    cfg: ModelConfig, vocab_size: int, device: str | torch.device = "cpu", seed: int = 0
+) -> Llama:
+    """The model that `cfg` describes, in fp32 on `device`, initialised from `seed`.
+
+    `vocab_size` is the tokenizer's; `cfg.vocab_size` above it pads the embedding.
+    On the meta device the parameters have shapes only and nothing is initialised.
+    Raises ValueError when `cfg.vocab_size` is too small for the tokenizer.
+    """
+    if 0 < cfg.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
+            "raise it, or set 0 to take the tokenizer's"
+        )
+    with torch.device("meta"):
+        model = Llama(cfg, cfg.vocab_size or vocab_size)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    model.init_weights(seed)
+    return model

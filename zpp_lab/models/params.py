@@ -1,0 +1,36 @@
+"""Which kind of parameter a name stands for.
+
+Telemetry, reports and recipes speak of "the attention weights" or "the norms".
+This file maps a parameter's dotted name to that kind, for the built-in decoder
+and for the usual names of Hugging Face models.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+ParamClass = Literal["embedding", "attention", "mlp", "norm", "head", "other"]
+PARAM_CLASSES: tuple[ParamClass, ...] = get_args(ParamClass)
+
+_HEADS = {"head", "lm_head", "embed_out", "output", "score"}
+_EMBEDDINGS = {"wte", "wpe"}
+_NORMS = {"ln", "ln_f", "ln_1", "ln_2"}
+
+
+def param_class(name: str) -> ParamClass:
+    """The kind of the parameter called `name`, such as "layers.0.attention.wq.weight".
+
+    A name that fits no kind is "other".
+    """
+    parts = name.lower().split(".")
+    if any("norm" in part or part in _NORMS for part in parts):
+        return "norm"  # first: "attention_norm" is a norm
+    if parts[0] in _HEADS:
+        return "head"
+    if any("attn" in part or "attention" in part for part in parts):
+        return "attention"
+    if any("mlp" in part or "feed_forward" in part or "ffn" in part for part in parts):
+        return "mlp"
+    if any("embed" in part or part in _EMBEDDINGS for part in parts):
+        return "embedding"
+    return "other"
