@@ -55,7 +55,7 @@ def test_every_arm_of_every_study_composes(name: str) -> None:
 
 
 def test_study_mistakes_are_answered() -> None:
-    with pytest.raises(ValueError, match="there are: .*smoke"):
+    with pytest.raises(ValueError, match=r"there are: .*smoke"):
         load_study("smokey")
     arms = [{"name": "a"}, {"name": "a"}]
     with pytest.raises(ValueError, match="named twice"):

@@ -61,7 +61,9 @@ def test_secondary_partition_sends_nothing_between_nodes() -> None:
 @pytest.mark.parametrize(("stage", "times"), [(3, 3), (2, 1), (1, 1)])
 def test_stages_and_micro_steps(stage: int, times: int) -> None:
     one = build_plan(build_uneven(), configured({"stage": stage}, 2, 2)).step_bytes()
-    three = build_plan(build_uneven(), configured({"stage": stage}, 2, 2, micro_steps=3)).step_bytes()
+    three = build_plan(
+        build_uneven(), configured({"stage": stage}, 2, 2, micro_steps=3)
+    ).step_bytes()
     assert three["weights_forward"] == one["weights_forward"] * times
     assert three["grads_intra"] == one["grads_intra"] * (1 if stage == 1 else 3)
     assert (one["weights_backward"] == Traffic(0, 0)) == (stage != 3)

@@ -24,7 +24,9 @@ def last_checkpoint(folder: Path) -> bytes:
 
 
 def without_times(folder: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")
+    ]
 
 
 def test_what_a_run_writes(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def _run_quietly(config: Config) -> None:
     run(config)
 
 
-def _wait_for_progress(folder: Path, process) -> None:  # noqa: ANN001
+def _wait_for_progress(folder: Path, process) -> None:
     """Until the run has written something new, so that kills fall all along the run."""
     path = folder / "metrics.jsonl"
     before = path.stat().st_size if path.exists() else 0
@@ -113,7 +115,7 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     build = trainer.build_engine
 
-    def poisoned(*args):  # noqa: ANN002, ANN202
+    def poisoned(*args):
         engine = build(*args)
         with torch.no_grad():
             engine.master["embed.weight"][0, 0] = torch.inf
@@ -129,7 +131,13 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_384_ranks(tmp_path: Path) -> None:
     summary = run(
-        small(tmp_path, "recipe=zeropp", "cluster.nodes=48", "cluster.gpus_per_node=8", "train.steps=1")
+        small(
+            tmp_path,
+            "recipe=zeropp",
+            "cluster.nodes=48",
+            "cluster.gpus_per_node=8",
+            "train.steps=1",
+        )
     )
     assert summary["cluster"] == {"nodes": 48, "gpus_per_node": 8}
     assert summary["tokens"] == 384 * 2 * 16

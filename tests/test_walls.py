@@ -38,7 +38,9 @@ def layer(module: str) -> int:
 
 
 def files() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" or p.parent != PACKAGE)
+    return sorted(
+        p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" or p.parent != PACKAGE
+    )
 
 
 def imported(path: Path) -> set[str]:
@@ -73,5 +75,9 @@ def test_free_of_torch(module: str) -> None:
 
 def test_no_file_is_too_long() -> None:
     root = PACKAGE.parent
-    for path in [*PACKAGE.rglob("*.py"), *(root / "tests").rglob("*.py"), *(root / "cuda").rglob("*.cu*")]:
+    for path in [
+        *PACKAGE.rglob("*.py"),
+        *(root / "tests").rglob("*.py"),
+        *(root / "cuda").rglob("*.cu*"),
+    ]:
         assert path.read_text().count("\n") <= 500, f"{path.name} has more than 500 lines"

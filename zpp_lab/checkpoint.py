@@ -35,7 +35,9 @@ class Checkpoints:
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             partial.unlink(missing_ok=True)
-            raise OSError(f"could not write {path}: {error}; free some space and start again") from error
+            raise OSError(
+                f"could not write {path}: {error}; free some space and start again"
+            ) from error
         partial.rename(path)
         _sync_folder(self.folder)
         for old in self.saved()[: -self.keep]:
@@ -53,7 +55,9 @@ class Checkpoints:
                 state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
                 return state
             except Exception as error:  # any damage at all: pickle, zip and torch raise their own
-                print(f"checkpoint {path} is damaged ({error}); trying an older one", file=sys.stderr)
+                print(
+                    f"checkpoint {path} is damaged ({error}); trying an older one", file=sys.stderr
+                )
         return None
 
 

@@ -113,14 +113,9 @@ def _doctor(_: argparse.Namespace, __: list[str]) -> int:
 
 
 def _sync(args: argparse.Namespace, _: list[str]) -> int:
-    from zpp_lab.tracking.wandb_sink import sync
+    from zpp_lab.tracking.wandb_sink import sync_all
 
-    folders = [f.parent for d in args.dirs for f in sorted(d.rglob("metrics.jsonl"))]
-    if not folders:
-        raise ValueError(f"no metrics.jsonl below {', '.join(map(str, args.dirs))}")
-    for folder in folders:
-        sync(folder)
-    return 0
+    return int(sync_all(args.dirs) > 0)
 
 
 def _bench(args: argparse.Namespace, rest: list[str]) -> int:

@@ -71,7 +71,9 @@ def load_study(
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else conf_dir() / "study" / f"{name}.yaml"
     if not path.is_file():
-        raise ValueError(f"no study {name!r}; there are: {', '.join(study_names())}, or give a file")
+        raise ValueError(
+            f"no study {name!r}; there are: {', '.join(study_names())}, or give a file"
+        )
     values = yaml.safe_load(path.read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")

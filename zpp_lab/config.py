@@ -25,7 +25,6 @@ Rounding = Literal["nearest", "stochastic"]
 Dtype = Literal["fp32", "bf16"]
 
 _STRICT = ConfigDict(extra="forbid")
-frozen = dataclass(frozen=True, config=_STRICT)
 
 
 def _need(ok: bool, message: str) -> None:
@@ -33,7 +32,7 @@ def _need(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class CodecConfig:
     """One wire's codec. In a recipe a field left at None is inherited.
 
@@ -58,7 +57,7 @@ class CodecConfig:
         return CodecConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class ExemptConfig:
     """Parameters whose own bytes travel on every wire."""
 
@@ -67,7 +66,7 @@ class ExemptConfig:
     below_numel: int = 0
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class RuleConfig:
     """Codec settings for the parameters that match; the last matching rule wins."""
 
@@ -80,7 +79,7 @@ class RuleConfig:
     set: CodecConfig = field(default_factory=CodecConfig)
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class RecipeConfig:
     """Which codec each wire uses, for which parameters, and the sharding.
 
@@ -110,7 +109,7 @@ class RecipeConfig:
         )
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class ClusterConfig:
     nodes: int = 2
     gpus_per_node: int = 2
@@ -124,32 +123,39 @@ class ClusterConfig:
         return self.nodes * self.gpus_per_node
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class EngineConfig:
     name: Literal["virtual", "fsdp", "deepspeed"] = "virtual"
     device: str = "auto"  # auto, cpu, cuda or cuda:0
     gather: Literal["auto", "flat", "hierarchical"] = "auto"
     threads: int = 0  # CPU threads; 0 leaves torch's choice
     deterministic: bool = True
+    ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
+    prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
+    offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
+    allow_fallback: bool = False  # fsdp: go on where FSDP2 goes past the recipe's collectives
+    timeout_seconds: float = 300.0  # fsdp: for one transfer between ranks
 
     def __post_init__(self) -> None:
         _need(self.threads >= 0, f"engine.threads={self.threads}: use 0 (torch's choice) or more")
+        _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
+        _need(self.timeout_seconds > 0, "engine.timeout_seconds: use more than 0")
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class OpsConfig:
     backend: Literal["auto", "cuda", "reference"] = "auto"
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
     name: Literal["llama"] = "llama"
     preset: str = "tiny"  # for the record; the numbers below decide
     dim: int = 128
-    layers: int = 3
+    layers: int = 2
     heads: int = 4
     kv_heads: int = 4
-    ffn: int = 344
+    ffn: int = 256
     vocab_size: int = 0  # 0 takes the tokenizer's
     tied_head: bool = False
     rope_theta: float = 10000.0
@@ -165,7 +171,7 @@ class ModelConfig:
         )
         _need(
             self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
-            f"model.dim={self.dim} and model.heads={self.heads}: dim / heads must be an even number",
+            f"model.dim={self.dim}, model.heads={self.heads}: dim / heads must be an even number",
         )
         _need(
             self.heads % self.kv_heads == 0,
@@ -173,7 +179,7 @@ class ModelConfig:
         )
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class DataConfig:
     name: Literal["stdlib", "text", "hf"] = "stdlib"
     path: str | None = None  # file or folder for `text`, dataset name for `hf`
@@ -201,9 +207,9 @@ class DataConfig:
         )
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class TrainConfig:
-    steps: int = 300
+    steps: int = 180
     batch_size: int = 4  # sequences of one rank in one micro-step
     micro_steps: int = 1  # gradient accumulation
     accumulate: Literal["every", "last"] = "every"  # reduce each micro-step, or the last only
@@ -233,7 +239,7 @@ class TrainConfig:
             _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class TrackingConfig:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: offline without a key
     project: str = "zpp_lab"
@@ -250,7 +256,7 @@ class TrackingConfig:
         _need(self.wait_seconds >= 0, "tracking.wait_seconds: use 0 (do not wait) or more")
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     dir: str | None = None  # None: runs/<recipe>-seed<seed>
     name: str | None = None
@@ -259,7 +265,7 @@ class RunConfig:
     resume: bool = True
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class Config:
     seed: int = 1
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -276,7 +282,7 @@ class Config:
         _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class ArmConfig:
     """One recipe in a study: its name and the Hydra overrides that make it."""
 
@@ -285,7 +291,7 @@ class ArmConfig:
     describe: str = ""
 
 
-@frozen
+@dataclass(frozen=True, config=_STRICT)
 class StudyConfig:
     """Arms × seeds with a question. Lives in conf/study/NAME.yaml."""
 
@@ -335,6 +341,8 @@ def _explain(cls: type, error: Any) -> str:
 def unknown_key(cls: type, place: str) -> str:
     """The message for a dotted key that `cls` does not have."""
     *parents, key = place.split(".")
+    while parents and not valid_names(cls, parents):  # the group itself is unknown
+        *parents, key = parents
     valid = sorted(valid_names(cls, parents))
     near = difflib.get_close_matches(key, valid, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""

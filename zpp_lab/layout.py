@@ -69,9 +69,7 @@ class Layout:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def build(
-        cls, names: Sequence[str], numels: Sequence[int], codecs: Sequence[Codec]
-    ) -> Layout:
+    def build(cls, names: Sequence[str], numels: Sequence[int], codecs: Sequence[Codec]) -> Layout:
         segments: list[Segment] = []
         offset = coded = plain = 0
         for name, numel, codec in zip(names, numels, codecs, strict=True):
@@ -112,4 +110,6 @@ class Layout:
         kept = [s for s in self.segments if s.name in names]
         if len(kept) == len(self.segments):
             return self
-        return Layout.build([s.name for s in kept], [s.numel for s in kept], [s.codec for s in kept])
+        return Layout.build(
+            [s.name for s in kept], [s.numel for s in kept], [s.codec for s in kept]
+        )

@@ -48,9 +48,7 @@ class UnitPlan:
 
     def _layout(self, wire: Wire, trainable_only: bool = False) -> Layout:
         chosen = [
-            p
-            for p in self.unit.parameters
-            if not trainable_only or p.name in self.unit.trainable
+            p for p in self.unit.parameters if not trainable_only or p.name in self.unit.trainable
         ]
         return Layout.build(
             [p.name for p in chosen],
@@ -78,15 +76,15 @@ class UnitPlan:
     @property
     def own_backward(self) -> bool:
         """Whether backward uses weights that differ from the forward's."""
-        return self.gathers_backward and not self.recipe.config.secondary and (
-            self.forward.stochastic or self.backward != self.forward
+        return (
+            self.gathers_backward
+            and not self.recipe.config.secondary
+            and (self.forward.stochastic or self.backward != self.forward)
         )
 
     def forward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster
-        return {
-            "weights_forward": gather_traffic(cluster, self.forward.nbytes, self.hierarchical)
-        }
+        return {"weights_forward": gather_traffic(cluster, self.forward.nbytes, self.hierarchical)}
 
     def backward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster

@@ -86,6 +86,11 @@ def _matches(rule: RuleConfig, wire: Wire, parameter: Parameter) -> bool:
     )
 
 
+def quantizes_any(recipe: Recipe) -> bool:
+    """Whether some parameter may travel other than as its own bytes on some wire."""
+    return any(_quantizes(recipe, wire) for wire in WIRES)
+
+
 def _quantizes(recipe: Recipe, wire: Wire) -> bool:
     asked = not isinstance(build_codec(recipe.wire(wire), torch.float32), RawCodec)
     ruled = any(wire in r.wires and not r.exempt for r in recipe.config.rules)

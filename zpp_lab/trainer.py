@@ -7,7 +7,6 @@ that was killed at any moment ends with the bytes of an undisturbed one.
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from dataclasses import asdict
@@ -27,6 +26,8 @@ from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking import Tracker
+from zpp_lab.tracking.folder import FAILURE, SUMMARY
+from zpp_lab.tracking.jsonl import from_json, to_json
 
 Record = dict[str, Any]
 
@@ -40,10 +41,9 @@ def run(config: Config) -> Record:
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
-    summary = folder / "summary.json"
+    summary = folder / SUMMARY
     if config.run.resume and summary.is_file():
-        done: Record = json.loads(summary.read_text())
-        return done
+        return from_json(summary.read_text())
     return Trainer(config, folder).run()
 
 
@@ -188,4 +188,4 @@ def outcome_of(error: BaseException) -> str:
 
 
 def write_failure(folder: Path, failure: Record) -> None:
-    write_atomic(folder / "failure.json", json.dumps(failure, indent=2) + "\n")
+    write_atomic(folder / FAILURE, to_json(failure, indent=1) + "\n")

@@ -67,7 +67,7 @@ class NaiveRun:
     def parameter(self, name: str) -> Parameter:
         return Parameter(name, tuple(self.shapes[name]), self.world)
 
-    def noise(self, step: int, micro: int, wire: str, name: str, rank: int, row: int):  # noqa: ANN201
+    def noise(self, step: int, micro: int, wire: str, name: str, rank: int, row: int):
         key = noise_key(self.config.seed, step, micro, wire)  # type: ignore[arg-type]
         return SegmentNoise(Noise(key, (rank,), (row,)), parameter_id(name))
 
@@ -101,7 +101,9 @@ class NaiveRun:
             for rank, model in enumerate(self.models):
                 loss = self.backward(model, forward, backward, batch(step, rank, micro), micros)
                 losses.append(loss)
-                grads[-1].append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+                grads[-1].append(
+                    {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                )
         if last and micros > 1:
             grads = [[self.added([g[rank] for g in grads]) for rank in range(self.world)]]
         mine: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
@@ -119,7 +121,7 @@ class NaiveRun:
             total = {n: t + more[n] for n, t in total.items()}
         return total
 
-    def backward(self, model, forward, backward, data, micros) -> float:  # noqa: ANN001
+    def backward(self, model, forward, backward, data, micros) -> float:
         weights = dict(model.named_parameters())
         model.zero_grad(set_to_none=True)
         for name, p in weights.items():
@@ -138,7 +140,9 @@ class NaiveRun:
         codecs = [self.recipe.codec(wire, p) for wire in hops]
         if len(hops) == 1:
             payloads = [
-                encode(codecs[0], rows[s][rank][None], self.noise(step, micro, hops[0], name, s, rank))
+                encode(
+                    codecs[0], rows[s][rank][None], self.noise(step, micro, hops[0], name, s, rank)
+                )
                 for s in self.order
             ]
             total = codecs[0].decode_sum(torch.stack(payloads), p.shard_numel)[0]
@@ -147,16 +151,25 @@ class NaiveRun:
         mean = total.to(self.reduce_dtype).div(self.world).float()
         return mean[: p.own_numel(rank)]
 
-    def two_hops(self, step, micro, name, rows, rank, codecs: list[Codec]) -> Tensor:  # noqa: ANN001
+    def two_hops(self, step, micro, name, rows, rank, codecs: list[Codec]) -> Tensor:
         n = self.parameter(name).shard_numel
         first, second = codecs
         kept = first.rotation is not None and first.rotation == second.rotation
         arrived = []
-        nodes = sorted({s // self.local for s in self.order}, key=lambda k: self.order.index(k * self.local) if self.config.recipe.order == "rank" else -k)
+        nodes = sorted(
+            {s // self.local for s in self.order},
+            key=lambda k: (
+                self.order.index(k * self.local) if self.config.recipe.order == "rank" else -k
+            ),
+        )
         for node in nodes:
             members = [s for s in self.order if s // self.local == node]
             payloads = [
-                encode(first, rows[s][rank][None], self.noise(step, micro, "grads_intra", name, s, rank))
+                encode(
+                    first,
+                    rows[s][rank][None],
+                    self.noise(step, micro, "grads_intra", name, s, rank),
+                )
                 for s in members
             ]
             part = first.decode_sum(torch.stack(payloads), n, **({"rotated": True} if kept else {}))
@@ -173,7 +186,11 @@ class NaiveRun:
         total = torch.zeros((), dtype=torch.float64)
         for rank in range(self.world):
             part = torch.zeros((), dtype=torch.float64)
-            for name in [n for u in build_plan(self.models[0], self.config).units for n in (p.name for p in u.unit.parameters)]:
+            for name in [
+                n
+                for u in build_plan(self.models[0], self.config).units
+                for n in (p.name for p in u.unit.parameters)
+            ]:
                 if name not in mine[rank]:
                     continue
                 g = mine[rank][name]
@@ -195,6 +212,5 @@ class NaiveRun:
 
     def weights(self) -> dict[str, Tensor]:
         return {
-            name: torch.cat([own[name].detach() for own in self.shards])
-            for name in self.shapes
+            name: torch.cat([own[name].detach() for own in self.shards]) for name in self.shapes
         }

@@ -25,7 +25,9 @@ def test_a_bad_weight_is_named_with_its_wire_and_step() -> None:
     with torch.no_grad():
         made.master["layers.1.up.weight"][3, 3] = torch.nan
     before = {n: p.detach().clone() for n, p in made.master.items()}
-    with pytest.raises(NonFiniteError, match=r"step 7: weights_forward brought NaN for layers\.1\.up"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 7: weights_forward brought NaN for layers\.1\.up"
+    ):
         made.step(7, 1e-3, partial(batch, 7), telemetry=False)
     for name, p in made.master.items():
         assert torch.equal(p.view(torch.int32), before[name].view(torch.int32)), "nothing changed"

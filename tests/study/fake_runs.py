@@ -122,8 +122,10 @@ def _metrics(arm: FakeArm, seed: int, train: TrainConfig) -> list[dict[str, Any]
     noise = np.random.default_rng([7, seed]).normal(0, 0.05, train.steps)
     end, rows = heldout_at_end(arm, seed), []
     for step in range(1, train.steps + 1):
-        fall = (math.exp(-step / 40) - math.exp(-train.steps / 40)) / (1 + 2 * arm.gap)
-        level = end + (5.545 - end) * max(0.0, fall)
+        left = (math.exp(-step / 40) - math.exp(-train.steps / 40)) / (
+            1 - math.exp(-train.steps / 40)
+        )
+        level = end + (5.545 - end) * left
         row: dict[str, Any] = {
             "step": step,
             "loss": level - 0.05 + noise[step - 1],

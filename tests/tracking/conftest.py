@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -123,8 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture(autouse=True)
 def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
     """No key, setting or mode of the person who runs the tests reaches them."""
-    import os
-
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")

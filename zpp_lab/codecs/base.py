@@ -41,7 +41,8 @@ class Codec(Protocol):
     [..., n], so that two hops of a reduction with equal rotations rotate only once.
     """
 
-    rotation: Rotation | None
+    @property
+    def rotation(self) -> Rotation | None: ...
 
     @property
     def stochastic(self) -> bool:
@@ -78,7 +79,9 @@ class Codec(Protocol):
 class CodecBase:
     """Defaults for a codec without a rotation: subclasses give nbytes, encode and decode."""
 
-    rotation: Rotation | None = None
+    @property
+    def rotation(self) -> Rotation | None:
+        return None
 
     @property
     def stochastic(self) -> bool:

@@ -39,7 +39,6 @@ Bytes of one row
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -83,8 +82,8 @@ class BlockCodec(CodecBase):
             )
         _ = self.rotation  # raises for a bad width
 
-    @cached_property
-    def rotation(self) -> Rotation | None:  # type: ignore[override]
+    @property
+    def rotation(self) -> Rotation | None:
         return Rotation(self.hadamard, self.random_signs) if self.hadamard else None
 
     @property
@@ -112,7 +111,7 @@ class BlockCodec(CodecBase):
     def encode(
         self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
     ) -> None:
-        assert x.ndim == 2 and out.shape == (x.shape[0], self.nbytes(x.shape[1]))
+        assert out.shape == (x.shape[0], self.nbytes(x.shape[1]))
         if not x.shape[1]:
             return
         x = x.to(torch.float32)

@@ -75,6 +75,11 @@ def philox(
     k0, k1 = key & _LOW, key >> 32
     for _ in range(ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1  # int64 wraps; the 64 product bits are right
-        c0, c1, c2, c3 = (p1 >> 32) & _LOW ^ c1 ^ k0, p1 & _LOW, (p0 >> 32) & _LOW ^ c3 ^ k1, p0 & _LOW
+        c0, c1, c2, c3 = (
+            (p1 >> 32) & _LOW ^ c1 ^ k0,
+            p1 & _LOW,
+            (p0 >> 32) & _LOW ^ c3 ^ k1,
+            p0 & _LOW,
+        )
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     return c0, c1, c2, c3

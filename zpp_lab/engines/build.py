@@ -20,7 +20,9 @@ def pick_device(engine: EngineConfig) -> torch.device:
     try:
         device = torch.device(engine.device)
     except RuntimeError:
-        raise ValueError(f"engine.device={engine.device!r}: use auto, cpu, cuda or cuda:N") from None
+        raise ValueError(
+            f"engine.device={engine.device!r}: use auto, cpu, cuda or cuda:N"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("engine.device=cuda, but torch sees no GPU here: use engine.device=cpu")
     return device

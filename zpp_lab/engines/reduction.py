@@ -112,9 +112,7 @@ class Reduction:
         self.sums[0].zero_()
 
     def _empty(self, layout: Layout) -> Tensor:
-        return torch.empty(
-            self.cluster.world, layout.nbytes, dtype=torch.uint8, device=self.device
-        )
+        return torch.empty(self.cluster.world, layout.nbytes, dtype=torch.uint8, device=self.device)
 
     def _noise(self, wire: Wire, ranks: Sequence[int]) -> Noise:
         seed, step, micro = self.key

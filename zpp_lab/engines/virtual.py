@@ -77,7 +77,9 @@ class VirtualEngine:
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
         total: Grads = {}
         for micros in self._reductions():
-            reductions = [self._reduction(unit, step, micros[-1], watch) for unit in self.plan.units]
+            reductions = [
+                self._reduction(unit, step, micros[-1], watch) for unit in self.plan.units
+            ]
             for rank in self._ranks():
                 local: Grads = {}
                 for micro in micros:

@@ -41,7 +41,9 @@ class Watch:
     ) -> None:
         """Whole parameters before and after a gather."""
         rows = payload.shape[0]
-        before = [padded_rows(s, rows, g.numel) for g, s in zip(layout.segments, sources, strict=True)]
+        before = [
+            padded_rows(s, rows, g.numel) for g, s in zip(layout.segments, sources, strict=True)
+        ]
         after = [padded_rows(o, rows, g.numel) for g, o in zip(layout.segments, outs, strict=True)]
         self.rows(step, wire, layout, before, after, payload)
 

@@ -1,0 +1,115 @@
+"""Facts about this machine and this code, kept with every result.
+
+A number means little without the machine that made it. No host or user name is
+gathered: reports are meant to be shown around.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def machine_facts() -> dict[str, Any]:
+    """CPU model, usable cores, memory in bytes, GPU names and operating system."""
+    return {
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "memory_bytes": memory_bytes(),
+        "gpus": gpus(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, torch and zpp_lab; None for what is not installed as a package."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "zpp_lab"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model"):
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, and the container's share of time."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        allowed = min(allowed, max(1, -(-int(quota) // int(period))))
+    return allowed
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, or of the container when that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cgroup(name: str) -> str:
+    """A limit of this process's control group (version 2), empty when there is none."""
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs: from torch when it is loaded already, else from the driver's tool."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        count = torch.cuda.device_count()
+        return [torch.cuda.get_device_name(index) for index in range(count)]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    out = output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    return [line.strip() for line in (out or "").splitlines() if line.strip()]
+
+
+@functools.cache
+def commit(package: Path = PACKAGE) -> str | None:
+    """The git commit that the package is checked out from, with "-dirty" when it was changed.
+
+    None for an installed package, even when it lies inside another project's checkout.
+    """
+    git = ["git", "-C", str(package)]
+    if output([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
+        return None
+    head = output([*git, "rev-parse", "HEAD"])
+    if head is None:
+        return None
+    changed = output([*git, "status", "--porcelain", "--untracked-files=no"])
+    added = output([*git, "status", "--porcelain", "--", "."])
+    return head.strip() + ("-dirty" if changed or added else "")
+
+
+def output(command: list[str]) -> str | None:
+    """What a command prints, None when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

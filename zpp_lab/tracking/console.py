@@ -1,0 +1,101 @@
+"""What a person sees of a run: one line that renews itself, or plain lines in a log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+
+class Progress:
+    """Shows step, loss, held-out loss, speed and the time left.
+
+    On a terminal one line is rewritten, at most ten times a second. Elsewhere a
+    plain line is printed at every evaluation, at the end, and otherwise when
+    `every_seconds` have gone by since the last one.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        label: str,
+        *,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        every_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`first_step` is the number of steps done before this process began."""
+        self.total, self.label = total_steps, label
+        self.stream = sys.stdout if stream is None else stream
+        self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.interval = 0.1 if self.live else every_seconds
+        self._clock = clock
+        self._start = self._shown = clock()
+        self._first = self._step = first_step
+        self._heldout: float | None = None
+        self._tokens: tuple[float, float] | None = None  # the first record's tokens and time
+        self._open = False
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Take one step's record, as it stands in metrics.jsonl."""
+        now = self._clock()
+        self._step = record["step"]
+        self._heldout = record.get("heldout_loss", self._heldout)
+        if self._tokens is None:
+            self._tokens = (record["tokens"], now)
+        notable = "heldout_loss" in record or self._step >= self.total
+        if notable or now - self._shown >= self.interval:
+            self._shown = now
+            self._show(self._line(record, now))
+
+    def close(self) -> None:
+        """End the renewed line, so that what is printed next stands on its own."""
+        if self._open:
+            self.stream.write("\n")
+            self.stream.flush()
+            self._open = False
+
+    def _show(self, line: str) -> None:
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            self.stream.write(f"\r{line[:width]}\x1b[K")
+            self._open = True
+        else:
+            self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def _line(self, record: dict[str, Any], now: float) -> str:
+        parts = [self.label, f"step {self._step}/{self.total}", f"loss {record['loss']:.4f}"]
+        if self._heldout is not None:
+            parts.append(f"held-out {self._heldout:.4f}")
+        parts += [self._speed(record["tokens"], now), self._eta(now)]
+        return "  ".join(part for part in parts if part)
+
+    def _speed(self, tokens: float, now: float) -> str:
+        assert self._tokens is not None
+        first, since = self._tokens
+        return f"{_short((tokens - first) / (now - since))} tok/s" if now > since else ""
+
+    def _eta(self, now: float) -> str:
+        if self._step >= self.total:
+            return f"took {_duration(now - self._start)}"
+        done = self._step - self._first
+        left = (self.total - self._step) * (now - self._start) / done if done else 0.0
+        return f"ETA {_duration(left)}" if done else ""
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,112 @@
+"""A run's folder, seen by the process that sends it to wandb.
+
+Plain files and mappings, so that a folder of an older version can still be sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zpp_lab.files import write_atomic
+from zpp_lab.tracking.jsonl import from_json
+
+METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+FAILURE = "failure.json"
+STATE = "wandb.json"
+LOG = "wandb.log"
+
+
+class RunFolder:
+    """The files of one run, and `wandb.json`: what wandb has been given of it.
+
+    `wandb.json` holds `id` (drawn once, kept for good: a resumed run goes on under
+    it), `mode`, `state` (sending, complete, failed), `sent_step`, `error`, `url`,
+    and `ended`, which tells one ending of the run from another.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).resolve()
+        self.metrics = self.path / METRICS
+
+    def config(self) -> dict[str, Any]:
+        """The run's config. FileNotFoundError when this is no run folder."""
+        return yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
+
+    def outcome(self) -> dict[str, Any] | None:
+        """The summary or the failure, None while the run goes on."""
+        for name in (SUMMARY, FAILURE):
+            with contextlib.suppress(FileNotFoundError):
+                return from_json((self.path / name).read_text(encoding="utf-8"))
+        return None
+
+    def ended(self) -> str | None:
+        """A mark of this ending, which a retried or resumed run does not share; None before it."""
+        for name in (SUMMARY, FAILURE):
+            with contextlib.suppress(FileNotFoundError):
+                written = os.stat(self.path / name).st_mtime_ns
+                return f"{name} {written} after {os.stat(self.metrics).st_size} bytes"
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What wandb.json says; made on the first call, with a new run id."""
+        try:
+            return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return self.note(id=f"{_slug(self.path.name)}-{secrets.token_hex(4)}")
+
+    def sent(self) -> str | None:
+        """The mark of the ending that wandb has, None when it has none."""
+        if not (self.path / STATE).exists():
+            return None
+        state = self.state()
+        return state.get("ended") if state.get("state") == "complete" else None
+
+    def note(self, **changes: Any) -> dict[str, Any]:
+        """Write changes to wandb.json and return all of it."""
+        known = {} if "id" in changes else self.state()
+        state = {**known, **changes}
+        write_atomic(self.path / STATE, json.dumps(state, indent=1) + "\n")
+        return state
+
+    @contextlib.contextmanager
+    def lock(self, wait: bool) -> Iterator[None]:
+        """One sender at a time: a resumed run's sender waits for the one before it.
+
+        RuntimeError when another one is at work and `wait` is false.
+        """
+        with open(self.path / ".wandb.lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise RuntimeError(
+                    f"{self.path} is being sent to wandb by another process: wait until it ends"
+                ) from None
+            yield
+
+
+def find_runs(root: Path | str) -> list[RunFolder]:
+    """Every run folder in `root` or below it, in the order of their names."""
+    found = []
+    for folder, below, files in os.walk(root):
+        if METRICS in files:
+            found.append(RunFolder(folder))
+            below.clear()
+        below.sort()
+    return found
+
+
+def _slug(name: str) -> str:
+    """Letters that a wandb run id may have."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:60].strip("-") or "run"

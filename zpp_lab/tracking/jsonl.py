@@ -1,0 +1,180 @@
+"""`metrics.jsonl`, the truth about a run: one JSON object a line, one line a step.
+
+Every other view of a run (console, wandb, report) can be made again from this
+file, so its writer fails loudly and never leaves half a line behind.
+
+JSON has no NaN and no infinity, and a null could mean anything. They are
+written as the strings "NaN", "Infinity" and "-Infinity", and `read` gives
+floats back. No metric is a string, so nothing else can look like them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.files import write_atomic
+
+Record = dict[str, Any]
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON text, NaN and infinities spelled out. TypeError for what is no plain JSON value."""
+    separators = (",", ":") if indent is None else None
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent, separators=separators)
+    except ValueError:  # there is a NaN or an infinity in it
+        return json.dumps(_spell(value), allow_nan=False, indent=indent, separators=separators)
+
+
+def from_json(text: bytes | str) -> Any:
+    """The value that `to_json` wrote. ValueError when it is no JSON."""
+    return _unspell(json.loads(text))
+
+
+def encode(record: Record) -> bytes:
+    """The record's line, with its newline."""
+    return to_json(record).encode() + b"\n"
+
+
+def decode(line: bytes | str) -> Record:
+    """The record of one line. ValueError when the line is no JSON object."""
+    record = from_json(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object: {line[:80]!r}")
+    return record
+
+
+def _spell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spell(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _unspell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unspell(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_unspell(item) for item in value]
+    return _SPELLED.get(value, value) if isinstance(value, str) else value
+
+
+def read(path: Path | str) -> list[Record]:
+    """All records of a metrics file; a missing file has none.
+
+    A torn last line, which a killed run leaves behind, is passed over. A broken
+    line anywhere else is a ValueError that names it.
+    """
+    return [record for _, record in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
+    """Each whole line with its record."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().split(b"\n")
+    rest = lines.pop()  # empty, or a line whose newline never came: torn
+    for number, line in enumerate(lines, 1):
+        try:
+            record = decode(line)
+        except ValueError as error:
+            if number == len(lines) and not rest:  # a power cut can tear it under its newline
+                return
+            raise ValueError(
+                f"{path}, line {number} is damaged ({error}): restore the file from a copy, or "
+                "start the run anew with run.resume=false"
+            ) from None
+        yield line + b"\n", record
+
+
+class MetricsLog:
+    """Appends records to a metrics file, each one line, handed to the system at once."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._last = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        whole = self.path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self._file, whole)  # what follows the last newline is half a line
+
+    def append(self, record: Record) -> None:
+        """Add one step. OSError when the disk refuses; the lines before it stay whole."""
+        step = record["step"]
+        assert step > self._last, f"step {step} after step {self._last} in {self.path}"
+        data = encode(record)
+        size = os.fstat(self._file).st_size
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise OSError(
+                error.errno,
+                f"cannot write step {step} to {self.path}: {error.strerror}. The steps before it "
+                "are safe: make room and start the run again, it resumes",
+            ) from error
+        self._last = step
+
+    def truncate_after(self, step: int) -> list[Record]:
+        """Drop the lines of later steps, as a resumed run repeats them. Returns those left."""
+        lines = list(_lines(self.path))
+        kept = [(line, record) for line, record in lines if record["step"] <= step]
+        if len(kept) < len(lines) or self._torn(lines):
+            os.close(self._file)
+            write_atomic(self.path, b"".join(line for line, _ in kept).decode())
+            self._open()
+        self._last = kept[-1][1]["step"] if kept else 0
+        return [record for _, record in kept]
+
+    def _torn(self, lines: list[tuple[bytes, Record]]) -> bool:
+        return os.fstat(self._file).st_size != sum(len(line) for line, _ in lines)
+
+    def sync(self) -> None:
+        """Put all lines on the disk. Call it before a checkpoint counts as written."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Tail:
+    """Reads the lines that have been added since the last look, for a reader beside the run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._offset = 0
+        self._inode = -1
+
+    def new(self) -> list[Record]:
+        """The records that came since the last call. A file that was rewritten is read anew."""
+        try:
+            with open(self.path, "rb") as file:
+                self._follow(os.fstat(file.fileno()))
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [decode(line) for line in whole.splitlines()]
+
+    def _follow(self, status: os.stat_result) -> None:
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode, self._offset = status.st_ino, 0
