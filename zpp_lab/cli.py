@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zpp_lab.config import Config
+from zpp_lab.config import Config, StudyConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("doctor", "what this machine can do", _doctor)
     sync = add("sync", "send finished runs to wandb again", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
-    bench = add("bench", "measure kernels", _bench, passes_on=True)
-    bench.add_argument("what", choices=["kernels"])
+    bench = add("bench", "measure kernels or collectives", _bench, passes_on=True)
+    bench.add_argument("what", choices=["kernels", "collectives"])
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
     return parser
 
@@ -68,10 +68,16 @@ def _train(_: argparse.Namespace, overrides: list[str]) -> int:
 
         return multirun([o for o in overrides if o not in ("-m", "--multirun")])
     from zpp_lab.compose import compose
-    from zpp_lab.trainer import run
+    from zpp_lab.launcher import RankFailed, launch, leave
 
-    summary = run(compose(overrides))
-    print(f"held-out loss {summary['heldout_loss']:.4f} after {summary['steps']} steps")
+    try:
+        summary = launch(compose(overrides))
+    except RankFailed as error:
+        print(f"zpp-lab train: {error}", file=sys.stderr)
+        return 1
+    if summary:  # rank 0, when somebody else started the ranks
+        print(f"held-out loss {summary['heldout_loss']:.4f} after {summary['steps']} steps")
+    leave()
     return 0
 
 
@@ -83,7 +89,7 @@ def _fields(cls: type):  # type: ignore[no-untyped-def]
 
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.compose import load_study
-    from zpp_lab.study import build_report, run_study
+    from zpp_lab.study import run_study
 
     changes: dict[str, object] = {}
     if args.seeds:
@@ -91,19 +97,23 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     study = load_study(args.name, changes, overrides)
     root = args.dir or Path("runs") / study.name
     outcome = run_study(study, root, args.jobs or study.jobs)
-    report = build_report(root, study)
-    print(report.table)
-    print(f"\nreport: {report.html}")
+    if not outcome.unfinished:
+        _show(root, study)
     return outcome.exit_code
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
-    from zpp_lab.study import build_report
+    _show(args.dir, None)
+    return 0
 
-    report = build_report(args.dir, None)
+
+def _show(root: Path, study: StudyConfig | None) -> None:
+    """Build the report of the runs below `root` and print its table."""
+    from zpp_lab.study import build_report  # loads the charting libraries: after the runs
+
+    report = build_report(root, study)
     print(report.table)
     print(f"\nreport: {report.html}")
-    return 0
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:
@@ -119,9 +129,9 @@ def _sync(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _bench(args: argparse.Namespace, rest: list[str]) -> int:
-    from zpp_lab.bench import kernels
+    from importlib import import_module
 
-    return kernels.main(rest)
+    return int(import_module(f"zpp_lab.bench.{args.what}").main(rest))
 
 
 def _build(_: argparse.Namespace, rest: list[str]) -> int:

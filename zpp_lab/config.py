@@ -263,6 +263,7 @@ class RunConfig:
     study: str | None = None
     arm: str | None = None
     resume: bool = True
+    start_from: str | None = None  # another run's checkpoint, of any engine and cluster
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,3 @@ def _summary(arm: FakeArm, config: Config, rows: list[dict[str, Any]]) -> dict[s
         "commit": "0123456789abcdef0123456789abcdef01234567",
         "versions": {"python": "3.11.7", "torch": "2.13.0", "zpp_lab": "0.1.0"},
     }
-
-
-def silent(arm: FakeArm) -> FakeArm:
-    """The same arm without seed noise."""
-    return replace(arm, noise=0.0)

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.study.fake_trainer import STEPS, fake_compose
+from zpp_lab.config import ArmConfig, StudyConfig
+from zpp_lab.study.launch import StudyOutcome, how_it_ended, run_study
+from zpp_lab.study.plan import plan_runs
+from zpp_lab.study.progress import Progress
+from zpp_lab.study.runs import find_runs, read_study
+
+ENTRY = "tests.study.fake_trainer:run"
+
+
+def study(*arms: str, seeds: int = 2) -> StudyConfig:
+    return StudyConfig(
+        name="test",
+        question="Does it hold?",
+        arms=[ArmConfig(name=arm) for arm in arms],
+        seeds=list(range(1, seeds + 1)),
+    )
+
+
+def launch(what: StudyConfig, root: Path, jobs: int = 2) -> tuple[StudyOutcome, str]:
+    out = io.StringIO()
+    outcome = run_study(what, root, jobs, compose=fake_compose, entry=ENTRY, stream=out)
+    return outcome, out.getvalue()
+
+
+def started(root: Path) -> list[str]:
+    return (root / "started.txt").read_text().splitlines()
+
+
+def test_runs_every_arm_and_seed_baseline_first(tmp_path: Path) -> None:
+    outcome, text = launch(study("a", "zero3", "b"), tmp_path, jobs=1)
+    assert outcome.exit_code == 0
+    assert len(outcome.finished) == 6
+    assert started(tmp_path) == ["zero3 1", "zero3 2", "a 1", "b 1", "a 2", "b 2"]
+    assert "[3/6] a seed 1: held-out loss 2.5100" in text
+    assert "hello from a" in (tmp_path / "a" / "seed2" / "log.txt").read_text()
+    assert [run.outcome for run in find_runs(tmp_path)] == ["finished"] * 6
+    assert read_study(tmp_path) == study("a", "zero3", "b")
+
+
+def test_cores_are_shared_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zpp_lab.study.slots.cores", lambda: 6)
+    launch(study("zero3", seeds=1), tmp_path, jobs=2)
+    summary = json.loads((tmp_path / "zero3" / "seed1" / "summary.json").read_text())
+    assert summary["threads"] == 3
+
+
+def test_finished_runs_are_skipped_and_new_seeds_added(tmp_path: Path) -> None:
+    launch(study("zero3", "a"), tmp_path)
+    before = started(tmp_path)
+    outcome, _ = launch(study("zero3", "a"), tmp_path)
+    assert (len(outcome.skipped), len(outcome.finished), outcome.exit_code) == (4, 0, 0)
+    assert started(tmp_path) == before
+    outcome, _ = launch(study("zero3", "a", seeds=3), tmp_path)
+    assert sorted(outcome.finished) == ["a seed 3", "zero3 seed 3"]
+
+
+def test_failures_are_named_do_not_stop_others_and_are_retried(tmp_path: Path) -> None:
+    what = study("zero3", "raises", "killed", "exits", "silent", "diverges", "last", seeds=1)
+    outcome, text = launch(what, tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.finished == ["zero3 seed 1", "last seed 1"]
+    assert outcome.failed == [
+        f"{a} seed 1" for a in ("raises", "killed", "exits", "silent", "diverges")
+    ]
+    assert "raises seed 1" in outcome.message
+    assert outcome.message in text
+
+    failures = {run.arm: run.failure for run in find_runs(tmp_path) if run.failure}
+    assert "SIGKILL" in failures["killed"]["error"]
+    assert "exit code 3" in failures["exits"]["error"]
+    assert "exit code 0" in failures["silent"]["error"]
+    assert "the weights are gone" in failures["raises"]["traceback"]
+    assert failures["diverges"]["outcome"] == "diverged"
+
+    (tmp_path / "healed").touch()
+    outcome, text = launch(what, tmp_path)
+    assert "5 failed and are tried again" in text
+    assert outcome.exit_code == 0
+    assert len(outcome.finished) == 5
+    assert not any(run.failure for run in find_runs(tmp_path))
+
+
+def test_other_settings_in_a_folder_are_an_error(tmp_path: Path) -> None:
+    what = study("zero3", seeds=1)
+    launch(what, tmp_path)
+    changed = StudyConfig(**{**vars(what), "overrides": ["train.lr=0.5", "engine.threads=7"]})
+    with pytest.raises(
+        ValueError, match=r"zero3/seed1.*train\.lr \(there 0\.003, now 0\.5\).*run\.dir"
+    ):
+        launch(changed, tmp_path)
+    free = StudyConfig(**{**vars(what), "overrides": ["engine.threads=7"]})
+    assert launch(free, tmp_path)[0].skipped == ["zero3 seed 1"]
+
+
+def test_a_typo_in_the_last_arm_runs_nothing(tmp_path: Path) -> None:
+    arms = [ArmConfig("zero3"), ArmConfig("b", ["train.stepps=3"])]
+    what = StudyConfig(name="t", question="?", arms=arms, seeds=[1])
+    with pytest.raises(ValueError, match=r"study t, arm b: .*stepps.*steps"):
+        launch(what, tmp_path)
+    assert not (tmp_path / "zero3").exists()
+
+
+def test_arm_names_must_be_folder_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="names a folder"):
+        plan_runs(study("zero3", "../out"), tmp_path, fake_compose)
+
+
+def test_hydra_reads_quoted_values(tmp_path: Path) -> None:
+    from zpp_lab.compose import compose
+
+    folder = tmp_path / "it's, a =folder"
+    (planned,) = plan_runs(study("zero3", seeds=1), folder, compose)
+    assert planned.config.run.dir == str(folder / "zero3" / "seed1")
+    assert planned.config.run.arm == "zero3"
+
+
+def test_exit_codes_in_words() -> None:
+    assert "exit code 1" in how_it_ended(1)
+    assert "SIGSEGV" in how_it_ended(-signal.SIGSEGV)
+    assert "out of memory" in how_it_ended(-signal.SIGKILL)
+
+
+def test_live_line_has_eta_and_plain_output_has_none(tmp_path: Path) -> None:
+    runs = plan_runs(study("zero3", "a", seeds=1), tmp_path, fake_compose)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, live in ((Terminal(), True), (io.StringIO(), False)):
+        progress = Progress(2, runs, stream)
+        progress.ended(runs[0], "held-out loss 2.0")
+        progress.update([runs[1]])
+        text = stream.getvalue()
+        assert "[1/2] zero3 seed 1: held-out loss 2.0\n" in text
+        assert (f"1/2 runs, 0:00 left: a seed 1 0/{STEPS}" in text) is live
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from tests.study.test_launch import ENTRY, fake_compose, study
+from zpp_lab.study.launch import run_study
+outcome = run_study(study("zero3", "slow"), Path(sys.argv[1]), 2, compose=fake_compose, entry=ENTRY)
+sys.exit(outcome.exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_study_leaves_no_process_and_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    top = Path(__file__).parents[2]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=top)
+    until(lambda: (tmp_path / "waiting1").exists() and (tmp_path / "waiting2").exists())
+    with pytest.raises(ValueError, match="running here already"):
+        launch(study("zero3", "slow"), tmp_path)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert "2 of 4 runs finished" in text
+        assert "goes on from here" in text
+    for seed in (1, 2):
+        pid = int((tmp_path / "slow" / f"seed{seed}" / "pid.txt").read_text())
+        until(lambda pid=pid: not alive(pid))
+    assert not list(tmp_path.rglob("failure.json"))
+    (tmp_path / "healed").touch()
+    outcome, _ = launch(study("zero3", "slow"), tmp_path)
+    assert (outcome.exit_code, len(outcome.skipped), len(outcome.finished)) == (0, 2, 2)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for a minute"
+        time.sleep(0.05)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zpp_lab.config import ArmConfig, StudyConfig
+from zpp_lab.study.runs import Run
+from zpp_lab.study.stats import summarize
+from zpp_lab.study.verdict import ArmResult, StudyResult, judge, judge_study
+
+MARGIN = 0.006
+STUDY = StudyConfig(
+    name="s", question="?", arms=[ArmConfig("zero3"), ArmConfig("arm")], seeds=[1, 2, 3]
+)
+BASE = {1: 2.40, 2: 2.38, 3: 2.42}
+
+
+def run(arm: str, seed: int, loss: float | None = None, outcome: str = "") -> Run:
+    summary: dict[str, Any] | None = None
+    if loss is not None:
+        sent = 100 if arm == "zero3" else 25
+        summary = {"steps": 10, "heldout_loss": loss, "bytes": {}}
+        summary["bytes"] = {"grads_inter": {"intra": sent, "inter": sent * 2}}
+    failure = {"outcome": outcome, "error": "it broke\nhere"} if outcome else None
+    return Run(Path(arm) / f"seed{seed}", arm, seed, {}, summary, failure)
+
+
+def judged(*runs: Run, study: StudyConfig = STUDY) -> tuple[StudyResult, ArmResult]:
+    base = [run("zero3", seed, loss) for seed, loss in BASE.items()]
+    have = {(r.arm, r.seed) for r in runs}
+    result = judge_study(study, [*runs, *(r for r in base if (r.arm, r.seed) not in have)])
+    return result, result.arms[1]
+
+
+def shifted(*gaps: float) -> list[Run]:
+    return [run("arm", s, BASE[s] + gap) for s, gap in zip(BASE, gaps, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ([0.0001, -0.0002, 0.0003], "on par"),
+        ([0.0020, 0.0021, 0.0022], "on par"),  # real, but within the margin
+        ([-0.0020, -0.0021, -0.0022], "on par"),
+        ([0.05, 0.055, 0.06], "worse"),
+        ([0.0055, 0.006, 0.0065], "worse"),  # cannot exclude a gap beyond the margin
+        ([-0.05, -0.055, -0.06], "better"),
+        ([0.03, -0.02, 0.01], "undecided"),
+        ([0.0, 0.0, 0.0], "on par"),
+        ([0.02, 0.02, 0.02], "worse"),
+        ([0.3], "undecided"),
+    ],
+)
+def test_constructed_gaps(gaps: list[float], verdict: str) -> None:
+    assert judge(summarize(gaps, MARGIN), MARGIN)[0] == verdict
+
+
+def test_undecided_says_how_many_seeds() -> None:
+    assert judge(summarize([0.1], MARGIN), MARGIN) == ("undecided", "needs at least 2 seeds")
+    _, note = judge(summarize([0.01, -0.004, 0.002], MARGIN), MARGIN)
+    assert note.startswith("needs about ")
+    assert int(note.split()[2]) > 3
+
+
+def test_gaps_are_paired_by_seed() -> None:
+    result, arm = judged(*shifted(0.001, 0.001, 0.0011))
+    assert arm.verdict == "on par"  # although the losses of the seeds spread by 0.02
+    assert result.margin == pytest.approx(0.0025 * 2.4)
+    assert arm.gaps == pytest.approx({1: 0.001, 2: 0.001, 3: 0.0011})
+    assert arm.bytes_total == pytest.approx(0.25)
+    assert result.baseline.verdict == "baseline"
+    assert not result.notes
+
+
+def test_missing_seeds_are_left_out_and_named() -> None:
+    result, arm = judged(*shifted(0.05, 0.051))
+    assert (arm.verdict, arm.gap and arm.gap.n) == ("worse", 2)
+    assert result.notes == ["arm: seed 3 has not finished."]
+    _, arm = judged(*shifted(0.05, 0.051, 0.052), run("zero3", 2, outcome="crashed"))
+    assert sorted(arm.gaps) == [1, 3]
+
+
+def test_equal_to_the_last_bit() -> None:
+    _, arm = judged(*shifted(0.0, 0.0, 0.0))
+    assert (arm.verdict, arm.gap and arm.gap.interval) == ("on par", (0.0, 0.0))
+
+
+def test_divergence_is_a_verdict_of_its_own() -> None:
+    result, arm = judged(*shifted(0.0, 0.0), run("arm", 3, outcome="diverged"))
+    assert arm.text == "diverged (1 of 3 seeds)"
+    assert result.notes == ["arm: seed 3 diverged (it broke)."]
+    _, arm = judged(run("arm", 1, float("nan")))
+    assert arm.verdict == "diverged"
+    both = [run("arm", 3, outcome="diverged"), run("zero3", 3, outcome="diverged")]
+    assert judged(*shifted(0.05, 0.051), *both)[1].verdict == "worse"
+
+
+@pytest.mark.parametrize("outcome", ["crashed", "out_of_memory"])
+def test_failed_runs_leave_the_others_to_judge(outcome: str) -> None:
+    _, arm = judged(*shifted(0.05, 0.051), run("arm", 3, outcome=outcome))
+    assert arm.verdict == "worse"
+    _, arm = judged(*(run("arm", seed, outcome=outcome) for seed in BASE))
+    assert arm.text == f"failed ({outcome.replace('_', ' ')})"
+    _, arm = judged(run("arm", 1, outcome="interrupted"))
+    assert arm.verdict == "not run"
+
+
+def test_without_a_baseline_nothing_is_judged() -> None:
+    result = judge_study(STUDY, shifted(0.0, 0.0, 0.0))
+    assert result.margin is None
+    assert [arm.verdict for arm in result.arms] == ["not run", "not run"]
+    assert "no baseline" in result.arms[1].note
+
+
+def test_arms_and_seeds_outside_the_study_are_left_out() -> None:
+    result, arm = judged(*shifted(0.0, 0.0, 0.0), run("other", 1, 9.0), run("arm", 9, 9.0))
+    assert sorted(arm.gaps) == [1, 2, 3]
+    assert result.notes == ["Arm other is no arm of the study; left out."]

@@ -1,0 +1,25 @@
+"""Studies: run arms × seeds, judge every arm against the baseline, and report. No torch here.
+
+`run_study` and `build_report` are imported when they are first used: a run's process comes
+through here too, and needs neither statistics nor charts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zpp_lab.study.launch import StudyOutcome, run_study
+    from zpp_lab.study.report import Report, build_report
+
+__all__ = ["Report", "StudyOutcome", "build_report", "run_study"]
+_HOMES = {"run_study": "launch", "StudyOutcome": "launch", "build_report": "report"}
+_HOMES |= {"Report": "report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,88 @@
+"""Turns a folder of plain runs into a study: which runs belong to one arm, and its name.
+
+Runs of one recipe whose settings differ in more than the seed are different arms;
+their names then carry the settings that vary, such as "zero3 weights.bits=4".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zpp_lab.config import ArmConfig, StudyConfig
+from zpp_lab.runconfig import differing
+from zpp_lab.study.runs import Run
+from zpp_lab.study.settings import flat_config
+
+BASELINE = "zero3"
+_QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
+
+
+def study_of(name: str, runs: Sequence[Run]) -> tuple[StudyConfig, list[Run], list[str]]:
+    """(a study that fits `runs`, the runs renamed to its arms, notes for the report)."""
+    if not runs:
+        raise ValueError(
+            f"{name}: no run folders here (none has a config.yaml); run something first"
+        )
+    named = _name_arms(runs)
+    unique, notes = _without_repeats(named)
+    arms = sorted({run.arm for run in unique})
+    baseline = _baseline(unique)
+    if baseline not in arms:
+        notes.append(
+            f"There is no {BASELINE} run to compare with: run the same settings and seeds with "
+            f"recipe={BASELINE} into this folder."
+        )
+    order = [baseline, *(arm for arm in arms if arm != baseline)]
+    study = StudyConfig(
+        name=name,
+        question=_QUESTION.format(baseline=baseline),
+        arms=[ArmConfig(name=arm) for arm in order],
+        seeds=sorted({run.seed for run in unique}),
+        baseline=baseline,
+    )
+    return study, unique, notes
+
+
+def _name_arms(runs: Sequence[Run]) -> list[Run]:
+    by_name: dict[str, list[Run]] = {}
+    for run in runs:
+        by_name.setdefault(run.arm, []).append(run)
+    return [r for name, group in by_name.items() for r in _split(name, group)]
+
+
+def _split(name: str, group: list[Run]) -> list[Run]:
+    """Give the runs of one recipe their own arm names where their settings vary."""
+    flat = [flat_config(run.config) for run in group]
+    varying = sorted({key for other in flat for key in differing(flat[0], other)} - {"seed"})
+
+    def label(settings: dict) -> str:
+        parts = [f"{k.removeprefix('recipe.')}={settings.get(k)}" for k in varying]
+        return " ".join([name, *(p for p in parts if not p.endswith("=None"))])
+
+    return [replace(run, arm=label(settings)) for run, settings in zip(group, flat, strict=True)]
+
+
+def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """One run for each arm and seed: a finished one if there is, else the first by path."""
+    kept: dict[tuple[str, int], Run] = {}
+    notes = []
+    for run in sorted(runs, key=lambda r: (r.outcome != "finished", str(r.dir))):
+        first = kept.setdefault((run.arm, run.seed), run)
+        if first is not run:
+            notes.append(f"{run.dir.name} repeats {first.dir.name} ({run.arm}, seed {run.seed}).")
+    return list(kept.values()), notes
+
+
+def _baseline(runs: Sequence[Run]) -> str:
+    """The arm whose recipe is plain ZeRO-3; the bare name when no arm or several are."""
+    plain = {run.arm for run in runs if run.recipe == BASELINE and not _has_bits(run)}
+    return plain.pop() if len(plain) == 1 else BASELINE
+
+
+def _has_bits(run: Run) -> bool:
+    flat = flat_config(run.config)
+    return any(
+        key.startswith("recipe.") and key.endswith(".bits") and value is not None
+        for key, value in flat.items()
+    )

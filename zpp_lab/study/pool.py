@@ -1,0 +1,128 @@
+"""Runs as processes, some side by side, each started from a server that has torch imported.
+
+Every run is its own process, so a crash takes nothing else with it. The fork server
+imports the trainer once; a run then starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from zpp_lab.config import Config
+from zpp_lab.study.plan import PlannedRun
+from zpp_lab.study.slots import Slot
+
+LOG = "log.txt"
+_GRACE = 10.0  # seconds a run gets to end after SIGTERM
+
+
+@dataclass(frozen=True)
+class _Job:
+    run: PlannedRun
+    slot: Slot
+    process: Any
+
+
+class Pool:
+    """Processes for planned runs, at most one a slot.
+
+    entry: "module:function", called with the run's Config in the child.
+    """
+
+    def __init__(self, entry: str, slots: Sequence[Slot]) -> None:
+        self._entry = entry
+        self._free = list(slots)
+        self._jobs: list[_Job] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([entry.partition(":")[0]])
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def running(self) -> list[PlannedRun]:
+        return [job.run for job in self._jobs]
+
+    def start(self, run: PlannedRun) -> None:
+        slot = self._free.pop(0)
+        run.dir.mkdir(parents=True, exist_ok=True)
+        config = run.config
+        if config.engine.threads == 0:
+            config = replace(config, engine=replace(config.engine, threads=slot.threads))
+        arguments = (self._entry, config, str(run.dir / LOG), slot)
+        process = self._context.Process(target=_child, args=arguments, name=str(run))
+        process.start()
+        self._jobs.append(_Job(run, slot, process))
+
+    def wait(self, seconds: float) -> list[tuple[PlannedRun, int]]:
+        """Runs that ended within `seconds`, with their exit codes (−n: killed by signal n)."""
+        ready = wait([job.process.sentinel for job in self._jobs], timeout=seconds)
+        ended = [job for job in self._jobs if job.process.sentinel in ready]
+        for job in ended:
+            job.process.join()
+            self._jobs.remove(job)
+            self._free.append(job.slot)
+        return [(job.run, job.process.exitcode) for job in ended]
+
+    def stop(self) -> None:
+        """End every running process: SIGTERM, then SIGKILL for what is left."""
+        for job in self._jobs:
+            job.process.terminate()
+        for job in self._jobs:
+            job.process.join(_GRACE)
+            if job.process.is_alive():
+                job.process.kill()
+                job.process.join()
+            self._free.append(job.slot)
+        self._jobs.clear()
+
+
+def _child(entry: str, config: Config, log: str, slot: Slot) -> None:
+    """The body of a run's process: output to `log`, then the entry; exit 1 on an exception."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    _end_with_parent()
+    _send_output_to(log)
+    slot.apply()
+    try:
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)(config)
+    except BaseException as error:
+        traceback.print_exc()
+        code = error.code if isinstance(error, SystemExit) else 1
+        raise SystemExit(code if isinstance(code, int) else 1) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _end_with_parent() -> None:
+    """Die when the study's process dies, so that a second start finds no run still writing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _send_output_to(log: str) -> None:
+    """Point the file descriptors 1 and 2 at `log`, for output from C code too."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

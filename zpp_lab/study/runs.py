@@ -1,0 +1,146 @@
+"""What lies in a study's folder: its study.yaml and the run folders below it.
+
+A run folder holds config.yaml, metrics.jsonl and, once it ended, summary.json
+or failure.json. Nothing here judges or draws; it only reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zpp_lab.config import StudyConfig, load
+from zpp_lab.files import write_atomic
+from zpp_lab.tracking.jsonl import from_json, read
+
+STUDY_FILE = "study.yaml"
+_MARKS = ("config.yaml", "summary.json", "failure.json")
+_NOT_RUNS = {"checkpoints", "wandb", "figures"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. `config` is the nested mapping of config.yaml ({} when it is absent)."""
+
+    dir: Path
+    arm: str
+    seed: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    failure: Mapping[str, Any] | None = None
+
+    @property
+    def outcome(self) -> str:
+        """finished, diverged, out_of_memory, crashed or unfinished."""
+        if self.summary is not None:
+            return "finished" if self.heldout_loss is not None else "diverged"
+        outcome = "unfinished" if self.failure is None else str(self.failure["outcome"])
+        return "unfinished" if outcome == "interrupted" else outcome
+
+    @property
+    def recipe(self) -> str:
+        return str((self.config.get("recipe") or {}).get("name", ""))
+
+    @property
+    def heldout_loss(self) -> float | None:
+        """Nats per token; None when the run has not finished or the loss is not finite."""
+        value = (self.summary or {}).get("heldout_loss")
+        return float(value) if value is not None and math.isfinite(value) else None
+
+    def bytes_per_step(self, hop: str | None = None) -> float | None:
+        """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both)."""
+        if self.summary is None:
+            return None
+        hops = (hop,) if hop else ("intra", "inter")
+        sent = sum(wire.get(h, 0) for wire in self.summary["bytes"].values() for h in hops)
+        return sent / self.summary["steps"]
+
+
+def find_runs(root: Path) -> list[Run]:
+    """Every run folder at or below `root`, sorted by path."""
+    return [read_run(folder) for folder in _run_folders(root)]
+
+
+def read_run(folder: Path) -> Run:
+    """One run folder; a file that cannot be read is a ValueError that names it."""
+    config = _read_yaml(folder / "config.yaml") or {}
+    summary, failure = (_read_json(folder / name) for name in ("summary.json", "failure.json"))
+    settings = config.get("run") or {}
+    source = summary or {}
+    arm = source.get("arm") or settings.get("arm") or source.get("recipe")
+    arm = arm or (config.get("recipe") or {}).get("name") or folder.parent.name
+    seed = source.get("seed", config.get("seed", _seed_of(folder.name)))
+    if seed is None:
+        raise ValueError(f"{folder}: no config.yaml and no summary.json tell the seed; delete it")
+    return Run(folder, str(arm), int(seed), config, summary, failure)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in step order; [] when there is none.
+
+    A last line that a kill cut short is left out; any other broken line is a ValueError.
+    """
+    return read(folder / "metrics.jsonl")
+
+
+def last_step(folder: Path) -> int:
+    """The last step in metrics.jsonl, read from its end (0: none yet); for progress only."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            lines = file.read().split(b"\n")
+        return int(json.loads(lines[-2])["step"])
+    except (OSError, ValueError, KeyError, IndexError):
+        return 0
+
+
+def read_study(root: Path) -> StudyConfig | None:
+    """The study that `root` was run as, or None for a folder of plain runs."""
+    values = _read_yaml(root / STUDY_FILE)
+    return None if values is None else load(StudyConfig, values)
+
+
+def write_study(root: Path, study: StudyConfig) -> None:
+    text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)
+    write_atomic(root / STUDY_FILE, text)
+
+
+def _run_folders(root: Path) -> Iterator[Path]:
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such folder; give the folder of a study or of runs")
+    for place, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in _NOT_RUNS and not f.startswith("."))
+        if any(mark in files for mark in _MARKS):
+            folders.clear()
+            yield Path(place)
+
+
+def _seed_of(name: str) -> str | None:
+    """The number in a folder name such as seed3, for a run that failed before it wrote more."""
+    return name.removeprefix("seed") if re.fullmatch(r"seed\d+", name) else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: broken JSON ({error}); delete the run's folder") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: broken YAML ({error}); delete the run's folder") from None

@@ -1,0 +1,29 @@
+"""Configs as flat dotted keys, to compare two runs or to show how arms differ.
+
+The rule for what may differ is the trainer's own, so that a study never starts a
+run in a folder where the trainer would refuse to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from zpp_lab.config import Config
+from zpp_lab.runconfig import differing, flatten
+
+
+def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of `config`; one that a stored mapping lacks has today's default."""
+    if isinstance(config, Config):
+        return flatten(asdict(config))
+    return flatten(asdict(Config())) | flatten(dict(config))
+
+
+def differences(
+    one: Config | Mapping[str, Any], other: Config | Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ and change numbers → (value in one, value in other), by key."""
+    a, b = flat_config(one), flat_config(other)
+    return {key: (a.get(key), b.get(key)) for key in differing(a, b)}

@@ -1,0 +1,135 @@
+"""The results as tables: results.csv for every run, the verdicts for a console, page or text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from zpp_lab.config import WIRES
+from zpp_lab.study.runs import Run
+from zpp_lab.study.verdict import ArmResult, StudyResult
+
+_HOPS = ("intra", "inter")
+_FIELDS = (
+    "arm",
+    "seed",
+    "recipe",
+    "outcome",
+    "steps",
+    "tokens",
+    "heldout_loss",
+    "heldout_loss_master",
+    "gap",
+    *(f"bytes_{wire}_{hop}" for wire in WIRES for hop in _HOPS),
+    "seconds",
+)
+COLUMNS = ("Arm", "Verdict", "Gap (nats)", "Held-out loss", "Bytes", "Bytes between nodes", "Seeds")
+NOTHING = "–"
+
+
+def results_csv(result: StudyResult) -> str:
+    """One line a run, arms in the study's order, then seeds. The same runs give the same bytes.
+
+    Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for arm in result.arms:
+        for seed, run in sorted(arm.runs.items()):
+            writer.writerow(_csv_row(arm, seed, run))
+    return text.getvalue()
+
+
+def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
+    summary = run.summary or {}
+    wires = summary.get("bytes") or {}
+    row = {key: summary.get(key) for key in ("steps", "tokens", "heldout_loss", "seconds")}
+    row |= {"arm": arm.name, "seed": seed, "recipe": run.recipe, "outcome": run.outcome}
+    row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
+    if summary:
+        row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
+    return row
+
+
+def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
+    """The verdict table's cells as text, one row an arm; the keys are COLUMNS."""
+    return [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
+
+
+def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
+    loss = NOTHING if arm.heldout_loss is None else f"{arm.heldout_loss:.4f}"
+    seeds = f"{len(arm.finished)} of {len(result.study.seeds)}"
+    fractions = [percent(arm.bytes_total), percent(arm.bytes_inter)]
+    return [arm.name, arm.text, gap_text(arm), loss, *fractions, seeds]
+
+
+def gap_text(arm: ArmResult) -> str:
+    """Mean gap ± half of its interval, in nats."""
+    if arm.gap is None or arm.verdict == "baseline":
+        return NOTHING
+    if arm.gap.interval is None:
+        return f"{_signed(arm.gap.mean)}"
+    half = (arm.gap.interval[1] - arm.gap.interval[0]) / 2
+    return f"{_signed(arm.gap.mean)} ± {half:.4f}"
+
+
+def _signed(value: float) -> str:
+    text = f"{value:+.4f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def percent(fraction: float | None) -> str:
+    """0.126 → "12.6%"; whole percents from 100 on."""
+    if fraction is None:
+        return NOTHING
+    return f"{fraction:.0%}" if fraction >= 0.9995 else f"{fraction:.1%}"
+
+
+def console_table(result: StudyResult) -> str:
+    """The verdict table for a terminal, with the rule below it."""
+    rows = [list(COLUMNS), *(list(row.values()) for row in verdict_rows(result))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    rows.insert(1, ["─" * width for width in widths])
+    lines = ["  ".join(_align(row, widths)) for row in rows]
+    return "\n".join([*(line.rstrip() for line in lines), "", margin_line(result)])
+
+
+def _align(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    left = 2  # arm and verdict are words, the rest are numbers
+    return [
+        cell.ljust(width) if i < left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def margin_line(result: StudyResult) -> str:
+    """One sentence on what the verdicts mean."""
+    study = result.study
+    if result.margin is None:
+        return f"No finished run of the baseline {study.baseline}: nothing to compare with yet."
+    return (
+        f"Gap: held-out loss minus that of {study.baseline} with the same seed, mean ± half of "
+        f"the {study.confidence:.0%} interval. On par: within ±{result.margin:.4f} nats "
+        f"({study.margin:.2%} of the baseline's loss)."
+    )
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; `|` in a cell is escaped."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def verdict_markdown(result: StudyResult) -> str:
+    """The verdict table in Markdown, with what each arm does."""
+    columns = [COLUMNS[0], "What it does", *COLUMNS[1:]]
+    rows = []
+    for arm, cells in zip(result.arms, verdict_rows(result), strict=True):
+        name, *rest = cells.values()
+        rows.append([name, arm.arm.describe or NOTHING, *rest])
+    return markdown_table(columns, rows)
