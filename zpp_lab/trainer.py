@@ -12,13 +12,14 @@ import traceback
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.config import Config
 from zpp_lab.data import TokenData, open_data
+from zpp_lab.dcp import ShardedCheckpoints, read_whole
 from zpp_lab.engines.base import Batch, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.files import write_atomic
@@ -29,14 +30,18 @@ from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json, to_json
 
+if TYPE_CHECKING:
+    from zpp_lab.engines.fsdp import FsdpEngine
+
 Record = dict[str, Any]
 
 
-def run(config: Config) -> Record:
+def run(config: Config, rank: int = 0) -> Record:
     """Train as `config` says, going on where a former start of the run stopped.
 
     Returns the summary, which is also in summary.json; a finished run returns at once.
-    Raises what went wrong, after writing failure.json.
+    Raises what went wrong, after writing failure.json. An engine of several processes has
+    each call this with its rank; rank 0 alone writes.
     """
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,20 +49,20 @@ def run(config: Config) -> Record:
     summary = folder / SUMMARY
     if config.run.resume and summary.is_file():
         return from_json(summary.read_text())
-    return Trainer(config, folder).run()
+    return Trainer(config, folder, rank).run()
 
 
 class Trainer:
     """The step loop of one run over any engine."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, config: Config, folder: Path, rank: int = 0) -> None:
+        self.config, self.folder, self.rank = config, folder, rank
         self.train = config.train
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
         torch.use_deterministic_algorithms(config.engine.deterministic)
         self.device = pick_device(config.engine)
-        self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_checkpoints)
+        self.checkpoints = _checkpoints(config, folder / "checkpoints")
         self.step = 0  # steps done
 
     def run(self) -> Record:
@@ -66,9 +71,13 @@ class Trainer:
             data = open_data(self.config.data)
             engine = build_engine(self.config, data.vocab_size, self.device)
             self._resume(engine)
-            tracker = Tracker(self.config, self.folder, resume_step=self.step)
+            if self.rank == 0:
+                tracker = Tracker(self.config, self.folder, resume_step=self.step)
             last = self._loop(engine, data, tracker)
-            summary = self._summary(engine, data, tracker, last)
+            master = engine.evaluate(self.step, self._heldout(data), wire=False)
+            if tracker is None:
+                return {}
+            summary = self._summary(engine, data, tracker, last, master)
             tracker.finish(summary)
             return summary
         except BaseException as error:
@@ -77,10 +86,10 @@ class Trainer:
 
     # ------------------------------------------------------------------ the loop
 
-    def _loop(self, engine: Engine, data: TokenData, tracker: Tracker) -> Record:
+    def _loop(self, engine: Engine, data: TokenData, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
         heldout = self._heldout(data)
-        record: Record = tracker.last or {}
+        record: Record = (tracker.last if tracker else None) or {}
         seconds = float(record.get("seconds", 0.0))
         while self.step < self.train.steps:
             began = time.perf_counter()
@@ -91,9 +100,11 @@ class Trainer:
                 record["heldout_loss"] = engine.evaluate(self.step, heldout, wire=True)
             seconds += time.perf_counter() - began
             record["seconds"] = seconds
-            tracker.log(record)
+            if tracker is not None:
+                tracker.log(record)
             if self._due(self.train.checkpoint_every):
-                tracker.sync()  # a checkpoint never knows more steps than the metrics
+                if tracker is not None:
+                    tracker.sync()  # a checkpoint never knows more steps than the metrics
                 self.checkpoints.save(self.step, engine.state_dict())
         return record
 
@@ -134,9 +145,10 @@ class Trainer:
             record["telemetry"] = result.telemetry
         return record
 
-    def _summary(self, engine: Engine, data: TokenData, tracker: Tracker, last: Record) -> Record:
+    def _summary(
+        self, engine: Engine, data: TokenData, tracker: Tracker, last: Record, master: float
+    ) -> Record:
         config, plan = self.config, engine.plan
-        master = engine.evaluate(self.step, self._heldout(data), wire=False)
         totals = tracker.bytes
         return {
             "outcome": "finished",
@@ -161,10 +173,34 @@ class Trainer:
         }
 
     def _resume(self, engine: Engine) -> None:
-        state = self.checkpoints.load(self.device) if self.config.run.resume else None
+        """Go on from the run's own newest checkpoint, else begin with `run.start_from`'s state."""
+        if self.config.run.resume and self._load_newest(engine):
+            return
+        if self.config.run.start_from:
+            self._start_from(engine, Path(self.config.run.start_from))
+
+    def _load_newest(self, engine: Engine) -> bool:
+        if isinstance(self.checkpoints, ShardedCheckpoints):
+            path = self.checkpoints.newest()
+            if path is not None:
+                self.step = cast("FsdpEngine", engine).load_checkpoint(path)
+            return path is not None
+        state = self.checkpoints.load(self.device)
         if state is not None:
             self.step = int(state.pop("step"))
             engine.load_state_dict(state)
+        return state is not None
+
+    def _start_from(self, engine: Engine, path: Path) -> None:
+        """Weights and optimizer of any engine and cluster; steps count from 0 again."""
+        if not path.exists():
+            raise FileNotFoundError(f"run.start_from={path}: there is no such checkpoint")
+        if path.is_file():
+            engine.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        elif self.config.engine.name == "fsdp":
+            cast("FsdpEngine", engine).load_checkpoint(path)
+        else:
+            engine.load_state_dict(read_whole(path))
 
     def _fail(self, error: BaseException, tracker: Tracker | None) -> None:
         failure = {
@@ -175,8 +211,14 @@ class Trainer:
         }
         if tracker is not None:
             tracker.fail(failure)
-        else:
+        elif self.rank == 0:
             write_failure(self.folder, failure)
+
+
+def _checkpoints(config: Config, folder: Path) -> Checkpoints | ShardedCheckpoints:
+    keep = config.train.keep_checkpoints
+    several = config.engine.name == "fsdp"
+    return ShardedCheckpoints(folder, keep) if several else Checkpoints(folder, keep)
 
 
 def outcome_of(error: BaseException) -> str:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
 from zpp_lab.config import Config, EngineConfig
 from zpp_lab.engines.base import Engine
-from zpp_lab.layout import Parameter
+from zpp_lab.engines.units import cut_units
 from zpp_lab.models import build_model
 from zpp_lab.plan import Plan, Unit
 from zpp_lab.recipe import DTYPES, Recipe
 
 
 def pick_device(engine: EngineConfig) -> torch.device:
-    """The device that `engine.device` names; ValueError when this machine has none such."""
+    """The device that `engine.device` names; ValueError when this machine has none such.
+
+    With one process a rank, `cuda` is the GPU of this process's place on its machine.
+    """
     if engine.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _own_gpu(device) if engine.name == "fsdp" else device
     try:
         device = torch.device(engine.device)
     except RuntimeError:
@@ -25,13 +31,26 @@ def pick_device(engine: EngineConfig) -> torch.device:
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("engine.device=cuda, but torch sees no GPU here: use engine.device=cpu")
-    return device
+    return _own_gpu(device) if engine.name == "fsdp" else device
+
+
+def _own_gpu(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        return device
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
 
 
 def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engine:
     """The engine that `config` asks for, with its model on `device`."""
+    if config.engine.name == "fsdp":
+        from zpp_lab.engines.fsdp import FsdpEngine
+
+        model = build_model(config.model, vocab_size, device="meta")
+        return FsdpEngine(model, build_plan(model, config), config, device)
     if config.engine.name != "virtual":
-        raise ValueError(f"engine={config.engine.name} is not built yet: use engine=virtual")
+        raise ValueError(f"engine={config.engine.name} is not built yet: use virtual or fsdp")
     from zpp_lab.engines.virtual import VirtualEngine
 
     model = build_model(config.model, vocab_size, device=str(device), seed=config.seed)
@@ -54,20 +73,5 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
 
 
 def units_of(model: nn.Module, world: int) -> list[Unit]:
-    """The model's units as FSDP2 would group them: each of `model.units()`, then the root with
-    what is left, which stays gathered between forward and backward."""
-    left = dict(model.named_parameters())
-    units: list[Unit] = []
-    for name, _ in model.units():  # type: ignore[operator]
-        prefix = f"{name}."
-        own = {n: left.pop(n) for n in list(left) if n.startswith(prefix)}
-        units.append(_unit(name, own, world, reshard=True))
-    if left:
-        units.append(_unit("root", left, world, reshard=False))
-    return units
-
-
-def _unit(name: str, own: dict[str, nn.Parameter], world: int, reshard: bool) -> Unit:
-    parameters = tuple(Parameter(n, tuple(p.shape), world) for n, p in own.items())
-    trainable = frozenset(n for n, p in own.items() if p.requires_grad)
-    return Unit(name, parameters, trainable, reshard)
+    """The model's units: each of `model.units()`, then the root with what is left."""
+    return cut_units(model, model.units(), world)  # type: ignore[operator]

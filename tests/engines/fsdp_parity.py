@@ -1,0 +1,154 @@
+"""The table of recipes on which the real engine must equal the virtual one, and the comparison."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.engines.uneven import batch, build_uneven
+from zpp_lab.collectives.transport import ProcessGroups
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config import ClusterConfig, Config, load
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp import FsdpEngine
+from zpp_lab.engines.virtual import VirtualEngine
+
+SMALL = {"block_size": 16}
+Q8, Q6, Q4, Q2 = ({"bits": b, **SMALL} for b in (8, 6, 4, 2))
+H4 = {"bits": 4, "block_size": 32, "hadamard": 16}
+ZEROPP = {"secondary": True, "hops": 2, "weights": Q8, "grads": Q4}
+BF16 = {"param_dtype": "bf16"}
+
+# name → (recipe, train settings)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero3": ({}, {}),
+    "zero3_bf16": ({}, BF16),
+    "zero3_bf16_reduce": ({}, {**BF16, "reduce_dtype": "bf16"}),
+    "zero3_two_hops": ({"hops": 2}, {}),
+    "zero3_reversed": ({"order": "reversed"}, {}),
+    "stage2": ({"stage": 2, "weights": Q8, "grads": Q8}, {"micro_steps": 2}),
+    "stage1": ({"stage": 1, "weights": Q8, "grads": Q4}, {"micro_steps": 2}),
+    "weights8": ({"weights": Q8}, {}),
+    "weights6": ({"weights": Q6}, BF16),
+    "weights4": ({"weights": Q4}, {}),
+    "weights2": ({"weights": Q2}, {}),
+    "grads8": ({"grads": Q8}, {}),
+    "grads4_two_hops": ({"hops": 2, "grads": Q4}, BF16),
+    "one_hop": ({"weights": Q4, "grads": Q8}, {"clip": 0.0}),
+    "zeropp": (ZEROPP, {}),
+    "zeropp_bf16": (ZEROPP, {**BF16, "reduce_dtype": "bf16"}),
+    "zeropp_every": (ZEROPP, {**BF16, "micro_steps": 2, "accumulate": "every"}),
+    "zeropp_last": (ZEROPP, {**BF16, "micro_steps": 3, "accumulate": "last"}),
+    "raw_secondary": ({"secondary": True}, BF16),
+    "asymmetric_bf16_scales": (
+        {
+            "hops": 2,
+            "weights": {**Q4, "symmetric": False, "scale_dtype": "bf16"},
+            "grads": {**Q8, "symmetric": False},
+        },
+        {},
+    ),
+    "stochastic": (
+        {
+            "hops": 2,
+            "weights": {**Q8, "rounding": "stochastic"},
+            "grads": {**Q4, "rounding": "stochastic"},
+        },
+        {"micro_steps": 2},
+    ),
+    "backward_other_codec": ({"weights_forward": Q6, "weights_backward": Q4}, {}),
+    "hadamard_kept": ({"hops": 2, "grads": H4}, {}),
+    "hadamard_left": ({"hops": 2, "grads_intra": H4, "grads_inter": Q8}, {}),
+    "hadamard_signs": ({"grads": {**H4, "random_signs": True, "rounding": "stochastic"}}, BF16),
+    "reversed_two_hops": ({"hops": 2, "order": "reversed", "grads": Q4}, {}),
+    "everything": (
+        {
+            "hops": 2,
+            "exempt": {"max_ndim": 0},
+            "weights": {"bits": 2, "block_size": 8192},
+            "grads": {**Q6, "symmetric": False},
+            "rules": [{"name": "embed*", "exempt": True}, {"name": "*up*", "set": {"bits": 2}}],
+        },
+        {"reduce_dtype": "bf16", "micro_steps": 2, "accumulate": "last"},
+    ),
+}
+
+
+def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
+    recipe, train = CASES[case]
+    values = {
+        "recipe": {"name": case, **recipe},
+        "cluster": {"nodes": nodes, "gpus_per_node": local},
+        "train": {"lr": 1e-2, "clip": 0.5, **train},
+        "engine": {"name": "fsdp", "device": "cpu", "ordered": True, **engine},
+    }
+    return load(Config, values)
+
+
+def applies(case: str, nodes: int, local: int) -> bool:
+    """A recipe may ask for wires that a cluster does not have."""
+    try:
+        build_plan(build_uneven(), configured(case, nodes, local))
+    except ValueError:
+        return False
+    return True
+
+
+def compare(cases: list[str], nodes: int, local: int, steps: int) -> dict[str, str]:
+    """Case → what differs between the engines ("" when nothing); to be run on every rank."""
+    torch.use_deterministic_algorithms(True)
+    cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
+    transport = ProcessGroups(cluster, Watchdog(100.0))
+    real = {case: _real(configured(case, nodes, local), steps, transport) for case in cases}
+    mine = cases[transport.rank :: cluster.world]
+    found = {c: differs(real[c], _virtual(configured(c, nodes, local), steps)) for c in mine}
+    every: list[Any] = [None] * cluster.world
+    dist.all_gather_object(every, found)
+    return {case: text for part in every for case, text in part.items()}
+
+
+Outcome = tuple[list[tuple[float, float, Any]], list[float], dict[str, Tensor]]
+
+
+def _real(config: Config, steps: int, transport: ProcessGroups) -> Outcome:
+    model = build_uneven()
+    engine = FsdpEngine(model, build_plan(model, config), config, torch.device("cpu"), transport)
+    outcome = _run(engine, steps)
+    return *outcome, {n: p.full_tensor() for n, p in engine.parameters.items()}
+
+
+def _virtual(config: Config, steps: int) -> Outcome:
+    model = build_uneven()
+    engine = VirtualEngine(model, build_plan(model, config), config)
+    outcome = _run(engine, steps)
+    return *outcome, dict(engine.master)
+
+
+def _run(engine: Any, steps: int) -> tuple[list[tuple[float, float, Any]], list[float]]:
+    """Steps with evaluations between them; every rank's evaluation batches number seven."""
+    done, evaluated = [], []
+    for step in range(steps):
+        result = engine.step(step, 1e-2, partial(batch, step), telemetry=step == 1)
+        done.append((result.loss, result.grad_norm, dict(result.bytes)))
+        if step in (0, steps - 1):
+            heldout = [batch(999, i, 0) for i in range(7)]
+            evaluated += [engine.evaluate(step + 1, heldout, wire) for wire in (True, False)]
+    return done, evaluated
+
+
+def differs(real: Outcome, virtual: Outcome) -> str:
+    for step, (a, b) in enumerate(zip(real[0], virtual[0], strict=True)):
+        for what, x, y in zip(("loss", "gradient norm", "bytes"), a, b, strict=True):
+            if x != y:
+                return f"{what} at step {step}: {x} real, {y} virtual"
+    if real[1] != virtual[1]:
+        return f"held-out losses: {real[1]} real, {virtual[1]} virtual"
+    for name, weight in virtual[2].items():
+        mine, other = (t.detach().view(torch.int32) for t in (weight, real[2][name]))
+        if not torch.equal(mine, other):
+            return f"weights of {name}"
+    return ""

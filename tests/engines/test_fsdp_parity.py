@@ -1,0 +1,41 @@
+"""The real engine equals the virtual one to the bit: losses, norms, bytes, held-out losses,
+weights, on every shape of cluster, for every kind of recipe."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.fsdp_parity import CASES, applies, compare
+from tests.engines.fsdp_world import run_world
+
+QUICK = {
+    (1, 2): ["zero3_bf16_reduce", "zeropp_last", "stochastic", "stage1"],
+    (2, 2): ["zero3", "zeropp", "zeropp_every", "hadamard_kept", "stage2", "reversed_two_hops"],
+    (1, 3): ["asymmetric_bf16_scales", "backward_other_codec"],
+}
+CLUSTERS = [(1, 2), (2, 2), (1, 3), (3, 2), (2, 4)]
+
+
+def agree(cases: list[str], nodes: int, local: int, steps: int) -> None:
+    found = run_world(nodes * local, compare, cases, nodes, local, steps)
+    assert sorted(found) == sorted(cases)
+    wrong = {case: text for case, text in found.items() if text}
+    assert not wrong, wrong
+
+
+def test_the_table_is_wide_enough() -> None:
+    for nodes, local in CLUSTERS:
+        assert sum(applies(case, nodes, local) for case in CASES) >= 20
+
+
+@pytest.mark.parametrize("cluster", QUICK, ids=lambda c: f"{c[0]}x{c[1]}")
+def test_quick(cluster: tuple[int, int]) -> None:
+    agree(QUICK[cluster], *cluster, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
+def test_whole_table(cluster: tuple[int, int]) -> None:
+    cases = [case for case in CASES if applies(case, *cluster)]
+    agree(cases, *cluster, steps=20)

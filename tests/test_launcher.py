@@ -1,0 +1,176 @@
+"""Starting ranks, finding one's place among them, and what happens when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.runs import small
+from zpp_lab.config import Config
+from zpp_lab.dcp import read_whole
+from zpp_lab.launcher import connect, placed, slurm_place
+from zpp_lab.tracking import read
+from zpp_lab.trainer import run
+
+START = "import sys, yaml; from zpp_lab.config import Config, load; from zpp_lab.launcher import start"
+CODE = f"{START}; start(load(Config, yaml.safe_load(open(sys.argv[1]))))"
+
+
+def started(config: Config, folder: Path, *, log: Path) -> subprocess.Popen[bytes]:
+    """A launcher of its own process for `config`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "asked.yaml"
+    file.write_text(yaml.safe_dump(asdict(config)))
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-c", CODE, str(file)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[1],
+        )
+
+
+def ranks_of(parent: int) -> list[int]:
+    """The launcher's children that are ranks."""
+    task = Path(f"/proc/{parent}/task")
+    try:
+        children = [p for t in task.iterdir() for p in (t / "children").read_text().split()]
+        return [int(p) for p in children if b"zpp_lab.launcher" in _command(int(p))]
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_for_lines(folder: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and lines(folder) < count:
+        time.sleep(0.02)
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def without_times(folder: Path) -> list[dict]:
+    drop = ("seconds", "telemetry")
+    return [
+        {k: v for k, v in line.items() if k not in drop} for line in read(folder / "metrics.jsonl")
+    ]
+
+
+def fsdp(folder: Path, *overrides: str) -> Config:
+    return small(folder, "recipe=zeropp", "cluster.nodes=1", "cluster.gpus_per_node=2", *overrides)
+
+
+def test_place_among_ranks() -> None:
+    assert not placed({})
+    assert placed({"RANK": "1", "WORLD_SIZE": "4"})
+    assert not placed({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no step"
+    step = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "77",
+        "MASTER_ADDR": "first",
+    }
+    assert placed(step)
+    place = slurm_place(step)
+    assert [place[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["5", "8", "1"]
+    assert place["MASTER_ADDR"] == "first"
+
+
+def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="3 processes were started"):
+        connect(fsdp(tmp_path))
+
+
+def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -> None:
+    run(fsdp(tmp_path, f"run.dir={tmp_path / 'virtual'}", "train.steps=30"))
+    folder, log = tmp_path / "real", tmp_path / "log.txt"
+    config = fsdp(tmp_path, "engine=fsdp", "engine.device=cpu", f"run.dir={folder}", "train.steps=30")
+    process = started(config, folder, log=log)
+    wait_for_lines(folder, 8, process)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait(timeout=60) != 0
+    assert "rank 1 ended the run (SIGKILL)" in log.read_text()
+    assert json.loads((folder / "failure.json").read_text())["rank"] == 1
+    assert _gone(ranks)
+    assert started(config, folder, log=log).wait(timeout=120) == 0
+    assert without_times(folder) == without_times(tmp_path / "virtual")
+
+
+def _gone(pids: Sequence[int]) -> bool:
+    """Whether the processes end within a few seconds (an orphan would stay)."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(b"zpp_lab.launcher" in _command(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.slow
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    config = fsdp(tmp_path, "engine=fsdp", "engine.device=cpu", "train.steps=500")
+    process = started(config, tmp_path / "run", log=tmp_path / "log.txt")
+    wait_for_lines(tmp_path / "run", 5, process)
+    ranks = ranks_of(process.pid)
+    process.kill()
+    process.wait()
+    assert len(ranks) == 2
+    assert _gone(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_kills_change_no_bit(tmp_path: Path) -> None:
+    rng, log = random.Random(4), tmp_path / "log.txt"
+    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=60")
+    configs = {n: fsdp(tmp_path, *settings, f"run.dir={tmp_path / n}") for n in ("whole", "killed")}
+    assert started(configs["whole"], tmp_path / "whole", log=log).wait(timeout=300) == 0
+    killed, kills = tmp_path / "killed", 0
+    while kills < 10:
+        process = started(configs["killed"], killed, log=log)
+        deadline = time.monotonic() + 60
+        while len(ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0.0, 14.0))  # from the imports to the last steps
+        ranks = ranks_of(process.pid)
+        if process.poll() is not None or not ranks:
+            process.wait(timeout=60)
+            if (killed / "summary.json").is_file():  # it got through: again, from the start
+                for file in (killed / "summary.json", *killed.glob("checkpoints/step-00000060/*")):
+                    file.unlink()
+            continue
+        os.kill(rng.choice(ranks), signal.SIGKILL)
+        process.wait(timeout=60)
+        kills += 1
+    assert started(configs["killed"], killed, log=log).wait(timeout=300) == 0
+    assert without_times(killed) == without_times(tmp_path / "whole")
+    newest = "checkpoints/step-00000060"
+    a, b = (read_whole(tmp_path / n / newest) for n in ("whole", "killed"))
+    for name, tensor in a["weights"].items():
+        assert torch.equal(tensor, b["weights"][name]), name

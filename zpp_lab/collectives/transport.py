@@ -1,0 +1,134 @@
+"""Moves bytes between ranks, counts them, and says what was under way when it fails.
+
+Gathers and reductions are written once over `Transport`. `ProcessGroups` is the real one, on
+NCCL or gloo; tests put threads of one process in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config import ClusterConfig
+
+Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CollectiveError(RuntimeError):
+    """A transfer failed or took too long; names its wire and unit."""
+
+
+class Transport(Protocol):
+    """Both calls return the bytes that this rank handed over, inside its node and beyond it.
+    `label` names the wire and the unit for errors."""
+
+    cluster: ClusterConfig
+    rank: int
+
+    def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
+        """`row` uint8 [n] of every member → `out` uint8 [members, n]. `row` may lie in `out`."""
+        ...
+
+    def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
+        """Row i of `rows` uint8 [members, ...] goes to member i; row i of `out` came from it."""
+        ...
+
+
+def peers(cluster: ClusterConfig, link: Link) -> tuple[int, int]:
+    """How many other members a link has inside a rank's node, and on other nodes."""
+    nodes, local = cluster.nodes, cluster.gpus_per_node
+    inside = 0 if link == "across" else local - 1
+    beyond = {"world": cluster.world - local, "local": 0, "across": nodes - 1}[link]
+    return inside, beyond
+
+
+def members(cluster: ClusterConfig, link: Link, rank: int) -> list[int]:
+    """The ranks on `rank`'s link, in the order of rows."""
+    local = cluster.gpus_per_node
+    if link == "world":
+        return list(range(cluster.world))
+    if link == "local":
+        first = rank // local * local
+        return list(range(first, first + local))
+    return [node * local + rank % local for node in range(cluster.nodes)]
+
+
+class ProcessGroups:
+    """`Transport` over torch.distributed. Every rank must build it, at the same time.
+
+    ValueError when the cluster's shape does not fit the number of processes.
+    """
+
+    def __init__(self, cluster: ClusterConfig, watchdog: Watchdog | None = None) -> None:
+        if dist.get_world_size() != cluster.world:
+            raise ValueError(
+                f"cluster.nodes={cluster.nodes} × cluster.gpus_per_node={cluster.gpus_per_node} "
+                f"needs {cluster.world} processes, but there are {dist.get_world_size()}"
+            )
+        self.cluster, self.rank = cluster, dist.get_rank()
+        self.watchdog = watchdog or Watchdog(0.0)
+        self.groups: dict[Link, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
+        self.groups["local"] = self._split("local", range(0, cluster.world, cluster.gpus_per_node))
+        self.groups["across"] = self._split("across", range(cluster.gpus_per_node))
+
+    def _split(self, link: Link, firsts: range) -> dist.ProcessGroup | None:
+        """All groups of a link's kind are made by all ranks; returns this rank's own."""
+        own: dist.ProcessGroup | None = None
+        for first in firsts:
+            ranks = members(self.cluster, link, first)
+            if len(ranks) == 1:
+                return None
+            group = self._group(ranks)
+            own = group if self.rank in ranks else own
+        return own
+
+    def _group(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        if len(ranks) == self.cluster.world:
+            return dist.group.WORLD
+        group: dist.ProcessGroup = dist.new_group(ranks)
+        return group
+
+    def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
+        group = self.groups[link]
+        if group is None:
+            _copy(out[0], row)
+            return Traffic(0, 0)
+        with self._watched(label, out.device):
+            all_gather(out.view(-1), row.view(-1), group=group)
+        return _count(self.cluster, link, row.nbytes)
+
+    def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
+        group = self.groups[link]
+        if group is None:
+            _copy(out, rows)
+            return Traffic(0, 0)
+        with self._watched(label, out.device):
+            dist.all_to_all_single(out.view(-1), rows.view(-1), group=group)
+        return _count(self.cluster, link, rows.nbytes // rows.shape[0])
+
+    @contextmanager
+    def _watched(self, label: str, device: torch.device) -> Iterator[None]:
+        with self.watchdog.watch(label, device):
+            try:
+                yield
+            except (RuntimeError, ValueError) as error:
+                raise CollectiveError(f"rank {self.rank}: {label} failed: {error}") from error
+
+
+def _count(cluster: ClusterConfig, link: Link, each: int) -> Traffic:
+    inside, beyond = peers(cluster, link)
+    return Traffic(inside * each, beyond * each)
+
+
+def _copy(out: Tensor, source: Tensor) -> None:
+    if out.data_ptr() != source.data_ptr():
+        out.view(-1).copy_(source.reshape(-1))

@@ -1,0 +1,381 @@
+"""Our collectives inside an untouched FSDP2: the only file that knows its insides.
+
+FSDP2 lets a unit have an AllGather and a ReduceScatter of its own. What their `allocate`
+returns here is a `Packed` buffer: a tensor without storage that owns a packet. FSDP2's own
+copy-in and copy-out operators then land in `Packed.__torch_dispatch__`:
+
+    fsdp::all_gather_copy_in      this rank's shards are encoded           (copy-in stream)
+    AllGather.__call__            payload rows travel                      (gather stream)
+    fsdp::split_with_sizes_copy   payload is decoded into the parameters   (compute stream)
+    fsdp::chunk_cat               the gradients are noted down             (compute stream)
+    ReduceScatter.__call__        encode, hops, sum in rank order          (reduce stream)
+
+Streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the copy-out is
+done, and the reduction's input until its event has passed, and a packet (payload, or the
+gradients) lives in that buffer. Nothing here waits on the host.
+
+Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
+FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
+`chunk_cat`. Comms are per module, not recursive. With forced SUM, FSDP2 divides by the world
+size after the reduction, in reduce_dtype.
+
+An operator that `Packed` does not know gets a plain buffer, and what was asked for does not
+happen: `Fallbacks` counts it, and the engine ends the step with an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils._pytree import tree_map
+
+from zpp_lab.collectives.clock import Clock
+from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
+from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.transport import Transport, all_gather, peers
+from zpp_lab.config import Wire
+from zpp_lab.plan import Unit, UnitPlan
+
+# Everything non-public that this file leans on; a test looks for each of them.
+LEANS_ON = {
+    "torch.distributed.fsdp._fully_shard._fsdp_api": ("AllGather", "ReduceScatter"),
+    "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),
+    "torch.utils._pytree": ("tree_map",),
+    "FSDPState": ("_fsdp_param_group",),  # what fully_shard.state(module) returns
+    "FSDPParamGroup": ("fsdp_params",),
+    "FSDPParam": ("sharded_param",),
+    "operators": (
+        "all_gather_copy_in",
+        "split_with_sizes_copy",
+        "chunk_cat|chunk_cat_mixed_dtype",  # the second name from torch 2.15 on
+    ),
+}
+
+
+class Fallbacks:
+    """How often FSDP2 went past our collectives, by operator."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def note(self, what: str) -> None:
+        self.seen[what] += 1
+
+    def check(self, allowed: bool) -> bool:
+        """Whether there were any since the last check: RuntimeError unless `allowed`."""
+        seen, self.seen = self.seen, Counter()
+        if seen and not allowed:
+            listed = ", ".join(f"{name} ({count} times)" for name, count in sorted(seen.items()))
+            raise RuntimeError(
+                f"FSDP2 of torch {torch.__version__} went past the recipe's collectives: {listed}. "
+                "Use a torch version that zpp_lab supports, or engine.allow_fallback=true to send "
+                "plain tensors there"
+            )
+        return bool(seen)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# ---------------------------------------------------------------------- the buffer
+
+
+@dataclass
+class Box:
+    """What a packed buffer really holds; its views share it."""
+
+    owner: PackedGather | PackedReduce
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    packet: Packet | None = None  # of a gather
+    grads: list[Tensor] = field(default_factory=list)  # of a reduction
+    plain: Tensor | None = None  # after an operator that we do not know
+
+    def materialize(self, operator: str) -> Tensor:
+        self.owner.fallbacks.note(operator)
+        if self.packet is not None or self.grads:
+            raise RuntimeError(f"{operator} on a buffer that is encoded already: cannot go on")
+        if self.plain is None:
+            self.plain = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        return self.plain
+
+
+class Packed(Tensor):
+    """A buffer for FSDP2 that has a size, a dtype and a device, but a packet for content."""
+
+    box: Box
+
+    @staticmethod
+    def __new__(cls, box: Box, size: Sequence[int]) -> Packed:
+        made = Tensor._make_wrapper_subclass(cls, size, dtype=box.dtype, device=box.device)
+        made.box = box
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Packed({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        if name == "aten::view":
+            return Packed(args[0].box, _resolved(args[1], args[0].numel()))
+        if name == "aten::detach":
+            return Packed(args[0].box, args[0].shape)
+        handler = HANDLERS.get(name)
+        out = handler(*args, **(kwargs or {})) if handler else NotImplemented
+        if out is not NotImplemented:
+            return out
+
+        def plain(x: Any) -> Any:
+            return x.box.materialize(name).view(x.shape) if isinstance(x, Packed) else x
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
+def _resolved(size: Sequence[int], numel: int) -> list[int]:
+    known = math.prod(s for s in size if s != -1)
+    return [numel // max(1, known) if s == -1 else s for s in size]
+
+
+def _copy_in(inputs: Any, output: Any, splits: Any, numel: int, rank: int) -> Any:
+    if not isinstance(output, Packed) or output.box.plain is not None:
+        return NotImplemented
+    return output.box.owner.copy_in(output, list(inputs))  # type: ignore[union-attr]
+
+
+def _copy_out(output: Any, splits: Any, dim: int = 0, *, out: Any) -> Any:
+    if not isinstance(output, Packed) or output.box.packet is None or dim != 1:
+        return NotImplemented
+    output.box.owner.gather.unpack(output.box.packet, list(out))  # type: ignore[union-attr]
+    return None
+
+
+def _chunk_cat(tensors: Any, dim: int, num_chunks: int, *, out: Any) -> Any:
+    if not isinstance(out, Packed) or dim != 0 or out.box.plain is not None:
+        return NotImplemented
+    out.box.grads = list(tensors)
+    return None
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "fsdp::all_gather_copy_in": _copy_in,
+    "fsdp::split_with_sizes_copy": _copy_out,
+    "fsdp::chunk_cat": _chunk_cat,
+    "fsdp::chunk_cat_mixed_dtype": _chunk_cat,
+}
+
+
+# ---------------------------------------------------------------------- the comms
+
+
+class PackedGather(AllGather):
+    """FSDP2's AllGather for one unit."""
+
+    def __init__(self, gather: Gather, fallbacks: Fallbacks) -> None:
+        self.gather, self.fallbacks = gather, fallbacks
+        self.peers = peers(gather.cluster, "world")
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not dtype.is_floating_point:  # parameters of several dtypes travel as bytes
+            self.fallbacks.note(f"a gather of {dtype}")
+            return torch.empty(*size, dtype=dtype, device=device)
+        return Packed(Box(self, math.prod(size), dtype, device), size)
+
+    def copy_in(self, output: Packed, shards: list[Tensor]) -> tuple[Tensor, Tensor]:
+        output.box.packet = self.gather.pack(shards, in_backward())
+        return output, output
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if isinstance(output_tensor, Packed) and output_tensor.box.packet is not None:
+            self.gather.send(output_tensor.box.packet)
+            return None
+        self.fallbacks.note("an all-gather of plain tensors")
+        wire: Wire = "weights_backward" if in_backward() else "weights_forward"
+        self.gather.ledger.add(wire, Traffic(*(n * _nbytes(input_tensor) for n in self.peers)))
+        out = output_tensor.box.plain if isinstance(output_tensor, Packed) else output_tensor
+        row = input_tensor.box.plain if isinstance(input_tensor, Packed) else input_tensor
+        return all_gather(out, row, group=group, async_op=async_op)
+
+
+class PackedReduce(ReduceScatter):
+    """FSDP2's ReduceScatter for one unit."""
+
+    def __init__(self, reduce: Reduce, present: Present, fallbacks: Fallbacks) -> None:
+        self.reduce, self.present, self.fallbacks = reduce, present, fallbacks
+        self.output_numel: int | None = None  # of the reduction whose input was allocated
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        numel = math.prod(size)
+        if numel == self.output_numel:
+            self.output_numel = None
+            return torch.empty(*size, dtype=dtype, device=device)
+        self.output_numel = numel // self.reduce.cluster.world
+        return Packed(Box(self, numel, dtype, device), size)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        box = input_tensor.box if isinstance(input_tensor, Packed) else None
+        if box is not None and box.grads:
+            self.reduce.run(self.present.take(box.grads), box.grads, output_tensor)
+            return None
+        self.fallbacks.note("a reduce-scatter of plain tensors")
+        inside, beyond = peers(self.reduce.cluster, "world")
+        self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(output_tensor), 0))
+        self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(output_tensor)))
+        plain = input_tensor if box is None else box.plain
+        return dist.reduce_scatter_tensor(output_tensor, plain, op=op, group=group)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize  # a packed buffer has no bytes of its own
+
+
+class Present:
+    """Which parameters of a unit got a gradient since its last reduction.
+
+    FSDP2 hands over gradients without names. A hook on each gathered parameter notes the
+    parameter's name when autograd has accumulated its gradient.
+    """
+
+    def __init__(self, module: nn.Module, names: Names, local: dict[str, str]) -> None:
+        """`names` in FSDP2's order; `local` maps them to names inside `module`."""
+        self.names = names
+        self.seen: set[str] = set()
+        self.hooked: dict[str, nn.Parameter] = {}
+        self.places = {n: _place(module, local[n]) for n in names}
+        module.register_forward_pre_hook(self._attach)
+
+    @torch.compiler.disable
+    def _attach(self, *_: Any) -> None:
+        for name, (owner, attribute) in self.places.items():
+            parameter = getattr(owner, attribute)
+            if parameter.requires_grad and self.hooked.get(name) is not parameter:
+                parameter.register_post_accumulate_grad_hook(self._noter(name))
+                self.hooked[name] = parameter
+
+    def _noter(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self.seen.add(name)
+
+    def take(self, grads: Sequence[Tensor]) -> Names:
+        """The names of `grads`, in order, and start anew."""
+        names = tuple(n for n in self.names if n in self.seen)
+        self.seen = set()
+        shapes = [tuple(self.hooked[n].shape) for n in names]
+        assert shapes == [tuple(g.shape) for g in grads], "FSDP2 reduces other gradients than seen"
+        return names
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+# ---------------------------------------------------------------------- installation
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One unit's collectives inside FSDP2."""
+
+    plan: UnitPlan
+    ledger: Ledger
+    gather: Gather
+    reduce: Reduce
+
+
+def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
+    """The names of a wrapped module's own parameters as FSDP2 orders them.
+
+    `names`: id of each sharded parameter of the model → its full name.
+    """
+    group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+    return tuple(names[id(p.sharded_param)] for p in group.fsdp_params) if group else ()
+
+
+def gather_spec(plan: UnitPlan) -> GatherSpec:
+    recipe = plan.recipe
+    secondary = recipe.config.secondary and plan.gathers_backward
+    return GatherSpec(
+        plan.unit.name,
+        plan.forward,
+        plan.backward,
+        recipe.weights_dtype,
+        secondary,
+        plan.hierarchical,
+    )
+
+
+def reduce_spec(plan: UnitPlan) -> ReduceSpec:
+    recipe = plan.recipe
+    return ReduceSpec(plan.unit.name, recipe.hops, plan.hops, recipe.config.order == "reversed")
+
+
+def install(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    plans: Sequence[UnitPlan],
+    transport: Transport,
+    clock: Clock,
+    fallbacks: Fallbacks,
+) -> list[Installed]:
+    """Give every unit of a model that `fully_shard` has wrapped our collectives.
+
+    `modules`: each unit's module by the unit's name; the root unit's is `model`.
+    """
+    names = {id(p): n for n, p in model.named_parameters()}
+    paths = {id(m): n for n, m in model.named_modules()}
+    done = []
+    for plan in plans:
+        module = modules[plan.unit.name]
+        assert isinstance(module, FSDPModule), f"unit {plan.unit.name} is not wrapped"
+        order = parameter_order(module, names)
+        own = UnitPlan(_ordered(plan.unit, order), plan.recipe, plan.hierarchical)
+        ledger, cut = Ledger(), len(paths[id(module)])
+        unit = Installed(
+            own,
+            ledger,
+            Gather(gather_spec(own), transport, ledger, clock),
+            Reduce(reduce_spec(own), transport, ledger, clock),
+        )
+        present = Present(module, order, {n: n[cut + 1 if cut else 0 :] for n in order})
+        module.set_custom_all_gather(PackedGather(unit.gather, fallbacks))
+        module.set_custom_reduce_scatter(PackedReduce(unit.reduce, present, fallbacks))
+        module.set_force_sum_reduction_for_comms(True)
+        done.append(unit)
+    return done
+
+
+def _ordered(unit: Unit, order: Names) -> Unit:
+    by_name = {p.name: p for p in unit.parameters}
+    assert set(by_name) == set(order), f"unit {unit.name}: FSDP2 manages other parameters"
+    return Unit(unit.name, tuple(by_name[n] for n in order), unit.trainable, unit.reshard)

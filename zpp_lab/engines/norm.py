@@ -1,0 +1,43 @@
+"""The gradient's sum of squares on one rank, in an order that no batching changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zpp_lab.numerics import square_norms
+from zpp_lab.plan import Plan
+
+FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64
+
+
+def squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
+    """Local shards of gradients by name → fp64 scalar on `device`, added in plan order.
+
+    Shards are filled up with zeros, so that each is summed by the tree of its padded length.
+    Shards of one length are summed together, which saves launches and changes no bit.
+    """
+    lengths = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
+    names = [name for name in lengths if name in grads]
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        groups[lengths[name]].append(name)
+    found: dict[str, Tensor] = {}
+    for numel, group in groups.items():
+        at_once = max(1, FOLD_NUMEL // max(1, numel))
+        for first in range(0, len(group), at_once):
+            some = group[first : first + at_once]
+            rows = torch.stack([_padded(grads[n], numel) for n in some])
+            found |= dict(zip(some, square_norms(rows), strict=True))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name in names:
+        total = total + found[name].to(device)
+    return total
+
+
+def _padded(x: Tensor, numel: int) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, numel - flat.numel()))

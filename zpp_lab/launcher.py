@@ -1,0 +1,223 @@
+"""One process a rank: starts them, or finds its place among those that somebody else started.
+
+`engine=virtual` needs one process and runs right here. `engine=fsdp` starts nodes × gpus_per_node
+processes on this machine (elastic launch) and watches them: when one dies, the others are ended
+and its rank and traceback are reported. Under torchrun, or srun with one task a GPU, the
+processes are there already, and each joins with the rank that its environment gives.
+
+Ranks are ended with this process, however it ends: the kernel kills them (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from zpp_lab.config import Config, load
+from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.trainer import Record, run, write_failure
+
+SUMMARY, FAILURE = "summary.json", "failure.json"
+USER_ERROR = 2  # exit code of a rank that met a user's mistake
+_PR_SET_PDEATHSIG = 1
+
+
+class RankFailed(RuntimeError):
+    """A rank ended the run; says which, and shows its traceback."""
+
+
+def launch(config: Config) -> Record:
+    """Train as `config` says, in as many processes as its engine needs; returns the summary.
+
+    A process that joined as another rank than 0 gets an empty one.
+    """
+    if config.engine.name != "fsdp":
+        return run(config)
+    if placed(os.environ):
+        return join(config)
+    return start(config)
+
+
+# ---------------------------------------------------------------------- ranks of our own
+
+
+def start(config: Config) -> Record:
+    """Start every rank on this machine and wait for the run's end.
+
+    ValueError for what a user can mend; RankFailed when a rank died.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    world, folder = config.cluster.world, run_dir(config)
+    _check_gpus(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_same_run(config, folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary, "config.yaml")
+        file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.2,
+        )
+        try:
+            elastic_launch(settings, sys.executable)("-m", "zpp_lab.launcher", str(file))
+        except ChildFailedError as error:
+            _report(error, folder)
+    summary: Record = json.loads((folder / SUMMARY).read_text())
+    return summary
+
+
+def _check_gpus(config: Config) -> None:
+    on_cpu = config.engine.device == "cpu" or (
+        config.engine.device == "auto" and not torch.cuda.is_available()
+    )
+    if not on_cpu and torch.cuda.device_count() < config.cluster.world:
+        raise ValueError(
+            f"the cluster has {config.cluster.world} ranks, but this machine has "
+            f"{torch.cuda.device_count()} GPUs: set cluster.nodes and cluster.gpus_per_node to "
+            "what is here, or start one process a GPU with torchrun or srun on every machine"
+        )
+
+
+def _report(error: Any, folder: Path) -> None:
+    """Raise what the first rank that failed has said, and leave it in failure.json."""
+    rank, failure = error.get_first_failure()
+    said, text = failure.message, failure.message
+    if isinstance(said, Mapping):  # an exception that the rank could still write down
+        text = said.get("extraInfo", {}).get("py_callstack") or said.get("message")
+        said = said.get("message")
+    if failure.exitcode == USER_ERROR:
+        raise ValueError(str(said).partition(": ")[2]) from None
+    how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    _write_failure(folder, rank, how, str(text))
+    raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}") from None
+
+
+def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
+    """Rank 0 has written what it saw; when another rank was first, that is only a consequence."""
+    path, seen = folder / FAILURE, {}
+    if path.is_file():
+        seen = json.loads(path.read_text())
+    if seen and (rank == 0 or seen.get("outcome") != "crashed"):
+        return
+    failure = {"outcome": "crashed", "error": f"rank {rank}: {how}", "rank": rank}
+    failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}
+    write_failure(folder, failure)
+
+
+# ---------------------------------------------------------------------- inside a rank
+
+
+def placed(environment: Mapping[str, str]) -> bool:
+    """Whether somebody has started this process as one of several ranks."""
+    torchrun = "RANK" in environment and "WORLD_SIZE" in environment
+    return torchrun or _in_srun(environment)
+
+
+def _in_srun(environment: Mapping[str, str]) -> bool:
+    """Inside `srun` with several tasks; a plain batch script has no step."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    return "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) > 1
+
+
+def slurm_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables, from those that srun sets."""
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + job % 20000),
+    }
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    shown = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+    )
+    return shown.stdout.split()[0]
+
+
+def join(config: Config) -> Record:
+    """Run as one of the ranks that are there already."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_place(os.environ))
+    rank = connect(config)
+    return run(config, rank)
+
+
+def connect(config: Config) -> int:
+    """Meet the other ranks; returns this one's. ValueError when they are not the cluster's."""
+    world = int(os.environ["WORLD_SIZE"])
+    if world != config.cluster.world:
+        raise ValueError(
+            f"{world} processes were started, but cluster.nodes={config.cluster.nodes} × "
+            f"cluster.gpus_per_node={config.cluster.gpus_per_node} is {config.cluster.world}"
+        )
+    cpu = config.engine.device == "cpu" or not torch.cuda.is_available()
+    if not cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    # NCCL's own watchdog comes after ours, which knows the wire's name.
+    seconds = config.engine.timeout_seconds + (0 if cpu else 60)
+    dist.init_process_group(
+        "gloo" if cpu else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=seconds)
+    )
+    return dist.get_rank()
+
+
+def leave() -> None:
+    """End this process if it is a rank: gloo's groups may abort when they are torn down."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the launcher ends, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+def main(path: str) -> None:
+    """A rank's process: the config's file is all it is told."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    _die_with_parent()
+    config = load(Config, yaml.safe_load(Path(path).read_text()))
+    try:
+        record(join)(config)
+    except (ValueError, FileNotFoundError):
+        sys.exit(USER_ERROR)  # `record` has noted the message for the launcher
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
