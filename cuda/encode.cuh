@@ -1,0 +1,286 @@
+// A tile of fp32 values in registers → codes and scales of a block codec in a payload row.
+#pragma once
+
+#include "tile.cuh"
+
+namespace zpp {
+
+struct Range {
+  float least, most;
+};
+
+template <bool SYM>
+__device__ __forceinline__ Range join(Range a, Range b) {
+  // the forms that return NaN when either side is one
+  cutlass::maximum<float, true> most;
+  cutlass::minimum<float, true> least;
+  return {SYM ? 0.0f : least(a.least, b.least), most(a.most, b.most)};
+}
+
+template <bool SYM>
+__device__ __forceinline__ Range join_lanes(Range r, int lanes) {
+#pragma unroll 1
+  for (int d = 1; d < lanes; d *= 2) {
+    Range const other = {SYM ? 0.0f : __shfl_xor_sync(ALL, r.least, d),
+                         __shfl_xor_sync(ALL, r.most, d)};
+    r = join<SYM>(r, other);
+  }
+  return r;
+}
+
+// The range of one lane's eight elements, of which `count` exist.
+template <bool SYM>
+__device__ __forceinline__ Range range_of(float const (&x)[8], int count) {
+  float const inf = float_of(0x7F800000u);
+  Range r = {inf, SYM ? 0.0f : -inf};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) r = join<SYM>(r, {x[i], SYM ? fabsf(x[i]) : x[i]});
+  }
+  return r;
+}
+
+// Joins the lanes, chunks and warps that share a block; every lane gets its blocks' ranges.
+template <bool SYM>
+__device__ __forceinline__ void join_blocks(Range (&r)[CHUNKS], int log2_block) {
+  if (log2_block <= 8) {
+    int const lanes = 1 << (log2_block - 3);
+#pragma unroll 1
+    for (int d = 1; d < lanes; d *= 2) {
+#pragma unroll
+      for (int v = 0; v < CHUNKS; ++v) {
+        Range const other = {SYM ? 0.0f : __shfl_xor_sync(ALL, r[v].least, d),
+                             __shfl_xor_sync(ALL, r[v].most, d)};
+        r[v] = join<SYM>(r[v], other);
+      }
+    }
+    return;
+  }
+  r[0] = join<SYM>(r[0], r[1]);
+  r[2] = join<SYM>(r[2], r[3]);
+  if (log2_block == 9) {
+    r[0] = r[1] = join_lanes<SYM>(r[0], 32);
+    r[2] = r[3] = join_lanes<SYM>(r[2], 32);
+    return;
+  }
+  Range whole = join_lanes<SYM>(join<SYM>(r[0], r[2]), 32);
+  if (log2_block > 10) {  // the same for every thread of the block
+    __shared__ Range parts[THREADS / 32];
+    int const warp = threadIdx.x / 32, warps = 1 << (log2_block - 10);
+    __syncthreads();  // the last tile's parts have been read
+    if (threadIdx.x % 32 == 0) parts[warp] = whole;
+    __syncthreads();
+    whole = parts[warp & ~(warps - 1)];
+    for (int i = 1; i < warps; ++i) whole = join<SYM>(whole, parts[(warp & ~(warps - 1)) + i]);
+  }
+  r[0] = r[1] = r[2] = r[3] = whole;
+}
+
+struct Slots {
+  uint8_t* codes;    // first plane
+  uint8_t* crumbs;   // second plane, 6 bits only
+  uint8_t* scales;
+};
+
+// The parts of a payload row where a tile's codes and scales lie.
+__device__ __forceinline__ Slots tile_slots(
+    char* row, Planes const& at, Codec const& codec, int64_t start) {
+  uint8_t* base = reinterpret_cast<uint8_t*>(row);
+  int const each = (codec.bf16_scale ? 2 : 4) * (codec.symmetric ? 1 : 2);
+  int const width = codec.bits == 6 ? 4 : codec.bits;
+  return {base + at.codes + start / 8 * width, base + at.crumbs + start / 4,
+          base + at.scales + (start >> codec.log2_block) * each};
+}
+
+template <bool SYM>
+__device__ __forceinline__ void write_scale(Slots const& to, bool bf16, int block, Scale s) {
+  // a NaN scale is 0x7FC0 in bf16: the upper half of its fp32 bits, like every stored scale
+  uint32_t const scale = bits_of(s.scale), zero = bits_of(s.zero);
+  if (SYM && !bf16) reinterpret_cast<uint32_t*>(to.scales)[block] = scale;
+  if (SYM && bf16) reinterpret_cast<uint16_t*>(to.scales)[block] = uint16_t(scale >> 16);
+  if (!SYM && !bf16) reinterpret_cast<uint2*>(to.scales)[block] = make_uint2(scale, zero);
+  if (!SYM && bf16) {
+    reinterpret_cast<uint32_t*>(to.scales)[block] = scale >> 16 | (zero & 0xFFFF0000u);
+  }
+}
+
+struct Affine {
+  float inverse, zero;
+};
+
+// Ranges → what quantizes each chunk; one lane of each block writes its scale. The lanes of a
+// block share the divisions: lane l works on chunk l % 4 and the others fetch its result.
+template <int BITS, bool SYM>
+__device__ __forceinline__ void scale_blocks(
+    Codec const& codec, Slots const& to, Place const& at, Range const (&r)[CHUNKS],
+    Affine (&affine)[CHUNKS]) {
+  int const lane = threadIdx.x % 32, lb = codec.log2_block;
+  int const lanes = lb >= 8 ? 32 : 1 << (lb - 3), within = lane & (lanes - 1);
+  float const levels = Grid<BITS, SYM>::levels;
+  bool const bf16 = codec.bf16_scale;
+  int const left = at.left(at.segment().to_len), mask = (1 << lb) - 1;
+  if (lanes >= 4) {
+    int const pick = lane & 3;
+    Range const mine = pick == 0 ? r[0] : pick == 1 ? r[1] : pick == 2 ? r[2] : r[3];
+    Scale const s = make_scale(mine.least, mine.most, levels, SYM, bf16);
+    int const begin = at.within - within * 8 + pick * CHUNK;
+    if (within == pick && (begin & mask) == 0 && begin < left) {
+      write_scale<SYM>(to, bf16, begin >> lb, s);
+    }
+#pragma unroll
+    for (int v = 0; v < CHUNKS; ++v) {
+      affine[v].inverse = __shfl_sync(ALL, s.inverse, (lane & ~3) | v);
+      affine[v].zero = SYM ? 0.0f : __shfl_sync(ALL, s.zero, (lane & ~3) | v);
+    }
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < CHUNKS; ++v) {  // block 16: two lanes
+    Scale const s = make_scale(r[v].least, r[v].most, levels, SYM, bf16);
+    int const begin = at.within + v * CHUNK;
+    if (within == 0 && begin < left) write_scale<SYM>(to, bf16, begin >> lb, s);
+    affine[v] = {s.inverse, s.zero};
+  }
+}
+
+template <int BITS>
+__device__ __forceinline__ void write_codes(Slots const& to, int first, Packed p) {
+  if (BITS == 8) *reinterpret_cast<uint2*>(to.codes + first) = make_uint2(p.a, p.b);
+  if (BITS == 6 || BITS == 4) *reinterpret_cast<uint32_t*>(to.codes + first / 2) = p.a;
+  if (BITS == 6) *reinterpret_cast<uint16_t*>(to.crumbs + first / 4) = uint16_t(p.b);
+  if (BITS == 2) *reinterpret_cast<uint16_t*>(to.codes + first / 4) = uint16_t(p.a);
+}
+
+// Elements that `left` codes take with their plane's filling to 16 bytes.
+__device__ __forceinline__ int filled(int left, int width) {
+  int const each = 128 / width;
+  return (left + each - 1) & ~(each - 1);
+}
+
+// The last tile: codes past the end are zero bits, up to each plane's 16-byte boundary.
+template <int BITS>
+__device__ __forceinline__ void write_last_codes(Slots const& to, int first, int left, Packed p) {
+  p = keep<BITS>(p, left - first);
+  if (BITS != 6) {
+    if (first < filled(left, BITS)) write_codes<BITS>(to, first, p);
+    return;
+  }
+  if (first < filled(left, 4)) *reinterpret_cast<uint32_t*>(to.codes + first / 2) = p.a;
+  if (first < filled(left, 2)) *reinterpret_cast<uint16_t*>(to.crumbs + first / 4) = uint16_t(p.b);
+}
+
+struct NoiseAt {
+  uint32_t row, rank, parameter, key0, key1;
+};
+
+template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
+__device__ __forceinline__ Packed quantize(
+    float const (&x)[8], Affine a, NoiseAt const& noise, uint32_t octet) {
+  uint32_t bits[8];
+  if constexpr (STOCHASTIC) {
+    Words const words = philox(
+        octet, noise.row, noise.rank, noise.parameter, noise.key0, noise.key1);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      bits[i] = code_stochastic<BITS, SYM>(x[i], a.inverse, a.zero, uniform(words, i));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits[i] = code_nearest<BITS, SYM, CLAMP>(x[i], a.inverse, a.zero);
+  }
+  Packed const p = pack<BITS>(bits);
+  bool const ok = a.inverse == a.inverse;
+  return {ok ? p.a : 0, ok ? p.b : 0};
+}
+
+template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
+__device__ __forceinline__ void write_tile(
+    Slots const& to, Place const& at, Tile const& x, Affine const (&affine)[CHUNKS],
+    NoiseAt const& noise) {
+  int const left = at.left(at.segment().to_len);
+  uint32_t const octet = uint32_t(at.start >> 3) + uint32_t(at.within >> 3);
+#pragma unroll
+  for (int v = 0; v < CHUNKS; ++v) {
+    int const first = at.within + v * CHUNK;
+    Packed const p =
+        quantize<BITS, SYM, STOCHASTIC, CLAMP>(x[v], affine[v], noise, octet + v * (CHUNK / 8));
+    if (left == TILE) {
+      write_codes<BITS>(to, first, p);
+    } else {
+      write_last_codes<BITS>(to, first, left, p);
+    }
+  }
+}
+
+// The scales' own filling up to 16 bytes.
+__device__ __forceinline__ void write_scale_padding(
+    Slots const& to, Codec const& codec, int64_t start, int64_t numel) {
+  int const each = (codec.bf16_scale ? 2 : 4) * (codec.symmetric ? 1 : 2);
+  int64_t const all = ((numel - 1) >> codec.log2_block) + 1;
+  int const used = int(all - (start >> codec.log2_block)) * each;
+  int const end = used + int(-(all * each) & 15);
+  if (used + threadIdx.x < end) to.scales[used + threadIdx.x] = 0;
+}
+
+template <int BITS, bool SYM, bool STOCHASTIC>
+__device__ __forceinline__ void encode_block_tile(
+    char* row, Place const& at, Tile const& x, NoiseAt const& noise) {
+  Codec const codec = at.segment().to_codec;
+  int64_t const numel = at.segment().to_len;
+  Slots const to = tile_slots(row, at.segment().to_planes, codec, at.start);
+  Range ranges[CHUNKS];
+  int const left = at.left(numel);
+  if (left == TILE) {
+#pragma unroll
+    for (int v = 0; v < CHUNKS; ++v) ranges[v] = range_of<SYM>(x[v], 8);
+  } else {
+#pragma unroll
+    for (int v = 0; v < CHUNKS; ++v) {
+      ranges[v] = range_of<SYM>(x[v], left - at.within - v * CHUNK);
+    }
+  }
+  if (at.start + TILE >= numel) write_scale_padding(to, codec, at.start, numel);
+  join_blocks<SYM>(ranges, codec.log2_block);
+  Affine affine[CHUNKS];
+  scale_blocks<BITS, SYM>(codec, to, at, ranges, affine);
+  if constexpr (STOCHASTIC) {
+    if (codec.stochastic) return write_tile<BITS, SYM, true, true>(to, at, x, affine, noise);
+  }
+  if (codec.bf16_scale) {
+    write_tile<BITS, SYM, false, true>(to, at, x, affine, noise);
+  } else {
+    write_tile<BITS, SYM, false, false>(to, at, x, affine, noise);
+  }
+}
+
+template <bool STOCHASTIC>
+__device__ __forceinline__ NoiseAt noise_at(Plan const& plan, Place const& at) {
+  if (!STOCHASTIC || !at.segment().to_codec.stochastic) return {};
+  uint64_t const key = plan.key_ptr ? *plan.key_ptr : plan.key;
+  return {uint32_t(plan.noise_rows[2 * at.row + 1]), uint32_t(plan.noise_rows[2 * at.row]),
+          at.segment().parameter, uint32_t(key), uint32_t(key >> 32)};
+}
+
+// x → the outgoing payload row, by whatever codec the segment has.
+template <bool STOCHASTIC>
+__device__ __forceinline__ void encode_tile(Plan const& plan, Place const& at, Tile const& x) {
+  Segment const& s = at.segment();
+  if (s.to_codec.raw) {
+    store_floats(s.to, s.to_dtype, at, s.to_len, true, x);
+    return;
+  }
+  NoiseAt const noise = noise_at<STOCHASTIC>(plan, at);
+  char* row = plan.out + at.row * plan.out_row;
+  switch (s.to_codec.bits * 2 + s.to_codec.symmetric) {
+    case 16: return encode_block_tile<8, false, STOCHASTIC>(row, at, x, noise);
+    case 17: return encode_block_tile<8, true, STOCHASTIC>(row, at, x, noise);
+    case 12: return encode_block_tile<6, false, STOCHASTIC>(row, at, x, noise);
+    case 13: return encode_block_tile<6, true, STOCHASTIC>(row, at, x, noise);
+    case 8: return encode_block_tile<4, false, STOCHASTIC>(row, at, x, noise);
+    case 9: return encode_block_tile<4, true, STOCHASTIC>(row, at, x, noise);
+    case 4: return encode_block_tile<2, false, STOCHASTIC>(row, at, x, noise);
+    default: return encode_block_tile<2, true, STOCHASTIC>(row, at, x, noise);
+  }
+}
+
+}  // namespace zpp

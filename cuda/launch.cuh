@@ -1,0 +1,42 @@
+// Launching a kernel family's instance on a stream, as many blocks as stay on the chip at once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "plan.h"
+
+namespace zpp {
+
+using Kernel = void (*)(Plan);
+
+// Blocks of `KERNEL` that the current device runs at once; asked for once per device and size.
+template <Kernel KERNEL>
+uint32_t resident_blocks(int shared_bytes) {
+  static std::atomic<uint64_t> known[64];  // shared bytes and count
+  int device = 0, count = 0, each = 0;
+  cudaGetDevice(&device);
+  std::atomic<uint64_t>& slot = known[device & 63];
+  uint64_t const value = slot.load(std::memory_order_relaxed);
+  if (value && int(value >> 32) == shared_bytes) return uint32_t(value);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  if (shared_bytes > 48 * 1024) {
+    cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  }
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, KERNEL, THREADS, shared_bytes);
+  uint32_t const blocks = uint32_t(std::max(1, count * each));
+  slot.store(uint64_t(shared_bytes) << 32 | blocks, std::memory_order_relaxed);
+  return blocks;
+}
+
+template <Kernel KERNEL>
+int launch(Plan const& plan, void* stream, int shared_bytes = 0) {
+  if (plan.tiles == 0) return cudaSuccess;
+  uint32_t const blocks = std::min(plan.tiles, resident_blocks<KERNEL>(shared_bytes));
+  KERNEL<<<blocks, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
+  return cudaGetLastError();
+}
+
+}  // namespace zpp

@@ -1,0 +1,89 @@
+// The plan of one launch, passed to the kernel by value: no table on the device, nothing to upload.
+//
+// bindings.cpp fills it on the host from tensors and the layout's table; kernels only read it.
+// It stays under 4 KiB, which every driver accepts as kernel parameters, so a layout of more than
+// MAX_SEGMENTS segments takes several launches.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "cutlass/fast_math.h"
+
+namespace zpp {
+
+constexpr int TILE = 8192;       // elements of one thread block's work, and the largest block
+constexpr int THREADS = 256;     // threads of one thread block
+constexpr int WARP_TILE = 1024;  // elements of one warp's work
+constexpr int CHUNKS = 4;        // pieces of a warp's work, 8 neighbouring elements a lane each
+constexpr int CHUNK = 256;
+constexpr int MAX_SEGMENTS = 20;
+
+enum class Dtype : int32_t { fp32 = 0, bf16 = 1, fp16 = 2 };
+
+// Floats of one segment: element i of row r lies at base + (r * row_stride + i) * itemsize and
+// exists when r * row_stride + i < total. Reading past it gives zero, writing there does nothing.
+struct FloatView {
+  char* base;
+  int64_t row_stride;
+  int64_t total;
+  int64_t k_stride;  // elements from one summed row to the next (raw payloads only)
+};
+
+struct Codec {
+  uint8_t raw;          // 1: the segment travels as floats of `dtype`
+  uint8_t bits;         // 2, 4, 6, 8
+  uint8_t log2_block;   // 4 ... 13
+  uint8_t symmetric;
+  uint8_t bf16_scale;
+  uint8_t log2_group;   // the Hadamard rotation's width, 0 for none
+  uint8_t signs;
+  uint8_t stochastic;
+};
+
+struct Planes {
+  int64_t codes, crumbs, scales;  // bytes from the row's start; crumbs for 6 bits only
+};
+
+struct Segment {
+  FloatView from, to;     // used where that side holds floats
+  int64_t from_len;       // elements of a row on the reading side
+  int64_t numel;          // plain elements of a row
+  int64_t to_len;         // elements of a row on the writing side
+  Planes from_planes, to_planes;  // where the parts of a coded segment start in a payload row
+  Codec from_codec, to_codec;
+  uint32_t first_tile;
+  uint32_t parameter;     // id for noise
+  cutlass::FastDivmod tiles;  // tiles of one row
+  uint8_t from_dtype, to_dtype;
+  uint8_t inverse, forward;   // rotations to apply, in this order
+  uint8_t copy;               // same floats on both sides: move bytes
+};
+
+struct Plan {
+  char const* payload;    // incoming payload rows [K, R, bytes]
+  int64_t payload_k, payload_row;
+  char* out;              // outgoing payload rows [R, bytes]
+  int64_t out_row;
+  uint64_t key;
+  uint64_t const* key_ptr;    // read instead of `key` when not null
+  int32_t const* noise_rows;  // [R, 2]: rank and row of each outgoing payload row
+  int32_t k;
+  int32_t segments;
+  uint32_t tiles;
+  int32_t rows;         // R
+  int32_t stage_bytes;  // of one tile of the widest floats to encode
+  Segment segment[MAX_SEGMENTS];
+};
+static_assert(sizeof(Plan) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
+
+// One a kernel family; `stream` is a cudaStream_t. Return a cudaError_t.
+int launch_encode(Plan&, bool stochastic, bool rotated, void* stream);
+int launch_decode(Plan&, bool rotated, void* stream);
+int launch_decode_sum(Plan&, void* stream);
+int launch_reduce(Plan&, bool rotated, void* stream);
+int launch_decode_sum_encode(Plan&, bool stochastic, bool rotated, void* stream);
+int launch_finish_sums(Plan&, void* stream);
+
+}  // namespace zpp

@@ -1,0 +1,36 @@
+// decode_sum and reduce: K payload rows → sums, in row order.
+#include "decode.cuh"
+#include "launch.cuh"
+
+namespace zpp {
+
+__global__ void __launch_bounds__(THREADS, 3) decode_sum_kernel(__grid_constant__ Plan const plan) {
+  for_tiles(plan, [&](Place const& at) {
+    Segment const& s = at.segment();
+    Tile x;
+    load_floats(s.to, s.to_dtype, at, s.to_len, 0, x);
+    decode_tile<Sum::onto>(plan, at, x);
+    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+  });
+}
+
+template <bool ROTATED>
+__global__ void __launch_bounds__(THREADS, 3) reduce_kernel(__grid_constant__ Plan const plan) {
+  for_tiles(plan, [&](Place const& at) {
+    Segment const& s = at.segment();
+    Tile x;
+    zero_tile(x);
+    decode_tile<Sum::fresh>(plan, at, x);
+    if constexpr (ROTATED) change_domain(s, at, x);
+    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+  });
+}
+
+int launch_decode_sum(Plan& plan, void* stream) { return launch<decode_sum_kernel>(plan, stream); }
+
+int launch_reduce(Plan& plan, bool rotated, void* stream) {
+  if (rotated) return launch<reduce_kernel<true>>(plan, stream);
+  return launch<reduce_kernel<false>>(plan, stream);
+}
+
+}  // namespace zpp

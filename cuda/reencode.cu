@@ -1,0 +1,26 @@
+// decode_sum_encode: the middle of a two-hop reduction, K payload rows → re-encoded rows.
+#include "decode.cuh"
+#include "launch.cuh"
+
+namespace zpp {
+
+template <bool STOCHASTIC, bool ROTATED>
+__global__ void __launch_bounds__(THREADS, 3)
+    decode_sum_encode_kernel(__grid_constant__ Plan const plan) {
+  for_tiles(plan, [&](Place const& at) {
+    Tile x;
+    zero_tile(x);
+    decode_tile<Sum::fresh>(plan, at, x);
+    if constexpr (ROTATED) change_domain(at.segment(), at, x);
+    encode_tile<STOCHASTIC>(plan, at, x);
+  });
+}
+
+int launch_decode_sum_encode(Plan& plan, bool stochastic, bool rotated, void* stream) {
+  if (stochastic && rotated) return launch<decode_sum_encode_kernel<true, true>>(plan, stream);
+  if (stochastic) return launch<decode_sum_encode_kernel<true, false>>(plan, stream);
+  if (rotated) return launch<decode_sum_encode_kernel<false, true>>(plan, stream);
+  return launch<decode_sum_encode_kernel<false, false>>(plan, stream);
+}
+
+}  // namespace zpp

@@ -1,0 +1,82 @@
+// Tiles of floats on their way through shared memory, two ahead of the one at work.
+//
+// On Hopper one thread hands whole aligned tiles to the bulk copy engine, which needs no registers
+// and no other thread's time. Other tiles, and older GPUs, load straight into registers.
+#pragma once
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/arch/barrier.h"
+
+#include "tile.cuh"
+
+namespace zpp {
+
+constexpr int STAGES = 2;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool BULK = true;
+#else
+constexpr bool BULK = false;
+#endif
+
+class Stages {
+ public:
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+  // `memory` holds STAGES tiles of the widest floats in the plan.
+  __device__ __forceinline__ Stages(char* memory, uint64_t* barriers, int bytes)
+      : memory_(memory), barriers_(barriers), bytes_(bytes) {
+    if (BULK && threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; ++i) Barrier::init(barriers_ + i, 1);
+      cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  // Asks for a tile, if it can come this way. Every thread calls it; one acts.
+  __device__ __forceinline__ void request(Place const& at, int rows, int stage) const {
+    if (!BULK || threadIdx.x != 0 || at.row >= rows || !eligible(at)) return;
+    uint32_t const bytes = TILE * each(at.segment());
+    Barrier::arrive_and_expect_tx(barriers_ + stage, bytes);
+    cute::SM90_BULK_COPY_G2S::copy(address(at), barriers_ + stage, memory_ + stage * bytes_, bytes);
+  }
+
+  // The tile in registers. Every thread calls it, and all before the stage is asked for again.
+  __device__ __forceinline__ void take(Place const& at, int stage, Tile& x) {
+    Segment const& s = at.segment();
+    if (!BULK || !eligible(at)) return load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
+    Barrier::wait(barriers_ + stage, phases_ >> stage & 1);
+    phases_ ^= 1u << stage;
+    char const* from = memory_ + stage * bytes_;
+    if (s.from_dtype == uint8_t(Dtype::bf16)) {
+      load_whole(reinterpret_cast<cutlass::bfloat16_t const*>(from) + at.within, x);
+    } else if (s.from_dtype == uint8_t(Dtype::fp32)) {
+      load_whole(reinterpret_cast<float const*>(from) + at.within, x);
+    } else {
+      load_whole(reinterpret_cast<cutlass::half_t const*>(from) + at.within, x);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int each(Segment const& s) {
+    return s.from_dtype == uint8_t(Dtype::fp32) ? 4 : 2;
+  }
+
+  __device__ __forceinline__ static char const* address(Place const& at) {
+    FloatView const& view = at.segment().from;
+    return view.base + (at.row * view.row_stride + at.start) * each(at.segment());
+  }
+
+  __device__ __forceinline__ static bool eligible(Place const& at) {
+    Segment const& s = at.segment();
+    int64_t const have = min(s.from.total - at.row * s.from.row_stride, s.from_len);
+    return at.start + TILE <= have && aligned16(address(at));
+  }
+
+  char* memory_;
+  uint64_t* barriers_;
+  int bytes_;
+  uint32_t phases_ = 0;
+};
+
+}  // namespace zpp

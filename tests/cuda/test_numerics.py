@@ -1,0 +1,74 @@
+"""The kernels' arithmetic, compiled for the host, against the plain-torch reference."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import HARD, documented, hard_rows
+from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode
+from zpp_lab.codecs.hadamard import sign_words
+from zpp_lab.layout import Layout
+from zpp_lab.paths import cuda_dir
+
+CXX = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+
+SPECS = [
+    BlockCodec(bits, block, symmetric, rounding, scale)  # type: ignore[arg-type]
+    for bits, symmetric, rounding, scale, block in itertools.product(
+        (2, 4, 6, 8), (True, False), ("nearest", "stochastic"), ("fp32", "bf16"), (16, 256)
+    )
+]
+NOISE = Noise(0xFEDCBA9876543210, (3, 70000), (1, 2))
+PARAMETER = 0xDEADBEEF
+
+
+@pytest.fixture(scope="module")
+def run_row(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    target = tmp_path_factory.mktemp("host") / "numerics.so"
+    source = Path(__file__).with_name("host_numerics.cpp")
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{cuda_dir()}"]
+    subprocess.run([str(CXX), *flags, str(source), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target)).run_row
+
+
+def call(
+    run_row: Callable[..., None], codec: BlockCodec, x: Tensor, out: Tensor, row: int, go: int
+):
+    words = (NOISE.rows[row], NOISE.ranks[row], PARAMETER, NOISE.key & 0xFFFFFFFF, NOISE.key >> 32)
+    run_row(
+        ctypes.c_void_p(x.data_ptr()), ctypes.c_long(x.numel() - 8), codec.bits, codec.symmetric,
+        codec.stochastic, ctypes.c_long(codec.block_size), codec.scale_dtype == "bf16",
+        (ctypes.c_uint32 * 5)(*words), ctypes.c_void_p(out.data_ptr()), go,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", SPECS, ids=str)
+def test_bits_equal_the_reference(codec: BlockCodec, run_row: Callable[..., None]) -> None:
+    for name in HARD:
+        x = hard_rows(name, 2, 1003)
+        layout = Layout.build(["x"], [1003], [codec])
+        want = documented(encode(codec, x, SegmentNoise(NOISE, PARAMETER)), layout)
+        for row in range(2):
+            padded = torch.nn.functional.pad(x[row], (0, 8)).contiguous()
+            out = torch.zeros(want.shape[1], dtype=torch.uint8)
+            call(run_row, codec, padded, out, row, 1)
+            assert torch.equal(out, want[row]), f"{name} row {row}: payload"
+            back = torch.zeros_like(padded)
+            call(run_row, codec, back, out, row, 0)
+            decoded = codec.decode(want, 1003)[row]
+            torch.testing.assert_close(back[:1003], decoded, rtol=0, atol=0, equal_nan=True)
+
+
+def test_signs_are_those_of_the_rotation() -> None:
+    text = (cuda_dir() / "numerics.cuh").read_text().lower()
+    assert all(f"0x{word:08x}u" in text for word in sign_words())

@@ -1,0 +1,1 @@
+"""Benchmarks: what kernels and collectives cost on this machine."""

@@ -1,0 +1,249 @@
+"""`zpp-lab bench collectives`: a gather and a reduction by codec, against the backend's own.
+
+One unit of bf16 parameters of the given size, encode and decode included. Beside each time
+stand two floors: the bytes that one rank must receive at the wire's rate, and the bytes that
+its memory must move at the memory's rate. With everything overlapped, the larger one is the
+least time possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zpp_lab.codecs import BlockCodec, Codec, RawCodec
+from zpp_lab.collectives.clock import Clock
+from zpp_lab.collectives.gather import Gather, GatherSpec
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.reduce import Reduce, ReduceSpec
+from zpp_lab.collectives.transport import ProcessGroups, all_gather
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config import ClusterConfig, Wire
+from zpp_lab.layout import Layout
+from zpp_lab.machine import commit, machine_facts, versions
+
+COLUMNS, PARTS = 1024, 4  # a unit of four matrices
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; `ms` is the slowest rank's median."""
+
+    what: str
+    codec: str
+    mib: int
+    nodes: int
+    gpus_per_node: int
+    ms: float
+    wire_ms: float  # received bytes at the wire's rate
+    memory_ms: float  # bytes read and written at the memory's rate
+
+
+class Bench:
+    """One rank's measurements on one cluster."""
+
+    def __init__(self, cluster: ClusterConfig, device: torch.device, args: argparse.Namespace):
+        self.cluster, self.device, self.args = cluster, device, args
+        self.transport = ProcessGroups(cluster, Watchdog(120.0))
+        self.rows: list[Row] = []
+
+    def size(self, mib: int) -> None:
+        """All rows for a unit of `mib` MiB in bf16."""
+        world = self.cluster.world
+        rows = max(1, mib * MIB // (2 * COLUMNS * PARTS * world)) * world
+        whole = [self._random(rows, COLUMNS) for _ in range(PARTS)]
+        shards = [w.view(world, -1)[self.transport.rank].clone() for w in whole]
+        self._native(mib, whole, shards)
+        for name, codec in codecs(self.args.bits):
+            numels = [s.numel() for s in shards]
+            layout = Layout.build([f"p{i}" for i in range(PARTS)], numels, [codec] * PARTS)
+            self._gather(mib, name, layout, shards, whole)
+            for hops in self._hops():
+                self._reduce(mib, name, layout, whole, hops)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).bfloat16()
+
+    def _hops(self) -> list[tuple[Wire, ...]]:
+        one: tuple[Wire, ...] = ("grads_intra",)
+        several = self.cluster.nodes > 1 and self.cluster.gpus_per_node > 1
+        return [one, ("grads_intra", "grads_inter")] if several else [one]
+
+    def _native(self, mib: int, whole: list[Tensor], shards: list[Tensor]) -> None:
+        """The backend's all-gather and reduce-scatter of the same bf16 values, without copies."""
+        full, own = torch.cat([w.view(-1) for w in whole]), torch.cat(shards)
+        n = full.nbytes
+        self._keep("gather", "backend bf16", mib, lambda: all_gather(full, own), n, n)
+        if self.device.type == "cuda":
+            self._keep(
+                "reduce",
+                "backend bf16",
+                mib,
+                lambda: dist.reduce_scatter_tensor(own, full),
+                n,
+                2 * n,
+            )
+
+    def _gather(
+        self, mib: int, name: str, layout: Layout, shards: list[Tensor], outs: list[Tensor]
+    ) -> None:
+        hierarchical = self.cluster.nodes > 1 and self.cluster.gpus_per_node > 1
+        spec = GatherSpec("bench", layout, layout, torch.bfloat16, hierarchical=hierarchical)
+        gather = Gather(spec, self.transport, Ledger(), Clock(1))
+
+        def call() -> None:
+            packet = gather.pack(shards, backward=False)
+            gather.send(packet)
+            gather.unpack(packet, outs)
+
+        payload = self.cluster.world * layout.nbytes
+        memory = _nbytes(shards) + layout.nbytes + payload + _nbytes(outs)
+        self._keep("gather", name, mib, call, payload, memory)
+
+    def _reduce(
+        self, mib: int, name: str, layout: Layout, grads: list[Tensor], hops: tuple[Wire, ...]
+    ) -> None:
+        spec = ReduceSpec("bench", hops, (layout,) * len(hops))
+        reduce = Reduce(spec, self.transport, Ledger(), Clock(1))
+        out = torch.empty(layout.numel, dtype=torch.bfloat16, device=self.device)
+        names = tuple(s.name for s in layout.segments)
+        payload = self.cluster.world * layout.nbytes
+        memory = _nbytes(grads) + 2 * payload + out.nbytes
+        what = "reduce" if len(hops) == 1 else "reduce in two hops"
+        self._keep(what, name, mib, lambda: reduce.run(names, grads, out), payload, memory)
+
+    def _keep(
+        self, what: str, codec: str, mib: int, call: Callable[[], object], wire: int, memory: int
+    ) -> None:
+        received = wire * (self.cluster.world - 1) / self.cluster.world
+        row = Row(
+            what,
+            codec,
+            mib,
+            self.cluster.nodes,
+            self.cluster.gpus_per_node,
+            self._milliseconds(call),
+            received / self.args.wire_rate / 1e6,
+            memory / self.args.memory_rate / 1e6,
+        )
+        self.rows.append(row)
+        if self.transport.rank == 0:
+            print(
+                f"{what:18s} {codec:16s} {mib:5d} MiB  {row.nodes}x{row.gpus_per_node}  "
+                f"{row.ms:9.3f} ms   floors: wire {row.wire_ms:.3f}, memory {row.memory_ms:.3f}",
+                flush=True,
+            )
+
+    def _milliseconds(self, call: Callable[[], object]) -> float:
+        """Median over calls of the slowest rank's time; the cache is flushed between calls."""
+        flush = torch.empty(64 * MIB, dtype=torch.int32, device=self.device)
+        times = []
+        for i in range(self.args.warmup + self.args.calls):
+            if self.device.type == "cuda":
+                flush.zero_()
+            dist.barrier()
+            seconds = self._timed(call)
+            if i >= self.args.warmup:
+                times.append(seconds * 1000)
+        found = torch.tensor(times, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return statistics.median(found.tolist())
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+
+def codecs(bits: list[int]) -> list[tuple[str, Codec]]:
+    named: list[tuple[str, Codec]] = [("raw bf16", RawCodec(torch.bfloat16))]
+    return named + [(f"{b} bits, 256", BlockCodec(b, 256)) for b in bits]
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("zpp-lab bench collectives", description=__doc__)
+    made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
+    made.add_argument("--nodes", type=_numbers, default=[1], help="shapes: nodes of the ranks")
+    made.add_argument("--mib", type=_numbers, default=[16, 64, 640], help="bf16 sizes")
+    made.add_argument("--bits", type=_numbers, default=[8, 6, 4, 2])
+    made.add_argument("--calls", type=int, default=20)
+    made.add_argument("--warmup", type=int, default=5)
+    made.add_argument("--wire-rate", type=float, default=316.0, help="GB/s that a rank receives")
+    made.add_argument("--memory-rate", type=float, default=4275.0, help="GB/s, read and write")
+    made.add_argument("--cpu", action="store_true", help="on gloo, although there are GPUs")
+    made.add_argument("--out", type=Path, help="a JSON file for the results")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Start the ranks, unless torchrun has; returns the exit code."""
+    args = parser().parse_args(argv)
+    gpus = 0 if args.cpu else torch.cuda.device_count()
+    if "RANK" not in os.environ:
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        ranks = args.ranks or gpus or 2
+        settings = LaunchConfig(
+            1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+        )
+        elastic_launch(settings, sys.executable)("-m", "zpp_lab.bench.collectives", *argv)
+        return 0
+    _measure(args, gpus > 0)
+    return 0
+
+
+def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    rows: list[Row] = []
+    for nodes in args.nodes:
+        world = dist.get_world_size()
+        if world % nodes:
+            raise ValueError(f"--nodes {nodes} does not divide {world} ranks")
+        bench = Bench(ClusterConfig(nodes=nodes, gpus_per_node=world // nodes), device, args)
+        for mib in args.mib:
+            bench.size(mib)
+        rows += bench.rows
+    if dist.get_rank() == 0 and args.out:
+        facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        results = {**facts, "results": [asdict(row) for row in rows]}
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
