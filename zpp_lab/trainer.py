@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from zpp_lab import ops
 from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.config import Config
 from zpp_lab.data import TokenData, open_data
@@ -61,6 +62,8 @@ class Trainer:
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
         torch.use_deterministic_algorithms(config.engine.deterministic)
+        ops.configure(config.ops.backend)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and changes no sum
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints")
         self.step = 0  # steps done

@@ -203,14 +203,15 @@ class FsdpEngine:
         losses = torch.zeros(rounds, dtype=torch.float64, device=self.device)
         for i in range(rounds):
             inputs, targets = todo[min(i * world + self.rank, len(todo) - 1)]
-            losses[i] = self.model(inputs.to(self.device), targets.to(self.device))
+            loss = self.model(inputs.to(self.device), targets.to(self.device))
+            losses[i] = loss.double() * len(inputs)
         self.model.train()
         self.wrapped.reshard()
         self.clock.master = False
         every = torch.empty(world, rounds, dtype=losses.dtype, device=self.device)
         all_gather(every.view(-1), losses)
         in_order = every.t().reshape(-1)[: len(todo)]
-        return float(fold_sum(in_order) / len(todo))
+        return float(fold_sum(in_order) / sum(len(inputs) for inputs, _ in todo))
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
