@@ -12,6 +12,7 @@ import time
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
 from zpp_lab.compose import to_config
@@ -21,7 +22,10 @@ from zpp_lab.paths import conf_dir
 def multirun(overrides: list[str]) -> int:
     """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised."""
     os.environ.setdefault("ZPP_SWEEP_DIR", time.strftime("runs/sweep-%Y%m%d-%H%M%S"))
-    argv, sys.argv = sys.argv, ["zpp-lab train", "--multirun", *overrides]
+    fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
+    exclude = ",".join(["seed", "run.dir", *fixed])
+    named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
+    argv, sys.argv = sys.argv, ["zpp-lab train", "--multirun", *overrides, named]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
     finally:
@@ -34,9 +38,15 @@ def _job(composed: DictConfig) -> float:
     from zpp_lab.trainer import run
 
     settings = HydraConfig.get()
-    arm = settings.job.override_dirname or str(composed.recipe.name)
+    name = settings.job.override_dirname.replace("/", "_") or str(composed.recipe.name)
     with open_dict(composed):
-        composed.run.arm = composed.run.arm or arm
-        folder = f"{settings.sweep.dir}/{arm.replace('/', '_')}/seed{composed.seed}"
+        folder = f"{settings.sweep.dir}/{name}/seed{composed.seed}"
         composed.run.dir = composed.run.dir or folder
+        composed.run.name = composed.run.name or f"{name}-seed{composed.seed}"
     return float(run(to_config(composed))["heldout_loss"])
+
+
+def _swept(override: str) -> bool:
+    """Whether an override has several values: a=1,2 or a=range(3) or a=choice(x,y)."""
+    parsed = OverridesParser.create().parse_override(override)
+    return bool(parsed.is_sweep_override())

@@ -1,0 +1,98 @@
+"""The commands as a user types them: exit codes, messages, sweeps, outside codecs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runs import corpus
+from zpp_lab.cli import main
+from zpp_lab.codecs import CodecBase, SegmentNoise, registry
+
+TINY = [
+    "data=text",
+    "data.seq_len=16",
+    "data.heldout_every=2",
+    "model.dim=16",
+    "model.layers=1",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.ffn=24",
+    "train.steps=2",
+    "train.batch_size=2",
+    "train.eval_tokens=64",
+    "tracking.wandb=off",
+    "engine.device=cpu",
+    "engine.threads=1",
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A working folder of its own, and the overrides of a run of milliseconds."""
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.path={corpus(tmp_path)}"]
+
+
+def test_train_and_report(here: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *here]) == 0
+    assert main(["train", *here, "recipe=w4"]) == 0
+    assert main(["report", "runs"]) == 0
+    shown = capsys.readouterr().out
+    assert "undecided (needs at least 2 seeds)" in shown
+    assert Path("runs/report.html").stat().st_size > 100_000
+
+
+def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
+    assert main(["train", "-m", *here, "recipe.weights.bits=null,4", "seed=1,2"]) == 0
+    found = sorted(str(p.parent.relative_to("sweep")) for p in Path("sweep").rglob("summary.json"))
+    assert found == [f"recipe.weights.bits={b}/seed{s}" for b in ("4", "null") for s in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["train", "train.stpes=3"], "Did you mean steps"),
+        (["train", "recipe=zero4"], "zero3"),
+        (["train", "recipe.weights.codec=os.system", "recipe.weights.bits=4"], "there are: block"),
+        (["study", "nothing"], "there are:"),
+        (["report", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:  # noqa: ANN001
+    extra = here if words[0] == "train" else []
+    assert main([words[0], *extra, *words[1:]]) == 2
+    assert answer in capsys.readouterr().err
+
+
+class HalfCodec(CodecBase):
+    """An outside codec: fp16 with a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def nbytes(self, numel: int) -> int:
+        return -(-numel * 2 // 16) * 16
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        data = (x.float() * self.factor).half().view(torch.uint8)
+        out.zero_()
+        out[:, : data.shape[1]] = data
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        return payload[:, : numel * 2].contiguous().view(torch.float16).float() / self.factor
+
+
+def test_a_codec_from_outside_trains(here: list[str], monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry.register_codec("half", HalfCodec)
+    recipe = ["recipe.weights.codec=half", "recipe.weights.options={factor: 8.0}"]
+    recipe += ["recipe.grads.codec=half", "recipe.name=half"]
+    assert main(["train", *here, *recipe]) == 0
+    assert Path("runs/half/seed1/summary.json").exists()
