@@ -46,7 +46,7 @@ def test_train_and_report(here: list[str], capsys: pytest.CaptureFixture[str]) -
     assert Path("runs/report.html").stat().st_size > 100_000
 
 
-def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -> None:  # noqa: ANN001
+def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -> None:
     monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
     assert main(["train", "-m", *here, "recipe.weights.bits=null,4", "seed=1,2"]) == 0
     found = sorted(str(p.parent.relative_to("sweep")) for p in Path("sweep").rglob("summary.json"))
@@ -63,7 +63,7 @@ def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -
         (["report", "nowhere"], "nowhere"),
     ],
 )
-def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:  # noqa: ANN001
+def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
     extra = here if words[0] == "train" else []
     assert main([words[0], *extra, *words[1:]]) == 2
     assert answer in capsys.readouterr().err
@@ -89,7 +89,7 @@ class HalfCodec(CodecBase):
         return payload[:, : numel * 2].contiguous().view(torch.float16).float() / self.factor
 
 
-def test_a_codec_from_outside_trains(here: list[str], monkeypatch) -> None:  # noqa: ANN001
+def test_a_codec_from_outside_trains(here: list[str], monkeypatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     registry.register_codec("half", HalfCodec)
     recipe = ["recipe.weights.codec=half", "recipe.weights.options={factor: 8.0}"]
