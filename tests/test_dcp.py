@@ -44,7 +44,23 @@ def save_and_go_on(folder: str) -> list[list[float]]:
     for step in range(1, 5):
         train(engine, step - 1, step)
         checkpoints.save(step, engine.state_dict())
-    return train(engine, 4, 7)
+    results = train(engine, 4, 7)  # while the last one is being written
+    checkpoints.wait()
+    return results
+
+
+def change_while_writing(folder: str) -> bool:
+    """What is saved is the state at the call, whatever happens to the tensors afterwards."""
+    engine = engine_of("zeropp", 1, 2)
+    train(engine, 0, 1)
+    before = {n: p.full_tensor().detach().clone() for n, p in engine.parameters.items()}
+    checkpoints = ShardedCheckpoints(Path(folder), keep=2)
+    checkpoints.save(1, engine.state_dict())
+    with torch.no_grad():
+        for p in engine.parameters.values():
+            p.fill_(7.0)
+    checkpoints.wait()
+    return same(before, read_whole(checkpoints.path(1))["weights"])
 
 
 def resume_noting(folder: str) -> list[Any]:
@@ -99,6 +115,10 @@ def test_resume_is_bit_exact(saved: tuple[Path, list[list[float]]]) -> None:
     folder, undisturbed = saved
     assert [p.name for p in sorted(folder.iterdir())] == ["step-00000003", "step-00000004"]
     assert run_world(4, resume, str(folder)) == undisturbed
+
+
+def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
+    assert run_world(2, change_while_writing, str(tmp_path)) is True
 
 
 def test_other_world_and_virtual_engine(saved: tuple[Path, list[list[float]]]) -> None:

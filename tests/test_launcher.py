@@ -24,8 +24,12 @@ from zpp_lab.launcher import connect, placed, slurm_place
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
-START = "import sys, yaml; from zpp_lab.config import Config, load; from zpp_lab.launcher import start"
-CODE = f"{START}; start(load(Config, yaml.safe_load(open(sys.argv[1]))))"
+CODE = """
+import sys, yaml
+from zpp_lab.config import Config, load
+from zpp_lab.launcher import start
+start(load(Config, yaml.safe_load(open(sys.argv[1]))))
+"""
 
 
 def started(config: Config, folder: Path, *, log: Path) -> subprocess.Popen[bytes]:
@@ -108,7 +112,8 @@ def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -> None:
     run(fsdp(tmp_path, f"run.dir={tmp_path / 'virtual'}", "train.steps=30"))
     folder, log = tmp_path / "real", tmp_path / "log.txt"
-    config = fsdp(tmp_path, "engine=fsdp", "engine.device=cpu", f"run.dir={folder}", "train.steps=30")
+    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=30")
+    config = fsdp(tmp_path, *settings, f"run.dir={folder}")
     process = started(config, folder, log=log)
     wait_for_lines(folder, 8, process)
     ranks = ranks_of(process.pid)

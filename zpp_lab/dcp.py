@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class ShardedCheckpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo")  # the writing thread's own
+        self.writing: threading.Thread | None = None
+        self.fault: Exception | None = None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -49,29 +53,49 @@ class ShardedCheckpoints:
         """Checkpoint folders, oldest first; some may be damaged."""
         return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
 
-    def save(self, step: int, state: State) -> Path:
-        """Write the state after `step` steps. OSError names the folder when the disk is full."""
-        path = self.path(step)
+    def save(self, step: int, state: State) -> None:
+        """Write the state after `step` steps. Returns when it is copied; a thread does the rest.
+
+        OSError, here or in the next call, names the folder when the disk is full.
+        """
+        self.wait()
         partial = self.folder / f".partial-{step:08d}"
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        try:
-            dcp.save(state, checkpoint_id=partial)
-        except Exception as error:
+        written = dcp.async_save(state, checkpoint_id=partial, process_group=self.group)
+        self.writing = threading.Thread(
+            target=self._finish, args=(step, partial, written), name="checkpoint", daemon=True
+        )
+        self.writing.start()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is whole; OSError when it could not be written."""
+        if self.writing is not None:
+            self.writing.join()
+            self.writing = None
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
             raise OSError(
-                f"could not write {path}: {error}; free some space and start again"
-            ) from error
-        self._seal(step, partial, path)
-        return path
+                f"could not write a checkpoint to {self.folder}: {fault}; free some space and "
+                "start again"
+            ) from fault
+
+    def _finish(self, step: int, partial: Path, written: Any) -> None:
+        try:
+            written.result()
+            self._seal(step, partial, self.path(step))
+        except Exception as error:  # whatever it was, the training thread must hear of it
+            self.fault = error
 
     def _seal(self, step: int, partial: Path, path: Path) -> None:
         """Put everything on the disk, write the marker, and give the folder its name."""
         own = [".metadata"] if self.rank == 0 else []
         own += [p.name for p in partial.glob(f"__{self.rank}_*.distcp")]
         sums: list[Any] = [None] * self.world
-        dist.all_gather_object(sums, {name: _flushed(partial / name) for name in own})
+        flushed = {name: _flushed(partial / name) for name in own}
+        dist.all_gather_object(sums, flushed, group=self.group)
         if self.rank == 0:
             files = {name: entry for part in sums for name, entry in sorted(part.items())}
             marker = {"step": step, "world": self.world, "files": files}
@@ -82,7 +106,7 @@ class ShardedCheckpoints:
             sync_folder(self.folder)
             for old in self.saved()[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
-        dist.barrier()
+        dist.barrier(group=self.group)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, the same on all ranks, each of which reads its part."""

@@ -180,6 +180,8 @@ def connect(config: Config) -> int:
         )
     cpu = config.engine.device == "cpu" or not torch.cuda.is_available()
     if not cpu:
+        if config.engine.deterministic:  # cuBLAS reads it when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     # NCCL's own watchdog comes after ours, which knows the wire's name.
     seconds = config.engine.timeout_seconds + (0 if cpu else 60)

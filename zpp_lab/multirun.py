@@ -35,7 +35,7 @@ def multirun(overrides: list[str]) -> int:
 
 def _job(composed: DictConfig) -> float:
     """One job; returns the held-out loss, for sweepers that optimize."""
-    from zpp_lab.trainer import run
+    from zpp_lab.launcher import launch
 
     settings = HydraConfig.get()
     name = settings.job.override_dirname.replace("/", "_") or str(composed.recipe.name)
@@ -43,7 +43,7 @@ def _job(composed: DictConfig) -> float:
         folder = f"{settings.sweep.dir}/{name}/seed{composed.seed}"
         composed.run.dir = composed.run.dir or folder
         composed.run.name = composed.run.name or f"{name}-seed{composed.seed}"
-    return float(run(to_config(composed))["heldout_loss"])
+    return float(launch(to_config(composed))["heldout_loss"])
 
 
 def _swept(override: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils import deterministic
 
 from zpp_lab import ops
 from zpp_lab.checkpoint import Checkpoints
@@ -63,7 +64,7 @@ class Trainer:
             torch.set_num_threads(config.engine.threads)
         torch.use_deterministic_algorithms(config.engine.deterministic)
         ops.configure(config.ops.backend)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and changes no sum
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints")
         self.step = 0  # steps done
@@ -78,6 +79,8 @@ class Trainer:
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
             last = self._loop(engine, data, tracker)
             master = engine.evaluate(self.step, self._heldout(data), wire=False)
+            if isinstance(self.checkpoints, ShardedCheckpoints):
+                self.checkpoints.wait()
             if tracker is None:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)

@@ -8,6 +8,7 @@
     race    many steps of one recipe with everything overlapped, twice: equal bit for bit
     cost    median step time of plain FSDP2, of zero3 through our collectives
             (engine.ordered=true), and of zeropp
+    profile a trace of one step, and how much of transfers and codecs is overlapped
 
 Without GPUs it runs on the CPU over gloo. Deterministic kernels in `table` and `race`.
 """
@@ -239,10 +240,68 @@ def cost(lab: Lab, size: str, steps: int) -> bool:
     return True
 
 
+def profile(lab: Lab, size: str) -> bool:
+    """One overlapped step of zeropp on rank 0: a trace, and how much of the transfers' and the
+    codecs' kernel time runs beside other kernels."""
+    torch.use_deterministic_algorithms(False)
+    found = {}
+    for cluster in lab.clusters():
+        config = configured("zeropp", cluster, train={"param_dtype": "bf16"})
+        engine, shape = lab.real(SHAPES[size], config), SHAPES[size]
+        for step in range(5):
+            engine.step(step, 1e-4, partial(lab.batch, shape, step), False)
+        with torch.profiler.profile() as prof:
+            engine.step(5, 1e-4, partial(lab.batch, shape, 5), False)
+            if lab.device.type == "cuda":
+                torch.cuda.synchronize()
+        key = f"{size} {cluster.nodes}x{cluster.gpus_per_node} zeropp"
+        found[key] = overlap(prof)
+        lab.say(f"profile {key}: {found[key]}")
+        if lab.rank == 0:
+            lab.out.mkdir(parents=True, exist_ok=True)
+            prof.export_chrome_trace(str(lab.out / f"trace-{key.replace(' ', '-')}.json.gz"))
+        del engine, prof
+        free()
+    lab.keep("profile", found)
+    return True
+
+
+def overlap(prof: torch.profiler.profile) -> dict[str, dict[str, float]]:
+    """{kind of kernel: its milliseconds, and those of them beside a kernel of another kind}."""
+    spans: dict[str, list[tuple[float, float]]] = {"transfer": [], "codec": [], "compute": []}
+    for event in prof.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans[kind(event.name)].append((event.time_range.start, event.time_range.end))
+    result = {}
+    for name, own in spans.items():
+        others = merged([s for n, found in spans.items() if n != name for s in found])
+        total = sum(end - begin for begin, end in own)
+        beside = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in own for b, e in others)
+        result[name] = {"ms": total / 1000, "beside others": beside / 1000}
+    return result
+
+
+def kind(kernel: str) -> str:
+    if "nccl" in kernel.lower():
+        return "transfer"
+    words = ("zpp", "encode", "decode", "reduce_rows")
+    return "codec" if any(word in kernel.lower() for word in words) else "compute"
+
+
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    done: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if done and begin <= done[-1][1]:
+            done[-1] = (done[-1][0], max(end, done[-1][1]))
+        else:
+            done.append((begin, end))
+    return done
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="table,race,cost")
+    parser.add_argument("--parts", default="table,race,cost,profile")
     parser.add_argument("--sizes", default="tiny,125m", help="of the table")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--steps", type=int, default=20, help="of the table")
@@ -261,6 +320,8 @@ def main() -> None:
             ok &= table(lab, args.sizes.split(","), args.cases.split(","), args.steps)
         elif part == "race":
             ok &= race(lab, args.race_size, "zeropp", args.race_steps, repeats=2)
+        elif part == "profile":
+            ok &= profile(lab, args.cost_size)
         else:
             ok &= cost(lab, args.cost_size, args.cost_steps)
         lab.say(f"{part}: {time.perf_counter() - began:.0f} s")

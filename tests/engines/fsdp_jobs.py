@@ -153,6 +153,18 @@ def nan_message(name: str, value: float, case: str) -> list[str]:
     return said
 
 
+def untouched_nan() -> str:
+    """An untouched FSDP2: the parameter can be named, the wire cannot."""
+    engine = real(configured("zero3", 2, 2, ordered=False))
+    with torch.no_grad():
+        engine.parameters["head.weight"].to_local().fill_(3e38)
+    try:
+        steps(engine, 1)
+    except NonFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
 class Forgetful(ProcessGroups):
     """A transport that hands over less than asked for."""
 
@@ -235,6 +247,7 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "untouched": (untouched,),
     "nan_weight": (nan_message, "layers.0.up.weight", float("nan"), "zeropp"),
     "huge_weight": (nan_message, "head.weight", 3e38, "zeropp"),
+    "untouched_nan": (untouched_nan,),
     "ledger_error": (ledger_error,),
     "unknown_gather": (unknown_operator, "fsdp::all_gather_copy_in"),
     "unknown_reduce": (unknown_operator, "fsdp::chunk_cat"),

@@ -60,6 +60,10 @@ def test_non_finite_is_named_alike(answers: dict[str, Any], job: str) -> None:
     assert real == virtual != "nothing"
 
 
+def test_non_finite_without_collectives_of_ours(answers: dict[str, Any]) -> None:
+    assert "the mean gradient of embed.weight is not finite" in answers["untouched_nan"]
+
+
 def test_missing_bytes_name_the_unit(answers: dict[str, Any]) -> None:
     assert "unit " in answers["ledger_error"]
     assert "weights_forward" in answers["ledger_error"]

@@ -18,6 +18,7 @@ from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import ClusterConfig
 
+Group = dist.ProcessGroup | None
 Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,6 +66,7 @@ def members(cluster: ClusterConfig, link: Link, rank: int) -> list[int]:
 class ProcessGroups:
     """`Transport` over torch.distributed. Every rank must build it, at the same time.
 
+    Reductions have groups of their own where there are GPUs, so that they overlap with gathers.
     ValueError when the cluster's shape does not fit the number of processes.
     """
 
@@ -76,29 +78,32 @@ class ProcessGroups:
             )
         self.cluster, self.rank = cluster, dist.get_rank()
         self.watchdog = watchdog or Watchdog(0.0)
-        self.groups: dict[Link, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
-        self.groups["local"] = self._split("local", range(0, cluster.world, cluster.gpus_per_node))
-        self.groups["across"] = self._split("across", range(cluster.gpus_per_node))
+        self.gathers = self._groups(dist.group.WORLD)
+        self.reductions = self.gathers
+        if torch.cuda.is_available():
+            self.reductions = self._groups(dist.new_group(list(range(cluster.world))))
 
-    def _split(self, link: Link, firsts: range) -> dist.ProcessGroup | None:
-        """All groups of a link's kind are made by all ranks; returns this rank's own."""
-        own: dist.ProcessGroup | None = None
+    def _groups(self, world: Group) -> dict[Link, Group]:
+        nodes = range(0, self.cluster.world, self.cluster.gpus_per_node)
+        return {
+            "world": world,
+            "local": self._split("local", nodes, world),
+            "across": self._split("across", range(self.cluster.gpus_per_node), world),
+        }
+
+    def _split(self, link: Link, firsts: range, world: Group) -> Group:
+        """This rank's group on a link, None where it would be alone. All ranks make all groups."""
+        own: Group = None
         for first in firsts:
             ranks = members(self.cluster, link, first)
-            if len(ranks) == 1:
-                return None
-            group = self._group(ranks)
+            if len(ranks) in (1, self.cluster.world):
+                return world if len(ranks) > 1 else None
+            group = dist.new_group(ranks)
             own = group if self.rank in ranks else own
         return own
 
-    def _group(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        if len(ranks) == self.cluster.world:
-            return dist.group.WORLD
-        group: dist.ProcessGroup = dist.new_group(ranks)
-        return group
-
     def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
-        group = self.groups[link]
+        group = self.gathers[link]
         if group is None:
             _copy(out[0], row)
             return Traffic(0, 0)
@@ -107,7 +112,7 @@ class ProcessGroups:
         return _count(self.cluster, link, row.nbytes)
 
     def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
-        group = self.groups[link]
+        group = self.reductions[link]
         if group is None:
             _copy(out, rows)
             return Traffic(0, 0)

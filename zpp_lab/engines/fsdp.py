@@ -71,7 +71,8 @@ class FsdpEngine:
         self.root = cast(FSDPModule, model)
         if any(p.is_meta for p in model.parameters()):
             self._initialize()
-        _prefetch(self.wrapped.modules[:-1], config.engine.prefetch)
+        *units, root = self.wrapped.modules
+        _prefetch([root, *units], config.engine.prefetch)
         self.clock = self.wrapped.clock
         self.parameters = dict(model.named_parameters())
         self.optimizer = adamw(self.parameters, config.train)
@@ -181,6 +182,8 @@ class FsdpEngine:
         order = {name: i for i, name in enumerate(self.parameters)}
         watch = RankWatch(step, self.rank, order, check=True)
         self._gradients(step, batches, watch)
+        if not self.wrapped.installed:
+            self._look_at_means(watch)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[Finding | None] = [None] * self.cluster.world
         dist.all_gather_object(found, watch.first)
@@ -188,6 +191,12 @@ class FsdpEngine:
         if findings:
             raise NonFiniteError(step, findings[0].where)
         raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
+
+    def _look_at_means(self, watch: RankWatch) -> None:
+        """Nothing of ours sees what an untouched FSDP2 sends; its result is all there is."""
+        for name, grad in self._grads().items():
+            if not bool(torch.isfinite(grad).all()):
+                watch.mean(name)
 
     # ------------------------------------------------------------------ the rest
 
@@ -274,10 +283,12 @@ def _own_part(whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def _prefetch(modules: Sequence[FSDPModule], ahead: int) -> None:
-    """While a unit computes, the next ones are gathered; FSDP2 does so in backward by itself."""
+    """While a unit computes, the next ones are gathered. `modules` in the order of the forward,
+    the root first. FSDP2 looks one unit ahead in backward by itself."""
     if ahead == 0:
         return
     for i, module in enumerate(modules):
         module.set_modules_to_forward_prefetch(list(modules[i + 1 : i + 1 + ahead]))
-        if ahead > 1:
-            module.set_modules_to_backward_prefetch(list(modules[max(0, i - ahead) : i])[::-1])
+        if ahead > 1 and i > 1:
+            before = list(modules[max(1, i - ahead) : i])
+            module.set_modules_to_backward_prefetch(before[::-1])

@@ -72,6 +72,11 @@ class RankWatch:
         place = (1, rank, self.micro, 2 if wire == "grads_inter" else 1)
         self._look(place, wire, layout, before, after, payload, rank)
 
+    def mean(self, name: str) -> None:
+        """This rank's shard of a mean gradient is not finite."""
+        error = NonFiniteError(self.step, f"the mean gradient of {name} is not finite")
+        self._found((2, 0, 0, 0), name, error)
+
     def _look(
         self,
         place: Place,

@@ -22,7 +22,7 @@ from zpp_lab.study.runs import read_run, write_study
 from zpp_lab.study.slots import make_slots
 from zpp_lab.tracking import start_study_sink
 
-ENTRY = "zpp_lab.trainer:run"
+ENTRY = "zpp_lab.launcher:launch"
 _POLL = 0.5  # seconds between looks at the running processes
 _TAIL_LINES, _TAIL_BYTES = 30, 8192
 

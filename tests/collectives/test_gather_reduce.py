@@ -1,0 +1,175 @@
+"""Gathers and reductions over threads: what arrives, and how many bytes it took."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.collectives.threads import ThreadTransport, on_ranks
+from zpp_lab import ops
+from zpp_lab.codecs import BlockCodec, Codec, RawCodec
+from zpp_lab.collectives.clock import Clock
+from zpp_lab.collectives.gather import Gather, GatherSpec
+from zpp_lab.collectives.ledger import Ledger, LedgerError
+from zpp_lab.collectives.reduce import Reduce, ReduceSpec
+from zpp_lab.collectives.traffic import Traffic, gather_traffic, hop_traffic, secondary_traffic
+from zpp_lab.config import ClusterConfig, Wire
+from zpp_lab.layout import Layout
+
+CODECS: list[Codec] = [
+    RawCodec(torch.float32),
+    BlockCodec(8, 16),
+    BlockCodec(4, 16, False),
+    BlockCodec(4, 16, rounding="stochastic"),
+    BlockCodec(6, 32, hadamard=16),
+]
+clusters = st.sampled_from([(1, 2), (2, 2), (3, 1), (2, 3), (3, 2)])
+lengths = st.lists(st.integers(1, 70), min_size=1, max_size=3)
+
+
+def layout_of(codec: Codec, numels: list[int]) -> Layout:
+    return Layout.build([f"p{i}" for i in range(len(numels))], numels, [codec] * len(numels))
+
+
+def values(numels: list[int], seed: int, rows: int = 1) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows * n, generator=rng) for n in numels]
+
+
+@given(clusters, lengths, st.sampled_from(CODECS), st.booleans(), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_gather(
+    shape: tuple[int, int], numels: list[int], codec: Codec, hierarchical: bool, secondary: bool
+) -> None:
+    """Every rank decodes the same, in both kinds of gather, and again from what hpZ kept."""
+    cluster = ClusterConfig(nodes=shape[0], gpus_per_node=shape[1])
+    hierarchical = hierarchical and min(shape) > 1
+    layout = layout_of(codec, numels)
+    spec = GatherSpec("u", layout, layout, torch.float32, secondary, hierarchical)
+
+    def job(transport: ThreadTransport) -> tuple[list[Tensor], Ledger]:
+        ledger, decoded = Ledger(), []
+        gather = Gather(spec, transport, ledger, Clock(3))
+        for backward in (False, True) if secondary else (False,):
+            packet = gather.pack(values(numels, transport.rank), backward)
+            gather.send(packet)
+            outs = [torch.empty(cluster.world, n) for n in numels]
+            gather.unpack(packet, outs)
+            decoded.append(torch.cat(outs, dim=1))
+        return decoded, ledger
+
+    results = on_ranks(cluster, job)
+    first = results[0][0][0]
+    assert all(torch.equal(t, first) for decoded, _ in results for t in decoded)
+    if isinstance(codec, RawCodec):
+        sent = torch.stack([torch.cat(values(numels, r)) for r in range(cluster.world)])
+        assert torch.equal(first, sent)
+    total = Traffic(0, 0)
+    for _, ledger in results:
+        total += ledger.step["weights_forward"]
+    assert total == gather_traffic(cluster, layout.nbytes, hierarchical)
+    if secondary:
+        back = [ledger.step["weights_backward"] for _, ledger in results]
+        assert back[0] * cluster.world == secondary_traffic(cluster, layout.nbytes)
+
+
+@given(clusters, lengths, st.sampled_from(CODECS), st.sampled_from(CODECS), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_reduce(
+    shape: tuple[int, int], numels: list[int], codec: Codec, second: Codec, reversed_order: bool
+) -> None:
+    """Sums in rank order, as a plain loop over encoded rows gives them."""
+    cluster = ClusterConfig(nodes=shape[0], gpus_per_node=shape[1])
+    hops: tuple[Wire, ...] = ("grads_intra", "grads_inter") if min(shape) > 1 else ("grads_intra",)
+    layouts = tuple(layout_of(c, numels) for c in (codec, second)[: len(hops)])
+    spec = ReduceSpec("u", hops, layouts, reversed_order)
+    names = tuple(s.name for s in layouts[0].segments)
+
+    def job(transport: ThreadTransport) -> tuple[Tensor, Ledger]:
+        ledger, out = Ledger(), torch.empty(sum(numels))
+        reduce = Reduce(spec, transport, ledger, Clock(3))
+        reduce.run(names, values(numels, transport.rank, cluster.world), out)
+        return out, ledger
+
+    results = on_ranks(cluster, job)
+    for rank, (out, _) in enumerate(results):
+        assert torch.equal(out, by_hand(cluster, spec, numels, rank))
+    total: dict[Wire, Traffic] = {"grads_intra": Traffic(0, 0), "grads_inter": Traffic(0, 0)}
+    for _, ledger in results:
+        for wire in total:
+            total[wire] += ledger.step[wire]
+    assert total == hop_traffic(cluster, hops, [layout.nbytes for layout in layouts])
+
+
+def by_hand(cluster: ClusterConfig, spec: ReduceSpec, numels: list[int], rank: int) -> Tensor:
+    """One destination's sums, encoding row by row."""
+    world, local = cluster.world, cluster.gpus_per_node
+    order = range(world)[::-1] if spec.reversed_order else range(world)
+    first = spec.layouts[0]
+
+    def row(source: int) -> Tensor:
+        payload = torch.empty(world, first.nbytes, dtype=torch.uint8)
+        noise = Clock(3).grads_noise(spec.hops[0], source, range(world))
+        ops.encode(first, values(numels, source, world), noise, payload)
+        return payload[rank]
+
+    if len(spec.hops) == 1:
+        sums = torch.zeros(1, first.coded_numel)
+        ops.decode_sum(first, torch.stack([row(s) for s in order])[:, None], sums)
+        return ops.finish_sums(first, sums)[0]
+    second, arrived = spec.layouts[1], []
+    for node in sorted({s // local for s in order}, reverse=spec.reversed_order):
+        sums = torch.zeros(1, first.coded_numel)
+        rows = torch.stack([row(s) for s in order if s // local == node])
+        ops.decode_sum(first, rows[:, None], sums)
+        sender = node * local + rank % local
+        payload = torch.empty(1, second.nbytes, dtype=torch.uint8)
+        noise = Clock(3).grads_noise(spec.hops[1], sender, [rank])
+        ops.encode_sums(first, second, sums, noise, payload)
+        arrived.append(payload)
+    sums = torch.zeros(1, second.coded_numel)
+    ops.decode_sum(second, torch.stack(arrived), sums)
+    return ops.finish_sums(second, sums)[0]
+
+
+def test_backward_without_forward_says_so() -> None:
+    layout = layout_of(BlockCodec(8, 16), [20])
+    spec = GatherSpec("layers.0", layout, layout, torch.float32, secondary=True)
+
+    def job(transport: ThreadTransport) -> None:
+        Gather(spec, transport, Ledger(), Clock(1)).pack(values([20], 0), backward=True)
+
+    with pytest.raises(RuntimeError, match=r"layers\.0: backward found no secondary"):
+        on_ranks(ClusterConfig(nodes=1, gpus_per_node=2), job)
+
+
+def test_no_secondary_is_kept_without_gradients() -> None:
+    layout = layout_of(BlockCodec(8, 16), [20])
+    spec = GatherSpec("u", layout, layout, torch.float32, secondary=True)
+
+    def job(transport: ThreadTransport) -> bool:
+        clock = Clock(1)
+        gather = Gather(spec, transport, Ledger(), clock)
+        kept = []
+        for clock.grad in (False, True):
+            gather.send(gather.pack(values([20], 0), backward=False))
+            kept.append(gather.secondary is not None)
+        return kept == [False, True]
+
+    assert all(on_ranks(ClusterConfig(nodes=2, gpus_per_node=2), job))
+
+
+def test_fewer_bytes_than_planned_are_an_error() -> None:
+    layout = layout_of(BlockCodec(8, 16), [20])
+    spec = GatherSpec("layers.1", layout, layout, torch.float32)
+
+    def job(transport: ThreadTransport) -> None:
+        transport._count = lambda link, each: Traffic(0, 0)  # type: ignore[method-assign]
+        gather = Gather(spec, transport, Ledger(), Clock(1))
+        gather.send(gather.pack(values([20], 0), backward=False))
+
+    with pytest.raises(LedgerError, match=r"layers\.1, weights_forward"):
+        on_ranks(ClusterConfig(nodes=1, gpus_per_node=2), job)

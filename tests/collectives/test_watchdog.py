@@ -1,0 +1,39 @@
+"""A transfer that hangs is named; one that ends, or fails, is not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from zpp_lab.collectives.watchdog import Watchdog
+
+CPU = torch.device("cpu")
+
+
+def test_names_the_transfer_that_hangs() -> None:
+    said: list[str] = []
+    heard = threading.Event()
+    watchdog = Watchdog(0.2, lambda message: (said.append(message), heard.set())[0])
+    with watchdog.watch("grads_intra of unit layers.3 (local)", CPU):
+        assert heard.wait(20)
+    watchdog.close()
+    assert len(said) == 1
+    assert said[0].startswith("grads_intra of unit layers.3 (local) has not finished after 0.2 s")
+
+
+def test_finished_and_failed_transfers_are_forgotten() -> None:
+    watchdog = Watchdog(0.05, lambda message: pytest.fail(message))
+    with watchdog.watch("one", CPU):
+        pass
+    with pytest.raises(RuntimeError), watchdog.watch("two", CPU):
+        raise RuntimeError
+    assert all(t.finished() for t in watchdog.flying)
+    watchdog.close()
+
+
+def test_zero_watches_nothing() -> None:
+    watchdog = Watchdog(0.0)
+    with watchdog.watch("one", CPU):
+        assert not watchdog.flying

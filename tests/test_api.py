@@ -1,0 +1,101 @@
+"""`zpp_lab.shard` in a foreign training loop: a molecular encoder trains with quantized wires."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from examples.molecules import MoleculeEncoder, molecules, train
+from tests.engines.fsdp_world import run_world
+from zpp_lab.api import recipe, shard
+from zpp_lab.config import ClusterConfig
+
+
+def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:
+    """Losses of the example's loop, and what went over the wires."""
+    model = _model()
+    cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
+    named = recipe_name if recipe_name == "zero3" else _small(recipe_name)
+    losses, sharded = train(model, named, cluster, steps=12)
+    sent = {wire: list(t) for wire, t in sharded.bytes.items()}
+    return [losses, sent, len(sharded.wrapped.installed)]
+
+
+def _model() -> MoleculeEncoder:
+    torch.manual_seed(0)
+    return MoleculeEncoder(width=32, layers=2)
+
+
+def hand_written() -> list[float]:
+    """The same loop with averaged gradients and no sharding, for comparison."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(12):
+        loss = model(molecules(step, dist.get_rank()))
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def eval_between() -> list[float]:
+    """Forwards without gradients, and without a backward, change nothing in training."""
+    results = []
+    for disturbed in (False, True):
+        model = _model()
+        cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+        sharded = shard(model, _small("zeropp"), cluster, units=list(model.layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if disturbed:
+                with torch.no_grad():
+                    model(molecules(99, dist.get_rank()))
+            loss = model(molecules(step, dist.get_rank()))
+            loss.backward()
+            sharded.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(loss.item())
+    return results
+
+
+def _small(name: str) -> Any:
+    return recipe(name, "recipe.weights.block_size=16", "recipe.grads.block_size=16")
+
+
+def test_zero3_follows_the_hand_written_loop() -> None:
+    plain = run_world(4, hand_written)
+    losses, _, installed = run_world(4, loop, "zero3", 2, 2)
+    assert installed == 0, "FSDP2 is untouched"
+    assert losses == pytest.approx(plain, rel=1e-4)
+
+
+def test_zeropp_learns_with_fewer_bytes() -> None:
+    raw, raw_sent, _ = run_world(4, loop, "zero3_reordered", 2, 2)
+    losses, sent, installed = run_world(4, loop, "zeropp", 2, 2)
+    assert installed == 3
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(raw[0], rel=0.05)
+    assert sum(map(sum, sent.values())) < 0.6 * sum(map(sum, raw_sent.values()))
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    quiet, disturbed = run_world(4, eval_between)
+    assert quiet == disturbed
+
+
+def test_mistakes_name_the_fix() -> None:
+    with pytest.raises(ValueError, match="no module of the model"):
+        shard(nn.Linear(2, 2), "zero3", ClusterConfig(nodes=1, gpus_per_node=1), units=[nn.ReLU()])
+    with pytest.raises(ValueError, match="not-a-recipe"):
+        recipe("not-a-recipe")
