@@ -119,13 +119,13 @@ def _run_all(todo: Sequence[PlannedRun], pool: Pool, progress: Progress) -> dict
     waiting, ended = deque(todo), {}
     with _stop_on_signals() as stop:
         try:
-            while (waiting or pool.running) and not stop.is_set():
+            while (waiting or pool.running) and not stop.requested:
                 while waiting and pool.has_room:
                     run = waiting.popleft()
                     (run.dir / "failure.json").unlink(missing_ok=True)
                     pool.start(run)
                 for run, code in pool.wait(_POLL):
-                    if not stop.is_set() or run.finished:
+                    if not stop.requested or run.finished:
                         ended[run.dir] = _settle(run, code, progress)
                 progress.update(pool.running)
         finally:
@@ -178,14 +178,24 @@ def log_tail(path: Path) -> str:
     return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
 
+class _Stop:
+    """Whether a signal asked for the end. A plain flag: a second signal may come at any moment,
+    inside this handler too, where a lock would wait for itself."""
+
+    requested = False
+
+    def request(self, *_: object) -> None:
+        self.requested = True
+
+
 @contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; the old handlers come back at the end."""
-    stop = threading.Event()
+def _stop_on_signals() -> Iterator[_Stop]:
+    """Notes SIGINT and SIGTERM; the old handlers come back at the end."""
+    stop = _Stop()
     old = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            old[number] = signal.signal(number, lambda *_: stop.set())
+            old[number] = signal.signal(number, stop.request)
     try:
         yield stop
     finally:
