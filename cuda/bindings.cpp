@@ -175,8 +175,11 @@ struct Flags {
 
 Planes planes_of(int64_t offset, Codec const& codec, int64_t numel) {
   auto const plane = [&](int width) { return ((numel * width + 7) / 8 + 15) / 16 * 16; };
-  int64_t const crumbs = offset + plane(codec.bits == 6 ? 4 : codec.bits);
-  return {offset, crumbs, crumbs + (codec.bits == 6 ? plane(2) : 0)};
+  int const width = codec.bits == 6 ? 4 : codec.bits;
+  int64_t const crumbs = offset + plane(width);
+  int32_t const each = (codec.bf16_scale ? 2 : 4) * (codec.symmetric ? 1 : 2);
+  return {offset, crumbs, crumbs + (codec.bits == 6 ? plane(2) : 0), TILE / 8 * width,
+          (TILE >> codec.log2_block) * each};
 }
 
 // A segment without its float views.

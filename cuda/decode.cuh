@@ -59,16 +59,35 @@ struct Shares {
   }
 };
 
+template <int BITS, bool SYM, bool WHOLE>
+__device__ __forceinline__ void read_shares(
+    Slots const& from, bool bf16, Shares const& shares, Coded& c) {
+  auto const mine = [&](int v) { return WHOLE || shares.within + v * CHUNK < shares.left; };
+#pragma unroll
+  for (int v = 0; v < CHUNKS; ++v) {
+    if (mine(v)) c.codes[v] = read_codes<BITS>(from, shares.within + v * CHUNK);
+  }
+  if (bf16) {
+#pragma unroll
+    for (int v = 0; v < CHUNKS; ++v) {
+      if (mine(v)) read_scale<SYM>(from, true, shares.block[v], c.scale[v], c.zero[v]);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < CHUNKS; ++v) {
+      if (mine(v)) read_scale<SYM>(from, false, shares.block[v], c.scale[v], c.zero[v]);
+    }
+  }
+}
+
 // A lane's share that lies past the end keeps what `c` held.
 template <int BITS, bool SYM>
 __device__ __forceinline__ void read_row(
     Slots const& from, bool bf16, Shares const& shares, Coded& c) {
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-    if (shares.within + v * CHUNK < shares.left) {
-      c.codes[v] = read_codes<BITS>(from, shares.within + v * CHUNK);
-      read_scale<SYM>(from, bf16, shares.block[v], c.scale[v], c.zero[v]);
-    }
+  if (shares.left == TILE) {
+    read_shares<BITS, SYM, true>(from, bf16, shares, c);
+  } else {
+    read_shares<BITS, SYM, false>(from, bf16, shares, c);
   }
 }
 
@@ -85,6 +104,11 @@ __device__ __forceinline__ void add_row(Coded const& c, Tile& x) {
     levels<BITS, SYM>(c.codes[v], q);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      if (BITS == 2 && SYM && SUM != Sum::none) {
+        // -1, 0 and 1 times the scale are exact: one rounding either way, and no -0
+        x[v][i] = fma_exact(q[i], float_of(c.scale[v]), x[v][i]);
+        continue;
+      }
       float const value = dequantize<SYM>(q[i], float_of(c.scale[v]), float_of(c.zero[v]));
       if (SUM == Sum::none) x[v][i] = value;
       if (SUM == Sum::fresh) x[v][i] = add(x[v][i], value);
@@ -95,7 +119,7 @@ __device__ __forceinline__ void add_row(Coded const& c, Tile& x) {
 
 __device__ __forceinline__ Slots slots_at(Plan const& plan, Place const& at) {
   char* row = const_cast<char*>(plan.payload) + at.row * plan.payload_row;
-  return tile_slots(row, at.segment().from_planes, at.segment().from_codec, at.start);
+  return tile_slots(row, at.segment().from_planes, at.part);
 }
 
 // Sums the rows of a tile; the next row is on its way while one is added.
@@ -105,8 +129,8 @@ __device__ __forceinline__ void decode_block_tile(Plan const& plan, Place const&
   bool const bf16 = s.from_codec.bf16_scale;
   Slots from = slots_at(plan, at);
   Shares const shares(at, s.from_codec.log2_block);
-  Coded a, b;
-  clear(a), clear(b);
+  Coded a;
+  clear(a);
   read_row<BITS, SYM>(from, bf16, shares, a);
   auto const next = [&](Coded& c) {
     from.codes += plan.payload_k, from.scales += plan.payload_k;
@@ -114,6 +138,15 @@ __device__ __forceinline__ void decode_block_tile(Plan const& plan, Place const&
     read_row<BITS, SYM>(from, bf16, shares, c);
   };
   int k = plan.k - 1;  // rows still to be read
+  if constexpr (BITS == 8 && !SYM) {  // two rows do not fit in the registers
+#pragma unroll 1
+    for (; k; --k) {
+      add_row<BITS, SYM, SUM>(a, x);
+      next(a);
+    }
+  }
+  Coded b;
+  clear(b);
 #pragma unroll 1
   for (; k >= 2; k -= 2) {
     next(b);

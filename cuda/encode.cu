@@ -11,16 +11,21 @@ __global__ void __launch_bounds__(THREADS, STOCHASTIC || ROTATED ? 3 : 4)
   extern __shared__ __align__(128) char memory[];
   __shared__ uint64_t barriers[STAGES];
   Stages stages(memory, barriers, plan.stage_bytes);
-  for_segments(plan, [&](Place at, Stride const& stride) {
-    Segment const& s = at.segment();
+  uint32_t tile = blockIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < plan.segments; ++i) {
+    Place at;
+    if (!enter(plan, i, tile, at)) continue;
+    Segment const& s = plan.segment[i];
+    Stride const stride(s);
     if (s.copy) {
 #pragma unroll 1
       for (; at.row < plan.rows; at = stride.after(at)) copy_segment(s, at);
-      return;
+      continue;
     }
     Place ahead = at;
-    for (int i = 0; i < STAGES; ++i, ahead = stride.after(ahead)) {
-      stages.request(ahead, plan.rows, i);
+    for (int j = 0; j < STAGES; ++j, ahead = stride.after(ahead)) {
+      stages.request(ahead, plan.rows, j);
     }
     int stage = 0;
 #pragma unroll 1
@@ -34,7 +39,7 @@ __global__ void __launch_bounds__(THREADS, STOCHASTIC || ROTATED ? 3 : 4)
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     __syncthreads();
-  });
+  }
 }
 
 int launch_encode(Plan& plan, bool stochastic, bool rotated, void* stream) {

@@ -82,14 +82,11 @@ struct Slots {
   uint8_t* scales;
 };
 
-// The parts of a payload row where a tile's codes and scales lie.
-__device__ __forceinline__ Slots tile_slots(
-    char* row, Planes const& at, Codec const& codec, int64_t start) {
+// The parts of a payload row where tile number `part` has its codes and scales.
+__device__ __forceinline__ Slots tile_slots(char* row, Planes const& at, int part) {
   uint8_t* base = reinterpret_cast<uint8_t*>(row);
-  int const each = (codec.bf16_scale ? 2 : 4) * (codec.symmetric ? 1 : 2);
-  int const width = codec.bits == 6 ? 4 : codec.bits;
-  return {base + at.codes + start / 8 * width, base + at.crumbs + start / 4,
-          base + at.scales + (start >> codec.log2_block) * each};
+  return {base + at.codes + int64_t(part) * at.codes_step, base + at.crumbs + int64_t(part) * (TILE / 4),
+          base + at.scales + int64_t(part) * at.scales_step};
 }
 
 template <bool SYM>
@@ -112,13 +109,13 @@ struct Affine {
 // block share the divisions: lane l works on chunk l % 4 and the others fetch its result.
 template <int BITS, bool SYM>
 __device__ __forceinline__ void scale_blocks(
-    Codec const& codec, Slots const& to, Place const& at, Range const (&r)[CHUNKS],
+    Codec const& codec, Slots const& to, Place const& at, int left, Range const (&r)[CHUNKS],
     Affine (&affine)[CHUNKS]) {
   int const lane = threadIdx.x % 32, lb = codec.log2_block;
   int const lanes = lb >= 8 ? 32 : 1 << (lb - 3), within = lane & (lanes - 1);
   float const levels = Grid<BITS, SYM>::levels;
   bool const bf16 = codec.bf16_scale;
-  int const left = at.left(at.segment().to_len), mask = (1 << lb) - 1;
+  int const mask = (1 << lb) - 1;
   if (lanes >= 4) {
     int const pick = lane & 3;
     Range const mine = pick == 0 ? r[0] : pick == 1 ? r[1] : pick == 2 ? r[2] : r[3];
@@ -182,7 +179,7 @@ __device__ __forceinline__ Packed quantize(
         octet, noise.row, noise.rank, noise.parameter, noise.key0, noise.key1);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      bits[i] = code_stochastic<BITS, SYM>(x[i], a.inverse, a.zero, uniform(words, i));
+      bits[i] = code_stochastic<BITS, SYM, CLAMP>(x[i], a.inverse, a.zero, uniform(words, i));
     }
   } else {
 #pragma unroll
@@ -195,9 +192,8 @@ __device__ __forceinline__ Packed quantize(
 
 template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
 __device__ __forceinline__ void write_tile(
-    Slots const& to, Place const& at, Tile const& x, Affine const (&affine)[CHUNKS],
+    Slots const& to, Place const& at, int left, Tile const& x, Affine const (&affine)[CHUNKS],
     NoiseAt const& noise) {
-  int const left = at.left(at.segment().to_len);
   uint32_t const octet = uint32_t(at.start >> 3) + uint32_t(at.within >> 3);
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
@@ -227,7 +223,7 @@ __device__ __forceinline__ void encode_block_tile(
     char* row, Place const& at, Tile const& x, NoiseAt const& noise) {
   Codec const codec = at.segment().to_codec;
   int64_t const numel = at.segment().to_len;
-  Slots const to = tile_slots(row, at.segment().to_planes, codec, at.start);
+  Slots const to = tile_slots(row, at.segment().to_planes, at.part);
   Range ranges[CHUNKS];
   int const left = at.left(numel);
   if (left == TILE) {
@@ -242,14 +238,18 @@ __device__ __forceinline__ void encode_block_tile(
   if (at.start + TILE >= numel) write_scale_padding(to, codec, at.start, numel);
   join_blocks<SYM>(ranges, codec.log2_block);
   Affine affine[CHUNKS];
-  scale_blocks<BITS, SYM>(codec, to, at, ranges, affine);
+  scale_blocks<BITS, SYM>(codec, to, at, left, ranges, affine);
   if constexpr (STOCHASTIC) {
-    if (codec.stochastic) return write_tile<BITS, SYM, true, true>(to, at, x, affine, noise);
+    // with 4 bits and an fp32 scale the noise, 2^-17 or more away from 0 and 1, keeps the range
+    if (codec.stochastic && (BITS > 4 || codec.bf16_scale)) {
+      return write_tile<BITS, SYM, true, true>(to, at, left, x, affine, noise);
+    }
+    if (codec.stochastic) return write_tile<BITS, SYM, true, false>(to, at, left, x, affine, noise);
   }
   if (codec.bf16_scale) {
-    write_tile<BITS, SYM, false, true>(to, at, x, affine, noise);
+    write_tile<BITS, SYM, false, true>(to, at, left, x, affine, noise);
   } else {
-    write_tile<BITS, SYM, false, false>(to, at, x, affine, noise);
+    write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise);
   }
 }
 

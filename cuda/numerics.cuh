@@ -118,7 +118,8 @@ ZPP_HD Scale make_scale(float least, float most, float levels, bool symmetric, b
 // ---- codes -------------------------------------------------------------------------------
 
 // The code of x in the low bits of the result, above them those of BASE.
-// CLAMP may be false where rounding cannot leave the range: to nearest with an fp32 scale.
+// CLAMP may be false where rounding cannot leave the range: with an fp32 scale, to nearest, or
+// stochastically with at most 4 bits (y + u stays 2^-18 inside the next level).
 template <int BITS, bool SYM, bool CLAMP>
 ZPP_HD uint32_t code_nearest(float x, float inverse, float zero) {
   using G = Grid<BITS, SYM>;
@@ -128,12 +129,12 @@ ZPP_HD uint32_t code_nearest(float x, float inverse, float zero) {
   return bits_of(add(y, G::magic));
 }
 
-template <int BITS, bool SYM>
+template <int BITS, bool SYM, bool CLAMP>
 ZPP_HD uint32_t code_stochastic(float x, float inverse, float zero, float u) {
   using G = Grid<BITS, SYM>;
   float t = add(mul(SYM ? x : add(x, -zero), inverse), u);
-  t = lower(t, G::levels);
-  if (SYM) t = upper(t, G::lowest);
+  if (CLAMP) t = lower(t, G::levels);
+  if (CLAMP && SYM) t = upper(t, G::lowest);
   return bits_of(floor_onto(t, G::magic));
 }
 

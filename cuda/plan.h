@@ -18,7 +18,7 @@ constexpr int THREADS = 256;     // threads of one thread block
 constexpr int WARP_TILE = 1024;  // elements of one warp's work
 constexpr int CHUNKS = 4;        // pieces of a warp's work, 8 neighbouring elements a lane each
 constexpr int CHUNK = 256;
-constexpr int MAX_SEGMENTS = 20;
+constexpr int MAX_SEGMENTS = 18;
 
 enum class Dtype : int32_t { fp32 = 0, bf16 = 1, fp16 = 2 };
 
@@ -43,7 +43,8 @@ struct Codec {
 };
 
 struct Planes {
-  int64_t codes, crumbs, scales;  // bytes from the row's start; crumbs for 6 bits only
+  int64_t codes, crumbs, scales;      // bytes from the row's start; crumbs for 6 bits only
+  int32_t codes_step, scales_step;    // bytes of one tile; its crumbs take TILE / 4
 };
 
 struct Segment {

@@ -5,25 +5,41 @@
 namespace zpp {
 
 __global__ void __launch_bounds__(THREADS, 3) decode_sum_kernel(__grid_constant__ Plan const plan) {
-  for_tiles(plan, [&](Place const& at) {
-    Segment const& s = at.segment();
-    Tile x;
-    load_floats(s.to, s.to_dtype, at, s.to_len, 0, x);
-    decode_tile<Sum::onto>(plan, at, x);
-    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
-  });
+  uint32_t tile = blockIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < plan.segments; ++i) {
+    Place at;
+    if (!enter(plan, i, tile, at)) continue;
+    Segment const& s = plan.segment[i];
+    Stride const stride(s);
+#pragma unroll 1
+    for (; at.row < plan.rows; at = stride.after(at)) {
+      Tile x;
+      load_floats(s.to, s.to_dtype, at, s.to_len, 0, x);
+      decode_tile<Sum::onto>(plan, at, x);
+      store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+    }
+  }
 }
 
 template <bool ROTATED>
 __global__ void __launch_bounds__(THREADS, 3) reduce_kernel(__grid_constant__ Plan const plan) {
-  for_tiles(plan, [&](Place const& at) {
-    Segment const& s = at.segment();
-    Tile x;
-    zero_tile(x);
-    decode_tile<Sum::fresh>(plan, at, x);
-    if constexpr (ROTATED) change_domain(s, at, x);
-    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
-  });
+  uint32_t tile = blockIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < plan.segments; ++i) {
+    Place at;
+    if (!enter(plan, i, tile, at)) continue;
+    Segment const& s = plan.segment[i];
+    Stride const stride(s);
+#pragma unroll 1
+    for (; at.row < plan.rows; at = stride.after(at)) {
+      Tile x;
+      zero_tile(x);
+      decode_tile<Sum::fresh>(plan, at, x);
+      if constexpr (ROTATED) change_domain(s, at, x);
+      store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+    }
+  }
 }
 
 int launch_decode_sum(Plan& plan, void* stream) { return launch<decode_sum_kernel>(plan, stream); }

@@ -7,13 +7,22 @@ namespace zpp {
 template <bool STOCHASTIC, bool ROTATED>
 __global__ void __launch_bounds__(THREADS, 3)
     decode_sum_encode_kernel(__grid_constant__ Plan const plan) {
-  for_tiles(plan, [&](Place const& at) {
-    Tile x;
-    zero_tile(x);
-    decode_tile<Sum::fresh>(plan, at, x);
-    if constexpr (ROTATED) change_domain(at.segment(), at, x);
-    encode_tile<STOCHASTIC>(plan, at, x);
-  });
+  uint32_t tile = blockIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < plan.segments; ++i) {
+    Place at;
+    if (!enter(plan, i, tile, at)) continue;
+    Segment const& s = plan.segment[i];
+    Stride const stride(s);
+#pragma unroll 1
+    for (; at.row < plan.rows; at = stride.after(at)) {
+      Tile x;
+      zero_tile(x);
+      decode_tile<Sum::fresh>(plan, at, x);
+      if constexpr (ROTATED) change_domain(s, at, x);
+      encode_tile<STOCHASTIC>(plan, at, x);
+    }
+  }
 }
 
 int launch_decode_sum_encode(Plan& plan, bool stochastic, bool rotated, void* stream) {

@@ -57,29 +57,18 @@ struct Stride {
   }
 };
 
-// Calls run(segment's first place for this block, stride) for each segment that has one.
-template <typename Run>
-__device__ __forceinline__ void for_segments(Plan const& plan, Run run) {
-  uint32_t tile = blockIdx.x;
-#pragma unroll 1
-  for (int i = 0; i < plan.segments; ++i) {
-    Segment const& s = plan.segment[i];
-    uint32_t const end = i + 1 < plan.segments ? plan.segment[i + 1].first_tile : plan.tiles;
-    if (tile >= end) continue;
-    int row, part;
-    s.tiles(row, part, int(tile - s.first_tile));
-    run(Place{&s, row, part, int64_t(part) * TILE, lane_start()}, Stride(s));
-    tile += (end - 1 - tile) / gridDim.x * gridDim.x + gridDim.x;
-  }
-}
-
-// Calls tile(place) for each tile of this block.
-template <typename Visit>
-__device__ __forceinline__ void for_tiles(Plan const& plan, Visit visit) {
-  for_segments(plan, [&](Place at, Stride const& stride) {
-#pragma unroll 1
-    for (; at.row < plan.rows; at = stride.after(at)) visit(at);
-  });
+// This block's first place in segment i, given its next tile; false where it has none there.
+// Moves `tile` past the segment.
+__device__ __forceinline__ bool enter(Plan const& plan, int i, uint32_t& tile, Place& at) {
+  Segment const& s = plan.segment[i];
+  uint32_t const end = i + 1 < plan.segments ? plan.segment[i + 1].first_tile : plan.tiles;
+  if (tile >= end) return false;
+  s.tiles(at.row, at.part, int(tile - s.first_tile));
+  at.where = &s;
+  at.start = int64_t(at.part) * TILE;
+  at.within = lane_start();
+  tile += ((end - 1 - tile) / gridDim.x + 1) * gridDim.x;
+  return true;
 }
 
 // ---- floats ------------------------------------------------------------------------------

@@ -59,8 +59,10 @@ void encode(float const* x, Row const& r) {
       uint32_t bits[8];
       for (int i = 0; i < 8; ++i) {
         float const v = first + i < end ? x[first + i] : 0.0f;
-        if (r.stochastic) {
-          bits[i] = code_stochastic<BITS, SYM>(v, s.inverse, s.zero, uniform(noise, i));
+        if (r.stochastic && (BITS > 4 || r.bf16)) {
+          bits[i] = code_stochastic<BITS, SYM, true>(v, s.inverse, s.zero, uniform(noise, i));
+        } else if (r.stochastic) {
+          bits[i] = code_stochastic<BITS, SYM, false>(v, s.inverse, s.zero, uniform(noise, i));
         } else if (r.bf16) {
           bits[i] = code_nearest<BITS, SYM, true>(v, s.inverse, s.zero);
         } else {

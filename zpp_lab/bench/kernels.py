@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from zpp_lab import ops
+from zpp_lab.bench import figure
 from zpp_lab.bench.measure import device_seconds, eager_device_seconds, host_seconds, sets_for
 from zpp_lab.bench.work import (
     OPS,
     Work,
     copy_work,
     decoder_block,
+    fill_work,
     one_segment,
     work,
 )
@@ -160,6 +162,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"copy of {mib} MiB: {rate / 1e9:.0f} GB/s")
         report["grid"] += measure_grid(mib, copy_rate, args.full)
     report["copy_gb_s"] = copy_rate / 1e9
+    report["fill_gb_s"] = 1024 * MIB / timed(fill_work(1024 * MIB)) / 1e9
+    print(f"fill {report['fill_gb_s']:.0f} GB/s (write alone, 1 GiB)")
     report["small"] = measure_small(copy_rate)
     report["segments"] = measure_segments()
     print_table(report["grid"])
@@ -175,8 +179,16 @@ def main(argv: list[str] | None = None) -> int:
         report["peers"] = measure_peers()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+    _draw(report, args.out / "kernels.svg")
     print(f"written to {args.out}")
     return 0
+
+
+def _draw(report: dict[str, Any], path: Path) -> None:
+    try:
+        figure.draw(report, path)
+    except ImportError:
+        print("no figure: pip install 'zpp_lab[report]' for altair", file=sys.stderr)
 
 
 if __name__ == "__main__":

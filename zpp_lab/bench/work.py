@@ -78,6 +78,16 @@ def copy_work(nbytes: int) -> Work:
     return Work(nbytes, prepare)
 
 
+def fill_work(nbytes: int) -> Work:
+    """Writes alone: what a mix with many writes can reach at most."""
+
+    def prepare() -> Callable[[], object]:
+        target = torch.empty(nbytes // 4, dtype=torch.float32, device="cuda")
+        return lambda: target.fill_(1.0)
+
+    return Work(nbytes, prepare)
+
+
 def one_segment(codec: BlockCodec, numel: int) -> Layout:
     return Layout.build(["weight"], [numel], [codec])
 
