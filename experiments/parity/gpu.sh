@@ -11,8 +11,8 @@ part() {  # seconds, output folder, arguments
 }
 mkdir -p "$out"
 part "${TINY:-150}" tiny --parts table --sizes tiny
-part "${COST:-90}" cost --parts cost --cost-size 125m
+part "${COST:-90}" cost --parts cost,profile --cost-size 125m
 part "${RACE:-130}" race --parts race
-timeout -k 5 100 python3 -m zpp_lab.cli bench collectives --nodes 1,2 --mib 16,64,640 \
+[ "${COLLECTIVES:-1}" = 0 ] || timeout -k 5 100 python3 -m zpp_lab.cli bench collectives --nodes 1,2 --mib 16,64,640 \
   --out "$out/collectives.json" 2>&1 | tail -n 60
 if [ "${BIG:-0}" -gt 0 ]; then part "$BIG" big --parts table --sizes 125m; fi

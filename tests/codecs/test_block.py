@@ -193,6 +193,14 @@ def test_non_finite_blocks_decode_to_nan_alone(bad, symmetric, scale_dtype, hada
     assert bool(torch.cat((y[0, :16], y[0, 32:])).isfinite().all())
 
 
+def test_one_nan_is_stored() -> None:
+    x = torch.full((1, 16), math.nan)
+    fp32 = encode(BlockCodec(bits=8, block_size=16), x)[0, 16:20]
+    bf16 = encode(BlockCodec(bits=8, block_size=16, symmetric=False, scale_dtype="bf16"), x)[0]
+    assert fp32.tolist() == [0, 0, 0xC0, 0x7F]
+    assert bf16[16:20].tolist() == [0xC0, 0x7F, 0, 0]
+
+
 def test_overflowing_range_is_not_hidden() -> None:
     x = torch.tensor([[3e38, -3e38] * 8])
     codec = BlockCodec(bits=8, block_size=16, symmetric=False)

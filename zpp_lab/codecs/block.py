@@ -164,7 +164,9 @@ class BlockCodec(CodecBase):
             if self.scale_dtype == "bf16":
                 zero = _bf16_down(zero)
             span = blocks.amax(-1, keepdim=True) - zero
-        scale = (span / self.levels).clamp_min(TINY)
+        # a tensor, since CUDA turns division by a Python number into a product
+        levels = torch.full((), float(self.levels), device=blocks.device)
+        scale = (span / levels).clamp_min(TINY)
         if self.scale_dtype == "bf16":
             scale = scale.to(torch.bfloat16).to(torch.float32)
         return scale, zero
@@ -182,7 +184,8 @@ class BlockCodec(CodecBase):
     def _write_scales(self, scale: Tensor, zero: Tensor, out: Tensor) -> None:
         both = scale if self.symmetric else torch.cat((scale, zero), dim=-1)
         if self.scale_dtype == "bf16":
-            both = both.to(torch.bfloat16)
+            # bf16 values already, but for NaN: their upper halves are exact, and one NaN is stored
+            both = (both.contiguous().view(torch.int32) >> 16).to(torch.int16)
         data = both.flatten(1).contiguous().view(torch.uint8)
         out[:, : data.shape[1]] = data
         out[:, data.shape[1] :] = 0

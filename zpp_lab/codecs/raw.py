@@ -29,5 +29,7 @@ class RawCodec(CodecBase):
         out[:, own.shape[-1] :] = 0
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
+        if not numel:
+            return torch.zeros(payload.shape[0], 0, device=payload.device)
         own = payload[:, : numel * self.dtype.itemsize].contiguous()
         return own.view(self.dtype).to(torch.float32)
