@@ -11,7 +11,6 @@ Ranks are ended with this process, however it ends: the kernel kills them (Linux
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -30,9 +29,10 @@ import yaml
 
 from zpp_lab.config import Config, load
 from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.tracking.folder import FAILURE, SUMMARY
+from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
-SUMMARY, FAILURE = "summary.json", "failure.json"
 USER_ERROR = 2  # exit code of a rank that met a user's mistake
 _PR_SET_PDEATHSIG = 1
 
@@ -85,7 +85,7 @@ def start(config: Config) -> Record:
             elastic_launch(settings, sys.executable)("-m", "zpp_lab.launcher", str(file))
         except ChildFailedError as error:
             _report(error, folder)
-    summary: Record = json.loads((folder / SUMMARY).read_text())
+    summary: Record = from_json((folder / SUMMARY).read_text())
     return summary
 
 
@@ -119,7 +119,7 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
     """Rank 0 has written what it saw; when another rank was first, that is only a consequence."""
     path, seen = folder / FAILURE, {}
     if path.is_file():
-        seen = json.loads(path.read_text())
+        seen = from_json(path.read_text())
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
     failure = {"outcome": "crashed", "error": f"rank {rank}: {how}", "rank": rank}
