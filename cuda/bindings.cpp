@@ -234,16 +234,30 @@ void set_output(Plan& plan, Tensor const& out) {
   plan.out_row = out.stride(0);
 }
 
+// Where tiles of floats to encode are whole and start at multiples of 16 bytes.
+void set_bulk(Segment& seg) {
+  FloatView const& v = seg.from;
+  int64_t const each = itemsize(Dtype(seg.from_dtype));
+  bool const aligned = reinterpret_cast<uintptr_t>(v.base) % 16 == 0 &&
+                       v.row_stride * each % 16 == 0;
+  if (!aligned || seg.copy || v.total < seg.from_len) return;
+  int64_t const most = std::numeric_limits<int32_t>::max();
+  int64_t const rows = v.row_stride ? (v.total - seg.from_len) / v.row_stride + 1 : 1;
+  seg.bulk_rows = int32_t(std::min(rows, most));
+  seg.bulk_parts = int32_t(std::min(seg.from_len / TILE, most));
+}
+
 // Fills plans with segments, MAX_SEGMENTS at a time, and launches each when it is full.
 template <typename Fill, typename Launch>
-void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch) {
+void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch,
+         std::optional<Tensor> const& errors = std::nullopt) {
   DeviceGuard const guard(call.device);
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(call.device, &stream) == 0,
                   "no current CUDA stream");
   std::vector<Plan> plans;  // all checks first: nothing is launched when one fails
   std::vector<Flags> flags;
-  int64_t tiles = 0;
+  int64_t tiles = 0, all = 0;
   auto const close = [&](Flags f) {
     if (!plan.segments) return;
     plan.tiles = uint32_t(tiles);
@@ -254,12 +268,14 @@ void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch) {
       plan.stage_bytes = std::max(plan.stage_bytes, bytes);
     }
     plans.push_back(plan), flags.push_back(f);
-    plan.segments = 0, tiles = 0;
+    if (plan.errors) plan.errors += tiles * ERROR_SUMS;
+    all += tiles, plan.segments = 0, tiles = 0;
   };
   Flags f;
   for (int64_t s = 0; s < call.segments; ++s) {
     Segment seg = segment_at(call, s);
     fill(s, seg);
+    set_bulk(seg);
     int64_t const each = (seg.to_len + TILE - 1) / TILE, mine = each * rows;
     if (!mine) continue;
     STD_TORCH_CHECK(tiles + mine < std::numeric_limits<int32_t>::max(),
@@ -273,6 +289,7 @@ void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch) {
     if (plan.segments == MAX_SEGMENTS) close(f), f = {};
   }
   close(f);
+  STD_TORCH_CHECK(!errors || errors->size(0) == all, "errors: needs ", all, " rows, one a tile");
   for (size_t i = 0; i < plans.size(); ++i) {
     STD_TORCH_CHECK(!flags[i].stochastic || plans[i].noise_rows,
                     "stochastic rounding needs noise: pass a Noise for this collective");
@@ -299,16 +316,28 @@ FloatView parameter_view(
   return {static_cast<char*>(t.data_ptr()), numel, t.numel(), 0};
 }
 
+void set_errors(Plan& plan, std::optional<Tensor> const& errors, Call const& call) {
+  if (!errors) return;
+  check_device(*errors, call.device, "errors");
+  STD_TORCH_CHECK(errors->scalar_type() == ScalarType::Double && errors->dim() == 2 &&
+                      errors->size(1) == ERROR_SUMS && errors->is_contiguous(),
+                  "errors: must be contiguous float64 [tiles, ", int(ERROR_SUMS), "]");
+  plan.errors = static_cast<double*>(errors->mutable_data_ptr());
+  plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;  // decoded again
+}
+
 bool same_floats(Segment const& s) { return s.from_dtype == s.to_dtype; }
 
 void encode(std::vector<Tensor> sources, Tensor table, int64_t key,
-            std::optional<Tensor> key_tensor, std::optional<Tensor> noise_rows, Tensor out) {
+            std::optional<Tensor> key_tensor, std::optional<Tensor> noise_rows, Tensor out,
+            std::optional<Tensor> errors) {
   Call const call = begin(out, "out", table);
   check_payload(out, 2, "out", call, false);
   check_count(sources, call, "sources");
   Plan plan = {};
   set_output(plan, out);
   set_noise(plan, {key, key_tensor, noise_rows}, out.size(0), call);
+  set_errors(plan, errors, call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     Dtype dtype;
     seg.from = parameter_view(sources[s], call, seg.numel, out.size(0), "sources", dtype);
@@ -317,8 +346,9 @@ void encode(std::vector<Tensor> sources, Tensor table, int64_t key,
     view_raw_output(plan, call, s, seg);
     seg.copy = seg.to_codec.raw && same_floats(seg);
   }, [](Plan& p, Flags f, void* stream) {
+    if (p.errors) return launch_encode_errors(p, stream);
     return launch_encode(p, f.stochastic, f.rotated, stream);
-  });
+  }, errors);
 }
 
 void decode(Tensor payload, Tensor table, std::vector<Tensor> outs) {
@@ -434,7 +464,7 @@ void decode_sum_encode(Tensor payload, Tensor table, int64_t key, std::optional<
 
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
   m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? key_tensor, Tensor? noise_rows, "
-        "Tensor(a!) out) -> ()");
+        "Tensor(a!) out, Tensor(b!)? errors=None) -> ()");
   m.def("decode(Tensor payload, Tensor table, Tensor(a!)[] outs) -> ()");
   m.def("decode_sum(Tensor payload, Tensor table, Tensor(a!) sums) -> ()");
   m.def("reduce(Tensor payload, Tensor table, Tensor(a!) out) -> ()");

@@ -110,7 +110,7 @@ ZPP_HD Scale make_scale(float least, float most, float levels, bool symmetric, b
   bool const nan = scale != scale;
   scale = scale < TINY ? TINY : scale;
   if (bf16 && !nan) scale = float_of(bf16_nearest(scale) << 16);
-  bool const ok = is_finite(scale) && is_finite(zero);
+  bool const ok = is_finite(mul(levels, scale)) && is_finite(zero);
   float const none = float_of(0x7FC00000u);
   return {ok ? scale : none, ok ? zero : 0.0f, ok ? reciprocal(scale) : none};
 }
@@ -180,43 +180,59 @@ ZPP_HD Packed keep(Packed p, int count) {
   return {p.a & low(BITS * n), 0};
 }
 
-template <int BITS, int OFFSET, int I>
-ZPP_HD float level_at(Packed p) {
-  if constexpr (BITS == 8) {
-    uint32_t const w = I < 4 ? p.a : p.b;
+// Byte I of a word as a float, less `offset`.
+template <int I>
+ZPP_HD float byte_level(uint32_t w, float offset) {
 #if defined(__CUDA_ARCH__)
-    uint32_t const f = __byte_perm(w, BASE, 0x7650 | (I & 3));
+  uint32_t const f = __byte_perm(w, BASE, 0x7650 | I);
 #else
-    uint32_t const f = BASE | ((w >> (8 * (I & 3))) & 0xFFu);
+  uint32_t const f = BASE | ((w >> (8 * I)) & 0xFFu);
 #endif
-    return add(float_of(f), -(TWO23 + OFFSET));
-  } else if constexpr (BITS == 6) {
-    constexpr int at = 4 * (I & 3), up = 7 + 2 * I;
-    uint32_t const w = I < 4 ? p.a : p.a >> 16;
-    float const low = float_of(and_or(w, 0xFu << at, BASE));
-    float const high = float_of(and_or(p.b << 7, 3u << up, BASE));
-    constexpr float shift = pow2<23 - at>() + pow2<27 - up>() + OFFSET;
-    return fma_exact(high, pow2<4 - up>(), fma_exact(low, pow2<-at>(), -shift));
-  } else {
-    constexpr int at = BITS == 4 ? 4 * (I & 3) : 2 * I;
-    uint32_t const w = BITS == 4 && I >= 4 ? p.a >> 16 : p.a;
-    float const f = float_of(and_or(w, ((1u << BITS) - 1u) << at, BASE));
-    return fma_exact(f, pow2<-at>(), -(pow2<23 - at>() + OFFSET));
-  }
+  return add(float_of(f), -(TWO23 + offset));
+}
+
+// Six bits to a byte each: codes 0, 2, 4, 6 in `a`, the others in `b`.
+ZPP_HD Packed widen_six(Packed p) {
+#if defined(__CUDA_ARCH__)
+  uint32_t const apart = __byte_perm(p.b, 0, 0x4140);
+#else
+  uint32_t const apart = (p.b & 0xFFu) | (p.b & 0xFF00u) << 8;
+#endif
+  uint32_t const crumbs = (apart | apart << 4) & 0x0F0F0F0Fu;  // two codes' in each byte
+  return {(p.a & 0x0F0F0F0Fu) | (crumbs << 4 & 0x30303030u),
+          (p.a >> 4 & 0x0F0F0F0Fu) | (crumbs << 2 & 0x30303030u)};
+}
+
+// Code I of 2 or 4 bits as a float, less `offset`: exact, its place in the word is scaled away.
+template <int BITS, int I>
+ZPP_HD float nibble_level(uint32_t word, float offset) {
+  constexpr int at = BITS == 4 ? 4 * (I & 3) : 2 * I;
+  uint32_t const w = BITS == 4 && I >= 4 ? word >> 16 : word;
+  float const f = float_of(and_or(w, ((1u << BITS) - 1u) << at, BASE));
+  return fma_exact(f, pow2<-at>(), -(pow2<23 - at>() + offset));
 }
 
 // The levels (code - offset) of eight codes, exact in fp32.
 template <int BITS, bool SYM>
 ZPP_HD void levels(Packed p, float (&q)[8]) {
-  constexpr int offset = Grid<BITS, SYM>::offset;
-  q[0] = level_at<BITS, offset, 0>(p);
-  q[1] = level_at<BITS, offset, 1>(p);
-  q[2] = level_at<BITS, offset, 2>(p);
-  q[3] = level_at<BITS, offset, 3>(p);
-  q[4] = level_at<BITS, offset, 4>(p);
-  q[5] = level_at<BITS, offset, 5>(p);
-  q[6] = level_at<BITS, offset, 6>(p);
-  q[7] = level_at<BITS, offset, 7>(p);
+  constexpr float offset = float(Grid<BITS, SYM>::offset);
+  if constexpr (BITS == 8) {
+    q[0] = byte_level<0>(p.a, offset), q[1] = byte_level<1>(p.a, offset);
+    q[2] = byte_level<2>(p.a, offset), q[3] = byte_level<3>(p.a, offset);
+    q[4] = byte_level<0>(p.b, offset), q[5] = byte_level<1>(p.b, offset);
+    q[6] = byte_level<2>(p.b, offset), q[7] = byte_level<3>(p.b, offset);
+  } else if constexpr (BITS == 6) {
+    Packed const w = widen_six(p);
+    q[0] = byte_level<0>(w.a, offset), q[1] = byte_level<0>(w.b, offset);
+    q[2] = byte_level<1>(w.a, offset), q[3] = byte_level<1>(w.b, offset);
+    q[4] = byte_level<2>(w.a, offset), q[5] = byte_level<2>(w.b, offset);
+    q[6] = byte_level<3>(w.a, offset), q[7] = byte_level<3>(w.b, offset);
+  } else {
+    q[0] = nibble_level<BITS, 0>(p.a, offset), q[1] = nibble_level<BITS, 1>(p.a, offset);
+    q[2] = nibble_level<BITS, 2>(p.a, offset), q[3] = nibble_level<BITS, 3>(p.a, offset);
+    q[4] = nibble_level<BITS, 4>(p.a, offset), q[5] = nibble_level<BITS, 5>(p.a, offset);
+    q[6] = nibble_level<BITS, 6>(p.a, offset), q[7] = nibble_level<BITS, 7>(p.a, offset);
+  }
 }
 
 template <bool SYM>

@@ -19,6 +19,7 @@ constexpr int WARP_TILE = 1024;  // elements of one warp's work
 constexpr int CHUNKS = 4;        // pieces of a warp's work, 8 neighbouring elements a lane each
 constexpr int CHUNK = 256;
 constexpr int MAX_SEGMENTS = 18;
+constexpr int ERROR_SUMS = 8;    // telemetry sums of a tile
 
 enum class Dtype : int32_t { fp32 = 0, bf16 = 1, fp16 = 2 };
 
@@ -60,6 +61,7 @@ struct Segment {
   uint8_t from_dtype, to_dtype;
   uint8_t inverse, forward;   // rotations to apply, in this order
   uint8_t copy;               // same floats on both sides: move bytes
+  int32_t bulk_rows, bulk_parts;  // tiles of `from` in these first rows and parts are whole and aligned
 };
 
 struct Plan {
@@ -70,6 +72,7 @@ struct Plan {
   uint64_t key;
   uint64_t const* key_ptr;    // read instead of `key` when not null
   int32_t const* noise_rows;  // [R, 2]: rank and row of each outgoing payload row
+  double* errors;             // [tiles, ERROR_SUMS], or null: no telemetry
   int32_t k;
   int32_t segments;
   uint32_t tiles;
@@ -81,6 +84,7 @@ static_assert(sizeof(Plan) <= 4096, "kernel parameters are limited to 4 KiB on o
 
 // One a kernel family; `stream` is a cudaStream_t. Return a cudaError_t.
 int launch_encode(Plan&, bool stochastic, bool rotated, void* stream);
+int launch_encode_errors(Plan&, void* stream);
 int launch_decode(Plan&, bool rotated, void* stream);
 int launch_decode_sum(Plan&, void* stream);
 int launch_reduce(Plan&, bool rotated, void* stream);

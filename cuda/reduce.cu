@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(THREADS, 3) decode_sum_kernel(__grid_constant_
     for (; at.row < plan.rows; at = stride.after(at)) {
       Tile x;
       load_floats(s.to, s.to_dtype, at, s.to_len, 0, x);
-      decode_tile<Sum::onto>(plan, at, x);
+      sum_tile<false>(plan, at, x);
       store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
     }
   }
@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(THREADS, 3) reduce_kernel(__grid_constant__ Pl
 #pragma unroll 1
     for (; at.row < plan.rows; at = stride.after(at)) {
       Tile x;
-      zero_tile(x);
-      decode_tile<Sum::fresh>(plan, at, x);
+      sum_tile<true>(plan, at, x);
       if constexpr (ROTATED) change_domain(s, at, x);
       store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
     }

@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll 1
     for (; at.row < plan.rows; at = stride.after(at)) {
       Tile x;
-      zero_tile(x);
-      decode_tile<Sum::fresh>(plan, at, x);
+      sum_tile<true>(plan, at, x);
       if constexpr (ROTATED) change_domain(s, at, x);
       encode_tile<STOCHASTIC>(plan, at, x);
     }

@@ -68,9 +68,7 @@ class Stages {
   }
 
   __device__ __forceinline__ static bool eligible(Place const& at) {
-    Segment const& s = at.segment();
-    int64_t const have = min(s.from.total - at.row * s.from.row_stride, s.from_len);
-    return at.start + TILE <= have && aligned16(address(at));
+    return at.row < at.segment().bulk_rows && at.part < at.segment().bulk_parts;
   }
 
   char* memory_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,11 @@ def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
     assert answer in capsys.readouterr().err
 
 
+@dataclass(frozen=True)
 class HalfCodec(CodecBase):
     """An outside codec: fp16 with a factor."""
 
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
+    factor: float = 1.0
 
     def nbytes(self, numel: int) -> int:
         return -(-numel * 2 // 16) * 16

@@ -20,7 +20,6 @@ import yaml
 from tests.runs import small
 from zpp_lab.config import Config
 from zpp_lab.dcp import read_whole
-from zpp_lab.launcher import connect, placed, slurm_place
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
@@ -84,29 +83,6 @@ def without_times(folder: Path) -> list[dict]:
 
 def fsdp(folder: Path, *overrides: str) -> Config:
     return small(folder, "recipe=zeropp", "cluster.nodes=1", "cluster.gpus_per_node=2", *overrides)
-
-
-def test_place_among_ranks() -> None:
-    assert not placed({})
-    assert placed({"RANK": "1", "WORLD_SIZE": "4"})
-    assert not placed({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no step"
-    step = {
-        "SLURM_PROCID": "5",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_JOB_ID": "77",
-        "MASTER_ADDR": "first",
-    }
-    assert placed(step)
-    place = slurm_place(step)
-    assert [place[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["5", "8", "1"]
-    assert place["MASTER_ADDR"] == "first"
-
-
-def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="3 processes were started"):
-        connect(fsdp(tmp_path))
 
 
 def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zpp_lab.collectives.transport import ProcessGroups, all_gather
+from zpp_lab.collectives.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.transport import all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.compose import compose
 from zpp_lab.config import ClusterConfig, Dtype, RecipeConfig
@@ -34,6 +35,7 @@ from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.units import cut_units
 from zpp_lab.numerics import clip_factor, total_norm
+from zpp_lab.place import enter
 from zpp_lab.plan import Bytes, Plan, no_bytes
 from zpp_lab.recipe import DTYPES, Recipe
 
@@ -44,7 +46,8 @@ def recipe(name: str, *overrides: str) -> RecipeConfig:
 
 
 def init(backend: str | None = None) -> torch.device:
-    """Join the ranks that torchrun started; returns this rank's device."""
+    """Join the ranks that torchrun or srun started; returns this rank's device."""
+    enter(os.environ)
     on_gpu = torch.cuda.is_available() and backend != "gloo"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -94,7 +97,7 @@ class Sharded:
         own = squares(grads, self.plan, device).view(1)
         every = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
         all_gather(every, own)
-        norm = total_norm(every)
+        norm = total_norm(every[: self.plan.recipe.shards])
         factor = clip_factor(norm, limit)
         for grad in grads.values():
             grad.mul_(factor)
@@ -113,25 +116,25 @@ def shard(
     ordered: bool = False,
     gather: Literal["auto", "flat", "hierarchical"] = "auto",
     timeout_seconds: float = 300.0,
+    transport: Choice = "auto",
 ) -> Sharded:
     """Shard `model` in place; every rank of the default process group calls this alike.
 
     units: the modules whose parameters travel together, each used in forward as a whole;
         without any, `model.units()` is asked, else all parameters are one unit.
     recipe: a recipe's settings, or its name.
+    transport: how bytes get to other ranks (engine.transport).
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = compose([f"recipe={recipe}"]).recipe if isinstance(recipe, str) else recipe
     cluster = cluster or this_cluster()
     named = _named(model, units)
     checked = Recipe(config, cluster, DTYPES[param_dtype], DTYPES[reduce_dtype])
-    plan = Plan.build(cut_units(model, named, cluster.world), checked, gather=gather)
+    plan = Plan.build(cut_units(model, named, checked.shards), checked, gather=gather_mode(gather))
     device = _device(model)
     watchdog = Watchdog(timeout_seconds)
-    transport = ProcessGroups(cluster, watchdog)
-    wrapped = wrap(
-        model, named, plan, transport, device, seed=seed, ordered=ordered, cast_inputs=True
-    )
+    ranks = connect(cluster, watchdog, transport, device)
+    wrapped = wrap(model, named, plan, ranks, device, seed=seed, ordered=ordered, cast_inputs=True)
     follow(model, wrapped)
     return Sharded(model, plan, wrapped, watchdog)
 
@@ -143,6 +146,8 @@ def follow(model: nn.Module, wrapped: Wrapped) -> None:
     def before(*_: Any) -> None:
         clock.grad = torch.is_grad_enabled()
         clock.step += clock.grad
+        for unit in wrapped.installed:
+            unit.present.taken = []  # nobody here asks which gradients were reduced
 
     def after(*_: Any) -> None:
         wrapped.fallbacks.check(allowed=False)

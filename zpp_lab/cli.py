@@ -24,12 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown option {unknown[0]}" if unknown else "name a command")
     try:
         return int(known.call(known, rest) or 0)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"zpp-lab {known.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
+
+
+class MissingPackage(ValueError):
+    """A package of an optional extra is not installed."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,13 +51,30 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    study.add_argument("--retry", action="store_true", help="also what diverged or gave up")
+    study.add_argument("--dry-run", action="store_true", help="runs, cost and what is done already")
+    study.add_argument("--watch", action="store_true", help="a live table of a study that runs")
+    study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
     report = add("report", "build the report of a folder of runs again", _report)
     report.add_argument("dir", type=Path)
+    comparison = add("compare", "line up the arms of several studies", _compare)
+    comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
+    comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
+    table = add("export", "all runs of a folder as one CSV or Parquet table", _export)
+    table.add_argument("dir", type=Path)
+    table.add_argument("--out", type=Path, required=True, help="a .csv or .parquet file")
+    table.add_argument("--steps", action="store_true", help="one row a step, not one a run")
     add("doctor", "what this machine can do", _doctor)
     sync = add("sync", "send finished runs to wandb again", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
-    bench = add("bench", "measure kernels or collectives", _bench, passes_on=True)
-    bench.add_argument("what", choices=["kernels", "collectives"])
+    pages = add("dashboard", "a study's workspace and report in wandb, as code", _dashboard)
+    pages.add_argument("study", nargs="?", help="a study's folder, its name or its YAML file")
+    pages.add_argument("--apply", type=Path, metavar="FILE", help="make the pages of such a file")
+    pages.add_argument("--out", type=Path, help="where to write their specification")
+    pages.add_argument("--project", help="wandb's project (default: the runs' own)")
+    pages.add_argument("--entity", help="wandb's user or team (default: the runs' own)")
+    bench = add("bench", "measure kernels, collectives or engines", _bench, passes_on=True)
+    bench.add_argument("what", choices=["kernels", "collectives", "virtual", "deterministic"])
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
     return parser
 
@@ -93,13 +114,41 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
 
     changes: dict[str, object] = {}
     if args.seeds:
-        changes["seeds"] = [int(seed) for seed in args.seeds.split(",")]
+        changes["seeds"] = _numbers(args.seeds)
     study = load_study(args.name, changes, overrides)
     root = args.dir or Path("runs") / study.name
-    outcome = run_study(study, root, args.jobs or study.jobs)
+    if args.watch:
+        from zpp_lab.study.watch import show
+
+        show(root, study)
+        return 0
+    if args.dry_run:
+        from zpp_lab.study.dry_run import dry_run
+
+        return int(bool(dry_run(study, root, args.jobs or 0).faults))
+    outcome = run_study(study, root, args.jobs or 0, retry=args.retry, launcher=args.launcher)
     if not outcome.unfinished:
-        _show(root, study)
+        _finish(root, study)
     return outcome.exit_code
+
+
+def _finish(root: Path, study: StudyConfig) -> None:
+    """The report, here and in wandb. Runs that ended well do not fail for want of a chart."""
+    try:
+        _show(root, study)
+    except MissingPackage as error:
+        print(f"zpp-lab study: {error}", file=sys.stderr)
+        return
+    from zpp_lab.dashboard import publish
+
+    publish.start(root)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {text}: give whole numbers, such as 1,2,3") from None
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
@@ -109,11 +158,37 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
 
 def _show(root: Path, study: StudyConfig | None) -> None:
     """Build the report of the runs below `root` and print its table."""
-    from zpp_lab.study import build_report  # loads the charting libraries: after the runs
+    try:
+        from zpp_lab.study import build_report  # loads the charting libraries: after the runs
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"the report needs {error.name}, which is not installed; the runs are safe. Run "
+            f"`pip install 'zpp_lab[report]'` here or on another machine, then `zpp-lab report "
+            f"{root}`"
+        ) from None
 
     report = build_report(root, study)
     print(report.table)
     print(f"\nreport: {report.html}")
+
+
+def _compare(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.study.compare import compare
+    from zpp_lab.study.comparison_text import console, write_comparison
+
+    found = compare(args.dirs)
+    print(console(found))
+    if args.out:
+        write_comparison(found, args.out)
+        print(f"\nwritten: {args.out}")
+    return 0
+
+
+def _export(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.study.export import export
+
+    print(f"{export(args.dir, args.out, args.steps)} rows: {args.out}")
+    return 0
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:
@@ -123,9 +198,20 @@ def _doctor(_: argparse.Namespace, __: list[str]) -> int:
 
 
 def _sync(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.dashboard import publish
     from zpp_lab.tracking.wandb_sink import sync_all
 
-    return int(sync_all(args.dirs) > 0)
+    return int(sync_all(args.dirs) + publish.sync(args.dirs) > 0)
+
+
+def _dashboard(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.dashboard.command import apply_file, dashboard
+
+    if (args.study is None) == (args.apply is None):
+        raise ValueError("name a study (its folder, name or YAML file), or --apply FILE")
+    if args.apply is not None:
+        return apply_file(args.apply)
+    return dashboard(args.study, args.out, args.project, args.entity)
 
 
 def _bench(args: argparse.Namespace, rest: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from zpp_lab.config import Config, StudyConfig, load, unknown_key
+from zpp_lab.factors import expand_arms
 from zpp_lab.paths import conf_dir
 
 
@@ -67,16 +69,20 @@ def load_study(
 ) -> StudyConfig:
     """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
-    `changes` replace the study's own settings; `overrides` go to every run.
+    Arms written as a grid are expanded. `changes` replace the study's own settings;
+    `overrides` go to every run.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else conf_dir() / "study" / f"{name}.yaml"
     if not path.is_file():
+        near = difflib.get_close_matches(name, study_names(), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"no study {name!r}; there are: {', '.join(study_names())}, or give a file"
+            f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )
     values = yaml.safe_load(path.read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
+    values["arms"] = expand_arms(values.get("arms"))
     return load(StudyConfig, values)

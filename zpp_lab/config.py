@@ -89,6 +89,7 @@ class RecipeConfig:
 
     name: str = "zero3"
     stage: Literal[1, 2, 3] = 3
+    shard: Literal["world", "node"] = "world"  # node: sharded inside a node, copies across (HSDP)
     secondary: bool = False  # hpZ: the node keeps the forward payload for backward
     hops: Literal[1, 2] = 1
     order: Literal["rank", "reversed"] = "rank"
@@ -107,6 +108,16 @@ class RecipeConfig:
             f"recipe.secondary=true needs recipe.stage=3: stage {self.stage} keeps the weights "
             "between forward and backward, so there is nothing to gather again",
         )
+        clash = [
+            text
+            for text, there in (
+                ("secondary=true (all weights are in the node anyway)", self.secondary),
+                ("hops=2 (it has two hops of its own)", self.hops == 2),
+                ("order=reversed (FSDP2 sums in its own order)", self.order == "reversed"),
+            )
+            if there and self.shard == "node"
+        ]
+        _need(not clash, f"recipe.shard=node does not go with recipe.{'; recipe.'.join(clash)}")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -130,16 +141,23 @@ class EngineConfig:
     gather: Literal["auto", "flat", "hierarchical"] = "auto"
     threads: int = 0  # CPU threads; 0 leaves torch's choice
     deterministic: bool = True
+    graph: bool = True  # virtual, on a GPU: passes are replayed from a CUDA graph
+    lanes: int = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
     prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
+    compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
     allow_fallback: bool = False  # fsdp: go on where FSDP2 goes past the recipe's collectives
     timeout_seconds: float = 300.0  # fsdp: for one transfer between ranks
+    silence_seconds: float = 40.0  # fsdp under torchrun or srun: then a silent rank is dead
+    transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
 
     def __post_init__(self) -> None:
         _need(self.threads >= 0, f"engine.threads={self.threads}: use 0 (torch's choice) or more")
+        _need(self.lanes >= 0, f"engine.lanes={self.lanes}: use 0 (by the size of a pass) or more")
         _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
         _need(self.timeout_seconds > 0, "engine.timeout_seconds: use more than 0")
+        _need(self.silence_seconds >= 5, "engine.silence_seconds: use 5 or more")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -149,7 +167,16 @@ class OpsConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
-    name: Literal["llama"] = "llama"
+    """The built-in decoder, or (`hf`) any causal language model of Hugging Face's transformers.
+
+    `hf` takes its shape from `path`, or from `options.model_type`, and ignores dim … norm_eps.
+    """
+
+    name: Literal["llama", "hf"] = "llama"
+    path: str | None = None  # hf: a folder with config.json, or a model's name on the hub
+    weights: Literal["random", "pretrained"] = "random"  # hf: from the seed, or path's safetensors
+    units: str | None = None  # hf: the ModuleList of layers; None finds it
+    options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
     dim: int = 128
     layers: int = 2
@@ -163,6 +190,21 @@ class ModelConfig:
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
+        hf_only = ("path", "weights", "units", "options")
+        changed = [k for k in hf_only if getattr(self, k) not in (None, "random")]
+        _need(
+            self.name == "hf" or not changed,
+            f"model.{changed[0] if changed else ''} is for model=hf",
+        )
+        _need(
+            self.name != "hf" or bool(self.path) or "model_type" in (self.options or {}),
+            "model=hf needs model.path (a folder with config.json, or a name on the hub) or "
+            "model.options={model_type: ...}",
+        )
+        _need(
+            self.weights == "random" or bool(self.path),
+            "model.weights=pretrained needs model.path, a folder with safetensors",
+        )
         for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
             _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
         _need(
@@ -181,8 +223,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    name: Literal["stdlib", "text", "hf"] = "stdlib"
-    path: str | None = None  # file or folder for `text`, dataset name for `hf`
+    name: Literal["stdlib", "installation", "text", "hf"] = "stdlib"
+    path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
     subset: str | None = None  # of an `hf` dataset
     split: str = "train"  # of an `hf` dataset
     column: str = "text"  # where a row of an `hf` dataset keeps its text
@@ -198,7 +240,7 @@ class DataConfig:
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         _need(
-            self.name == "stdlib" or bool(self.path),
+            self.name in ("stdlib", "installation") or bool(self.path),
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
         )
         _need(
@@ -228,13 +270,23 @@ class TrainConfig:
     eval_tokens: int = 32768
     checkpoint_every: int = 100  # 0 saves at the end only
     keep_checkpoints: int = 2
+    diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
+    diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "micro_steps", "eval_every", "eval_tokens"):
             _need(getattr(self, key) >= 1, f"train.{key}={getattr(self, key)}: use 1 or more")
-        for key in ("warmup_steps", "checkpoint_every", "clip", "lr", "weight_decay"):
+        for key in (
+            "warmup_steps",
+            "checkpoint_every",
+            "clip",
+            "lr",
+            "weight_decay",
+            "diverge_above",
+        ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
         _need(self.keep_checkpoints >= 1, "train.keep_checkpoints: use 1 or more")
+        _need(self.diverge_steps >= 1, "train.diverge_steps: use 1 or more")
         for key in ("beta1", "beta2"):
             _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")
 
@@ -283,13 +335,24 @@ class Config:
         _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
 
 
+Role = Literal["baseline", "arm", "negative_control", "order_control"]
+Level = str | int | float | bool | None  # of a factor
+
+
 @dataclass(frozen=True, config=_STRICT)
 class ArmConfig:
-    """One recipe in a study: its name and the Hydra overrides that make it."""
+    """One recipe in a study: its name and the Hydra overrides that make it.
+
+    Where the baseline differs by level (model size, ranks), each level has an arm of role
+    `baseline`, and the other arms of that level say in `against` which one they are paired with.
+    """
 
     name: str
     overrides: list[str] = field(default_factory=list)
     describe: str = ""
+    role: Role = "arm"
+    against: str | None = None  # the arm that this one is paired with; None: the study's baseline
+    factors: dict[str, Level] = field(default_factory=dict)  # what this arm's place in a grid is
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -305,6 +368,10 @@ class StudyConfig:
     margin: float = 0.0025  # of the baseline's held-out loss
     confidence: float = 0.95
     jobs: int = 0  # runs side by side; 0: as many as the machine has cores or GPUs
+    runs_per_gpu: int = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
+    retries: int = 2  # new starts of a run that crashed or ran out of memory
+    max_seeds: int = 0  # seeds are added until every arm is decided, up to so many; 0: never
+    seeds_per_look: int = 1  # so many at a time
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -317,6 +384,19 @@ class StudyConfig:
         _need(len(set(self.seeds)) == len(self.seeds) > 0, f"study {self.name}: seeds must differ")
         _need(self.margin > 0, f"study {self.name}: margin must be above 0")
         _need(0.5 < self.confidence < 1, f"study {self.name}: confidence must lie in (0.5, 1)")
+        for key in ("jobs", "runs_per_gpu", "retries", "max_seeds"):
+            _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
+        _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
+        for arm in self.arms:
+            _need(
+                arm.against in (None, *bases),
+                f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
+                f"baseline; there are: {', '.join(sorted(bases))}",
+            )
 
 
 T = typing.TypeVar("T")

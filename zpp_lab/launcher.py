@@ -5,7 +5,8 @@ processes on this machine (elastic launch) and watches them: when one dies, the 
 and its rank and traceback are reported. Under torchrun, or srun with one task a GPU, the
 processes are there already, and each joins with the rank that its environment gives.
 
-Ranks are ended with this process, however it ends: the kernel kills them (Linux).
+Ranks of our own are ended with this process, however it ends: the kernel kills them (Linux).
+Ranks that somebody else started watch each other (`pulse.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import traceback
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,6 +29,8 @@ import torch.distributed as dist
 import yaml
 
 from zpp_lab.config import Config, load
+from zpp_lab.place import check_place, enter, placed
+from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
@@ -35,6 +38,7 @@ from zpp_lab.trainer import Record, run, write_failure
 
 USER_ERROR = 2  # exit code of a rank that met a user's mistake
 _PR_SET_PDEATHSIG = 1
+PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
 
 class RankFailed(RuntimeError):
@@ -49,7 +53,7 @@ def launch(config: Config) -> Record:
     if config.engine.name != "fsdp":
         return run(config)
     if placed(os.environ):
-        return join(config)
+        return join_watched(config)
     return start(config)
 
 
@@ -122,7 +126,8 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
         seen = from_json(path.read_text())
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
-    failure = {"outcome": "crashed", "error": f"rank {rank}: {how}", "rank": rank}
+    outcome = "out_of_memory" if "OutOfMemoryError" in text else "crashed"
+    failure: dict[str, Any] = {"outcome": outcome, "error": f"rank {rank}: {how}", "rank": rank}
     failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}
     write_failure(folder, failure)
 
@@ -130,54 +135,38 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
 # ---------------------------------------------------------------------- inside a rank
 
 
-def placed(environment: Mapping[str, str]) -> bool:
-    """Whether somebody has started this process as one of several ranks."""
-    torchrun = "RANK" in environment and "WORLD_SIZE" in environment
-    return torchrun or _in_srun(environment)
-
-
-def _in_srun(environment: Mapping[str, str]) -> bool:
-    """Inside `srun` with several tasks; a plain batch script has no step."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    return "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) > 1
-
-
-def slurm_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables, from those that srun sets."""
-    job = int(environment.get("SLURM_JOB_ID", "0"))
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + job % 20000),
-    }
-
-
-def _first_host(environment: Mapping[str, str]) -> str:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    shown = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-    )
-    return shown.stdout.split()[0]
-
-
 def join(config: Config) -> Record:
     """Run as one of the ranks that are there already."""
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_place(os.environ))
+    enter(os.environ)
     rank = connect(config)
     return run(config, rank)
 
 
+def join_watched(config: Config) -> Record:
+    """`join` without a launcher of ours: the ranks watch each other, and end together."""
+    enter(os.environ)
+    rank = connect(config)
+
+    def lost(other: int, text: str) -> None:
+        if rank == 0:
+            _write_failure(run_dir(config), other, text.splitlines()[0], text)
+        end_process(other, text)
+
+    pulse = Pulse(config.engine.silence_seconds, lost)
+    PULSES.append(pulse)
+    try:
+        return run(config, rank)
+    except BaseException as error:
+        user = isinstance(error, ValueError | FileNotFoundError)
+        text = str(error) if user else traceback.format_exc()
+        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+        pulse.fail(text)
+        os._exit(USER_ERROR if user else 1)  # an orderly end would wait for the others
+
+
 def connect(config: Config) -> int:
     """Meet the other ranks; returns this one's. ValueError when they are not the cluster's."""
-    world = int(os.environ["WORLD_SIZE"])
-    if world != config.cluster.world:
-        raise ValueError(
-            f"{world} processes were started, but cluster.nodes={config.cluster.nodes} × "
-            f"cluster.gpus_per_node={config.cluster.gpus_per_node} is {config.cluster.world}"
-        )
+    check_place(os.environ, config.cluster)
     cpu = config.engine.device == "cpu" or not torch.cuda.is_available()
     if not cpu:
         if config.engine.deterministic:  # cuBLAS reads it when it starts
@@ -194,6 +183,8 @@ def connect(config: Config) -> int:
 def leave() -> None:
     """End this process if it is a rank: gloo's groups may abort when they are torn down."""
     if dist.is_available() and dist.is_initialized():
+        for pulse in PULSES:
+            pulse.leave()
         dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -69,6 +69,12 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def oom_kills() -> int:
+    """Processes of this container that the kernel has killed for lack of memory so far."""
+    lines = dict(line.split() for line in _cgroup("memory.events").splitlines())
+    return int(lines.get("oom_kill", 0))
+
+
 def _cgroup(name: str) -> str:
     """A limit of this process's control group (version 2), empty when there is none."""
     try:

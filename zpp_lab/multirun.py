@@ -21,7 +21,12 @@ from zpp_lab.paths import conf_dir
 
 def multirun(overrides: list[str]) -> int:
     """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised."""
-    os.environ.setdefault("ZPP_SWEEP_DIR", time.strftime("runs/sweep-%Y%m%d-%H%M%S"))
+    folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
+    if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
+        overrides = [
+            *overrides,
+            f"hydra.sweep.dir={folder}",
+        ]  # jobs elsewhere have no such variable
     fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
     exclude = ",".join(["seed", "run.dir", *fixed])
     named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from zpp_lab.config import TrainConfig
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (norms and biases have one dimension)."""
+    """AdamW with weight decay on matrices only (norms and biases have one dimension).
+
+    On a GPU the fused one, which `guarded_step` can hold back without asking the host.
+    """
     trained = [p for p in parameters.values() if p.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
@@ -25,8 +28,30 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.o
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         eps=train.eps,
-        foreach=True,
+        **_kind(trained),
     )
+
+
+def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:
+    fused = all(p.device.type == "cuda" for p in trained)
+    return {"fused": True} if fused else {"foreach": True}
+
+
+def guarded_step(optimizer: torch.optim.AdamW, ok: Tensor) -> None:
+    """Update the weights, or leave weights and state as they are where `ok` (bool scalar) is
+    false. On a GPU the host does not wait to learn which."""
+    if optimizer.defaults["fused"]:
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = (~ok).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(ok):
+        optimizer.step()
+
+
+def zero_state(p: Tensor, fused: bool) -> dict[str, Tensor]:
+    """A parameter's state before its first update."""
+    step = torch.zeros((), device=p.device if fused else "cpu")
+    return {"step": step} | {key: torch.zeros_like(p) for key in STATE if key != "step"}
 
 
 # AdamW's state of a parameter, as checkpoints name it.
@@ -52,7 +77,9 @@ def load_optimizer_state(
     optimizer.state.clear()
     for name, p in parameters.items():
         if name in state["step"]:
-            optimizer.state[p] = {key: state[key][name] for key in STATE}
+            places = {key: state[key][name].to(p.device) for key in STATE if key != "step"}
+            step = state["step"][name].to(p.device if optimizer.defaults["fused"] else "cpu")
+            optimizer.state[p] = {"step": step, **places}
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

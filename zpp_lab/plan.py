@@ -7,6 +7,10 @@ ZeRO as data movement
     stage 2  weights are gathered once a step; gradients are reduced
     stage 1  as stage 2, and gradients of several micro-steps are always added up first
 A reduction happens at every micro-step, or at the last only (`accumulate`).
+
+A unit that a step does not run (an unused module, a branch not taken) moves nothing in it; one
+that runs twice is gathered twice. `StepUse` says what a step ran; without it every unit counts
+once a micro-step.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from zpp_lab.collectives.traffic import (
     Traffic,
     gather_traffic,
     hop_traffic,
+    node_gather_traffic,
+    node_reduce_traffic,
     secondary_traffic,
 )
 from zpp_lab.config import WIRES, Wire
@@ -36,6 +42,24 @@ class Unit:
     parameters: tuple[Parameter, ...]
     trainable: frozenset[str]
     reshard: bool = True
+
+
+@dataclass(frozen=True)
+class PassUse:
+    """What one forward and backward ran: calls of each unit, and how many of them backward
+    came back to (none when the loss or the gradients do not need it)."""
+
+    forwards: Mapping[str, int]
+    backwards: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """What one step ran: its micro-steps, and for each unit the parameters that had a gradient
+    in each of its reductions."""
+
+    passes: tuple[PassUse, ...]
+    reduced: Mapping[str, tuple[frozenset[str], ...]]
 
 
 @dataclass(frozen=True)
@@ -84,17 +108,41 @@ class UnitPlan:
 
     def forward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster
+        if self.recipe.config.shard == "node":
+            return {"weights_forward": node_gather_traffic(cluster, self.forward.nbytes)}
         return {"weights_forward": gather_traffic(cluster, self.forward.nbytes, self.hierarchical)}
 
     def backward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster
         if not self.gathers_backward:
             return {}
+        if self.recipe.config.shard == "node":
+            return {"weights_backward": node_gather_traffic(cluster, self.backward.nbytes)}
         if self.recipe.config.secondary:
             return {"weights_backward": secondary_traffic(cluster, self.forward.nbytes)}
         return {
             "weights_backward": gather_traffic(cluster, self.backward.nbytes, self.hierarchical)
         }
+
+    def gathers(self, passes: Iterable[PassUse]) -> tuple[int, int]:
+        """Forward and backward gathers that these micro-steps of one step need."""
+        name, used = self.unit.name, list(passes)
+        calls = [use.forwards.get(name, 0) for use in used]
+        if self.recipe.config.stage != 3:
+            return min(1, sum(calls)), 0
+        if not self.unit.reshard:
+            return sum(min(1, n) for n in calls), 0
+        return sum(calls), sum(use.backwards.get(name, 0) for use in used)
+
+    def used_bytes(self, use: StepUse) -> Bytes:
+        """What this unit sends in a step that ran as `use` says."""
+        total = no_bytes()
+        forwards, backwards = self.gathers(use.passes)
+        add_bytes(total, self.forward_bytes(), forwards)
+        add_bytes(total, self.backward_bytes(), backwards)
+        for present in use.reduced.get(self.unit.name, ()):
+            add_bytes(total, self.reduce_bytes(self.unit.trainable - present))
+        return total
 
     def reduce_bytes(self, absent: frozenset[str] = frozenset()) -> Bytes:
         """`absent`: trainable parameters without a gradient, which no rank sends."""
@@ -102,6 +150,8 @@ class UnitPlan:
         if not present:
             return {}
         rows = [hop.select(present).nbytes for hop in self.hops]
+        if self.recipe.config.shard == "node":
+            return node_reduce_traffic(self.recipe.cluster, rows[0])
         return hop_traffic(self.recipe.cluster, self.recipe.hops, rows)
 
 
@@ -136,18 +186,17 @@ class Plan:
         """Reductions of each unit in a step."""
         return 1 if self.accumulate_last else self.micro_steps
 
-    @property
-    def gathers(self) -> int:
-        """Forward gathers of each unit in a step."""
-        return self.micro_steps if self.recipe.config.stage == 3 else 1
+    def all_used(self, absent: frozenset[str] = frozenset()) -> StepUse:
+        """Every unit once a micro-step, every trainable parameter but `absent` with a gradient."""
+        once = dict.fromkeys((u.unit.name for u in self.units), 1)
+        reduced = {u.unit.name: (u.unit.trainable - absent,) * self.reductions for u in self.units}
+        return StepUse((PassUse(once, once),) * self.micro_steps, reduced)
 
-    def step_bytes(self, absent: frozenset[str] = frozenset()) -> Bytes:
+    def step_bytes(self, absent: frozenset[str] = frozenset(), use: StepUse | None = None) -> Bytes:
         """Bytes that all ranks together send in one step, in closed form."""
         total = no_bytes()
         for unit in self.units:
-            add_bytes(total, unit.forward_bytes(), self.gathers)
-            add_bytes(total, unit.backward_bytes(), self.gathers)
-            add_bytes(total, unit.reduce_bytes(absent), self.reductions)
+            add_bytes(total, unit.used_bytes(use or self.all_used(absent)))
         return total
 
 

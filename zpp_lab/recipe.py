@@ -37,6 +37,13 @@ class Recipe:
             build_codec(self.wire(wire), torch.float32)  # a wrong setting fails here
         _check_reduction(self)
         _check_weights(self)
+        _check_shard(self)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts each parameter is cut."""
+        node = self.config.shard == "node"
+        return self.cluster.gpus_per_node if node else self.cluster.world
 
     @property
     def hops(self) -> tuple[Wire, ...]:
@@ -44,7 +51,8 @@ class Recipe:
         nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
         if self.cluster.world == 1:
             return ()
-        if self.config.hops == 2 and nodes > 1 and local > 1:
+        two = self.config.hops == 2 or self.config.shard == "node"
+        if two and nodes > 1 and local > 1:
             return ("grads_intra", "grads_inter")
         return ("grads_intra",) if local > 1 else ("grads_inter",)
 
@@ -114,6 +122,24 @@ def _check_reduction(recipe: Recipe) -> None:
         raise ValueError(
             f"recipe {name}: a cluster of one rank has no wires to quantize; "
             "use recipe=zero3 or a larger cluster"
+        )
+
+
+def _check_shard(recipe: Recipe) -> None:
+    """Sharding inside nodes is a baseline that FSDP2 runs by itself."""
+    if recipe.config.shard == "world":
+        return
+    name, nodes, local = recipe.config.name, recipe.cluster.nodes, recipe.cluster.gpus_per_node
+    if nodes == 1 or local == 1:
+        raise ValueError(
+            f"recipe {name}: recipe.shard=node needs several nodes with several GPUs each, not "
+            f"{nodes} × {local}; use recipe.shard=world"
+        )
+    asked = [wire for wire in WIRES if _quantizes(recipe, wire)]
+    if asked:
+        raise ValueError(
+            f"recipe {name}: recipe.shard=node is a baseline without codecs, but "
+            f"{', '.join(asked)} ask for one; use recipe.shard=world"
         )
 
 

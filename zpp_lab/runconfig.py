@@ -11,7 +11,15 @@ import yaml
 from zpp_lab.config import Config
 
 # Settings that may differ between two starts of one run: they change no numbers.
-FREE = ("run", "tracking", "engine.threads", "train.checkpoint_every", "train.keep_checkpoints")
+FREE = (
+    "run",
+    "tracking",
+    "engine.threads",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "engine.timeout_seconds",
+    "engine.silence_seconds",
+)
 
 
 def run_dir(config: Config) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab import ops
@@ -22,15 +23,19 @@ from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.config import Config
 from zpp_lab.data import TokenData, open_data
 from zpp_lab.dcp import ShardedCheckpoints, read_whole
+from zpp_lab.divergence import DivergedError, DivergenceRule
 from zpp_lab.engines.base import Batch, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
+from zpp_lab.engines.losses import mean_loss
 from zpp_lab.files import write_atomic
+from zpp_lab.heldout import FILE as HELDOUT
+from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking import Tracker
-from zpp_lab.tracking.folder import FAILURE, SUMMARY
-from zpp_lab.tracking.jsonl import from_json, to_json
+from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
+from zpp_lab.tracking.jsonl import from_json, read, to_json
 
 if TYPE_CHECKING:
     from zpp_lab.engines.fsdp import FsdpEngine
@@ -68,6 +73,7 @@ class Trainer:
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints")
         self.step = 0  # steps done
+        self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
 
     def run(self) -> Record:
         tracker: Tracker | None = None
@@ -75,15 +81,20 @@ class Trainer:
             data = open_data(self.config.data)
             engine = build_engine(self.config, data.vocab_size, self.device)
             self._resume(engine)
+            self.divergence = DivergenceRule(self.train, self._losses())
             if self.rank == 0:
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
+            self.heldout = open_heldout(self.config, data)
             last = self._loop(engine, data, tracker)
-            master = engine.evaluate(self.step, self._heldout(data), wire=False)
+            losses = self._final_losses(engine)
+            master = engine.evaluate(self.step, self.heldout.batches, wire=False)
             if isinstance(self.checkpoints, ShardedCheckpoints):
                 self.checkpoints.wait()
             if tracker is None:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)
+            documents = self.heldout.by_document(losses)
+            write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
             return summary
         except BaseException as error:
@@ -94,7 +105,6 @@ class Trainer:
 
     def _loop(self, engine: Engine, data: TokenData, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
-        heldout = self._heldout(data)
         record: Record = (tracker.last if tracker else None) or {}
         seconds = float(record.get("seconds", 0.0))
         while self.step < self.train.steps:
@@ -103,11 +113,12 @@ class Trainer:
             self.step += 1
             record = self._record(result)
             if self._due(self.train.eval_every):
-                record["heldout_loss"] = engine.evaluate(self.step, heldout, wire=True)
+                record["heldout_loss"] = self._evaluate(engine)
             seconds += time.perf_counter() - began
             record["seconds"] = seconds
             if tracker is not None:
                 tracker.log(record)
+            self.divergence.look(self.step, result.loss)
             if self._due(self.train.checkpoint_every):
                 if tracker is not None:
                     tracker.sync()  # a checkpoint never knows more steps than the metrics
@@ -127,10 +138,18 @@ class Trainer:
         size, length = self.train.batch_size, self.config.data.seq_len
         return data.batch(self.config.seed, step, rank, micro, size, length)
 
-    def _heldout(self, data: TokenData) -> list[Batch]:
-        length = self.config.data.seq_len
-        size = max(1, min(64, 8192 // length))
-        return list(data.heldout(self.train.eval_tokens, size, length))
+    def _evaluate(self, engine: Engine) -> float:
+        """Held-out loss with the wire's weights; token by token it is kept for the end."""
+        self.losses = engine.token_losses(self.step, self.heldout.batches, wire=True)
+        return mean_loss(self.losses)
+
+    def _final_losses(self, engine: Engine) -> Tensor:
+        """Of every held-out token after the last step; a run that was killed after its last
+        checkpoint evaluates once more."""
+        if self.losses is None:
+            self._evaluate(engine)
+        assert self.losses is not None
+        return self.losses
 
     def _tokens(self, steps: int) -> int:
         each = self.train.batch_size * self.config.data.seq_len * self.train.micro_steps
@@ -150,6 +169,11 @@ class Trainer:
         if result.telemetry is not None:
             record["telemetry"] = result.telemetry
         return record
+
+    def _losses(self) -> list[float]:
+        """The losses of the steps that the checkpoint has done."""
+        rows = read(self.folder / METRICS) if self.step else []
+        return [row["loss"] for row in rows if row["step"] <= self.step]
 
     def _summary(
         self, engine: Engine, data: TokenData, tracker: Tracker, last: Record, master: float
@@ -171,12 +195,18 @@ class Trainer:
             "bytes": totals,
             "bytes_per_step": sum(sum(t) for t in plan.step_bytes().values()),
             "data": {"name": config.data.name, "hash": data.hash, "tokens": data.tokens},
+            "peak_memory_bytes": self._peak_memory(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
             "cluster": asdict(config.cluster),
             "machine": machine_facts(),
             "commit": commit(),
             "versions": versions(),
         }
+
+    def _peak_memory(self) -> int | None:
+        """The most bytes that this process has held on its GPU; None on the CPU."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self.device) if on_gpu else None
 
     def _resume(self, engine: Engine) -> None:
         """Go on from the run's own newest checkpoint, else begin with `run.start_from`'s state."""
@@ -228,9 +258,10 @@ def _checkpoints(config: Config, folder: Path) -> Checkpoints | ShardedCheckpoin
 
 
 def outcome_of(error: BaseException) -> str:
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, NonFiniteError | DivergedError):
         return "diverged"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    full = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # on the CPU
+    if full or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"
     return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "crashed"
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
 import pytest
 import torch
 
-from zpp_lab.codecs import BlockCodec, RawCodec, build_codec, codec_names, register_codec
+from zpp_lab.codecs import (
+    BlockCodec,
+    CodecBase,
+    RawCodec,
+    build_codec,
+    codec_names,
+    register_codec,
+    registry,
+)
 from zpp_lab.config import CodecConfig
 
 
@@ -27,9 +39,42 @@ def test_mistakes_name_the_fix() -> None:
 
 
 def test_a_registered_codec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zpp_lab.codecs import registry
-
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     register_codec("half", lambda: RawCodec(torch.float16))
     assert "half" in codec_names()
     assert build_codec(CodecConfig(codec="half"), torch.float32) == RawCodec(torch.float16)
+
+
+@dataclass
+class Unhashable(CodecBase):
+    radius: int
+
+
+class ByIdentity(CodecBase):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        (object, {}, "derive it from zpp_lab.codecs.CodecBase"),
+        (Unhashable, {"radius": 2}, "make Unhashable a frozen dataclass"),
+        (ByIdentity, {}, "make ByIdentity a frozen dataclass"),
+        (Unhashable, {}, "missing a required argument: 'radius'; it has: radius"),
+        (Unhashable, {"size": 2}, "has no setting 'size'; it has: radius"),
+    ],
+)
+def test_what_another_package_gets_wrong(
+    monkeypatch: pytest.MonkeyPatch, factory: Any, options: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {"theirs": factory})
+    with pytest.raises(ValueError, match=message):
+        build_codec(CodecConfig(codec="theirs", options=options), torch.float32)
+
+
+@pytest.mark.parametrize("value", ["no_such_package:Codec", "json:NoSuchCodec"])
+def test_an_entry_point_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    point = EntryPoint("theirs", value, "zpp_lab.codecs")
+    monkeypatch.setattr(registry, "_entry_points", lambda: {"theirs": point})
+    with pytest.raises(ValueError, match=f"'{value}' cannot be loaded .*reinstall"):
+        build_codec(CodecConfig(codec="theirs"), torch.float32)

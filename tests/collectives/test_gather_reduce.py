@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.collectives.shared import Boards, peers
 from tests.collectives.threads import ThreadTransport, on_ranks
 from zpp_lab import ops
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
@@ -26,8 +29,13 @@ CODECS: list[Codec] = [
     BlockCodec(4, 16, rounding="stochastic"),
     BlockCodec(6, 32, hadamard=16),
 ]
+kinds = st.sampled_from(["groups", "peers"])
 clusters = st.sampled_from([(1, 2), (2, 2), (3, 1), (2, 3), (3, 2)])
 lengths = st.lists(st.integers(1, 70), min_size=1, max_size=3)
+
+
+def transport_of(kind: str) -> Any:
+    return ThreadTransport if kind == "groups" else peers(Boards(), at_once=True)
 
 
 def layout_of(codec: Codec, numels: list[int]) -> Layout:
@@ -39,10 +47,15 @@ def values(numels: list[int], seed: int, rows: int = 1) -> list[Tensor]:
     return [torch.randn(rows * n, generator=rng) for n in numels]
 
 
-@given(clusters, lengths, st.sampled_from(CODECS), st.booleans(), st.booleans())
-@settings(max_examples=30, deadline=None)
+@given(clusters, lengths, st.sampled_from(CODECS), st.booleans(), st.booleans(), kinds)
+@settings(max_examples=40, deadline=None)
 def test_gather(
-    shape: tuple[int, int], numels: list[int], codec: Codec, hierarchical: bool, secondary: bool
+    shape: tuple[int, int],
+    numels: list[int],
+    codec: Codec,
+    hierarchical: bool,
+    secondary: bool,
+    kind: str,
 ) -> None:
     """Every rank decodes the same, in both kinds of gather, and again from what hpZ kept."""
     cluster = ClusterConfig(nodes=shape[0], gpus_per_node=shape[1])
@@ -61,7 +74,7 @@ def test_gather(
             decoded.append(torch.cat(outs, dim=1))
         return decoded, ledger
 
-    results = on_ranks(cluster, job)
+    results = on_ranks(cluster, job, transport_of(kind))
     first = results[0][0][0]
     assert all(torch.equal(t, first) for decoded, _ in results for t in decoded)
     if isinstance(codec, RawCodec):
@@ -76,10 +89,15 @@ def test_gather(
         assert back[0] * cluster.world == secondary_traffic(cluster, layout.nbytes)
 
 
-@given(clusters, lengths, st.sampled_from(CODECS), st.sampled_from(CODECS), st.booleans())
-@settings(max_examples=30, deadline=None)
+@given(clusters, lengths, st.sampled_from(CODECS), st.sampled_from(CODECS), st.booleans(), kinds)
+@settings(max_examples=40, deadline=None)
 def test_reduce(
-    shape: tuple[int, int], numels: list[int], codec: Codec, second: Codec, reversed_order: bool
+    shape: tuple[int, int],
+    numels: list[int],
+    codec: Codec,
+    second: Codec,
+    reversed_order: bool,
+    kind: str,
 ) -> None:
     """Sums in rank order, as a plain loop over encoded rows gives them."""
     cluster = ClusterConfig(nodes=shape[0], gpus_per_node=shape[1])
@@ -94,7 +112,7 @@ def test_reduce(
         reduce.run(names, values(numels, transport.rank, cluster.world), out)
         return out, ledger
 
-    results = on_ranks(cluster, job)
+    results = on_ranks(cluster, job, transport_of(kind))
     for rank, (out, _) in enumerate(results):
         assert torch.equal(out, by_hand(cluster, spec, numels, rank))
     total: dict[Wire, Traffic] = {"grads_intra": Traffic(0, 0), "grads_inter": Traffic(0, 0)}

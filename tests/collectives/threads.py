@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.collectives.transport import Link, members, peers
+from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
 from zpp_lab.config import ClusterConfig
 
 
@@ -21,7 +21,7 @@ class Post:
         self.barrier = threading.Barrier(world, timeout=30)
 
 
-class ThreadTransport:
+class ThreadTransport(Collectives):
     """All ranks make the same calls, so one barrier for all links will do."""
 
     def __init__(self, cluster: ClusterConfig, rank: int, post: Post) -> None:
@@ -46,18 +46,22 @@ class ThreadTransport:
         return found
 
     def _count(self, link: Link, each: int) -> Traffic:
-        inside, beyond = peers(self.cluster, link)
-        return Traffic(inside * each, beyond * each)
+        return traffic_of(self.cluster, link, each)
 
 
-def on_ranks(cluster: ClusterConfig, job: Callable[[ThreadTransport], Any]) -> list[Any]:
-    """`job` on every rank at once; its results in rank order, or the first exception."""
+def on_ranks(
+    cluster: ClusterConfig,
+    job: Callable[[Any], Any],
+    connect: Callable[[ClusterConfig, int, Post], Any] = ThreadTransport,
+) -> list[Any]:
+    """`job` on every rank at once, with what `connect` gives it; its results in rank order, or
+    the first exception."""
     post, results = Post(cluster.world), [None] * cluster.world
     faults: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = job(ThreadTransport(cluster, rank, post))
+            results[rank] = job(connect(cluster, rank, post))
         except BaseException as error:
             faults.append(error)
             post.barrier.abort()

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from zpp_lab.config import DataConfig
-from zpp_lab.data.corpus import HubCorpus, open_corpus, stdlib_corpus, text_corpus
+from zpp_lab.data.corpus import (
+    HubCorpus,
+    installation_corpus,
+    open_corpus,
+    stdlib_corpus,
+    text_corpus,
+)
 
 
 def fill(folder: Path, files: dict[str, bytes]) -> Path:
@@ -32,6 +38,36 @@ def test_stdlib_missing_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match=r"no standard library source .* use data=text"):
         stdlib_corpus()
+
+
+def installed(tmp_path, monkeypatch):
+    fill(tmp_path / "lib", {"abc.py": b"lib", "test/t.py": b"no", "site-packages/x/y.py": b"no"})
+    fill(tmp_path / "lib/site-packages", {"x/y.py": b"pack", "x/bin.py": b"a\0b", "x/z.so": b"so"})
+    paths = {"stdlib": str(tmp_path / "lib"), "purelib": str(tmp_path / "lib/site-packages")}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+
+
+def test_installation_is_all_python_source(tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch)
+    more = fill(tmp_path / "mine", {"own.py": b"own", "notes.txt": b"no"})
+    found = list(installation_corpus(more).documents())
+    assert found == [
+        ("stdlib/abc.py", b"lib"),
+        ("packages/x/y.py", b"pack"),
+        ("extra/own.py", b"own"),
+    ]
+
+
+def test_installation_stops_at_max_bytes(tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch)
+    corpus = installation_corpus(None, max_bytes=5)
+    assert [t for _, t in corpus.documents()] == [b"lib"]  # the cut file is no text
+    assert [t for _, t in installation_corpus(None, max_bytes=2).documents()] == [b"li"]
+
+
+def test_installation_with_a_missing_folder(tmp_path):
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
+        installation_corpus(tmp_path / "nowhere")
 
 
 def test_folder_in_order_without_hidden_and_empty_files(tmp_path):

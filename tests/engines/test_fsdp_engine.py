@@ -89,7 +89,9 @@ def _exists(place: str, name: str) -> bool:
         return any(hasattr(torch.ops.fsdp, n) for n in name.split("|"))
     internals = torch.distributed.fsdp._fully_shard
     if place == "FSDPState":
-        return hasattr(internals._fsdp_state.FSDPState, name) and hasattr(fully_shard, "state")
+        made = internals._fsdp_state.FSDPState
+        known = (*dir(made), *made.__init__.__code__.co_names)
+        return any(n in known for n in name.split("|")) and hasattr(fully_shard, "state")
     if place == "FSDPParamGroup":
         return name in internals._fsdp_param_group.FSDPParamGroup.__init__.__code__.co_names
     if place == "FSDPParam":

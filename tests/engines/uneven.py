@@ -20,7 +20,8 @@ class Block(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Takes tokens and targets [B, T] and returns the mean cross-entropy."""
+    """Takes tokens and targets [B, T] and returns the mean cross-entropy; logits without
+    targets."""
 
     def __init__(self, vocab: int = 37, dim: int = 24, ffn: int = 53, layers: int = 2) -> None:
         super().__init__()
@@ -34,11 +35,13 @@ class Uneven(nn.Module):
     def units(self) -> list[tuple[str, nn.Module]]:
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens) + self.frozen
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x)).float()
+        if targets is None:
+            return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

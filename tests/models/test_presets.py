@@ -9,6 +9,7 @@ from zpp_lab.models import build_model
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
 
+HF_ONLY = {"path", "weights", "units", "options"}
 PARAMETERS = {
     "tiny": 393_856,
     "1m": 1_035_360,
@@ -27,13 +28,13 @@ def preset(name: str) -> ModelConfig:
 
 
 def test_every_preset_is_listed_here():
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PARAMETERS)
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*PARAMETERS, "hf"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_preset(name: str):
     settings = OmegaConf.load(FOLDER / f"{name}.yaml")
-    assert set(settings) == set(ModelConfig.__dataclass_fields__)  # all can be overridden
+    assert set(settings) == set(ModelConfig.__dataclass_fields__) - HF_ONLY  # can be overridden
     assert preset(name).preset == name
     model = build_model(preset(name), 256, "meta")
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
+from zpp_lab.codecs.errors import SUMS
 from zpp_lab.layout import Layout
 from zpp_lab.ops import reference
 
@@ -163,7 +164,7 @@ def same(name: str, got: Tensor, want: Tensor) -> None:
     """Equal bits; any NaN equals any other. AssertionError with the first difference."""
     got = got.cpu()
     if got.is_floating_point():
-        kind = torch.int32 if got.dtype == torch.float32 else torch.int16
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.itemsize]
         equal = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
     else:
         equal = got == want
@@ -190,7 +191,10 @@ def same_payload(name: str, layout: Layout, got: Tensor, want: Tensor) -> None:
 
 def check(seed: int, kernels: object, device: str = "cuda") -> None:
     """Every operator on one random case. `kernels` has the functions of reference.py."""
-    case = random_case(seed)
+    check_case(random_case(seed), kernels, device)
+
+
+def check_case(case: Case, kernels: object, device: str = "cuda") -> None:
     try:
         _check_encode(case, kernels, device)
         _check_sums(case, kernels, device)
@@ -203,10 +207,15 @@ def _check_encode(case: Case, ops: object, device: str) -> None:
     layout, noise = case.before, random_noise(draw, case.rows)
     host, there = sources_of(draw, layout, case.rows, device)
     want = poisoned(case.rows, layout.nbytes)
-    reference.encode(layout, host, noise, want)
+    truth = torch.full((case.rows, len(host), len(SUMS)), 3.0, dtype=torch.float64)
+    reference.encode(layout, host, noise, want, truth)
     got = poisoned(case.rows, layout.nbytes, device=device)
     ops.encode(layout, there, noise, got)  # type: ignore[attr-defined]
     same_payload("encode", layout, got, want)
+    again, errors = torch.zeros_like(got), torch.full_like(truth, 5.0, device=device)
+    ops.encode(layout, there, noise, again, errors)  # type: ignore[attr-defined]
+    same_payload("encode with errors", layout, again, want)
+    same("errors", errors, truth)
     outs = [torch.full_like(h, 7.0).to(draw.choice(FLOATS)) for h in host]
     mine = [torch.full_like(o, 5.0, device=device) for o in outs]
     reference.decode(layout, want, outs)

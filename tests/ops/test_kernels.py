@@ -111,6 +111,34 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zpp_lab, name).default, example_args()[name])
 
 
+def test_opcheck_with_errors() -> None:
+    args = example_args()["encode"]
+    tiles = 2 * 2 * -(-LENGTH // 8192)
+    errors = torch.zeros(tiles, 8, dtype=torch.float64, device="cuda")
+    torch.library.opcheck(torch.ops.zpp_lab.encode.default, (*args, errors))
+
+
+@pytest.mark.parametrize("name", cases.HARD)
+def test_errors_of_hard_values_equal_the_reference(name: str) -> None:
+    x = cases.hard_rows(name, 2, LENGTH).flatten()
+    codecs = [
+        RawCodec(torch.bfloat16),
+        RawCodec(torch.float32),
+        *(BlockCodec(bits, 64, symmetric) for bits in (2, 4, 6, 8) for symmetric in (True, False)),
+        *(BlockCodec(bits, 64, scale_dtype="bf16", hadamard=32) for bits in (2, 4, 6, 8)),
+        *(BlockCodec(bits, 2048, rounding="stochastic") for bits in (2, 4, 6, 8)),
+    ]  # 18 segments and the next: two launches share one table of sums
+    layout = layout_of(*codecs, BlockCodec(4, 16))
+    payload = cases.poisoned(2, layout.nbytes)
+    want = torch.zeros(2, len(layout.segments), 9, dtype=torch.float64)
+    reference.encode(layout, [x] * len(layout.segments), NOISE, payload, want)
+    got = torch.ones_like(want, device="cuda")
+    out = payload.cuda().fill_(7)
+    ops.encode(layout, [x.cuda()] * len(layout.segments), NOISE, out, got)
+    cases.same_payload("encode", layout, out, payload)
+    cases.same("errors", got, want)
+
+
 def test_inside_torch_compile() -> None:
     layout = layout_of(BlockCodec(4, 64))
     out = torch.zeros(2, layout.nbytes, dtype=torch.uint8, device="cuda")
@@ -204,3 +232,13 @@ def test_bad_input_is_a_clear_error(message: str) -> None:
     name, args = bad_calls()[message]
     with pytest.raises(RuntimeError, match=message):
         getattr(ops, name)(*args)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [(torch.float32, "must be contiguous float64"), (torch.float64, "errors: needs 12 rows")],
+)
+def test_bad_room_for_errors_is_a_clear_error(dtype: torch.dtype, message: str) -> None:
+    errors = torch.zeros(1, 8, device="cuda", dtype=dtype)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.zpp_lab.encode(*example_args()["encode"], errors)

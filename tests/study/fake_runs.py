@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from zpp_lab.config import (
     TrainConfig,
 )
 
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CLASSES = ("embedding", "attention", "mlp", "norm", "head")
 FULL_BYTES = {"weights_forward": 3_000_000, "weights_backward": 3_000_000}
 FULL_BYTES |= {"grads_intra": 2_000_000, "grads_inter": 2_000_000}
@@ -38,6 +39,7 @@ class FakeArm:
     noise: float = 0.002
     weight_bits: int | None = None
     grad_bits: int | None = None
+    weights: Mapping[str, Any] = field(default_factory=dict)  # more settings of both weight wires
 
     @property
     def overrides(self) -> list[str]:
@@ -70,10 +72,11 @@ def fake_study(arms: tuple[FakeArm, ...] = ARMS, seeds: int = 3) -> StudyConfig:
 
 
 def fake_config(arm: FakeArm, seed: int, steps: int, folder: Path, study: str | None) -> Config:
+    weights = {"bits": arm.weight_bits, "block_size": 256 if arm.weight_bits else None}
     recipe = RecipeConfig(
         name=arm.name,
         order="reversed" if arm.name == "zero3_reordered" else "rank",
-        weights=CodecConfig(bits=arm.weight_bits, block_size=256 if arm.weight_bits else None),
+        weights=CodecConfig(**weights | dict(arm.weights)),
         grads=CodecConfig(bits=arm.grad_bits, block_size=128 if arm.grad_bits else None),
     )
     run = RunConfig(dir=str(folder), study=study, arm=arm.name if study else None)
@@ -94,7 +97,7 @@ def write_run(
     """One finished run folder; the same arguments give the same bytes."""
     folder.mkdir(parents=True)
     config = fake_config(arm, seed, steps, folder, study)
-    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    (folder / "config.yaml").write_text(yaml.dump(asdict(config), Dumper=_DUMPER))
     rows = _metrics(arm, seed, config.train)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(json.dumps(_summary(arm, config, rows)))

@@ -37,12 +37,18 @@ def run(config: Config) -> None:
     assert config.run.dir is not None
     folder = Path(config.run.dir)
     root = folder.parents[1]
+    if folder.parent.name == ".calibration":
+        return _finish(config, folder)
     with open(root / "started.txt", "a") as file:
         file.write(f"{config.run.arm} {config.seed}\n")
     print("hello from", config.run.arm, flush=True)
     (folder / "pid.txt").write_text(str(os.getpid()))
     if not (root / "healed").exists():
         _fail(config, folder, root)
+    _finish(config, folder)
+
+
+def _finish(config: Config, folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     _write(config, folder)
 
@@ -61,20 +67,31 @@ def _fail(config: Config, folder: Path, root: Path) -> None:
             failure = {"outcome": "diverged", "error": "loss is NaN", "step": 2, "traceback": ""}
             (folder / "failure.json").write_text(json.dumps(failure))
             raise ValueError("loss is NaN")
+        case "full":
+            raise OSError(28, "No space left on device")
         case "slow":
             (root / f"waiting{config.seed}").touch()
             time.sleep(120)
 
 
+def _noise(config: Config) -> float:
+    return 0.05 * (-1) ** config.seed if config.run.arm == "noisy" else 0.0
+
+
+def fail(config: Config) -> None:
+    raise RuntimeError("always")
+
+
 def _write(config: Config, folder: Path) -> None:
-    rows = [{"step": s, "loss": 3.0, "tokens": s, "seconds": 0.1 * s} for s in range(1, STEPS + 1)]
+    steps = range(1, config.train.steps + 1)
+    rows = [{"step": s, "loss": 3.0, "tokens": s, "seconds": 0.1 * s} for s in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {
         "outcome": "finished",
         "arm": config.run.arm,
         "seed": config.seed,
-        "steps": STEPS,
-        "heldout_loss": 2.5 + 0.01 * config.seed,
+        "steps": config.train.steps,
+        "heldout_loss": 2.5 + 0.01 * config.seed + _noise(config),
         "seconds": 0.4,
         "threads": config.engine.threads,
         "bytes": {"weights_forward": {"intra": 4, "inter": 2}},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,7 +15,8 @@ import pytest
 
 from tests.study.fake_trainer import STEPS, fake_compose
 from zpp_lab.config import ArmConfig, StudyConfig
-from zpp_lab.study.launch import StudyOutcome, how_it_ended, run_study
+from zpp_lab.study.launch import run_study
+from zpp_lab.study.outcome import StudyOutcome, how_it_ended
 from zpp_lab.study.plan import plan_runs
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.runs import find_runs, read_study
@@ -26,14 +28,18 @@ def study(*arms: str, seeds: int = 2) -> StudyConfig:
     return StudyConfig(
         name="test",
         question="Does it hold?",
-        arms=[ArmConfig(name=arm) for arm in arms],
+        arms=[ArmConfig(arm, [f"recipe.weights.block_size={i}"]) for i, arm in enumerate(arms)],
         seeds=list(range(1, seeds + 1)),
     )
 
 
-def launch(what: StudyConfig, root: Path, jobs: int = 2) -> tuple[StudyOutcome, str]:
+def launch(
+    what: StudyConfig, root: Path, jobs: int = 2, retry: bool = False
+) -> tuple[StudyOutcome, str]:
     out = io.StringIO()
-    outcome = run_study(what, root, jobs, compose=fake_compose, entry=ENTRY, stream=out)
+    outcome = run_study(
+        what, root, jobs, retry=retry, compose=fake_compose, entry=ENTRY, stream=out
+    )
     return outcome, out.getvalue()
 
 
@@ -74,9 +80,8 @@ def test_failures_are_named_do_not_stop_others_and_are_retried(tmp_path: Path) -
     outcome, text = launch(what, tmp_path)
     assert outcome.exit_code == 1
     assert outcome.finished == ["zero3 seed 1", "last seed 1"]
-    assert outcome.failed == [
-        f"{a} seed 1" for a in ("raises", "killed", "exits", "silent", "diverges")
-    ]
+    assert outcome.failed == [f"{a} seed 1" for a in ("raises", "killed", "exits", "silent")]
+    assert outcome.diverged == ["diverges seed 1"]
     assert "raises seed 1" in outcome.message
     assert outcome.message in text
 
@@ -86,13 +91,74 @@ def test_failures_are_named_do_not_stop_others_and_are_retried(tmp_path: Path) -
     assert "exit code 0" in failures["silent"]["error"]
     assert "the weights are gone" in failures["raises"]["traceback"]
     assert failures["diverges"]["outcome"] == "diverged"
+    assert started(tmp_path).count("killed 1") == 2  # once more at the end
+    assert started(tmp_path).count("raises 1") == 1
 
     (tmp_path / "healed").touch()
     outcome, text = launch(what, tmp_path)
-    assert "5 failed and are tried again" in text
-    assert outcome.exit_code == 0
-    assert len(outcome.finished) == 5
+    assert "4 failed and are tried again, 1 diverged" in text
+    assert (outcome.exit_code, len(outcome.finished)) == (0, 4)
+    assert outcome.diverged == ["diverges seed 1"]
+    outcome, _ = launch(what, tmp_path, retry=True)
+    assert outcome.finished == ["diverges seed 1"]
     assert not any(run.failure for run in find_runs(tmp_path))
+
+
+def test_crashes_are_tried_again_until_the_cap(tmp_path: Path) -> None:
+    what = study("zero3", "raises", seeds=1)
+    for call in (1, 2, 3, 4):
+        outcome, text = launch(what, tmp_path)
+        assert outcome.failed == ["raises seed 1"]
+        assert outcome.exit_code == 1
+        assert (outcome.given_up == ["raises seed 1"]) is (call >= 3)
+        assert started(tmp_path).count("raises 1") == min(call, 3)
+    assert "1 diverged or failed for good (--retry)" in text
+    launch(what, tmp_path, retry=True)
+    assert started(tmp_path).count("raises 1") == 4
+
+
+def test_seeds_are_added_to_the_arms_that_are_undecided(tmp_path: Path) -> None:
+    what = StudyConfig(**{**vars(study("zero3", "same", "noisy")), "max_seeds": 4})
+    outcome, text = launch(what, tmp_path)
+    assert outcome.exit_code == 0
+    added = [name for name in outcome.finished if name[-1] in "34"]
+    assert sorted(added) == ["noisy seed 3", "noisy seed 4", "zero3 seed 3", "zero3 seed 4"]
+    assert "Undecided still: 2 runs more (zero3 seed 3; noisy seed 3)" in text
+    before = started(tmp_path)
+    outcome, _ = launch(what, tmp_path)
+    assert started(tmp_path) == before
+    (tmp_path / "noisy" / "seed4" / "summary.json").unlink()  # killed just before its end
+    outcome, _ = launch(what, tmp_path)
+    assert outcome.finished == ["noisy seed 4"]
+
+
+def test_arms_that_are_the_same_are_an_error(tmp_path: Path) -> None:
+    arms = [ArmConfig("zero3"), ArmConfig("b", ["recipe.name=other", "engine.threads=2"])]
+    what = StudyConfig(name="t", question="?", arms=arms, seeds=[1])
+    with pytest.raises(ValueError, match="arms zero3 and b have the same settings"):
+        launch(what, tmp_path)
+
+
+def test_a_folder_of_another_study_is_an_error(tmp_path: Path) -> None:
+    launch(study("zero3", seeds=1), tmp_path)
+    other = StudyConfig(**{**vars(study("zero3", seeds=1)), "name": "other"})
+    with pytest.raises(ValueError, match=r"holds the study 'test', not 'other'.*--dir"):
+        launch(other, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        launch(study("zero3"), tmp_path / "file")
+
+
+def test_a_full_disk_stops_the_study_and_costs_no_attempt(tmp_path: Path) -> None:
+    what = study("zero3", "full", "last", seeds=1)
+    with pytest.raises(OSError, match=r"the disk is full.*same command") as error:
+        launch(what, tmp_path, jobs=1)
+    assert error.value.errno == errno.ENOSPC
+    assert started(tmp_path) == ["zero3 1", "full 1"]
+    assert not list(tmp_path.rglob("failure.json"))
+    assert not list(tmp_path.rglob("attempts.jsonl"))
+    (tmp_path / "healed").touch()
+    assert launch(what, tmp_path, jobs=1)[0].finished == ["full seed 1", "last seed 1"]
 
 
 def test_other_settings_in_a_folder_are_an_error(tmp_path: Path) -> None:
@@ -100,7 +166,7 @@ def test_other_settings_in_a_folder_are_an_error(tmp_path: Path) -> None:
     launch(what, tmp_path)
     changed = StudyConfig(**{**vars(what), "overrides": ["train.lr=0.5", "engine.threads=7"]})
     with pytest.raises(
-        ValueError, match=r"zero3/seed1.*train\.lr \(there 0\.003, now 0\.5\).*run\.dir"
+        ValueError, match=r"zero3/seed1.*train\.lr \(there 0\.003, now 0\.5\).*--dir"
     ):
         launch(changed, tmp_path)
     free = StudyConfig(**{**vars(what), "overrides": ["engine.threads=7"]})
@@ -116,7 +182,7 @@ def test_a_typo_in_the_last_arm_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_arm_names_must_be_folder_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="names a folder"):
+    with pytest.raises(ValueError, match="name is that of a folder"):
         plan_runs(study("zero3", "../out"), tmp_path, fake_compose)
 
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 import csv
 import json
 import re
+import subprocess
+import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,21 +14,37 @@ import pytest
 import vl_convert
 
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run, write_study_runs
-from zpp_lab.config import StudyConfig
+from tests.study.fake_sweep import grid, write_sweep
+from zpp_lab.config import Role, StudyConfig
+from zpp_lab.study import writeup
+from zpp_lab.study.advice import RULES
+from zpp_lab.study.appendix import Appendix
 from zpp_lab.study.curves import POINTS, smooth, study_curves, thin
 from zpp_lab.study.figures import make_figures
 from zpp_lab.study.labels import place
-from zpp_lab.study.report import Report, build_report, read_result
+from zpp_lab.study.report import Report, build_report, find_out
+from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import write_study
-from zpp_lab.study.style import GapAxis, Style
+from zpp_lab.study.style import OTHERS, GapAxis, Style
 from zpp_lab.study.table import console_table, percent, results_csv
 
-FIGURES = {"gap", "loss", "gap_curves", "gap_vs_bytes", "telemetry"}
+FIGURES = {"gap", "loss", "gap_curves", "gap_vs_bytes", "main_effects", "telemetry"}
+FIGURES |= {f"telemetry_{measure}" for measure in ("bias", "cosine", "saturated", "zeroed")}
+
+
+ROLES: dict[str, Role] = {
+    "zero3": "baseline",
+    "zero3_reordered": "order_control",
+    "broken": "negative_control",
+}
 
 
 @pytest.fixture(scope="module")
 def study() -> StudyConfig:
-    return fake_study()
+    study = fake_study()
+    return replace(
+        study, arms=[replace(arm, role=ROLES.get(arm.name, "arm")) for arm in study.arms]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +60,54 @@ def report(study: StudyConfig, tmp_path_factory: pytest.TempPathFactory) -> Repo
 
 def test_page_is_one_file_that_asks_for_nothing(report: Report) -> None:
     html = report.html.read_text()
-    assert len(html) < 6e6
+    assert len(html.encode()) < 3e6
+    assert "default-src 'none'" in html
     markup = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
     assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(""", markup)
     assert "<script" not in markup  # each one is closed where it should be
     names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
     assert set(names) == FIGURES
     for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html):
-        assert json.loads(text)["datasets"]
+        spec = json.loads(text)
+        assert spec["datasets"]
+        assert {"side", "legend"} <= set(spec["usermeta"])
 
 
 def test_page_opens_with_question_rule_and_verdicts(report: Report, study: StudyConfig) -> None:
     html = report.html.read_text()
-    order = [study.question, "two one-sided paired t tests", 'id="verdicts"', 'id="chart-gap"']
+    first = [study.question, "Baseline", "Margin", "Stopping rule", "Controls", "as it must be"]
+    order = [*first, 'id="verdicts"', "What to use", RULES[0], 'id="chart-gap"', "Appendix"]
     places = [html.index(text) for text in order]
     assert places == sorted(places)
-    for text in (
-        "0123456789abcdef",
-        "5f1a5f1a",
-        "Some CPU",
-        "recipe.weights.bits",
-        "zpp-lab train",
-    ):
+    facts = ("0123456789abcdef", "5f1a5f1a", "Some CPU", "recipe.weights.bits: 4 (baseline: –)")
+    commands = ("zpp-lab train model=tiny train.steps=300 recipe=w4", "Every setting of zero3")
+    for text in (*facts, *commands):
         assert text in html
+
+
+def test_tables_speak_to_a_screen_reader(report: Report) -> None:
+    html = re.sub(r"<script.*?</script>", "", report.html.read_text(), flags=re.DOTALL)
+    tables = re.findall(r"<table.*?</table>", html, flags=re.DOTALL)
+    assert len(tables) >= 6
+    for table in tables:
+        assert "<caption" in table
+        heads = re.findall(r"<th\b[^>]*>", table)
+        assert all("scope=" in head for head in heads)
+        rows = re.findall(r"<tbody>(.*)</tbody>", table, flags=re.DOTALL)[0].count("<tr")
+        assert rows == table.count('<th scope="row">')
+    assert '<label for="filter">' in html
+
+
+def test_latex_table_is_whole(report: Report) -> None:
+    text = report.latex.read_text()
+    assert text.count("\\begin{") == text.count("\\end{") == 2
+    body = text[text.index("\\midrule") : text.index("\\bottomrule")]
+    rows = [line for line in body.splitlines() if line.endswith("\\\\")]
+    assert len(rows) == 9
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {7}
+    assert "zero3\\_reordered" in body
+    assert not re.search(r"(?<!\\)[%_#]", body)
+    assert text.isascii()
 
 
 def test_markdown_has_the_same_verdicts(report: Report) -> None:
@@ -73,10 +117,14 @@ def test_markdown_has_the_same_verdicts(report: Report) -> None:
     assert "two one-sided paired t tests" in text
 
 
-def test_figures_are_svg(report: Report) -> None:
+def test_figures_are_svg_and_pdf(report: Report) -> None:
     assert {path.stem for path in report.figures} == FIGURES
     for path in report.figures:
-        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        if path.suffix == ".svg":
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        else:
+            assert path.read_bytes().startswith(b"%PDF-")
+    assert len(report.figures) == 2 * len(FIGURES)
 
 
 def test_csv_is_tidy_and_rebuilt_to_the_byte(report: Report) -> None:
@@ -129,16 +177,19 @@ def test_report_of_failed_and_missing_runs(tmp_path: Path) -> None:
 def test_figures_follow_the_data_that_there_are(tmp_path: Path) -> None:
     write_run(tmp_path / "a", ARMS[0], 1, 60)
     result = read_result(tmp_path)
-    assert set(make_figures(result, study_curves(result))) == {"loss"}
+    assert [figure.name for figure in make_figures(result, study_curves(result))] == ["loss"]
     assert "baseline" in console_table(result)
 
 
-@pytest.mark.parametrize("arms", [14, 40])
-def test_many_arms_stay_apart(arms: int) -> None:
+@pytest.mark.parametrize("arms", [9, 40])
+def test_arms_stay_apart_or_are_grey(arms: int) -> None:
     names = [f"arm{i}" for i in range(arms)]
     style = Style(names, "arm0")
-    looks = {(style.colors[name], str(style.dashes[name])) for name in names}
-    assert len(looks) == min(arms, 37)
+    looks = {(style.colors[name], str(style.dashes[name])) for name in style.told}
+    assert len(looks) == len(style.told) == min(arms, 12)
+    assert (style.look("arm3"), style.look("stranger")) == ("arm3", OTHERS)
+    dressed = style.dress({"arm": name} for name in (*names, "stranger"))
+    assert (dressed[0]["look"], dressed[-1]["arm"]) == (OTHERS, "arm0")
 
 
 def test_curves_are_thinned_and_bands_hold_the_mean(report: Report, study: StudyConfig) -> None:
@@ -177,10 +228,21 @@ def test_gap_axis_matches_the_scale_that_draws_it() -> None:
 def test_labels_do_not_overlap() -> None:
     points = [(100.0, 100.0), (102.0, 101.0), (104.0, 99.0), (360.0, 100.0)]
     places = place(points, ["first", "second", "third", "at the edge"], 370, 340)
-    for i, (x, y) in enumerate(places):
+    known = [at for at in places if at]
+    assert len(known) == 4
+    for i, (x, y) in enumerate(known):
         assert 0 <= x <= 370
-        for other_x, other_y in places[:i]:
+        for other_x, other_y in known[:i]:
             assert abs(y - other_y) >= 12 or abs(x - other_x) >= 30
+    crowd = place([(50.0, 50.0)] * 30, ["a name"] * 30, 100, 100)
+    assert None in crowd  # left out where there is no room
+
+
+def test_labels_keep_off_the_intervals() -> None:
+    points, bars = [(100.0, 100.0), (112.0, 100.0)], [(100.0, 100.0), (20.0, 180.0)]
+    (first, _) = place(points, ["first", "second"], 370, 340, bars)
+    assert first
+    assert not first[0] < 112 < first[0] + 6.1 * len("first")
 
 
 def test_percents() -> None:
@@ -188,8 +250,49 @@ def test_percents() -> None:
 
 
 def test_vega_lite_version_is_known_to_the_converter() -> None:
-    from zpp_lab.study.report import _vegalite_version
+    from zpp_lab.study.pictures import vegalite_version
 
-    assert f"v{_vegalite_version()}" in vl_convert.get_vegalite_versions() or (
-        _vegalite_version() in vl_convert.get_vegalite_versions()
+    assert f"v{vegalite_version()}" in vl_convert.get_vegalite_versions() or (
+        vegalite_version() in vl_convert.get_vegalite_versions()
     )
+
+
+def test_commands_of_plain_runs_make_the_same_config(tmp_path: Path) -> None:
+    from zpp_lab.compose import compose
+    from zpp_lab.study.settings import differences
+
+    write_run(tmp_path / "a", ARMS[0], 2, 60)
+    write_run(tmp_path / "b", ARMS[2], 2, 60)
+    result = read_result(tmp_path)
+    appendix = Appendix(result)
+    for arm in result.arms:
+        overrides = appendix.overrides(arm)
+        assert overrides
+        assert not differences(compose(overrides), arm.runs[2].config)
+
+
+def test_two_hundred_runs_make_a_page_below_3_mb(tmp_path: Path) -> None:
+    study = write_sweep(tmp_path, grid()[:17], seeds=10)
+    assert len(study.arms) * len(study.seeds) == 200
+    found = find_out(tmp_path)
+    figures = make_figures(found.result, found.curves, found.effects, found.pairs)
+    assert {"main_effects", "interactions"} <= {figure.name for figure in figures}
+    assert len(writeup.html(found, figures).encode()) < 3e6
+    told = {r["arm"] for r in found.curves.telemetry if r["step"] > 0}
+    assert len(told) <= 12
+    assert {r["arm"] for r in found.curves.telemetry} > told
+    block = next(e for e in found.effects if e.factor == "recipe.weights.block_size")
+    means = [estimate.mean for estimate in block.levels.values()]
+    assert means == sorted(means)
+
+
+def test_a_missing_library_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['altair'] = None\n"
+        "from zpp_lab.cli import main; sys.exit(main(['report', sys.argv[1]]))"
+    )
+    write_run(tmp_path / "a", ARMS[0], 1, 60)
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'zpp_lab[report]'" in done.stderr

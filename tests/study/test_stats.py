@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, ttest_rel
 from statsmodels.stats.weightstats import ttost_paired
@@ -121,6 +121,7 @@ def test_seeds_have_edges() -> None:
     assert seeds_to_decide(Gap(1, 0.1), 0.01) is None
 
 
+@settings(deadline=None)
 @given(st.floats(-0.03, 0.03), st.floats(1e-4, 0.05), st.integers(2, 9))
 def test_more_seeds_than_there_are(mean: float, sd: float, n: int) -> None:
     needed = seeds_to_decide(Gap(n, mean, sd), 0.006)

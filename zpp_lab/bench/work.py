@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zpp_lab import ops
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec
+from zpp_lab.codecs.errors import SUMS
 from zpp_lab.layout import Layout
 
 SUMMED = 4  # K, payload rows of a reduction
@@ -40,6 +41,7 @@ def work(op: str, layout: Layout) -> Work:
     n, row = layout.numel, layout.nbytes
     moved = {
         "encode": 2 * n + row,
+        "encode with errors": 2 * n + row,
         "decode": row + 2 * n,
         "reduce": SUMMED * row + 2 * n,
         "decode_sum": SUMMED * row + 8 * n,
@@ -53,6 +55,11 @@ def _prepare(op: str, layout: Layout) -> Callable[[], object]:
     if op == "encode":
         values = [torch.randn(s.numel, device="cuda", dtype=BF16) for s in layout.segments]
         return lambda: ops.encode(layout, values, NOISE, out)
+    if op == "encode with errors":
+        values = [torch.randn(s.numel, device="cuda", dtype=BF16) for s in layout.segments]
+        shape = (1, len(layout.segments), len(SUMS))
+        errors = torch.empty(shape, dtype=torch.float64, device="cuda")
+        return lambda: ops.encode(layout, values, NOISE, out, errors)
     if op == "decode":
         one = payload_of(layout)
         outs = [torch.empty(s.numel, device="cuda", dtype=BF16) for s in layout.segments]

@@ -72,7 +72,7 @@ class Codec(Protocol):
         ...
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
-        """fp32 scalar: the share of codes at either end of the code's range."""
+        """Float [R]: each row's share of codes at either end of the code's range."""
         ...
 
 
@@ -109,7 +109,7 @@ class CodecBase:
         return total
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
-        return torch.zeros((), device=payload.device)
+        return torch.zeros(payload.shape[0], device=payload.device)
 
 
 def encode(codec: Codec, x: Tensor, noise: SegmentNoise | None = None, **kwargs: bool) -> Tensor:

@@ -20,9 +20,9 @@ Encode a row of n elements
            q = nearest even of y, or floor(y + u); then clamped to [0, L]; code = q
        2^-126 is the smallest normal number: an all-zero block, a constant block and a block of
        denormals need no case of their own, and 1 / s is always finite.
-    4. A block whose s or z is not finite (a NaN or Inf inside, or a range beyond fp32) stores
-       s = NaN (bits 0x7FC00000, bf16 0x7FC0), z = 0 and codes of all zero bits: it decodes to
-       NaN and is never turned into numbers.
+    4. A block whose z, or largest level times s, is not finite (a NaN or Inf inside, or a range
+       beyond fp32) stores s = NaN (bits 0x7FC00000, bf16 0x7FC0), z = 0 and codes of all zero
+       bits: it decodes to NaN and is never turned into numbers.
 
 Decode
     symmetric x = (code - 2^(bits - 1)) * s; asymmetric x = code * s + z, two roundings;
@@ -119,7 +119,7 @@ class BlockCodec(CodecBase):
             x = self.rotation.forward(x)
         blocks = self._blocks(x)
         scale, zero = self._scales(blocks)
-        ok = torch.isfinite(scale) & torch.isfinite(zero)
+        ok = torch.isfinite(scale * self.levels) & torch.isfinite(zero)
         y = (blocks if self.symmetric else blocks - zero) * (1.0 / scale)
         q = self._round(y, x.shape[1], noise)
         codes = torch.where(ok, q + self.offset, 0.0).to(torch.uint8).flatten(1)
@@ -145,7 +145,8 @@ class BlockCodec(CodecBase):
         codes = unpack(payload[:, : packed_bytes(coded, self.bits)], coded, self.bits)
         lowest = self.offset - self.levels if self.symmetric else 0
         ends = (codes == lowest) | (codes == self.offset + self.levels)
-        return ends.float().mean() if coded else torch.zeros((), device=payload.device)
+        count = ends.sum(-1).double()
+        return count / torch.full_like(count, max(coded, 1))
 
     def _blocks(self, x: Tensor) -> Tensor:
         """fp32 [R, m] → [R, blocks, B]; the last element repeated changes no block's range."""

@@ -1,4 +1,11 @@
-"""Error telemetry: what a codec did to the values of a wire, by parameter class."""
+"""Error telemetry: what a codec did to the values of a wire, by parameter class.
+
+`error_sums` is the definition that the kernel of cuda/errors.cu equals bit for bit, so the order
+of its fp64 sums is fixed: tiles of 8192 neighbouring elements, each cut as one thread block holds
+it, 8 warps of 4 chunks of 32 lanes of 8 elements. A lane adds its chunks' elements one by one
+onto 0, neighbouring lanes are added in pairs, then the warps in order, then the tiles as
+`numerics.fold_sum` does.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +17,66 @@ from torch import Tensor
 
 from zpp_lab.codecs.base import Codec
 from zpp_lab.config import Wire
+from zpp_lab.numerics import fold_sum
 
 Telemetry = dict[Wire, dict[str, dict[str, float]]]
-_SUMS = ("error2", "x2", "y2", "xy", "error", "abs_x", "zeroed", "saturated", "count")
+SUMS = ("error2", "x2", "y2", "xy", "error", "abs_x", "zeroed", "saturated", "count")
+TILE = 8192
+_AT_ONCE = 2**22  # elements whose terms are held at a time
+_SHAPE = (8, 4, 32, 8)  # warps, chunks, lanes, neighbours
+
+
+def error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
+    """x float [R, n] and its payload uint8 [R, codec.nbytes(n)] → fp64 [R, 9], one for each SUMS.
+
+    y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the
+    code's range, as their share times n, and `zeroed` values other than 0 that decode to 0.
+    """
+    each = max(1, _AT_ONCE // max(1, x.shape[1]))
+    parts = zip(x.split(each), payload.split(each), strict=True)
+    return torch.cat([_error_sums(codec, rows, slots) for rows, slots in parts])
+
+
+def _error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
+    rows, numel = x.shape
+    out = torch.zeros(rows, len(SUMS), dtype=torch.float64, device=x.device)
+    if not numel:
+        return out
+    a, b = x.double(), codec.decode(payload, numel).double()
+    error = b - a
+    terms = (error.square(), a.square(), b.square(), a * b, error, a.abs(), (b == 0) & (a != 0))
+    out[:, : len(terms)] = _fold(torch.cat([t.double() for t in terms])).view(-1, rows).t()
+    out[:, -2] = codec.saturated(payload, numel).double() * numel
+    out[:, -1] = numel
+    return out
+
+
+def _fold(terms: Tensor) -> Tensor:
+    """fp64 [R, n] → [R], in the order that the module describes."""
+    rows, numel = terms.shape
+    shape = _SHAPE if numel > TILE else _part(numel)
+    terms = torch.nn.functional.pad(terms, (0, -numel % math.prod(shape))).view(rows, -1, *shape)
+    lanes = torch.zeros_like(terms[..., 0, :, 0])
+    for chunk in terms.unbind(-3):
+        for element in chunk.unbind(-1):
+            lanes = lanes + element
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., 0::2] + lanes[..., 1::2]
+    total, *others = lanes[..., 0].unbind(-1)
+    for warp in others:
+        total = total + warp
+    return fold_sum(total)
+
+
+def _part(numel: int) -> tuple[int, int, int, int]:
+    """The part of a tile that 1 ≤ n ≤ TILE elements reach; the rest adds zeros only."""
+    _, chunks, lanes, neighbours = _SHAPE
+    chunk = lanes * neighbours
+    if numel > chunk * chunks:
+        return -(-numel // (chunk * chunks)), chunks, lanes, neighbours
+    if numel > chunk:
+        return 1, -(-numel // chunk), lanes, neighbours
+    return 1, 1, 1 << (-(-numel // neighbours) - 1).bit_length(), neighbours
 
 
 @dataclass
@@ -21,33 +85,18 @@ class ErrorSums:
 
     sums: dict[tuple[Wire, str], Tensor] = field(default_factory=dict)
 
-    def add(
-        self, wire: Wire, kind: str, x: Tensor, y: Tensor, codec: Codec, payload: Tensor
-    ) -> None:
-        """x, y [R, n] before and after; payload uint8 [R, codec.nbytes(n)]."""
-        if not x.numel():
+    def add(self, wire: Wire, kind: str, sums: Tensor) -> None:
+        """fp64 [R, 9], as `error_sums` or the `errors` of `ops.encode` give them."""
+        if not sums.shape[0]:
             return
-        a, b = x.double(), y.double()
-        terms = [
-            (b - a).square().sum(),
-            a.square().sum(),
-            b.square().sum(),
-            (a * b).sum(),
-            (b - a).sum(),
-            a.abs().sum(),
-            ((b == 0) & (a != 0)).sum().double(),
-            codec.saturated(payload, x.shape[-1]).double() * x.numel(),
-            torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device),
-        ]
-        now = torch.stack(terms)
-        key = (wire, kind)
+        now, key = fold_sum(sums.t()), (wire, kind)
         self.sums[key] = self.sums[key] + now if key in self.sums else now
 
     def telemetry(self) -> Telemetry:
         """{wire: {class: figures}}; see `figures`."""
         out: Telemetry = {}
         for (wire, kind), values in sorted(self.sums.items()):
-            out.setdefault(wire, {})[kind] = figures(dict(zip(_SUMS, values.tolist(), strict=True)))
+            out.setdefault(wire, {})[kind] = figures(dict(zip(SUMS, values.tolist(), strict=True)))
         return out
 
 

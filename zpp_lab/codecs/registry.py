@@ -54,11 +54,39 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     if name == "none" or (name == "block" and "bits" not in settings):
         return RawCodec(raw_dtype)
     factory = _factory(name)
-    valid = list(inspect.signature(factory).parameters)
-    unknown = sorted(set(settings) - set(valid))
-    if unknown:
-        raise ValueError(f"codec {name} has no setting {unknown[0]!r}; it has: {', '.join(valid)}")
-    return factory(**settings)
+    _check_settings(name, factory, settings)
+    codec = factory(**settings)
+    return codec if name == "block" else _checked(name, codec, factory(**settings))
+
+
+def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str, Any]) -> None:
+    signature = inspect.signature(factory)
+    valid = ", ".join(signature.parameters)
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        unknown = sorted(set(settings) - set(signature.parameters))
+        problem = f"has no setting {unknown[0]!r}" if unknown else f"was not built: {error}"
+        raise ValueError(f"codec {name} {problem}; it has: {valid}") from None
+
+
+def _checked(name: str, codec: Any, again: Any) -> Codec:
+    """`codec`, when it is one: what another package gets wrong is said here, not in a step."""
+    kind = type(codec).__name__
+    if not isinstance(codec, Codec):
+        raise ValueError(
+            f"codec {name}: {kind} lacks part of the Codec protocol; derive it from "
+            "zpp_lab.codecs.CodecBase"
+        )
+    try:
+        equal = codec == again and hash(codec) == hash(again)
+    except TypeError:  # a plain dataclass has no hash
+        equal = False
+    if not equal:
+        raise ValueError(
+            f"codec {name}: make {kind} a frozen dataclass, so that equal settings are equal codecs"
+        )
+    return codec
 
 
 def _factory(name: str) -> Callable[..., Codec]:
@@ -67,7 +95,14 @@ def _factory(name: str) -> Callable[..., Codec]:
     points = _entry_points()
     if name not in points:
         raise ValueError(f"codec {name!r} is not known; there are: {', '.join(codec_names())}")
-    factory: Any = points[name].load()
+    point = points[name]
+    try:
+        factory: Any = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"codec {name}: its entry point {point.value!r} cannot be loaded ({error}); "
+            "mend or reinstall its package"
+        ) from error
     return factory
 
 

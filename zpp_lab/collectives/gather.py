@@ -24,7 +24,7 @@ from zpp_lab.codecs import RawCodec
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, secondary_traffic
-from zpp_lab.collectives.transport import Link, Transport
+from zpp_lab.collectives.transport import Link, Shipment, Transport
 from zpp_lab.config import Wire
 from zpp_lab.layout import Layout
 
@@ -48,8 +48,13 @@ class Packet:
     wire: Wire
     layout: Layout
     payload: Tensor
+    first: Shipment | None = None  # none where `held` was kept since forward
     held: Tensor | None = None
-    kept: bool = False  # `held` was kept since forward: nothing to encode or to send across
+
+    @property
+    def kept(self) -> bool:
+        """Nothing is left to encode or to send across: backward uses what forward held."""
+        return self.first is None
 
 
 class Gather:
@@ -65,6 +70,8 @@ class Gather:
         segments = spec.forward.segments
         raw = [RawCodec(spec.dtype)] * len(segments)
         self.raw = Layout.build([s.name for s in segments], [s.numel for s in segments], raw)
+        self.planned: dict[tuple[int, bool], Traffic] = {}  # by layout, and whether kept
+        self._reserve()
 
     def release(self) -> None:
         """Forget what hpZ kept: the weights have changed, or no backward will come."""
@@ -75,17 +82,21 @@ class Gather:
         if backward and self.spec.secondary and not self.clock.master:
             return self._from_secondary(shards[0].device)
         wire: Wire = "weights_backward" if backward else "weights_forward"
-        packet = self._empty(wire, self._layout(wire), shards[0].device)
-        row = self._own_row(packet)
-        noise = self.clock.weights_noise(wire, self.rank) if packet.layout.stochastic else None
-        ops.encode(packet.layout, shards, noise, row)
+        layout = self._layout(wire)
+        packet = self._empty(wire, layout, shards[0].device)
+        packet.first = self._first_leg(packet)
+        row = packet.first.room
+        noise = self.clock.weights_noise(wire, self.rank) if layout.stochastic else None
+        ops.encode(layout, shards, noise, row)
         if self.clock.observer is not None:
-            self.clock.observer.weights(wire, packet.layout, shards, row)
+            self.clock.observer.weights(wire, layout, shards, row)
         return packet
 
     def send(self, packet: Packet) -> None:
         """Move the rows; `packet.payload` is whole after it."""
-        sent = self._send_held(packet) if packet.held is not None else self._send_flat(packet)
+        sent = packet.first.send() if packet.first is not None else Traffic(0, 0)
+        if packet.held is not None:
+            sent += self._pass_on(packet, packet.held)
         self.ledger.add(packet.wire, sent)
         if not self.clock.master:
             self._check(packet, sent)
@@ -102,17 +113,28 @@ class Gather:
             return self.raw
         return self.spec.forward if wire == "weights_forward" else self.spec.backward
 
-    def _empty(self, wire: Wire, layout: Layout, device: torch.device) -> Packet:
-        payload = torch.empty(self.cluster.world, layout.nbytes, dtype=torch.uint8, device=device)
-        held = None
+    def _reserve(self) -> None:
+        row = max(layout.nbytes for layout in (self.raw, self.spec.forward, self.spec.backward))
         if self.spec.hierarchical:
-            shape = (self.cluster.nodes, layout.nbytes)
-            held = torch.empty(shape, dtype=torch.uint8, device=device)
-        return Packet(wire, layout, payload, held)
+            self.transport.reserve("gather", "across", row)
+            self.transport.reserve("gather", "local", row * self.cluster.nodes)
+        else:
+            self.transport.reserve("gather", "world", row)
+        if self.spec.secondary:
+            nbytes = self.spec.forward.nbytes * self.cluster.nodes
+            self.transport.reserve("gather", "local", nbytes)
 
-    def _own_row(self, packet: Packet) -> Tensor:
-        rows, at = (packet.payload, self.rank) if packet.held is None else (packet.held, self.node)
-        return rows[at : at + 1]
+    def _empty(self, wire: Wire, layout: Layout, device: torch.device) -> Packet:
+        shape = (self.cluster.world, layout.nbytes)
+        return Packet(wire, layout, torch.empty(shape, dtype=torch.uint8, device=device))
+
+    def _first_leg(self, packet: Packet) -> Shipment:
+        if not self.spec.hierarchical:
+            label = self._label(packet, "world")
+            return self.transport.gathering(packet.payload[None], "world", label)
+        packet.held = packet.payload.new_empty(self.cluster.nodes, packet.layout.nbytes)
+        label = self._label(packet, "across")
+        return self.transport.gathering(packet.held[None], "across", label)
 
     def _from_secondary(self, device: torch.device) -> Packet:
         if self.secondary is None:
@@ -121,25 +143,14 @@ class Gather:
                 "with gradients enabled before each backward"
             )
         packet = self._empty("weights_backward", self.spec.forward, device)
-        packet.held, packet.kept = self.secondary, True
+        packet.held = self.secondary
         return packet
 
-    def _send_flat(self, packet: Packet) -> Traffic:
-        row = packet.payload[self.rank]
-        return self.transport.all_gather(packet.payload, row, "world", self._label(packet, "world"))
-
-    def _send_held(self, packet: Packet) -> Traffic:
-        """Across nodes, then inside the node: one call for each node's rows, which lie together."""
-        held, each, sent = packet.held, self.cluster.gpus_per_node, Traffic(0, 0)
-        assert held is not None
-        if not packet.kept:
-            label = self._label(packet, "across")
-            sent += self.transport.all_gather(held, held[self.node], "across", label)
+    def _pass_on(self, packet: Packet, held: Tensor) -> Traffic:
+        """The node's rows to the neighbours in it."""
+        out = packet.payload.view(self.cluster.nodes, self.cluster.gpus_per_node, -1)
         label = self._label(packet, "local")
-        for node in range(self.cluster.nodes):
-            rows = packet.payload[node * each : (node + 1) * each]
-            sent += self.transport.all_gather(rows, held[node], "local", label)
-        return sent
+        return self.transport.gathering(out, "local", label, held).send()
 
     def _keep(self, packet: Packet) -> None:
         """hpZ: after a forward that a backward will follow, keep this local rank's N rows."""
@@ -150,16 +161,23 @@ class Gather:
         self.secondary = packet.held
 
     def _check(self, packet: Packet, sent: Traffic) -> None:
-        row, world = packet.layout.nbytes, self.cluster.world
-        if packet.kept:
-            planned = secondary_traffic(self.cluster, row)
-        else:
-            planned = gather_traffic(self.cluster, row, self.spec.hierarchical)
-        if sent * world != planned:
+        key = (id(packet.layout), packet.kept)
+        planned = self.planned.get(key)
+        if planned is None:
+            planned = self.planned[key] = self._plan(packet)
+        if sent != planned:
             raise LedgerError(
                 f"unit {self.spec.unit}, {packet.wire}: rank {self.rank} sent {tuple(sent)} bytes, "
-                f"planned {(planned.intra // world, planned.inter // world)}"
+                f"planned {tuple(planned)}"
             )
+
+    def _plan(self, packet: Packet) -> Traffic:
+        """What one rank sends; all send the same."""
+        if packet.kept:
+            every = secondary_traffic(self.cluster, packet.layout.nbytes)
+        else:
+            every = gather_traffic(self.cluster, packet.layout.nbytes, self.spec.hierarchical)
+        return Traffic(every.intra // self.cluster.world, every.inter // self.cluster.world)
 
     def _label(self, packet: Packet, link: Link) -> str:
         return f"{packet.wire} of unit {self.spec.unit} ({link})"

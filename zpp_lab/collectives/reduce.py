@@ -17,12 +17,13 @@ from zpp_lab import ops
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, hop_traffic
-from zpp_lab.collectives.transport import Link, Transport
+from zpp_lab.collectives.transport import Link, Shipment, Transport
 from zpp_lab.config import Wire
 from zpp_lab.layout import Layout
 
 Names = tuple[str, ...]
-Sent = dict[Wire, Traffic]
+Chosen = tuple[tuple[Layout, ...], list[Traffic]]  # layouts, and what a rank sends on GRADS
+GRADS: tuple[Wire, ...] = ("grads_intra", "grads_inter")
 
 
 @dataclass(frozen=True)
@@ -47,39 +48,59 @@ class Reduce:
         self.spec, self.transport, self.ledger, self.clock = spec, transport, ledger, clock
         self.cluster, self.rank = transport.cluster, transport.rank
         self.hops = spec.hops
-        self.layouts: dict[Names, tuple[Layout, ...]] = {}
+        self.chosen: dict[Names, Chosen] = {}
+        self.ways = self._ways()[: len(self.hops)]
+        for (link, rows, members), layout in zip(self.ways, spec.layouts, strict=True):
+            self.transport.reserve("exchange", link, rows * members * layout.nbytes)
 
     def run(self, names: Names, grads: Sequence[Tensor], out: Tensor) -> None:
         """Whole gradients of the named parameters, in layout order → `out` [numel], the sums of
         this rank's padded shards, in out's dtype."""
-        layouts = self._layouts(names)
+        layouts, planned = self._chosen(names)
         if self.clock.observer is not None:
             self.clock.observer.gradients(layouts[0], grads)
-        payload = self._encode(layouts[0], grads)
-        if len(self.hops) == 1:
-            rows, sent = self._one_hop(payload)
-        else:
-            rows, sent = self._two_hops(layouts, payload)
-        ops.reduce(layouts[-1], self._in_order(rows), out[None])
-        for wire, traffic in sent.items():
-            self.ledger.add(wire, traffic)
-        self._check(layouts, sent)
+        leg = self._leg(0, layouts[0], grads[0].device)
+        self._encode(layouts[0], grads, leg.room)
+        sent = [leg.send()]
+        if len(layouts) > 1:
+            rows = self._in_order(leg.out)
+            leg = self._leg(1, layouts[1], grads[0].device)
+            self._encode_again(layouts[0], layouts[1], rows, leg.room)
+            sent.append(leg.send())
+        ops.reduce(layouts[-1], self._in_order(leg.out), out[None])
+        self._account(planned, sent)
 
     # ------------------------------------------------------------------ parts
 
-    def _layouts(self, names: Names) -> tuple[Layout, ...]:
-        """The hops' layouts of the parameters that have a gradient."""
-        if names not in self.layouts:
-            chosen = frozenset(names)
-            self.layouts[names] = tuple(layout.select(chosen) for layout in self.spec.layouts)
-        return self.layouts[names]
+    def _chosen(self, names: Names) -> Chosen:
+        """The hops' layouts of the parameters that have a gradient, and what a rank sends."""
+        if names not in self.chosen:
+            present = frozenset(names)
+            layouts = tuple(layout.select(present) for layout in self.spec.layouts)
+            world, rows = self.cluster.world, [layout.nbytes for layout in layouts]
+            every = hop_traffic(self.cluster, self.hops, rows)
+            planned = [Traffic(every[w].intra // world, every[w].inter // world) for w in GRADS]
+            self.chosen[names] = layouts, planned
+        return self.chosen[names]
 
-    def _encode(self, layout: Layout, grads: Sequence[Tensor]) -> Tensor:
-        rows = range(self.cluster.world)
-        payload = _empty(self.cluster.world, layout, grads[0].device)
-        noise = None
+    def _ways(self) -> list[tuple[Link, int, int]]:
+        """For each hop its link, and how many rows go to each of how many members."""
+        nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
+        if len(self.hops) == 1:
+            return [("world", 1, self.cluster.world)]
+        return [("local", nodes, local), ("across", 1, nodes)]
+
+    def _leg(self, hop: int, layout: Layout, device: torch.device) -> Shipment:
+        link, rows, members = self.ways[hop]
+        out = torch.empty(members, rows, layout.nbytes, dtype=torch.uint8, device=device)
+        return self.transport.exchanging(out, link, self._label(hop, link))
+
+    def _encode(self, layout: Layout, grads: Sequence[Tensor], room: Tensor) -> None:
+        """One row for each shard of the cluster, in their order."""
+        rows, noise = range(self.cluster.world), None
         if layout.stochastic:
             noise = self.clock.grads_noise(self.hops[0], self.rank, rows)
+        payload = room.view(len(rows), -1)
         ops.encode(layout, [g.contiguous() for g in grads], noise, payload)
         if self.clock.observer is not None:
             before = [
@@ -87,39 +108,16 @@ class Reduce:
                 for g, s in zip(grads, layout.segments, strict=True)
             ]
             self.clock.observer.rows(self.hops[0], layout, before, payload, self.rank)
-        return payload
 
-    def _one_hop(self, payload: Tensor) -> tuple[Tensor, Sent]:
-        """→ uint8 [W, 1, nbytes]: every rank's row for this rank's shard."""
-        arrived = torch.empty_like(payload)
-        traffic = self.transport.all_to_all(arrived, payload, "world", self._label(0, "world"))
-        sent: Sent = {
-            "grads_intra": Traffic(traffic.intra, 0),
-            "grads_inter": Traffic(0, traffic.inter),
-        }
-        return arrived[:, None], sent
-
-    def _two_hops(self, layouts: Sequence[Layout], payload: Tensor) -> tuple[Tensor, Sent]:
-        """→ uint8 [N, 1, nbytes]: every node's row for this rank's shard."""
-        first, second = layouts
-        nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
-        rows = payload.view(nodes, local, -1).transpose(0, 1).contiguous()  # [L, N, nbytes]
-        arrived = torch.empty_like(rows)
-        intra = self.transport.all_to_all(arrived, rows, "local", self._label(0, "local"))
-        payload = self._encode_again(first, second, self._in_order(arrived))
-        crossed = torch.empty_like(payload)
-        inter = self.transport.all_to_all(crossed, payload, "across", self._label(1, "across"))
-        return crossed[:, None], {"grads_intra": intra, "grads_inter": inter}
-
-    def _encode_again(self, first: Layout, second: Layout, rows: Tensor) -> Tensor:
-        """Rows uint8 [L, N, nbytes] → the sums' payload, uint8 [N, nbytes]: the shards that this
-        local rank owns on each node."""
+    def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
+        """Rows uint8 [L, N, n] → the sums' rows, uint8 [1, N, m]: the shards that this local
+        rank owns on each node."""
         node, local = divmod(self.rank, self.cluster.gpus_per_node)
         shards = [n * self.cluster.gpus_per_node + local for n in range(self.cluster.nodes)]
         noise = None
         if second.stochastic:
             noise = self.clock.grads_noise(self.hops[1], self.rank, shards)
-        payload = _empty(len(shards), second, rows.device)
+        payload = room[0]
         ops.decode_sum_encode(first, second, rows, noise, payload)
         if self.clock.observer is not None:
             sums = torch.zeros(len(shards), first.coded_numel, device=rows.device)
@@ -128,25 +126,22 @@ class Reduce:
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node
             self.clock.observer.rows(self.hops[1], second, before, payload, sender)
-        return payload
 
     def _in_order(self, rows: Tensor) -> Tensor:
         """Rows of K senders in the order in which the recipe adds them."""
         return rows.flip(0) if self.spec.reversed_order else rows
 
-    def _check(self, layouts: Sequence[Layout], sent: Sent) -> None:
-        world = self.cluster.world
-        planned = hop_traffic(self.cluster, self.hops, [layout.nbytes for layout in layouts])
-        for wire, traffic in planned.items():
-            if sent[wire] * world != traffic:
+    def _account(self, planned: Sequence[Traffic], sent: Sequence[Traffic]) -> None:
+        """Into the ledger, if each wire carried what was planned."""
+        if len(sent) == 1:  # one hop serves both wires
+            sent = [Traffic(sent[0].intra, 0), Traffic(0, sent[0].inter)]
+        for wire, own, wanted in zip(GRADS, sent, planned, strict=True):
+            self.ledger.add(wire, own)
+            if own != wanted:
                 raise LedgerError(
-                    f"unit {self.spec.unit}, {wire}: rank {self.rank} sent {tuple(sent[wire])} "
-                    f"bytes, planned {(traffic.intra // world, traffic.inter // world)}"
+                    f"unit {self.spec.unit}, {wire}: rank {self.rank} sent {tuple(own)} bytes, "
+                    f"planned {tuple(wanted)}"
                 )
 
     def _label(self, hop: int, link: Link) -> str:
         return f"{self.hops[hop]} of unit {self.spec.unit} ({link})"
-
-
-def _empty(rows: int, layout: Layout, device: torch.device) -> Tensor:
-    return torch.empty(rows, layout.nbytes, dtype=torch.uint8, device=device)

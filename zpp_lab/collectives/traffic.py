@@ -63,3 +63,18 @@ def hop_traffic(
         "grads_intra": Traffic(world * (local - 1) * rows[0], 0),
         "grads_inter": Traffic(0, world * (world - local) * rows[0]),
     }
+
+
+def node_gather_traffic(cluster: ClusterConfig, row: int) -> Traffic:
+    """An all-gather in every node of one row of each of its ranks; nodes hold copies."""
+    return Traffic(cluster.world * (cluster.gpus_per_node - 1) * row, 0)
+
+
+def node_reduce_traffic(cluster: ClusterConfig, row: int) -> dict[Wire, Traffic]:
+    """A reduce-scatter in every node, then each rank's row is all-reduced over the nodes, as a
+    ring does it: every rank sends 2 (N - 1) / N of its row."""
+    nodes, local, world = cluster.nodes, cluster.gpus_per_node, cluster.world
+    return {
+        "grads_intra": Traffic(world * (local - 1) * row, 0),
+        "grads_inter": Traffic(0, 2 * (nodes - 1) * local * row),
+    }

@@ -1,13 +1,17 @@
 """Moves bytes between ranks, counts them, and says what was under way when it fails.
 
-Gathers and reductions are written once over `Transport`. `ProcessGroups` is the real one, on
-NCCL or gloo; tests put threads of one process in its place.
+Gathers and reductions are written once over `Transport`. A `Shipment` is one unit's way over one
+link: the owner fills its room and sends it; on the stream that sent it, `out` is whole afterwards.
+
+`ProcessGroups` is the transport over torch.distributed, on NCCL or gloo; `peer.py` has the one
+for ranks that read each other's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -20,6 +24,8 @@ from zpp_lab.config import ClusterConfig
 
 Group = dist.ProcessGroup | None
 Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
+Kind = Literal["gather", "exchange"]
+LINKS: tuple[Link, ...] = ("world", "local", "across")
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -28,19 +34,47 @@ class CollectiveError(RuntimeError):
     """A transfer failed or took too long; names its wire and unit."""
 
 
+class Shipment(Protocol):
+    """One unit's bytes on one link."""
+
+    @property
+    def room(self) -> Tensor:
+        """What this rank sends, for the owner to fill."""
+        ...
+
+    @property
+    def out(self) -> Tensor:
+        """What arrives."""
+        ...
+
+    def send(self) -> Traffic:
+        """The room is filled: let it travel. The bytes that this rank hands over, inside its
+        node and beyond it."""
+        ...
+
+
 class Transport(Protocol):
-    """Both calls return the bytes that this rank handed over, inside its node and beyond it.
-    `label` names the wire and the unit for errors."""
+    """`label` names the wire and the unit for errors."""
 
     cluster: ClusterConfig
     rank: int
 
-    def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
-        """`row` uint8 [n] of every member → `out` uint8 [members, n]. `row` may lie in `out`."""
+    def gathering(
+        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
+    ) -> Shipment:
+        """`room` uint8 [R, n] of every member → `out` uint8 [R, members, n].
+
+        held: what the room shall have, so that the owner need not fill it.
+        """
         ...
 
-    def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
-        """Row i of `rows` uint8 [members, ...] goes to member i; row i of `out` came from it."""
+    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
+        """`room` uint8 [R, members, n]: column i goes to member i; `out` uint8 [members, R, n]:
+        row i came from member i."""
+        ...
+
+    def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
+        """Shipments of up to `nbytes` in one rank's room will come."""
         ...
 
 
@@ -63,7 +97,73 @@ def members(cluster: ClusterConfig, link: Link, rank: int) -> list[int]:
     return [node * local + rank % local for node in range(cluster.nodes)]
 
 
-class ProcessGroups:
+def traffic_of(cluster: ClusterConfig, link: Link, each: int) -> Traffic:
+    """What a rank hands over that sends `each` bytes to every other member."""
+    inside, beyond = peers(cluster, link)
+    return Traffic(inside * each, beyond * each)
+
+
+class Collectives:
+    """Shipments over two calls that subclasses have; each returns the bytes handed over.
+
+    all_gather(out, row, link, label)    `row` uint8 [n] of every member → `out` uint8 [members, n];
+                                         `row` may lie in `out`
+    all_to_all(out, rows, link, label)   row i of `rows` uint8 [members, ...] goes to member i; row
+                                         i of `out` came from it
+    """
+
+    cluster: ClusterConfig
+    rank: int
+
+    def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
+        raise NotImplementedError
+
+    def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
+        raise NotImplementedError
+
+    def gathering(
+        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
+    ) -> Shipment:
+        own = members(self.cluster, link, self.rank).index(self.rank)
+        return _Gathering(self, out[:, own] if held is None else held, out, link, label)
+
+    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
+        room = out.new_empty(out.shape[1], out.shape[0], out.shape[2])
+        return _Exchanging(self, room, out, link, label)
+
+    def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
+        """Nothing is kept between shipments."""
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    by: Collectives
+    room: Tensor
+    out: Tensor
+    link: Link
+    label: str
+
+    def send(self) -> Traffic:
+        sent = Traffic(0, 0)
+        for out, row in zip(self.out, self.room, strict=True):
+            sent += self.by.all_gather(out, row, self.link, self.label)
+        return sent
+
+
+@dataclass(frozen=True)
+class _Exchanging:
+    by: Collectives
+    room: Tensor
+    out: Tensor
+    link: Link
+    label: str
+
+    def send(self) -> Traffic:
+        rows = self.room.transpose(0, 1).contiguous()
+        return self.by.all_to_all(self.out, rows, self.link, self.label)
+
+
+class ProcessGroups(Collectives):
     """`Transport` over torch.distributed. Every rank must build it, at the same time.
 
     Reductions have groups of their own where there are GPUs, so that they overlap with gathers.
@@ -107,31 +207,27 @@ class ProcessGroups:
         if group is None:
             _copy(out[0], row)
             return Traffic(0, 0)
-        with self._watched(label, out.device):
+        with self.watched(label, out.device):
             all_gather(out.view(-1), row.view(-1), group=group)
-        return _count(self.cluster, link, row.nbytes)
+        return traffic_of(self.cluster, link, row.nbytes)
 
     def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
         group = self.reductions[link]
         if group is None:
             _copy(out, rows)
             return Traffic(0, 0)
-        with self._watched(label, out.device):
+        with self.watched(label, out.device):
             dist.all_to_all_single(out.view(-1), rows.view(-1), group=group)
-        return _count(self.cluster, link, rows.nbytes // rows.shape[0])
+        return traffic_of(self.cluster, link, rows.nbytes // rows.shape[0])
 
     @contextmanager
-    def _watched(self, label: str, device: torch.device) -> Iterator[None]:
+    def watched(self, label: str, device: torch.device) -> Iterator[None]:
+        """The body starts a transfer: it is timed, and an error names it."""
         with self.watchdog.watch(label, device):
             try:
                 yield
             except (RuntimeError, ValueError) as error:
                 raise CollectiveError(f"rank {self.rank}: {label} failed: {error}") from error
-
-
-def _count(cluster: ClusterConfig, link: Link, each: int) -> Traffic:
-    inside, beyond = peers(cluster, link)
-    return Traffic(inside * each, beyond * each)
 
 
 def _copy(out: Tensor, source: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which text a run learns from: the standard library, files, or a Hugging Face dataset.
+"""Which text a run learns from: Python source, files, or a Hugging Face dataset.
 
 A corpus lists its documents in a fixed order and has an identity that is cheap
 to compute (names, sizes and times of files, never their contents), so that
@@ -12,6 +12,7 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     """The corpus that `cfg` names; ValueError when there is none or it is empty."""
     if cfg.name == "stdlib":
         return stdlib_corpus(cfg.max_bytes)
+    if cfg.name == "installation":
+        return installation_corpus(Path(cfg.path) if cfg.path else None, cfg.max_bytes)
     assert cfg.path is not None, "DataConfig asks for a path"
     if cfg.name == "text":
         return text_corpus(Path(cfg.path), cfg.max_bytes)
@@ -54,14 +57,18 @@ class File:
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Files below `root`, one document each, ordered by name."""
+    """Files below `root`, one document each, ordered by name.
+
+    A file with zero bytes is an error, or left out with `skip_binary`.
+    """
 
     root: Path
     files: tuple[File, ...]
+    skip_binary: bool = False
 
     @property
-    def count(self) -> int:
-        return len(self.files)
+    def count(self) -> int | None:
+        return None if self.skip_binary else len(self.files)
 
     def identity(self) -> dict[str, Any]:
         listed = [[f.name, f.size, f.mtime_ns, f.take] for f in self.files]
@@ -69,7 +76,9 @@ class FileCorpus:
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
         for file in self.files:
-            yield file.name, self._read(file)
+            content = self._read(file)
+            if content:
+                yield file.name, content
 
     def _read(self, file: File) -> bytes:
         path = self.root / file.name
@@ -81,6 +90,8 @@ class FileCorpus:
         if len(content) != file.take:
             raise ValueError(f"data: {path} changed while it was read: run again")
         if b"\0" in content:
+            if self.skip_binary:
+                return b""
             raise ValueError(
                 f"data: {path} holds zero bytes, so it is no text: move it away, or convert it "
                 "to UTF-8 if it is text in UTF-16 or UTF-32"
@@ -107,6 +118,49 @@ def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
     return FileCorpus(root, _cut(files, max_bytes))
 
 
+@dataclass(frozen=True)
+class JoinedCorpus:
+    """Several folders' files one after the other; a document's name starts with its folder's."""
+
+    parts: tuple[tuple[str, FileCorpus], ...]
+
+    @property
+    def count(self) -> int | None:
+        counts = [part.count for _, part in self.parts]
+        return None if None in counts else sum(c for c in counts if c is not None)
+
+    def identity(self) -> dict[str, Any]:
+        return {name: part.identity() for name, part in self.parts}
+
+    def documents(self) -> Iterator[tuple[str, bytes]]:
+        for name, part in self.parts:
+            for document, content in part.documents():
+                yield f"{name}/{document}", content
+
+
+def installation_corpus(extra: Path | None = None, max_bytes: int = 0) -> JoinedCorpus:
+    """All Python source of the running installation: its standard library, the packages
+    installed beside it, and *.py below `extra`. Files that are no text are left out."""
+    paths = sysconfig.get_paths()
+    roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
+    if extra is not None:
+        if not extra.is_dir():
+            raise ValueError(f"data.path={extra}: no such folder")
+        roots["extra"] = extra.expanduser().resolve()
+    parts: list[tuple[str, FileCorpus]] = []
+    for name, root in roots.items():
+        used = sum(file.take for _, part in parts for file in part.files)
+        if max_bytes and used >= max_bytes:
+            break
+        skips = _STDLIB_SKIPS if name == "stdlib" else {"__pycache__"}
+        files = _scan(root, lambda n: n.endswith(".py"), partial(_not_in, skips))
+        kept = _cut(files, max_bytes - used if max_bytes else 0)
+        parts.append((name, FileCorpus(root, kept, skip_binary=True)))
+    if not any(part.files for _, part in parts):
+        raise ValueError("data.name=installation: no Python source found; use data=text data.path")
+    return JoinedCorpus(tuple(parts))
+
+
 def text_corpus(path: Path, max_bytes: int = 0) -> FileCorpus:
     """One file, or every file below a folder but hidden ones (names that start with a dot).
 
@@ -122,6 +176,10 @@ def text_corpus(path: Path, max_bytes: int = 0) -> FileCorpus:
     if not files:
         raise ValueError(f"data.path={path}: no text in there (every file is empty or hidden)")
     return FileCorpus(root, _cut(files, max_bytes))
+
+
+def _not_in(skips: set[str], name: str) -> bool:
+    return name not in skips
 
 
 def _visible(name: str) -> bool:

@@ -89,11 +89,22 @@ class TokenData:
         Yields (inputs, targets) as `batch` does. Windows do not overlap and do not depend
         on `batch_size`, so the last batch may be shorter: weight a mean by its rows.
         """
+        starts = self._heldout_starts(tokens, seq_len)
+        for first in range(0, len(starts), batch_size):
+            yield self._windows("heldout", starts[first : first + batch_size], seq_len)
+
+    def heldout_documents(self, tokens: int, seq_len: int) -> np.ndarray:
+        """The document of each target of `heldout`, int64 [targets], in the same order.
+
+        Documents count from 0 in the held-out split; their end markers belong to them.
+        """
+        targets = self._heldout_starts(tokens, seq_len)[:, None] + np.arange(1, seq_len + 1)
+        return np.searchsorted(self.offsets["heldout"], targets.ravel(), side="right") - 1
+
+    def _heldout_starts(self, tokens: int, seq_len: int) -> np.ndarray:
         windows = -(-self._room("heldout", seq_len) // seq_len)  # rounded up
         wanted = min(windows, max(1, tokens // seq_len))
-        starts = np.arange(wanted) * windows // wanted * seq_len
-        for first in range(0, wanted, batch_size):
-            yield self._windows("heldout", starts[first : first + batch_size], seq_len)
+        return np.arange(wanted) * windows // wanted * seq_len
 
     def _room(self, split: Split, seq_len: int) -> int:
         """In how many places a window of `seq_len` inputs and their targets can start."""

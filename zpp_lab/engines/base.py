@@ -42,8 +42,13 @@ class Engine(Protocol):
         """One optimizer step; NonFiniteError before any weight has changed."""
         ...
 
+    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        """Loss of every target in nats, in the batches' order, with the wire's weights or with
+        the master's: fp32 [tokens] on the CPU, on every rank."""
+        ...
+
     def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
-        """Mean loss over the batches' rows, with the wire's weights or with the master's."""
+        """Mean of `token_losses`, whatever the batches' shapes."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

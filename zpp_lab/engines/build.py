@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,26 +47,45 @@ def _own_gpu(device: torch.device) -> torch.device:
 def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engine:
     """The engine that `config` asks for, with its model on `device`."""
     if config.engine.name == "fsdp":
+        from zpp_lab.collectives.choose import gather_mode
         from zpp_lab.engines.fsdp import FsdpEngine
 
-        model = build_model(config.model, vocab_size, device="meta")
-        return FsdpEngine(model, build_plan(model, config), config, device)
+        model = _model(config, vocab_size, "meta")
+        gather = gather_mode(config.engine.gather)
+        chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
+        return FsdpEngine(model, build_plan(model, chosen), config, device)
     if config.engine.name != "virtual":
         raise ValueError(f"engine={config.engine.name} is not built yet: use virtual or fsdp")
+    if config.recipe.shard == "node":
+        raise ValueError(
+            "recipe.shard=node runs on engine=fsdp alone; for the virtual engine take "
+            "recipe.hops=2 without codecs, which adds up in the same groups"
+        )
     from zpp_lab.engines.virtual import VirtualEngine
 
-    model = build_model(config.model, vocab_size, device=str(device), seed=config.seed)
+    if config.engine.deterministic:  # cuBLAS reads it when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    model = _model(config, vocab_size, str(device))
     return VirtualEngine(model, build_plan(model, config), config)
+
+
+def _model(config: Config, vocab_size: int, device: str) -> Any:
+    model = build_model(config.model, vocab_size, device=device, seed=config.seed)
+    if config.engine.compile:
+        from zpp_lab.engines.compiled import compile_units  # loads the compiler
+
+        compile_units(model.units(), config.engine.deterministic)
+    return model
 
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
     """The recipe's data movement for this model on the configured cluster."""
-    train, world = config.train, config.cluster.world
+    train = config.train
     recipe = Recipe(
         config.recipe, config.cluster, DTYPES[train.param_dtype], DTYPES[train.reduce_dtype]
     )
     return Plan.build(
-        units_of(model, world),
+        units_of(model, recipe.shards),
         recipe,
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
@@ -72,6 +93,6 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     )
 
 
-def units_of(model: nn.Module, world: int) -> list[Unit]:
+def units_of(model: nn.Module, shards: int) -> list[Unit]:
     """The model's units: each of `model.units()`, then the root with what is left."""
-    return cut_units(model, model.units(), world)  # type: ignore[operator]
+    return cut_units(model, model.units(), shards)  # type: ignore[operator]

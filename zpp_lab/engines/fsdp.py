@@ -5,13 +5,14 @@ order: sums in rank order (`collectives/reduce.py`), the norm parameter by param
 by rank, losses micro-step by micro-step. Where FSDP2 is left untouched (recipe zero3 without
 engine.ordered) the backend's own order decides, and only that differs.
 
-The host waits for the device once a step, to read the loss and the norm before the optimizer
-may change a weight.
+The host waits for the device once a step, at its end, to read the loss and the norm. By then the
+update has been started; a norm that is not finite has held it back on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,19 +23,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.errors import ErrorSums
-from zpp_lab.collectives.ledger import LedgerError
-from zpp_lab.collectives.transport import ProcessGroups, Transport, all_gather
+from zpp_lab.collectives.choose import connect
+from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
 from zpp_lab.dcp import read_into, saved_names, saved_step
 from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
+from zpp_lab.engines.fsdp_ledger import check_unit
 from zpp_lab.engines.fsdp_watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
+from zpp_lab.engines.losses import mean_loss, token_losses
 from zpp_lab.engines.norm import squares
-from zpp_lab.models.init import initial_value
+from zpp_lab.engines.prefetch import InVain, Prefetch
+from zpp_lab.engines.usage import Usage
+from zpp_lab.models.start import fill, materialize
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.optim import STATE, adamw, optimizer_state
-from zpp_lab.plan import Bytes, Plan, add_bytes, no_bytes
+from zpp_lab.optim import adamw, guarded_step, optimizer_state, zero_state
+from zpp_lab.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 
 
 class FsdpEngine:
@@ -55,9 +60,12 @@ class FsdpEngine:
         self.model, self.plan, self.config, self.device = model, plan, config, device
         self.cluster = plan.recipe.cluster
         if transport is None:
-            transport = ProcessGroups(self.cluster, Watchdog(config.engine.timeout_seconds))
+            watchdog = Watchdog(config.engine.timeout_seconds)
+            transport = connect(self.cluster, watchdog, config.engine.transport, device)
         self.transport = transport
         self.rank = self.transport.rank
+        self.shards = plan.recipe.shards
+        self.part = self.rank % self.shards  # which shard of every parameter is this rank's
         self.wrapped: Wrapped = wrap(
             model,
             model.units(),  # type: ignore[operator]
@@ -71,106 +79,136 @@ class FsdpEngine:
         self.root = cast(FSDPModule, model)
         if any(p.is_meta for p in model.parameters()):
             self._initialize()
-        *units, root = self.wrapped.modules
-        _prefetch([root, *units], config.engine.prefetch)
+        modules = self.wrapped.by_name
+        self.usage = Usage({n: cast(nn.Module, m) for n, m in modules.items()})
+        self.prefetch = Prefetch(modules, "root", config.engine.prefetch)
+        self.vain = InVain(plan.recipe.config.stage)
+        self.started: set[str] = set()  # units that have run at least once
         self.clock = self.wrapped.clock
         self.parameters = dict(model.named_parameters())
         self.optimizer = adamw(self.parameters, config.train)
 
     def _initialize(self) -> None:
         """Fill this rank's shards, one whole parameter at a time."""
-        self.model.to_empty(device="cpu" if self.config.engine.offload else self.device)
-        layers, seed = self.config.model.layers, self.config.seed
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                whole = initial_value(name, tuple(p.shape), seed, layers)
-                local = _local(p)
-                local.copy_(_own_part(whole, self.rank, self.cluster.world))
+        materialize(self.model, "cpu" if self.config.engine.offload else self.device)
+        start = self.model.start(self.config.seed)  # type: ignore[operator]
+        fill(self.model, start, self._own_rows, _local)
+
+    def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """FSDP2's cut along dimension 0: this rank's first row, and the one after its last."""
+        rows = -(-shape[0] // self.shards)
+        first = min(self.part * rows, shape[0])
+        return first, min(first + rows, shape[0])
 
     # ------------------------------------------------------------------ one step
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
         watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
-        losses = self._gradients(step, batches, watch)
-        losses, norm, finite = self._totals(losses)
-        if not finite:
-            self._explain(step, batches)
+        own, use = self._gradients(step, batches, watch)
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
-        sent = self._sent(as_planned=not fell_back)
-        if self.config.train.clip:
-            factor = clip_factor(norm, self.config.train.clip)
-            for grad in self._grads().values():
-                grad.mul_(factor.to(grad.device))
-        self._update(lr)
-        loss = fold_sum(losses.flatten()) / losses.numel()
+        sent = self._sent(use, as_planned=not fell_back)
+        losses, norm = self._totals(own)
+        self._update(lr, norm)
+        loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
+        if not math.isfinite(length):
+            self._explain(step, batches)
         errors = merged_telemetry(watch.errors, self.device) if watch and watch.errors else None
-        return StepResult(float(loss), float(norm), sent, errors)
+        return StepResult(loss, length, sent, errors)
 
-    def _gradients(self, step: int, batches: Batches, watch: RankWatch | None) -> Tensor:
+    def _gradients(
+        self, step: int, batches: Batches, watch: RankWatch | None
+    ) -> tuple[Tensor, StepUse]:
         """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps]."""
         self.wrapped.reshard()
         for unit in self.wrapped.installed:
-            unit.ledger.start_step()
+            unit.start_step()
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
+        passes = []
+        self.vain.clear()
         self.clock.step, self.clock.grad, self.clock.master = step, True, False
         for micro in range(micros):
             last = micro == micros - 1
             self.clock.micro = micro
             self.clock.observer = watch.at(micro) if watch else None
-            self.root.set_requires_gradient_sync(last or not self.plan.accumulate_last)
             self.root.set_reshard_after_backward(last or self.plan.recipe.config.stage == 3)
-            inputs, targets = batches(self.rank, micro)
-            loss = self.model(inputs.to(self.device), targets.to(self.device))
-            losses[micro] = loss.detach()
-            (loss / micros).backward()
+            reduces = last or not self.plan.accumulate_last
+            losses[micro] = self._pass(batches(self.rank, micro), reduces)
+            passes.append(self.usage.taken())
         self.clock.observer = None
-        return losses
+        return losses, StepUse(tuple(passes), self._reduced())
+
+    def _pass(self, batch: Batch, reduces: bool) -> Tensor:
+        """One forward and backward of this rank; the loss."""
+        self.usage.start()
+        loss: Tensor = self.model(*self._on_device(batch))
+        self.prefetch.before_backward(self.usage)
+        self.started |= set(self.usage.order)
+        for name, module in self.wrapped.by_name.items():
+            # FSDP2 cannot keep a gradient back for a unit that has never run
+            module.set_requires_gradient_sync(reduces or name not in self.started, recurse=False)
+        (loss / self.plan.micro_steps).backward()
+        self.vain.add(self.prefetch.wasted(self.usage), self.usage)
+        self.prefetch.after_pass(self.usage)
+        return loss.detach()
+
+    def _on_device(self, batch: Batch) -> Batch:
+        if self.device.type != "cuda":
+            return batch
+        x, y = (t.pin_memory().to(self.device, non_blocking=True) for t in batch)
+        return x, y
+
+    def _reduced(self) -> Mapping[str, tuple[frozenset[str], ...]]:
+        """Which parameters had a gradient in each reduction, by unit."""
+        if self.wrapped.installed:
+            units = self.wrapped.installed
+            return {u.plan.unit.name: tuple(map(frozenset, u.present.taken)) for u in units}
+        present = frozenset(self._grads())  # an untouched FSDP2 does not say which, or how often
+        return self.plan.all_used(frozenset(self.parameters) - present).reduced
 
     def _grads(self) -> dict[str, Tensor]:
         """This rank's shards of the mean gradient by name, without padding."""
         return {n: _local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
-    def _totals(self, losses: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Losses fp64 [micro-steps, W], the norm, and whether it is finite: alike on all ranks."""
+    def _totals(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         own = torch.cat((losses, squares(self._grads(), self.plan, self.device).view(1)))
         every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         all_gather(every.view(-1), own)
-        norm = total_norm(every[:, -1])
-        return every[:, :-1].t().contiguous(), norm, bool(torch.isfinite(norm))
+        return every[:, :-1].t().contiguous(), total_norm(every[: self.shards, -1])
 
-    def _sent(self, as_planned: bool) -> Bytes:
+    def _read(self, *scalars: Tensor) -> list[float]:
+        """The step's one wait for the device, when everything has been started."""
+        values: list[float] = torch.stack(scalars).tolist()
+        return values
+
+    def _sent(self, use: StepUse, as_planned: bool) -> Bytes:
         """What all ranks sent; LedgerError names a unit that did not follow the plan.
 
         Every rank sends the same, so each compares its own count. Where FSDP2 is untouched its
         transfers are out of sight, and the figures are the plan's.
         """
-        absent = frozenset(
-            n for u in self.plan.units for n in u.unit.trainable if self.parameters[n].grad is None
-        )
         if not self.wrapped.installed:
-            return self.plan.step_bytes(absent)
-        total = no_bytes()
+            return self.plan.step_bytes(use=use)
+        total, present = no_bytes(), frozenset(self._grads())
         for unit in self.wrapped.installed:
             sent = {wire: t * self.cluster.world for wire, t in unit.ledger.step.items()}
-            planned = no_bytes()
-            add_bytes(planned, unit.plan.forward_bytes(), self.plan.gathers)
-            add_bytes(planned, unit.plan.backward_bytes(), self.plan.gathers)
-            add_bytes(planned, unit.plan.reduce_bytes(absent), self.plan.reductions)
-            for wire, traffic in planned.items():
-                if as_planned and sent[wire] != traffic:
-                    raise LedgerError(
-                        f"unit {unit.plan.unit.name}, {wire}: sent {sent[wire]}, planned {traffic} "
-                        "bytes in this step (inside nodes, between nodes): the engine did not "
-                        "follow the recipe; please report this"
-                    )
+            planned = unit.plan.used_bytes(use)
+            self.vain.add_to(planned, unit.plan)
+            if as_planned:
+                check_unit(unit, sent, planned, present)
             add_bytes(total, sent)
         return total
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, norm: Tensor) -> None:
+        """Clip and update, or change nothing when the norm is not finite; the device decides."""
+        grads = list(self._grads().values())
+        if self.config.train.clip and grads:
+            factor = clip_factor(norm, self.config.train.clip)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        guarded_step(self.optimizer, torch.isfinite(norm))
         self.optimizer.zero_grad(set_to_none=True)
 
     def _explain(self, step: int, batches: Batches) -> None:
@@ -201,26 +239,31 @@ class FsdpEngine:
     # ------------------------------------------------------------------ the rest
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
-        """Ranks take the batches in turn; all of them join every gather."""
+    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        """Ranks take the batches in turn; all of them join every gather and get all losses."""
         todo, world = list(batches), self.cluster.world
         self.wrapped.reshard()
         self.clock.step, self.clock.grad, self.clock.master = step, False, not wire
         self.clock.observer = None
         self.model.eval()
-        rounds = -(-len(todo) // world)
-        losses = torch.zeros(rounds, dtype=torch.float64, device=self.device)
+        rounds, sizes = -(-len(todo) // world), [targets.numel() for _, targets in todo]
+        own = torch.zeros(rounds, max(sizes), dtype=torch.float32, device=self.device)
         for i in range(rounds):
             inputs, targets = todo[min(i * world + self.rank, len(todo) - 1)]
-            loss = self.model(inputs.to(self.device), targets.to(self.device))
-            losses[i] = loss.double() * len(inputs)
+            self.usage.start()
+            losses = token_losses(self.model, *self._on_device((inputs, targets)))
+            self.prefetch.settle(self.usage)
+            own[i, : losses.numel()] = losses
         self.model.train()
         self.wrapped.reshard()
         self.clock.master = False
-        every = torch.empty(world, rounds, dtype=losses.dtype, device=self.device)
-        all_gather(every.view(-1), losses)
-        in_order = every.t().reshape(-1)[: len(todo)]
-        return float(fold_sum(in_order) / sum(len(inputs) for inputs, _ in todo))
+        every = torch.empty(world, *own.shape, dtype=own.dtype, device=self.device)
+        all_gather(every.view(-1), own.view(-1))
+        in_order = every.transpose(0, 1).flatten(0, 1).cpu()
+        return torch.cat([row[:size] for row, size in zip(in_order, sizes, strict=False)])
+
+    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
+        return mean_loss(self.token_losses(step, batches, wire))
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
@@ -263,12 +306,11 @@ class FsdpEngine:
         self.optimizer.state.clear()
         for name in names:
             p = self.parameters[name]
-            zeros = {key: torch.zeros_like(p.detach()) for key in STATE if key != "step"}
-            self.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+            self.optimizer.state[p] = zero_state(p.detach(), self.optimizer.defaults["fused"])
 
     def _put(self, into: Tensor, value: Tensor) -> None:
         whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
-        part = _own_part(value, self.rank, self.cluster.world) if whole else _local(value)
+        part = _own_part(value, self.part, self.shards) if whole else _local(value)
         _local(into).copy_(part)
 
 
@@ -280,15 +322,3 @@ def _own_part(whole: Tensor, rank: int, world: int) -> Tensor:
     """FSDP2's cut along dimension 0, without padding."""
     rows = -(-whole.shape[0] // world)
     return whole[rank * rows : (rank + 1) * rows]
-
-
-def _prefetch(modules: Sequence[FSDPModule], ahead: int) -> None:
-    """While a unit computes, the next ones are gathered. `modules` in the order of the forward,
-    the root first. FSDP2 looks one unit ahead in backward by itself."""
-    if ahead == 0:
-        return
-    for i, module in enumerate(modules):
-        module.set_modules_to_forward_prefetch(list(modules[i + 1 : i + 1 + ahead]))
-        if ahead > 1 and i > 1:
-            before = list(modules[max(1, i - ahead) : i])
-            module.set_modules_to_backward_prefetch(before[::-1])

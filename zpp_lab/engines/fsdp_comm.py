@@ -52,7 +52,8 @@ LEANS_ON = {
     "torch.distributed.fsdp._fully_shard._fsdp_api": ("AllGather", "ReduceScatter"),
     "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),
     "torch.utils._pytree": ("tree_map",),
-    "FSDPState": ("_fsdp_param_group",),  # what fully_shard.state(module) returns
+    # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
+    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
     "FSDPParamGroup": ("fsdp_params",),
     "FSDPParam": ("sharded_param",),
     "operators": (
@@ -271,6 +272,7 @@ class Present:
         """`names` in FSDP2's order; `local` maps them to names inside `module`."""
         self.names = names
         self.seen: set[str] = set()
+        self.taken: list[Names] = []  # of each reduction since the step began
         self.hooked: dict[str, nn.Parameter] = {}
         self.places = {n: _place(module, local[n]) for n in names}
         module.register_forward_pre_hook(self._attach)
@@ -290,6 +292,7 @@ class Present:
         """The names of `grads`, in order, and start anew."""
         names = tuple(n for n in self.names if n in self.seen)
         self.seen = set()
+        self.taken.append(names)
         shapes = [tuple(self.hooked[n].shape) for n in names]
         assert shapes == [tuple(g.shape) for g in grads], "FSDP2 reduces other gradients than seen"
         return names
@@ -311,6 +314,11 @@ class Installed:
     ledger: Ledger
     gather: Gather
     reduce: Reduce
+    present: Present
+
+    def start_step(self) -> None:
+        self.ledger.start_step()
+        self.present.taken = []
 
 
 def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
@@ -318,8 +326,11 @@ def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
 
     `names`: id of each sharded parameter of the model → its full name.
     """
-    group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-    return tuple(names[id(p.sharded_param)] for p in group.fsdp_params) if group else ()
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return tuple(names[id(p.sharded_param)] for g in groups if g for p in g.fsdp_params)
 
 
 def gather_spec(plan: UnitPlan) -> GatherSpec:
@@ -366,10 +377,10 @@ def install(
             ledger,
             Gather(gather_spec(own), transport, ledger, clock),
             Reduce(reduce_spec(own), transport, ledger, clock),
+            Present(module, order, {n: n[cut + 1 if cut else 0 :] for n in order}),
         )
-        present = Present(module, order, {n: n[cut + 1 if cut else 0 :] for n in order})
         module.set_custom_all_gather(PackedGather(unit.gather, fallbacks))
-        module.set_custom_reduce_scatter(PackedReduce(unit.reduce, present, fallbacks))
+        module.set_custom_reduce_scatter(PackedReduce(unit.reduce, unit.present, fallbacks))
         module.set_force_sum_reduction_for_comms(True)
         done.append(unit)
     return done

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,7 +20,7 @@ from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_comm import Fallbacks, Installed, install
 from zpp_lab.plan import Plan
-from zpp_lab.recipe import quantizes_any
+from zpp_lab.recipe import Recipe, quantizes_any
 
 
 @dataclass
@@ -28,14 +28,14 @@ class Wrapped:
     """A model under FSDP2. `installed` is empty when FSDP2 is left untouched."""
 
     model: nn.Module
-    modules: Sequence[FSDPModule]
+    by_name: dict[str, FSDPModule]  # units, then "root"
     clock: Clock
     fallbacks: Fallbacks
     installed: list[Installed] = field(default_factory=list)
 
     def reshard(self) -> None:
         """Drop gathered weights and what hpZ kept: the next forward gathers anew."""
-        for module in self.modules:
+        for module in self.by_name.values():
             module.reshard()
         for unit in self.installed:
             unit.gather.release()
@@ -44,9 +44,24 @@ class Wrapped:
 def is_untouched(plan: Plan, ordered: bool) -> bool:
     """Whether the recipe asks for nothing that FSDP2 itself does not do."""
     config = plan.recipe.config
+    if config.shard == "node":
+        if ordered:
+            raise ValueError(
+                "engine.ordered=true with recipe.shard=node: FSDP2 sums over nodes in its own "
+                "order; set engine.ordered=false, or recipe.shard=world recipe.hops=2"
+            )
+        return True
     plain = not config.secondary and config.hops == 1 and config.order == "rank"
     asked = ordered or not plain or quantizes_any(plan.recipe)
     return plan.recipe.cluster.world == 1 or not asked
+
+
+def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
+    """All ranks; or nodes × ranks of a node, where FSDP2 shards inside and copies across."""
+    if recipe.config.shard == "world":
+        return init_device_mesh(device.type, (recipe.cluster.world,), mesh_dim_names=("ranks",))
+    shape = (recipe.cluster.nodes, recipe.cluster.gpus_per_node)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
 
 
 def wrap(
@@ -66,7 +81,7 @@ def wrap(
     `units` are names and modules, without the root; parameters are sharded in place.
     """
     recipe = plan.recipe
-    mesh = init_device_mesh(device.type, (recipe.cluster.world,), mesh_dim_names=("ranks",))
+    mesh = _mesh(recipe, device)
     policy = MixedPrecisionPolicy(
         param_dtype=recipe.weights_dtype,
         reduce_dtype=recipe.grads_dtype,
@@ -83,7 +98,7 @@ def wrap(
             offload_policy=offloading,
             reshard_after_forward=reshard,
         )
-    modules = [m for _, m in wrapped_units if isinstance(m, FSDPModule)]
+    modules: dict[str, FSDPModule] = {n: m for n, m in wrapped_units if isinstance(m, FSDPModule)}
     wrapped = Wrapped(model, modules, Clock(seed), Fallbacks())
     if not is_untouched(plan, ordered):
         wrapped.installed = install(

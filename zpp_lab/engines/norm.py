@@ -1,4 +1,8 @@
-"""The gradient's sum of squares on one rank, in an order that no batching changes."""
+"""The gradient's sums of squares, in an order that no batching changes.
+
+Rows are filled up with zeros, so that each is summed by the tree of its padded length. Rows of
+one length are summed together, which saves launches and changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,24 @@ import torch
 from torch import Tensor
 
 from zpp_lab.numerics import square_norms
+from zpp_lab.ops import padded_rows
 from zpp_lab.plan import Plan
 
 FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64
 
 
 def squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
-    """Local shards of gradients by name → fp64 scalar on `device`, added in plan order.
+    """Local shards of gradients by name → fp64 scalar on `device`, added in plan order."""
+    return _added(grads, 1, plan, device)[0]
 
-    Shards are filled up with zeros, so that each is summed by the tree of its padded length.
-    Shards of one length are summed together, which saves launches and changes no bit.
-    """
+
+def rank_squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
+    """Whole gradients by name → fp64 [W] on `device`: `squares` of each rank's shards."""
+    return _added(grads, plan.recipe.cluster.world, plan, device)
+
+
+def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.device) -> Tensor:
+    """Gradients that are cut into `rows` shards → fp64 [rows], added in plan order."""
     lengths = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
     names = [name for name in lengths if name in grads]
     groups: dict[int, list[str]] = defaultdict(list)
@@ -27,17 +38,12 @@ def squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Te
         groups[lengths[name]].append(name)
     found: dict[str, Tensor] = {}
     for numel, group in groups.items():
-        at_once = max(1, FOLD_NUMEL // max(1, numel))
+        at_once = max(1, FOLD_NUMEL // max(1, rows * numel))
         for first in range(0, len(group), at_once):
             some = group[first : first + at_once]
-            rows = torch.stack([_padded(grads[n], numel) for n in some])
-            found |= dict(zip(some, square_norms(rows), strict=True))
-    total = torch.zeros((), dtype=torch.float64, device=device)
+            stacked = torch.stack([padded_rows(grads[n], rows, numel) for n in some])
+            found |= dict(zip(some, square_norms(stacked), strict=True))
+    total = torch.zeros(rows, dtype=torch.float64, device=device)
     for name in names:
         total = total + found[name].to(device)
     return total
-
-
-def _padded(x: Tensor, numel: int) -> Tensor:
-    flat = x.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, numel - flat.numel()))

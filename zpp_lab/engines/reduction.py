@@ -1,14 +1,17 @@
-"""A unit's gradient reduction for all ranks of a cluster, one rank at a time.
+"""The gradient reduction for all ranks of a cluster, one rank at a time.
 
 The sums of a real run, in its order: inside a node rank by rank, then node by node. With one
 hop the rows of every rank are added to one running sum. With two hops the sum of a node is
 re-encoded when the node's last rank has come, and added to the sum over nodes.
+
+Buffers are made once and serve every reduction. Small units are reduced together: a segment's
+bytes do not depend on its neighbours, so this changes no bit and saves launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,110 +23,137 @@ from zpp_lab.collectives.traffic import hop_traffic
 from zpp_lab.config import Wire
 from zpp_lab.engines.watch import Watch
 from zpp_lab.layout import Layout
-from zpp_lab.plan import UnitPlan
+from zpp_lab.plan import Unit, UnitPlan
+
+TOGETHER = 2**24  # elements of units that are reduced together at most
+
+Key = tuple[int, int, int]  # seed, step, micro-step
 
 
 class Reduction:
-    """Feed it every rank's gradients with `add`, node after node; `finish` gives the sums."""
+    """`start`, then every rank's gradients with `add`, node after node; `mean` ends it."""
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        seed: int,
-        step: int,
-        micro: int,
-        device: torch.device,
-        ledger: Ledger,
-        watch: Watch,
-    ) -> None:
+    def __init__(self, plan: UnitPlan, device: torch.device, ledger: Ledger) -> None:
         self.plan, self.recipe, self.cluster = plan, plan.recipe, plan.recipe.cluster
-        self.key = (seed, step, micro)
-        self.device, self.ledger, self.watch = device, ledger, watch
+        self.device, self.ledger = device, ledger
         self.names: tuple[str, ...] | None = None  # parameters that have a gradient
-        self.added = 0
+        self.layouts: tuple[Layout, ...] = ()  # one a hop
+        self.sums: list[Tensor] = []  # of each hop, in its rotated domain: fp32 [W, coded_numel]
+        self.payloads: list[Tensor] = []  # of each hop: uint8 [W, nbytes]
+        self.alone: dict[str, Tensor] = {}  # a single rank's gradients
+        self.start((0, 0, 0), Watch())
+
+    def start(self, key: Key, watch: Watch) -> None:
+        """Begin a reduction whose noise is keyed by `key`."""
+        self.key, self.watch, self.added = key, watch, 0
 
     def add(self, rank: int, grads: Mapping[str, Tensor]) -> None:
         """One rank's gradients by name; parameters without one are left out, by all ranks."""
         names = tuple(p.name for p in self.plan.unit.parameters if p.name in grads)
-        if self.names is None:
-            self.names = names
+        if not self.added:
+            self._prepare(names)
         assert names == self.names, "ranks differ in which parameters have a gradient"
-        if not self.layouts:  # a single rank: its gradient is the sum
-            self.alone = {n: grads[n].reshape(1, -1).float() for n in names}
-            return
-        payload = self._encode(rank, [grads[n] for n in names])
-        ops.decode_sum(self.layouts[0], payload[None], self.sums[0])
         self.added += 1
+        if not self.layouts:  # a single rank: its gradient is the sum
+            self.alone = {n: grads[n].reshape(1, -1) for n in names}
+            return
+        self._encode(rank, [grads[n] for n in names])
+        ops.decode_sum(self.layouts[0], self.payloads[0][None], self.sums[0])
         if len(self.layouts) == 2 and self.added % self.cluster.gpus_per_node == 0:
             self._end_node(rank // self.cluster.gpus_per_node)
 
-    def finish(self) -> dict[str, Tensor]:
-        """The sums over all ranks: fp32 [W, n] by name, padding rows included."""
-        if not self.layouts:
-            return self.alone
+    def mean(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The sums over all ranks, rounded to `dtype` and divided there: fp32 [W, n] by name,
+        padding rows included. Tensors of the caller's own."""
         assert self.added == self.cluster.world
+        if not self.layouts:
+            return {n: (g.float().to(dtype) / 1).float() for n, g in self.alone.items()}
         if self.names:
             rows = [layout.nbytes for layout in self.layouts]
             for wire, traffic in hop_traffic(self.cluster, self.recipe.hops, rows).items():
                 self.ledger.add(wire, traffic)
         last = self.layouts[-1]
-        flat = ops.finish_sums(last, self.sums[-1])
-        return {s.name: flat[:, s.offset_numel : s.offset_numel + s.numel] for s in last.segments}
+        flat = ops.finish_sums(last, self.sums[-1]).to(dtype)
+        return _columns(last, (flat / self.cluster.world).float())
 
-    @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The hops' layouts; every parameter without a gradient drops out."""
-        assert self.names is not None
-        return tuple(layout.select(set(self.names)) for layout in self.plan.hops)
+    def _prepare(self, names: tuple[str, ...]) -> None:
+        """Sums of zeros for these parameters; every parameter without a gradient drops out."""
+        if names == self.names:
+            for sums in self.sums:
+                sums.zero_()
+            return
+        world, chosen = self.cluster.world, set(names)
+        self.names = names
+        self.layouts = tuple(layout.select(chosen) for layout in self.plan.hops)
+        self.sums = [
+            torch.zeros(world, lay.coded_numel, device=self.device) for lay in self.layouts
+        ]
+        self.payloads = [
+            torch.empty(world, lay.nbytes, dtype=torch.uint8, device=self.device)
+            for lay in self.layouts
+        ]
 
-    @cached_property
-    def sums(self) -> list[Tensor]:
-        """Running sums of each hop in its rotated domain, fp32 [W, coded_numel]."""
-        world = self.cluster.world
-        return [torch.zeros(world, lay.coded_numel, device=self.device) for lay in self.layouts]
-
-    def _encode(self, rank: int, grads: Sequence[Tensor]) -> Tensor:
-        layout, world = self.layouts[0], self.cluster.world
-        noise = self._noise(self.recipe.hops[0], [rank] * world)
-        payload = self._empty(layout)
-        ops.encode(layout, grads, noise, payload)
-        if self.watch.looks:
+    def _encode(self, rank: int, grads: Sequence[Tensor]) -> None:
+        layout, payload, world = self.layouts[0], self.payloads[0], self.cluster.world
+        wire = self.recipe.hops[0]
+        errors = self.watch.room(layout, payload)
+        ops.encode(layout, grads, self._noise(wire, [rank] * world), payload, errors)
+        self.watch.encoded(wire, layout, errors)
+        if self.watch.check:
             rows = [
                 ops.padded_rows(g, world, s.numel)
                 for g, s in zip(grads, layout.segments, strict=True)
             ]
-            self._watch(self.recipe.hops[0], layout, rows, payload, rank)
-        return payload
+            self._watch(wire, layout, rows, payload, rank)
 
     def _end_node(self, node: int) -> None:
         """Second hop: local rank l of the node sends its sum of shard (m, l) to node m."""
         first, second = self.layouts
-        local = self.cluster.gpus_per_node
+        local, payload = self.cluster.gpus_per_node, self.payloads[1]
         senders = [node * local + row % local for row in range(self.cluster.world)]
-        payload = self._empty(second)
         ops.encode_sums(
             first, second, self.sums[0], self._noise(self.recipe.hops[1], senders), payload
         )
         if self.watch.looks:
-            flat = ops.finish_sums(first, self.sums[0])
-            rows = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
+            rows = list(_columns(first, ops.finish_sums(first, self.sums[0])).values())
             self._watch(self.recipe.hops[1], second, rows, payload, senders[0])
         ops.decode_sum(second, payload[None], self.sums[1])
         self.sums[0].zero_()
 
-    def _empty(self, layout: Layout) -> Tensor:
-        return torch.empty(self.cluster.world, layout.nbytes, dtype=torch.uint8, device=self.device)
-
     def _noise(self, wire: Wire, ranks: Sequence[int]) -> Noise:
-        seed, step, micro = self.key
         rows = tuple(range(self.cluster.world))
-        return Noise(noise_key(seed, step, micro, wire), tuple(ranks), rows)
+        return Noise(noise_key(*self.key, wire), tuple(ranks), rows)
 
     def _watch(
         self, wire: Wire, layout: Layout, before: list[Tensor], payload: Tensor, rank: int
     ) -> None:
         sums = torch.zeros(payload.shape[0], layout.coded_numel, device=self.device)
         ops.decode_sum(layout, payload[None], sums)
-        flat = ops.finish_sums(layout, sums)
-        after = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in layout.segments]
+        after = list(_columns(layout, ops.finish_sums(layout, sums)).values())
         self.watch.rows(self.key[1], wire, layout, before, after, payload, rank)
+
+
+def _columns(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
+    """[W, numel] → [W, n] of each segment by name, as views."""
+    return {s.name: flat[:, s.offset_numel : s.offset_numel + s.numel] for s in layout.segments}
+
+
+def together(units: Iterable[UnitPlan], limit: int = TOGETHER) -> list[UnitPlan]:
+    """Neighbouring units joined as long as they have at most `limit` elements."""
+    joined: list[UnitPlan] = []
+    for unit in units:
+        if joined and _numel(joined[-1]) + _numel(unit) <= limit:
+            joined[-1] = _join(joined[-1], unit)
+        else:
+            joined.append(unit)
+    return joined
+
+
+def _join(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+    a, b = one.unit, other.unit
+    name = f"{a.name}+{b.name}"
+    return replace(one, unit=Unit(name, a.parameters + b.parameters, a.trainable | b.trainable))
+
+
+def _numel(plan: UnitPlan) -> int:
+    return sum(p.numel for p in plan.unit.parameters)

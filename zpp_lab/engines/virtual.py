@@ -1,9 +1,10 @@
 """The virtual engine: all ranks of a cluster in one process, with a sharded run's numerics.
 
 Ranks take turns. The weights are gathered once a step: every rank would decode the same
-payload, so one copy serves all. Then each rank's gradient is encoded, decoded and added to
-running sums, rank by rank and node by node (`reduction.py`), so memory does not grow with the
-number of nodes. Sums, division, norm and update follow the order of a real run to the bit.
+payload, so one copy serves all. Then each rank's gradient (`passes.py`) is encoded, decoded and
+added to running sums, rank by rank and node by node (`reduction.py`), so memory does not grow with
+the number of nodes. Sums, division, norm and update follow the order of a real run to the bit.
+Between its first and its last rank a step never waits for the device.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic
 from zpp_lab.config import Config, Wire
 from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
-from zpp_lab.engines.reduction import Reduction
+from zpp_lab.engines.losses import mean_loss, token_losses
+from zpp_lab.engines.norm import rank_squares
+from zpp_lab.engines.passes import Grads, Passes
+from zpp_lab.engines.reduction import Reduction, together
+from zpp_lab.engines.usage import Usage
 from zpp_lab.engines.watch import Watch
-from zpp_lab.numerics import clip_factor, fold_sum, square_norms, total_norm
+from zpp_lab.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state
-from zpp_lab.plan import Plan, UnitPlan
+from zpp_lab.plan import PassUse, Plan, StepUse
 from zpp_lab.recipe import DTYPES
-
-Grads = dict[str, Tensor]
 
 
 class VirtualEngine:
@@ -50,6 +53,26 @@ class VirtualEngine:
         self.optimizer = adamw(self.master, config.train)
         self.trainable = {n for n, p in self.master.items() if p.requires_grad}
         self.absent: frozenset[str] = frozenset()  # trainable, but the last step gave no gradient
+        self.usage = Usage({**dict(model.units()), "root": model})  # type: ignore[operator]
+        self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
+        self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        """What every step writes anew, at places that stay."""
+        dtype = DTYPES[self.config.train.param_dtype]
+        self.sources = {n: p.detach() for n, p in self.master.items()}  # in param_dtype
+        if dtype != torch.float32:
+            self.sources = {n: p.to(dtype) for n, p in self.sources.items()}
+        own = [p.name for u in self.plan.units if u.own_backward for p in u.unit.parameters]
+        self.forward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
+        self.backward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
+        self.reductions = [
+            Reduction(unit, self.device, self.ledger) for unit in together(self.plan.units)
+        ]
+        # backward's own weights take the place of the forward's, so no two passes may overlap
+        lanes = 1 if own else self.config.engine.lanes
+        self.passes = Passes(self._backward, self.weights, self.config.engine, lanes)
 
     # ------------------------------------------------------------------ one step
 
@@ -60,11 +83,10 @@ class VirtualEngine:
         norm = self._norm(grads)
         if not bool(torch.isfinite(norm)):
             self._explain(step, batches)
-        self.ledger.check(self.plan.step_bytes(self.absent))
+        self._check_bytes()
         if self.config.train.clip:
             factor = clip_factor(norm, self.config.train.clip)
-            for grad in grads.values():
-                grad.mul_(factor)
+            torch._foreach_mul_(list(grads.values()), factor)
         self._update(grads, lr)
         loss = fold_sum(losses.flatten()) / losses.numel()
         errors = watch.errors.telemetry() if watch.errors else None
@@ -72,24 +94,31 @@ class VirtualEngine:
 
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
         """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
-        forward, backward = self._gather_both(step, watch)
+        self._gather_both(step, watch)
         shape = (self.plan.micro_steps, self.cluster.world)
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
         total: Grads = {}
+        self.used, self.reduced = {}, []
         for micros in self._reductions():
-            reductions = [
-                self._reduction(unit, step, micros[-1], watch) for unit in self.plan.units
-            ]
-            for rank in self._ranks():
-                local: Grads = {}
-                for micro in micros:
-                    losses[micro, rank] = self._backward(batches(rank, micro), forward, backward)
-                    self._accumulate(local, rank, step, watch)
-                for reduction in reductions:
-                    reduction.add(rank, local)
-            self.absent = frozenset(self.trainable - set(local))
-            for reduction in reductions:
-                self._add_mean(total, reduction.finish())
+            for reduction in self.reductions:
+                reduction.start((self.seed, step, micros[-1]), watch)
+            turns = [(rank, micro) for rank in self._ranks() for micro in micros]
+            passes = self.passes.each(batches(*turn) for turn in turns)
+            local: Grads = {}
+            for (rank, micro), (loss, grads, use) in zip(turns, passes, strict=True):
+                losses[micro, rank] = loss
+                self._note_use(rank, micro, use)
+                for name, grad in grads.items() if watch.check else ():
+                    watch.gradient(step, rank, name, grad)
+                local = grads if len(micros) == 1 else self._accumulate(local, grads)
+                if micro == micros[-1]:
+                    for reduction in self.reductions:
+                        reduction.add(rank, local)
+                    present, local = frozenset(local), {}
+            self.reduced.append(present)
+            self.absent = frozenset(self.trainable - present)
+            for reduction in self.reductions:
+                self._add_mean(total, reduction.mean(self.reduce_dtype))
         return losses, total
 
     def _reductions(self) -> list[range]:
@@ -101,49 +130,38 @@ class VirtualEngine:
         ranks = range(self.cluster.world)
         return ranks if self.plan.recipe.config.order == "rank" else ranks[::-1]
 
-    def _backward(self, batch: Batch, forward: Grads, backward: Grads) -> Tensor:
-        """One rank's forward and backward; gradients are left on the model."""
-        inputs, targets = (t.to(self.device) for t in batch)
-        loss = self.model(inputs, targets)
-        self._load(backward)  # the weights that backward gathers, where they differ
+    def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, PassUse]:
+        """One rank's forward and backward: a `Pass` of passes.py."""
+        self.usage.start()
+        loss: Tensor = self.model(inputs, targets)
+        self._load(self.backward)  # the weights that backward gathers, where they differ
         (loss / self.plan.micro_steps).backward()
-        self._load(forward)
-        return loss.detach()
+        self._load(self.forward)
+        return loss.detach(), self.usage.taken()
 
-    def _load(self, values: Grads) -> None:
-        for name, value in values.items():
-            self.weights[name].data.copy_(value)
+    def _load(self, values: Mapping[str, Tensor]) -> None:
+        if values:
+            into = [self.weights[name].data for name in values]  # unseen by autograd
+            torch._foreach_copy_(into, list(values.values()))
 
-    def _accumulate(self, local: Grads, rank: int, step: int, watch: Watch) -> None:
-        """Move the model's gradients into `local`; several micro-steps add up in reduce_dtype."""
-        for name, p in self.weights.items():
-            if p.grad is None:
-                continue
-            watch.gradient(step, rank, name, p.grad)
-            if len(self._reductions()[0]) == 1:
-                local[name] = p.grad
-            elif name in local:
-                local[name] += p.grad
+    def _accumulate(self, local: Grads, grads: Grads) -> Grads:
+        """Several micro-steps of a rank add up in reduce_dtype."""
+        for name, grad in grads.items():
+            if name in local:
+                local[name] += grad
             else:
-                local[name] = p.grad.to(self.reduce_dtype)
-            p.grad = None
+                local[name] = grad.to(self.reduce_dtype, copy=True)
+        return local
 
-    def _add_mean(self, total: Grads, sums: dict[str, Tensor]) -> None:
-        """Divide a unit's sums [W, n] by the world and add them to the step's gradient."""
-        for name, rows in sums.items():
-            mean = rows.to(self.reduce_dtype).div_(self.cluster.world).to(torch.float32)
+    def _add_mean(self, total: Grads, means: Mapping[str, Tensor]) -> None:
+        """Add a reduction's means [W, n] to the step's gradient, without their padding."""
+        for name, rows in means.items():
             shape = self.master[name].shape
-            whole = mean.flatten()[: shape.numel()].view(shape)
+            whole = rows.flatten()[: shape.numel()].view(shape)
             total[name] = total[name] + whole if name in total else whole
 
     def _norm(self, grads: Grads) -> Tensor:
-        partials = torch.zeros(self.cluster.world, dtype=torch.float64, device=self.device)
-        for unit in self.plan.units:
-            for p in unit.unit.parameters:
-                if p.name in grads:
-                    rows = ops.padded_rows(grads[p.name], self.cluster.world, p.shard_numel)
-                    partials += square_norms(rows)
-        return total_norm(partials)
+        return total_norm(rank_squares(grads, self.plan, self.device))
 
     def _update(self, grads: Grads, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -155,45 +173,66 @@ class VirtualEngine:
 
     # ------------------------------------------------------------------ weights
 
-    def _gather_both(self, step: int, watch: Watch) -> tuple[Grads, Grads]:
-        """Load the forward's weights. Where backward's differ, return both of them by name."""
+    def _gather_both(self, step: int, watch: Watch) -> None:
+        """Load the forward's weights. Where backward's differ, keep both of them."""
         self._gather(step, "weights_forward", self.weights, watch)
-        own = [p.name for u in self.plan.units if u.own_backward for p in u.unit.parameters]
-        backward = {name: torch.empty_like(self.weights[name]) for name in own}
-        self._gather(step, "weights_backward", backward, watch)
-        return {name: self.weights[name].detach().clone() for name in own}, backward
+        self._gather(step, "weights_backward", self.backward, watch)
+        for name, value in self.forward.items():
+            value.copy_(self.weights[name].detach())
 
     def _gather(self, step: int, wire: Wire, into: Mapping[str, Tensor], watch: Watch) -> None:
-        """Gather the parameters that `into` holds, as `wire` brings them, and count it."""
+        """Gather the parameters that `into` holds, as `wire` brings them."""
         world = self.cluster.world
         ranks = tuple(range(world))
         noise = Noise(noise_key(self.seed, step, 0, wire), ranks, ranks)
+        if into:
+            self._round_sources()
         for unit in self.plan.units:
             layout = unit.forward if wire == "weights_forward" else unit.backward
             if all(s.name in into for s in layout.segments):
-                dtype = DTYPES[self.config.train.param_dtype]
-                sources = [self.master[s.name].detach().to(dtype) for s in layout.segments]
+                sources = [self.sources[s.name] for s in layout.segments]
                 payload = torch.empty(world, layout.nbytes, dtype=torch.uint8, device=self.device)
-                ops.encode(layout, sources, noise, payload)
+                errors = watch.room(layout, payload)
+                ops.encode(layout, sources, noise, payload, errors)
+                watch.encoded(wire, layout, errors)
                 outs = [into[s.name].detach() for s in layout.segments]
                 ops.decode(layout, payload, outs)
-                watch.weights(step, wire, layout, sources, outs, payload)
-            self._count_gather(unit, wire, layout.nbytes)
+                if watch.check:
+                    watch.weights(step, wire, layout, sources, outs, payload)
 
-    def _count_gather(self, unit: UnitPlan, wire: Wire, row: int) -> None:
-        """What this gather of a real run sends in a step, micro-step by micro-step."""
-        if wire == "weights_backward" and not unit.gathers_backward:
-            return
-        if wire == "weights_backward" and self.plan.recipe.config.secondary:
-            traffic = secondary_traffic(self.cluster, row)
+    def _round_sources(self) -> None:
+        """Master weights in param_dtype, which is what gets encoded."""
+        masters = {n: p.detach() for n, p in self.master.items()}
+        if self.config.train.param_dtype == "fp32":
+            self.sources = masters
         else:
-            traffic = gather_traffic(self.cluster, row, unit.hierarchical)
-        self.ledger.add(wire, traffic * self.plan.gathers)
+            torch._foreach_copy_([self.sources[n] for n in masters], list(masters.values()))
+
+    def _note_use(self, rank: int, micro: int, use: PassUse) -> None:
+        if self.used.setdefault(micro, use) != use:
+            raise ValueError(
+                f"rank {rank} ran other units of the model than the ranks before it: ranks of a "
+                "real cluster would wait for each other for ever"
+            )
+
+    def _check_bytes(self) -> None:
+        """Count the gathers of a real run of this step, then compare all bytes with the plan."""
+        names = [u.unit.name for u in self.plan.units]
+        passes = tuple(self.used[m] for m in sorted(self.used))
+        use = StepUse(passes, dict.fromkeys(names, tuple(self.reduced)))
+        for unit in self.plan.units:
+            forwards, backwards = unit.gathers(passes)
+            row = unit.forward.nbytes
+            whole = gather_traffic(self.cluster, row, unit.hierarchical)
+            self.ledger.add("weights_forward", whole * forwards)
+            if unit.gathers_backward and self.plan.recipe.config.secondary:
+                whole = secondary_traffic(self.cluster, row)
+            elif unit.gathers_backward:
+                whole = gather_traffic(self.cluster, unit.backward.nbytes, unit.hierarchical)
+            self.ledger.add("weights_backward", whole * backwards)
+        self.ledger.check(self.plan.step_bytes(use=use))
 
     # ------------------------------------------------------------------ the rest
-
-    def _reduction(self, unit: UnitPlan, step: int, micro: int, watch: Watch) -> Reduction:
-        return Reduction(unit, self.seed, step, micro, self.device, self.ledger, watch)
 
     def _explain(self, step: int, batches: Batches) -> None:
         """The step is a pure function of the state: run it again and look at every value."""
@@ -201,18 +240,19 @@ class VirtualEngine:
         raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
+    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         if wire:
             self._gather(step, "weights_forward", self.weights, Watch())
         else:
             self._load({n: p.detach() for n, p in self.master.items()})
         self.model.eval()
-        losses, rows = [], 0
-        for x, y in batches:
-            losses.append(self.model(x.to(self.device), y.to(self.device)).double() * len(x))
-            rows += len(x)
+        pairs = ((x.to(self.device), y.to(self.device)) for x, y in batches)
+        losses = [token_losses(self.model, x, y) for x, y in pairs]
         self.model.train()
-        return float(fold_sum(torch.stack(losses)) / rows)
+        return torch.cat(losses).cpu()
+
+    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
+        return mean_loss(self.token_losses(step, batches, wire))
 
     def state_dict(self) -> dict[str, Any]:
         return {

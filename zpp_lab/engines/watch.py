@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs.errors import ErrorSums
+from zpp_lab.codecs.errors import SUMS, ErrorSums, error_sums
 from zpp_lab.config import Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.layout import Layout
@@ -64,8 +64,21 @@ class Watch:
                 raise NonFiniteError(step, f"{wire} brought NaN for {segment.name}{who}")
             if self.errors is not None:
                 slot = payload[:, segment.offset : segment.offset + segment.nbytes]
-                kind = param_class(segment.name)
-                self.errors.add(wire, kind, x.float(), y.float(), segment.codec, slot)
+                sums = error_sums(segment.codec, x.float(), slot)
+                self.errors.add(wire, param_class(segment.name), sums)
+
+    def room(self, layout: Layout, payload: Tensor) -> Tensor | None:
+        """For the `errors` of `ops.encode` of this payload: fp64 [R, segments, 9], when wanted."""
+        if self.errors is None:
+            return None
+        shape = (payload.shape[0], len(layout.segments), len(SUMS))
+        return torch.empty(shape, dtype=torch.float64, device=payload.device)
+
+    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
+        """Take what `ops.encode` has put into `room`, in place of `rows`' own sums."""
+        if self.errors is not None and errors is not None:
+            for segment, sums in zip(layout.segments, errors.unbind(1), strict=True):
+                self.errors.add(wire, param_class(segment.name), sums)
 
     @property
     def looks(self) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config import ModelConfig
-from zpp_lab.models.init import initial_value
+from zpp_lab.models.start import SeededStart
 
 
 class Rope:
@@ -39,14 +39,15 @@ class Rope:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim = head_dim
         self.theta = theta
-        self.tables: dict[torch.device, Tensor] = {}
+        self.tables: dict[tuple[torch.device, int], Tensor] = {}
 
     def table(self, length: int, device: torch.device) -> Tensor:
-        """Unit rotations, complex64 [length, 1, head_dim / 2]."""
-        table = self.tables.get(device)
-        if table is None or len(table) < length:
-            table = self.tables[device] = self._compute(length).to(device)
-        return table[:length]
+        """Unit rotations, complex64 [length, 1, head_dim / 2]. Kept for good: a captured CUDA
+        graph reads the table at its old place."""
+        key = (device, length)
+        if key not in self.tables:
+            self.tables[key] = self._compute(length).to(device)
+        return self.tables[key]
 
     def _compute(self, length: int) -> Tensor:
         # NumPy's fp64, whatever the model's device or dtype: all rotate by the same numbers.
@@ -156,31 +157,6 @@ class Llama(nn.Module):
         """The blocks in the order in which forward runs them, with their names."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fill every parameter from (seed, name, shape); see `initial_value`."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(name, tuple(parameter.shape), seed, self.cfg.layers))
-
-
-def build_model(
-    cfg: ModelConfig, vocab_size: int, device: str | torch.device = "cpu", seed: int = 0
-) -> Llama:
-    """The model that `cfg` describes, in fp32 on `device`, initialised from `seed`.
-
-    `vocab_size` is the tokenizer's; `cfg.vocab_size` above it pads the embedding.
-    On the meta device the parameters have shapes only and nothing is initialised.
-    Raises ValueError when `cfg.vocab_size` is too small for the tokenizer.
-    """
-    if 0 < cfg.vocab_size < vocab_size:
-        raise ValueError(
-            f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
-            "raise it, or set 0 to take the tokenizer's"
-        )
-    with torch.device("meta"):
-        model = Llama(cfg, cfg.vocab_size or vocab_size)
-    if torch.device(device).type == "meta":
-        return model
-    model.to_empty(device=device)
-    model.init_weights(seed)
-    return model
+    def start(self, seed: int) -> SeededStart:
+        """The first weights: every parameter from (seed, name, shape); see `initial_value`."""
+        return SeededStart(self, seed, self.cfg.layers)

@@ -32,13 +32,22 @@ __all__ = [
 ]
 
 
-def encode(layout: Layout, sources: Sequence[Tensor], noise: Noise | None, out: Tensor) -> None:
+def encode(
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None = None,
+) -> None:
     """Whole parameters (any float dtype, one per segment) → payload `out` uint8 [R, nbytes].
 
     Row r of a segment with n elements is elements [r n, (r + 1) n) of its source, zeros past
     the end; R = 1 is the gather of a rank's own shard.
+
+    `errors` fp64 [R, segments, 9], where given, takes what the codecs did to the values, the sums
+    of `codecs.errors.SUMS`, from the same pass.
     """
-    (cuda if use_kernels(out) else reference).encode(layout, sources, noise, out)
+    (cuda if use_kernels(out) else reference).encode(layout, sources, noise, out, errors)
 
 
 def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ from zpp_lab.paths import cuda_dir
 
 ALL_ARCHS = ("80", "90a", "100")  # the last one also as PTX, for newer GPUs
 TARGET = "0x020B000000000000"  # torch 2.11's stable ABI, and everything after it
-KERNEL_FLAGS = ("-O3", "--fmad=false", "--expt-relaxed-constexpr")
+KERNEL_FLAGS = ("-O3", "--fmad=false", "--expt-relaxed-constexpr", "--split-compile=0")
 LOCK_SECONDS = 900.0
 
 

@@ -16,18 +16,32 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs import Noise, SegmentNoise
+from zpp_lab.codecs.errors import error_sums
 from zpp_lab.layout import Layout, Segment
 
 Group = tuple[int, ...]  # indices of segments with one codec and one length
 
 
-def encode(layout: Layout, sources: Sequence[Tensor], noise: Noise | None, out: Tensor) -> None:
-    """Whole parameters (any float dtype, one per segment) → payload `out` uint8 [R, nbytes]."""
+def encode(
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None = None,
+) -> None:
+    """Whole parameters (any float dtype, one per segment) → payload `out` uint8 [R, nbytes].
+
+    `errors` fp64 [R, segments, 9] takes each segment's `codecs.errors.error_sums`.
+    """
     assert len(sources) == len(layout.segments)
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
         rows = [padded_rows(sources[i], out.shape[0], segments[0].numel) for i in group]
         _encode_group(segments, rows, noise, out, rotated=False)
+    if errors is not None:
+        for i, (segment, source) in enumerate(zip(layout.segments, sources, strict=True)):
+            x = padded_rows(source, out.shape[0], segment.numel)
+            errors[:, i] = error_sums(segment.codec, x.float(), _slot(out, segment))
 
 
 def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zpp_lab.study.launch import StudyOutcome, run_study
+    from zpp_lab.study.launch import run_study
+    from zpp_lab.study.outcome import StudyOutcome
     from zpp_lab.study.report import Report, build_report
 
 __all__ = ["Report", "StudyOutcome", "build_report", "run_study"]
-_HOMES = {"run_study": "launch", "StudyOutcome": "launch", "build_report": "report"}
+_HOMES = {"run_study": "launch", "StudyOutcome": "outcome", "build_report": "report"}
 _HOMES |= {"Report": "report"}
+_EXTRA = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +24,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise ValueError(
+            f"{error.name} is not installed, and studies need it: pip install 'zpp_lab[report]'"
+        ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.runconfig import differing
@@ -15,6 +16,7 @@ from zpp_lab.study.runs import Run
 from zpp_lab.study.settings import flat_config
 
 BASELINE = "zero3"
+_NAME = "recipe.name"
 _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
 
 
@@ -37,7 +39,7 @@ def study_of(name: str, runs: Sequence[Run]) -> tuple[StudyConfig, list[Run], li
     study = StudyConfig(
         name=name,
         question=_QUESTION.format(baseline=baseline),
-        arms=[ArmConfig(name=arm) for arm in order],
+        arms=[ArmConfig(arm, factors=_factors(unique, arm)) for arm in order],
         seeds=sorted({run.seed for run in unique}),
         baseline=baseline,
     )
@@ -61,6 +63,17 @@ def _split(name: str, group: list[Run]) -> list[Run]:
         return " ".join([name, *(p for p in parts if not p.endswith("=None"))])
 
     return [replace(run, arm=label(settings)) for run, settings in zip(group, flat, strict=True)]
+
+
+def _factors(runs: Sequence[Run], arm: str) -> dict[str, Any]:
+    """The recipe's settings that the runs vary, with this arm's levels: what a sweep swept."""
+    flat = {run.arm: flat_config(run.config) for run in runs}
+    if arm not in flat:
+        return {}
+    first = next(iter(flat.values()))
+    varying = sorted({key for other in flat.values() for key in differing(first, other)})
+    levels = {k: flat[arm].get(k) for k in varying if k.startswith("recipe.") and k != _NAME}
+    return {k: v for k, v in levels.items() if v is None or isinstance(v, str | int | float)}
 
 
 def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:

@@ -6,17 +6,20 @@ The verdict never reads these: smoothing and thinning are for the eye only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from zpp_lab.study.runs import Run, read_metrics
 from zpp_lab.study.stats import t_interval
-from zpp_lab.study.verdict import StudyResult
+from zpp_lab.study.verdict import ArmResult, StudyResult
 
-POINTS = 150  # a curve's points in a figure
+POINTS = 150  # a curve's points in a figure, at most
+_FEWEST, _ROWS = 24, 3000  # a curve's points, at least; rows of all curves of a kind, about
+_TELEMETRY_ROWS = 4000
 MEASURES = ("nmse", "bias", "cosine", "saturated", "zeroed")
 Row = dict[str, Any]
 Points = dict[int, float]  # step → value
@@ -30,6 +33,9 @@ class RunCurves:
     heldout: Points = field(default_factory=dict)  # nats per token
     telemetry: dict[tuple[str, str, str], Points] = field(default_factory=dict)
 
+    def of(self, series: str) -> Points:
+        return self.training if series == "training" else self.heldout
+
 
 @dataclass(frozen=True)
 class StudyCurves:
@@ -37,7 +43,8 @@ class StudyCurves:
 
     loss: series (training, held-out), mean, low, high (lowest and highest seed).
     gap: held-out loss minus the baseline's; mean, low, high (confidence interval of the mean).
-    telemetry: wire, param_class and one column a measure (mean over seeds).
+    telemetry: wire, param_class and one column a measure (mean over seeds); the row of step 0
+    is the mean over all steps.
     """
 
     loss: Sequence[Row]
@@ -45,34 +52,51 @@ class StudyCurves:
     telemetry: Sequence[Row]
 
 
-def study_curves(result: StudyResult) -> StudyCurves:
-    """Read every run's metrics once and average over seeds."""
+def study_curves(result: StudyResult, told: Collection[str] | None = None) -> StudyCurves:
+    """Read every run's metrics once and average over seeds.
+
+    told: the arms whose telemetry has steps; the others' is one mean row each (step 0), for
+    tables. None: all. At most two arms' runs are in memory at a time.
+    """
+    points = points_each(len(result.arms))
+    told = {arm.name for arm in result.arms} if told is None else told
     loss: list[Row] = []
     gap: list[Row] = []
     telemetry: list[Row] = []
-    base = {seed: run_curves(run) for seed, run in result.baseline.runs.items()}
+    by_base: dict[str, list[ArmResult]] = {}
     for arm in result.arms:
-        is_base = arm.name == result.study.baseline
-        curves = base if is_base else {seed: run_curves(run) for seed, run in arm.runs.items()}
-        training = [c.training for c in curves.values()]
-        heldout = [c.heldout for c in curves.values()]
-        loss += _band(arm.name, "training", training) + _band(arm.name, "held-out", heldout)
-        telemetry += _telemetry_rows(arm.name, list(curves.values()))
-        if not is_base:
-            paired = {seed: curves[seed] for seed in arm.gaps} or curves  # as in the verdict
-            gap += _gap_rows(arm.name, paired, base, result.study.confidence)
-    return StudyCurves(loss, gap, telemetry)
+        by_base.setdefault(result.baseline_of(arm).name, []).append(arm)
+    for name, arms in by_base.items():
+        base = _read(next(arm for arm in result.arms if arm.name == name))
+        for arm in arms:
+            curves = base if arm.name == name else _read(arm)
+            for series in ("training", "held-out"):
+                loss += _band(arm.name, series, [c.of(series) for c in curves.values()], points)
+            telemetry += _telemetry_rows(arm.name, list(curves.values()), arm.name in told)
+            if arm.verdict != "baseline":
+                paired = {seed: curves[seed] for seed in arm.gaps} or curves  # as in the verdict
+                gap += _gap_rows(arm.name, paired, base, result.study.confidence, points)
+    steps = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, told)))
+    return StudyCurves(loss, gap, _thin_telemetry(telemetry, told, min(50, steps)))
+
+
+def points_each(arms: int) -> int:
+    """Points of one curve, so that a page with many arms stays small."""
+    return max(_FEWEST, min(POINTS, _ROWS // max(1, arms)))
+
+
+def _read(arm: ArmResult) -> dict[int, RunCurves]:
+    return {seed: run_curves(run) for seed, run in arm.runs.items()}
 
 
 def run_curves(run: Run) -> RunCurves:
     """The series of one run's metrics.jsonl."""
     curves = RunCurves()
     rows = read_metrics(run.dir)
-    steps = [row["step"] for row in rows]
     losses = np.array([row["loss"] for row in rows], dtype=np.float64)
-    smoothed = smooth(losses, window=max(1, len(rows) // 40))
+    smoothed = smooth(losses, window=max(1, len(rows) // 40)).tolist() if rows else []
     curves.training = {
-        s: float(v) for s, v in zip(steps, smoothed, strict=True) if math.isfinite(v)
+        row["step"]: v for row, v in zip(rows, smoothed, strict=True) if math.isfinite(v)
     }
     for row in rows:
         value = row.get("heldout_loss")
@@ -89,13 +113,13 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
 
     values: float64 [n] → float64 [n]; from the first value that is not finite on, not finite.
     """
-    keep = 1 - 1 / window
-    result = np.empty_like(values)
-    total = weight = 0.0
-    for i, value in enumerate(values):
-        total, weight = keep * total + value, keep * weight + 1
-        result[i] = total / weight
-    return result
+    import pandas as pd  # a second to import
+
+    smoothed = pd.Series(values).ewm(alpha=1 / window).mean().to_numpy(copy=True)
+    lost = np.flatnonzero(~np.isfinite(values))
+    if lost.size:
+        smoothed[lost[0] :] = np.nan
+    return smoothed
 
 
 def thin(steps: Iterable[int], points: int = POINTS) -> list[int]:
@@ -107,21 +131,6 @@ def thin(steps: Iterable[int], points: int = POINTS) -> list[int]:
     return [ordered[i] for i in places]
 
 
-def final_telemetry(rows: Sequence[Row]) -> list[Row]:
-    """Each arm, wire and parameter class: its measures averaged over the telemetry steps."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["arm"], row["wire"], row["param_class"]), []).append(row)
-    means = []
-    for (arm, wire, param_class), group in groups.items():
-        mean: Row = {"arm": arm, "wire": wire, "param_class": param_class}
-        for measure in MEASURES:
-            values = [row[measure] for row in group if row.get(measure) is not None]
-            mean[measure] = float(np.mean(values)) if values else None
-        means.append(mean)
-    return means
-
-
 def _add_measures(
     curves: RunCurves, step: int, wire: str, param_class: str, measures: Mapping[str, Any]
 ) -> None:
@@ -131,17 +140,21 @@ def _add_measures(
             curves.telemetry.setdefault((wire, param_class, measure), {})[step] = float(value)
 
 
-def _band(arm: str, series: str, runs: Sequence[Points]) -> list[Row]:
+def _band(arm: str, series: str, runs: Sequence[Points], points: int) -> list[Row]:
     rows = []
-    for step in thin({step for points in runs for step in points}):
-        values = [points[step] for points in runs if step in points]
-        row = {"mean": float(np.mean(values)), "low": min(values), "high": max(values)}
+    for step in thin({step for run in runs for step in run}, points):
+        values = [run[step] for run in runs if step in run]
+        row = {"mean": fmean(values), "low": min(values), "high": max(values)}
         rows.append({"arm": arm, "series": series, "step": step, **row})
     return rows
 
 
 def _gap_rows(
-    arm: str, curves: Mapping[int, RunCurves], base: Mapping[int, RunCurves], confidence: float
+    arm: str,
+    curves: Mapping[int, RunCurves],
+    base: Mapping[int, RunCurves],
+    confidence: float,
+    points: int,
 ) -> list[Row]:
     by_step: dict[int, list[float]] = {}
     for seed in sorted(curves.keys() & base.keys()):
@@ -150,26 +163,38 @@ def _gap_rows(
             if step in theirs:
                 by_step.setdefault(step, []).append(value - theirs[step])
     rows = []
-    for step in thin(by_step):
+    for step in thin(by_step, points):
         values = by_step[step]
-        mean = float(np.mean(values))
-        spread = len(values) > 1 and np.ptp(values) > 0
+        mean = fmean(values)
+        spread = len(values) > 1 and max(values) > min(values)
         low, high = t_interval(values, confidence) if spread else (mean, mean)
         rows.append({"arm": arm, "step": step, "mean": mean, "low": low, "high": high})
     return rows
 
 
-def _telemetry_rows(arm: str, curves: Sequence[RunCurves]) -> list[Row]:
+def _telemetry_rows(arm: str, curves: Sequence[RunCurves], told: bool) -> list[Row]:
+    """One row a wire, class and step (step 0: the mean over all steps, for every arm)."""
     values: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for run in curves:
         for (wire, param_class, measure), points in run.telemetry.items():
             for step, value in points.items():
-                cell = values.setdefault((wire, param_class, step), {})
-                cell.setdefault(measure, []).append(value)
-    kept = set(thin({step for _, _, step in values}, 50))
+                for at in (0, step) if told else (0,):
+                    cell = values.setdefault((wire, param_class, at), {})
+                    cell.setdefault(measure, []).append(value)
     return [
         {"arm": arm, "wire": wire, "param_class": param_class, "step": step}
-        | {measure: float(np.mean(v)) for measure, v in cell.items()}
+        | {measure: fmean(found) for measure, found in cell.items()}
         for (wire, param_class, step), cell in sorted(values.items())
-        if step in kept
     ]
+
+
+def _groups(rows: Sequence[Row], told: Collection[str]) -> int:
+    return len({(r["arm"], r["wire"], r["param_class"]) for r in rows if r["arm"] in told})
+
+
+def _thin_telemetry(rows: Sequence[Row], told: Collection[str], steps: int) -> list[Row]:
+    by_arm: dict[str, set[int]] = {}
+    for row in rows:
+        by_arm.setdefault(row["arm"], set()).add(row["step"])
+    kept = {arm: {0, *thin(found - {0}, steps)} for arm, found in by_arm.items()}
+    return [row for row in rows if row["step"] in kept[row["arm"]]]

@@ -1,16 +1,18 @@
-"""The rows behind the gap figures: an arm's gap with its intervals, bytes and label."""
+"""The rows behind the gap figures: an arm's gap with its intervals, its cost and its label."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zpp_lab.study.curves import Row
 from zpp_lab.study.labels import place
-from zpp_lab.study.style import GapAxis, Style
+from zpp_lab.study.pareto import front
+from zpp_lab.study.style import TOLD, GapAxis
 from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
-PANEL = (355, 340)  # pixels of a panel of the bytes figure
+PANEL = (355, 340)  # pixels of a panel of the cost figures
+NARROW = 265  # its width on a phone, about
 
 
 def margin_rows(margin: float) -> list[Row]:
@@ -18,8 +20,8 @@ def margin_rows(margin: float) -> list[Row]:
 
 
 def gap_rows(result: StudyResult) -> list[Row]:
-    """One row for each arm, but the baseline, that has a gap."""
-    arms = [arm for arm in result.arms if arm.name != result.study.baseline]
+    """One row for each arm, but baselines, that has a gap."""
+    arms = [arm for arm in result.arms if arm.verdict != "baseline"]
     return [_gap_row(arm) for arm in arms if arm.gap is not None]
 
 
@@ -27,6 +29,7 @@ def _gap_row(arm: ArmResult) -> Row:
     assert arm.gap is not None
     low, high = arm.gap.interval or (arm.gap.mean, arm.gap.mean)
     inner_low, inner_high = arm.gap.inner or (arm.gap.mean, arm.gap.mean)
+    margin = arm.margin or 0.0
     return {
         "arm": arm.name,
         "verdict": arm.verdict,
@@ -35,6 +38,8 @@ def _gap_row(arm: ArmResult) -> Row:
         "high": high,
         "inner_low": inner_low,
         "inner_high": inner_high,
+        "from": -margin,
+        "to": margin,
         "bytes_total": arm.bytes_total,
         "bytes_inter": arm.bytes_inter,
         "seeds": arm.gap.n,
@@ -49,11 +54,49 @@ def baseline_row(result: StudyResult) -> Row:
     return row | {"bytes_total": base.bytes_total, "bytes_inter": base.bytes_inter}
 
 
+def cost_rows(result: StudyResult) -> list[Row]:
+    """`gap_rows` after the baseline's, which is a point of its own on every front."""
+    return [baseline_row(result), *gap_rows(result)] if result.margin else []
+
+
+def speed_rows(result: StudyResult, speeds: Mapping[str, float]) -> list[Row]:
+    """`cost_rows` of the arms that were measured, with tokens/s."""
+    return [
+        row | {"speed": speeds[row["arm"]]} for row in cost_rows(result) if row["arm"] in speeds
+    ]
+
+
+def front_rows(result: StudyResult, rows: Sequence[Row], key: str, sign: int = 1) -> list[Row]:
+    """The rows on the Pareto front of the gap and sign × the cost `key`; controls are on none."""
+    controls = {control.arm for control in result.controls}
+    points = [
+        (sign * row[key], row["mean"], row)
+        for row in rows
+        if row.get(key) is not None and row["arm"] not in controls
+    ]
+    return sorted(front(points), key=lambda row: (row[key], row["mean"]))
+
+
+def telling_arms(result: StudyResult) -> list[str]:
+    """The arms that get a colour of their own: all when they are few.
+
+    Else the baseline, the arms on the Pareto front of bytes, the controls, then the others in
+    the study's order.
+    """
+    names = [result.study.baseline]
+    key = "bytes_total" if result.baseline.bytes_inter is None else "bytes_inter"
+    if len(result.arms) > TOLD:
+        fronts = [row["arm"] for row in front_rows(result, cost_rows(result), key)]
+        names += [*_spread(fronts, TOLD - 3), *(control.arm for control in result.controls)]
+    names += [arm.name for arm in result.arms]
+    return list(dict.fromkeys(names))[:TOLD]
+
+
 def seed_rows(result: StudyResult) -> list[Row]:
     return [
         {"arm": arm.name, "seed": seed, "gap": gap}
         for arm in result.arms
-        if arm.name != result.study.baseline
+        if arm.verdict != "baseline" and arm.gap is not None
         for seed, gap in arm.gaps.items()
     ]
 
@@ -66,17 +109,37 @@ def ends(rows: Sequence[Row]) -> tuple[float, float]:
     return low, max(high, min(reach, max(row["high"] for row in rows)))
 
 
-def top_last(rows: Sequence[Row], style: Style) -> list[Row]:
-    """The baseline's rows last, so that its line is drawn on top of the others."""
-    return sorted(rows, key=lambda row: row["arm"] == style.baseline)
+def names(rows: Sequence[Row], key: str, span: tuple[float, float], gaps: GapAxis) -> list[Row]:
+    """The arms' names with the places of their labels in the axes' units, wide and narrow.
 
-
-def names(rows: Sequence[Row], key: str, end: float, gaps: GapAxis) -> list[Row]:
-    """The arms' names with the places of their labels, in the axes' units."""
-    width, height = PANEL
-    points = [(row[key] / end * width, gaps.place(row["mean"]) * height) for row in rows]
-    arms = [row["arm"] for row in rows]
+    The first rows find room first; a place is None where there is none left.
+    """
+    wide = _label_places(rows, key, span, gaps, PANEL[0])
+    narrow = _label_places(rows, key, span, gaps, NARROW)
     return [
-        {"arm": name, "x": x / width * end, "y": gaps.value(y / height)}
-        for name, (x, y) in zip(arms, place(points, arms, width, height), strict=True)
+        {"arm": row["arm"], "x": w[0], "y": w[1], "narrow_x": n[0], "narrow_y": n[1]}
+        for row, w, n in zip(rows, wide, narrow, strict=True)
     ]
+
+
+def _label_places(
+    rows: Sequence[Row], key: str, span: tuple[float, float], gaps: GapAxis, width: int
+) -> list[tuple[float | None, float | None]]:
+    start, reach = span[0], span[1] - span[0]
+    height = PANEL[1]
+    points = [
+        ((row[key] - start) / reach * width, gaps.place(row["mean"]) * height) for row in rows
+    ]
+    bars = [(gaps.place(row["low"]) * height, gaps.place(row["high"]) * height) for row in rows]
+    placed = place(points, [row["arm"] for row in rows], width, height, bars)
+    return [
+        (None, None) if at is None else (start + at[0] / width * reach, gaps.value(at[1] / height))
+        for at in placed
+    ]
+
+
+def _spread(items: Sequence[str], count: int) -> list[str]:
+    """At most `count` of the items, evenly spread, with both ends."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

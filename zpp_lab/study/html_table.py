@@ -1,50 +1,175 @@
-"""The verdict table as HTML, by great-tables."""
+"""The report's tables as plain rows; the template gives them captions, scopes and sorting."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-import pandas as pd
-from great_tables import GT, loc, style
-
+from zpp_lab.study.appendix import Appendix, facts
+from zpp_lab.study.certainty import COLUMNS as CERTAINTY_COLUMNS
+from zpp_lab.study.certainty import Certainty
+from zpp_lab.study.curves import MEASURES
+from zpp_lab.study.curves import Row as CurveRow
+from zpp_lab.study.effects import Estimate, Interaction, MainEffect
+from zpp_lab.study.levels import level_text
+from zpp_lab.study.runs import Run
 from zpp_lab.study.table import NOTHING, verdict_rows
-from zpp_lab.study.verdict import StudyResult
+from zpp_lab.study.verdict import ArmResult, StudyResult
 
-_WHAT = "What it does"
-# Text colour and background of a verdict; the word itself carries the meaning.
-_COLORS = {
-    "baseline": ("#111827", "#e5e7eb"),
-    "on par": ("#0b5d43", "#d5f0e6"),
-    "better": ("#0b4a86", "#d6e8fa"),
-    "worse": ("#8a2b06", "#fbe0d3"),
-    "diverged": ("#8a2b06", "#fbe0d3"),
-    "failed": ("#8a2b06", "#fbe0d3"),
-    "undecided": ("#6b5300", "#fbf1c9"),
-    "not run": ("#4b5563", "#f3f4f6"),
-}
+_MIB = 2**20
+WHAT = "What it does"
 
 
-def verdict_html(result: StudyResult) -> str:
-    """The verdict table: one row an arm, the verdict right after what the arm does."""
-    frame = pd.DataFrame(verdict_rows(result))
-    descriptions = [arm.arm.describe or NOTHING for arm in result.arms]
-    frame.insert(1, _WHAT, descriptions)
-    base = result.study.baseline
-    names: dict[str, Any] = {
-        "Gap (nats)": f"Gap, {result.study.confidence:.0%} interval (nats)",
-        "Bytes": f"Bytes vs {base}, all links",
-        "Bytes between nodes": f"Bytes vs {base}, between nodes",
-    }
-    table = (
-        GT(frame, id="verdicts")
-        .cols_label(cases=names)
-        .cols_align("right", columns=list(frame.columns[3:]))
-        .cols_align("left", columns=list(frame.columns[:3]))
-        .tab_options(table_width="100%", table_font_size="14px", data_row_padding="6px")
-        .tab_style(style.text(weight="600"), loc.body(columns="Arm"))
-    )
-    for row, arm in enumerate(result.arms):
-        text, fill = _COLORS[arm.verdict]
-        look = [style.fill(fill), style.text(color=text, weight="600")]
-        table = table.tab_style(look, loc.body(columns="Verdict", rows=[row]))
-    return table.as_raw_html()
+@dataclass(frozen=True)
+class Line:
+    """One row: its cells as text; `arm` for the page's filter, `look` a verdict for its colour."""
+
+    cells: Sequence[str]
+    arm: str = ""
+    look: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose first column names its rows. numbers, code: columns set that way."""
+
+    id: str
+    caption: str
+    columns: Sequence[str]
+    lines: Sequence[Line]
+    numbers: Collection[int] = field(default_factory=frozenset)
+    code: Collection[int] = field(default_factory=frozenset)
+    looked: int = -1  # the column that has the row's colour
+    sortable: bool = True
+
+
+def verdict_table(result: StudyResult) -> Table:
+    """One row an arm. What it does comes last, so that a narrow screen shows the verdict."""
+    rows = verdict_rows(result)
+    columns = list(rows[0])
+    place = columns.index("Verdict")
+    numbers = range(place + 1, len(columns))
+    if any(arm.arm.describe for arm in result.arms):
+        columns.append(WHAT)
+        for row, arm in zip(rows, result.arms, strict=True):
+            row[WHAT] = arm.arm.describe or NOTHING
+    lines = [
+        Line(list(row.values()), arm.name, arm.verdict)
+        for arm, row in zip(result.arms, rows, strict=True)
+    ]
+    caption = f"Every arm against {result.study.baseline}"
+    return Table("verdicts", caption, columns, lines, numbers, looked=place)
+
+
+def effects_table(effects: Sequence[MainEffect]) -> Table:
+    """The numbers of the main effects figure."""
+    lines = [
+        Line([effect.factor, level_text(level, effect.factor), *_estimate(e), str(effect.groups)])
+        for effect in effects
+        for level, e in effect.levels.items()
+    ]
+    columns = ("Factor", "Level", "Mean gap (nats)", "From", "To", "Seeds", "Groups")
+    return Table("effects", "Mean gap by level", columns, lines, range(2, 7))
+
+
+def interactions_table(found: Sequence[Interaction]) -> Table:
+    """How far each pair of factors is from additive, at its worst cell."""
+    lines = []
+    for one in found:
+        at = ", ".join(f"{f}={level_text(v, f)}" for f, v in zip(one.factors, one.at, strict=True))
+        numbers = [*_estimate(one.departure), str(one.groups)]
+        lines.append(Line([" × ".join(one.factors), at, *numbers]))
+    columns = ("Factors", "At", "Departure (nats)", "From", "To", "Seeds", "Groups")
+    return Table("interactions", "Largest departure from additivity", columns, lines, range(2, 7))
+
+
+def telemetry_table(rows: Sequence[CurveRow]) -> Table:
+    """Each arm, wire and parameter class: its measures averaged over steps and seeds."""
+    lines = [
+        Line(
+            [row["arm"], row["wire"], row["param_class"]]
+            + [_measure(row.get(name), name) for name in MEASURES],
+            row["arm"],
+        )
+        for row in rows
+        if row["step"] == 0
+    ]
+    columns = ("Arm", "Wire", "Parameters", *MEASURES)
+    caption = "Codec errors, mean over training and seeds"
+    return Table("telemetry", caption, columns, lines, range(3, 3 + len(MEASURES)))
+
+
+def differences_table(result: StudyResult, appendix: Appendix) -> Table:
+    """What an arm's config has that its baseline's has not."""
+    lines = []
+    for arm in result.arms:
+        changed = appendix.differences(arm)
+        texts = [f"{key}: {value} (baseline: {base})" for key, value, base in changed]
+        if texts:
+            lines.append(Line([arm.name, "\n".join(texts)], arm.name))
+    columns = ("Arm", "Settings that differ from its baseline's")
+    return Table("differences", "Configs, arm by arm", columns, lines, code={1}, sortable=False)
+
+
+def commands_table(result: StudyResult, appendix: Appendix) -> Table:
+    """How to run one seed of each arm again."""
+    told = [(arm.name, appendix.command(arm)) for arm in result.arms]
+    lines = [Line([name, command], name) for name, command in told if command]
+    columns = ("Arm", "Command")
+    return Table("commands", "One seed of an arm", columns, lines, code={1}, sortable=False)
+
+
+def certainty_table(certainty: Certainty) -> Table:
+    """p-values and intervals over documents, one row an arm."""
+    lines = [Line(row, row[0]) for row in certainty.rows()]
+    numbers = range(1, len(CERTAINTY_COLUMNS))
+    return Table("certainty", "How sure each gap is", CERTAINTY_COLUMNS, lines, numbers)
+
+
+def facts_table(result: StudyResult) -> Table:
+    lines = [Line(fact) for fact in facts(result)]
+    return Table("facts", "Of the finished runs", ("What", "Value"), lines, sortable=False)
+
+
+def runs_table(result: StudyResult) -> Table:
+    """One row a run."""
+    columns = ["Arm", "Seed", "Outcome", "Steps", "Held-out loss", "With master weights"]
+    columns += ["Gap (nats)", "MiB per step", "Seconds"]
+    lines = [
+        Line(_run_cells(arm, seed, run), arm.name)
+        for arm in result.arms
+        for seed, run in sorted(arm.runs.items())
+    ]
+    return Table("runs", "Every run", columns, lines, {1, *range(3, 9)})
+
+
+def _estimate(e: Estimate) -> list[str]:
+    return [_signed(e.mean), _signed(e.low), _signed(e.high), str(e.seeds)]
+
+
+def _run_cells(arm: ArmResult, seed: int, run: Run) -> list[str]:
+    summary = run.summary or {}
+    sent, gap = run.bytes_per_step(), arm.gaps.get(seed)
+    return [
+        arm.name,
+        str(seed),
+        run.outcome.replace("_", " "),
+        _number(summary.get("steps"), ".0f"),
+        _number(run.heldout_loss, ".4f"),
+        _number(summary.get("heldout_loss_master"), ".4f"),
+        NOTHING if gap is None else _signed(gap),
+        _number(None if sent is None else sent / _MIB, ".2f"),
+        _number(summary.get("seconds"), ".0f"),
+    ]
+
+
+def _number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
+
+
+def _measure(value: float | None, name: str) -> str:
+    return _number(value, ".6f" if name == "cosine" else ".3g")
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")

@@ -11,20 +11,27 @@ _MARK = 6.0  # half of a point's size in pixels
 
 
 def place(
-    points: Sequence[tuple[float, float]], names: Sequence[str], width: float, height: float
-) -> list[tuple[float, float]]:
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    width: float,
+    height: float,
+    bars: Sequence[tuple[float, float]] = (),
+) -> list[tuple[float, float] | None]:
     """Left middle of each label, in the points' pixels (y grows upwards), in the points' order.
 
-    Greedy: a label takes the nearest free place around its point; when all are taken, the first.
+    bars: bottom and top of each point's interval, which no label may cross.
+    Greedy, first points first: a label takes the nearest free place around its point. None:
+    all of its places are taken.
     """
     taken: list[Box] = [(x - _MARK, y - _MARK, x + _MARK, y + _MARK) for x, y in points]
-    places = []
+    taken += [(x - 1, low, x + 1, high) for (x, _), (low, high) in zip(points, bars, strict=False)]
+    places: list[tuple[float, float] | None] = []
     for (x, y), name in zip(points, names, strict=True):
         boxes = [_box(at, name) for at in _candidates(x, y, _CHARACTER * len(name))]
-        free = [b for b in boxes if _inside(b, width, height) and not _hits(b, taken)]
-        box = (free or boxes)[0]
-        taken.append(box)
-        places.append((box[0], (box[1] + box[3]) / 2))
+        box = next((b for b in boxes if _inside(b, width, height) and not _hits(b, taken)), None)
+        if box is not None:
+            taken.append(box)
+        places.append(None if box is None else (box[0], (box[1] + box[3]) / 2))
     return places
 
 

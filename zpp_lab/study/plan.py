@@ -7,16 +7,16 @@ run starts, and a folder that holds other settings is never mixed with new ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
 
 from zpp_lab.config import ArmConfig, Config, StudyConfig
 from zpp_lab.files import write_atomic
-from zpp_lab.study.runs import read_run
-from zpp_lab.study.settings import differences
+from zpp_lab.study.runs import read_run, read_study
+from zpp_lab.study.settings import differences, fingerprint
 
 Compose = Callable[[list[str]], Config]
 _FOLDER_NAME = re.compile(r"[\w.,+=-]+")
@@ -39,19 +39,63 @@ class PlannedRun:
         return (self.dir / "summary.json").exists()
 
 
-def plan_runs(study: StudyConfig, root: Path, compose: Compose) -> list[PlannedRun]:
-    """Every run in the order it should start: the baseline's, then the arms seed by seed.
+class Planner:
+    """Plans runs of one study below one folder; an arm's config is composed once.
 
-    Raises ValueError when a config does not compose or a folder holds other settings.
+    Raises ValueError, naming the arm, for a config that does not compose, for two arms that
+    are the same, and for a folder that holds another study.
     """
-    arms = sorted(study.arms, key=lambda arm: arm.name != study.baseline)
-    pairs = [(arms[0], seed) for seed in study.seeds]
-    pairs += [(arm, seed) for seed in study.seeds for arm in arms[1:]]
-    runs = [_plan(study, arm, seed, root, compose) for arm, seed in pairs]
-    faults = [fault for run in runs if (fault := _conflict(run))]
-    if faults:
-        raise ValueError("\n".join(faults))
-    return runs
+
+    def __init__(self, study: StudyConfig, root: Path, compose: Compose) -> None:
+        self.study, self.root = study, root
+        check_folder(study, root)
+        faults = []
+        self._configs: dict[str, Config] = {}
+        for arm in study.arms:
+            try:
+                self._configs[arm.name] = self._compose(arm, compose)
+            except ValueError as error:
+                faults.append(f"study {study.name}, arm {arm.name}: {error}")
+        if faults:
+            raise ValueError("\n".join(faults))
+        _check_different(study, self._configs)
+
+    def plan(self, seeds: Mapping[str, Iterable[int]]) -> list[PlannedRun]:
+        """The runs of these seeds by arm, in the order they should start: baselines first,
+        then the arms seed by seed. ValueError when a folder holds other settings."""
+        bases = baselines(self.study)
+        pairs = [(arm.name, seed) for arm in self.study.arms for seed in seeds.get(arm.name, ())]
+        order = sorted(pairs, key=lambda pair: (pair[0] not in bases, _later(pair, bases)))
+        runs = [self._run(arm, seed) for arm, seed in order]
+        faults = [fault for run in runs if (fault := _conflict(run))]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return runs
+
+    def _compose(self, arm: ArmConfig, compose: Compose) -> Config:
+        if not _FOLDER_NAME.fullmatch(arm.name) or arm.name in (".", ".."):
+            raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
+        seed = self.study.seeds[0]
+        return compose(run_overrides(self.study, arm, seed, run_folder(self.root, arm.name, seed)))
+
+    def _run(self, arm: str, seed: int) -> PlannedRun:
+        folder, config = run_folder(self.root, arm, seed), self._configs[arm]
+        config = replace(config, seed=seed, run=replace(config.run, dir=str(folder)))
+        return PlannedRun(arm, seed, folder, config)
+
+
+def plan_runs(study: StudyConfig, root: Path, compose: Compose) -> list[PlannedRun]:
+    """Every run of the study's own seeds; see `Planner`."""
+    return Planner(study, root, compose).plan({arm.name: study.seeds for arm in study.arms})
+
+
+def baselines(study: StudyConfig) -> set[str]:
+    """The arms that others are compared with."""
+    return {study.baseline} | {arm.name for arm in study.arms if arm.role == "baseline"}
+
+
+def run_folder(root: Path, arm: str, seed: int) -> Path:
+    return root / arm / f"seed{seed}"
 
 
 def run_overrides(study: StudyConfig, arm: ArmConfig, seed: int, folder: Path) -> list[str]:
@@ -77,20 +121,32 @@ def write_config(run: PlannedRun) -> None:
         write_atomic(path, yaml.safe_dump(asdict(run.config), sort_keys=False))
 
 
-def _plan(
-    study: StudyConfig, arm: ArmConfig, seed: int, root: Path, compose: Compose
-) -> PlannedRun:
-    if not _FOLDER_NAME.fullmatch(arm.name) or arm.name in (".", ".."):
+def check_folder(study: StudyConfig, root: Path) -> None:
+    """ValueError when `root` holds the runs of another study, or is no folder."""
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root} is a file: give the study a folder with --dir")
+    there = read_study(root)
+    if there is not None and there.name != study.name:
         raise ValueError(
-            f"study {study.name}: arm {arm.name!r} names a folder; "
-            "use letters, digits and _ . , + = -"
+            f"{root} holds the study {there.name!r}, not {study.name!r}: give another --dir"
         )
-    folder = root / arm.name / f"seed{seed}"
-    try:
-        config = compose(run_overrides(study, arm, seed, folder))
-    except ValueError as error:
-        raise ValueError(f"study {study.name}, arm {arm.name}: {error}") from None
-    return PlannedRun(arm.name, seed, folder, config)
+
+
+def _later(pair: tuple[str, int], bases: set[str]) -> int:
+    """Within baselines and within arms: seed by seed for arms, so that all arms grow together."""
+    return 0 if pair[0] in bases else pair[1]
+
+
+def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
+    """A grid with a typo makes the same arm twice; a report would then compare it with itself."""
+    seen: dict[str, str] = {}
+    for name, config in configs.items():
+        other = seen.setdefault(fingerprint(config), name)
+        if other != name:
+            raise ValueError(
+                f"study {study.name}: arms {other} and {name} have the same settings; "
+                "check their overrides and factors, or drop one"
+            )
 
 
 def _conflict(run: PlannedRun) -> str | None:
@@ -103,7 +159,7 @@ def _conflict(run: PlannedRun) -> str | None:
     shown = ", ".join(f"{k} (there {a!r}, now {b!r})" for k, (a, b) in differing.items())
     return (
         f"{run.dir} holds a run with other settings: {shown}. "
-        "Delete that folder to run it again, or give the study another folder with run.dir=…"
+        "Delete that folder to run it again, or give the study another folder with --dir"
     )
 
 

@@ -13,16 +13,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import Config
+from zpp_lab.study.locks import hold
+from zpp_lab.study.outcome import LOG
 from zpp_lab.study.plan import PlannedRun
 from zpp_lab.study.slots import Slot
 
-LOG = "log.txt"
 _GRACE = 10.0  # seconds a run gets to end after SIGTERM
 
 
@@ -33,29 +34,32 @@ class _Job:
     process: Any
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A process that ended. `code` −n: killed by signal n."""
+
+    run: PlannedRun
+    slot: Slot
+    code: int
+
+
 class Pool:
-    """Processes for planned runs, at most one a slot.
+    """Processes for planned runs.
 
     entry: "module:function", called with the run's Config in the child.
     """
 
-    def __init__(self, entry: str, slots: Sequence[Slot]) -> None:
+    def __init__(self, entry: str) -> None:
         self._entry = entry
-        self._free = list(slots)
         self._jobs: list[_Job] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([entry.partition(":")[0]])
 
     @property
-    def has_room(self) -> bool:
-        return bool(self._free)
-
-    @property
     def running(self) -> list[PlannedRun]:
         return [job.run for job in self._jobs]
 
-    def start(self, run: PlannedRun) -> None:
-        slot = self._free.pop(0)
+    def start(self, run: PlannedRun, slot: Slot) -> None:
         run.dir.mkdir(parents=True, exist_ok=True)
         config = run.config
         if config.engine.threads == 0:
@@ -65,15 +69,14 @@ class Pool:
         process.start()
         self._jobs.append(_Job(run, slot, process))
 
-    def wait(self, seconds: float) -> list[tuple[PlannedRun, int]]:
-        """Runs that ended within `seconds`, with their exit codes (−n: killed by signal n)."""
+    def wait(self, seconds: float) -> list[Ended]:
+        """The runs that ended within `seconds`."""
         ready = wait([job.process.sentinel for job in self._jobs], timeout=seconds)
         ended = [job for job in self._jobs if job.process.sentinel in ready]
         for job in ended:
             job.process.join()
             self._jobs.remove(job)
-            self._free.append(job.slot)
-        return [(job.run, job.process.exitcode) for job in ended]
+        return [Ended(job.run, job.slot, job.process.exitcode) for job in ended]
 
     def stop(self) -> None:
         """End every running process: SIGTERM, then SIGKILL for what is left."""
@@ -84,7 +87,6 @@ class Pool:
             if job.process.is_alive():
                 job.process.kill()
                 job.process.join()
-            self._free.append(job.slot)
         self._jobs.clear()
 
 
@@ -94,6 +96,7 @@ def _child(entry: str, config: Config, log: str, slot: Slot) -> None:
     _end_with_parent()
     _send_output_to(log)
     slot.apply()
+    held = hold(Path(log).parent)
     try:
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
@@ -104,6 +107,7 @@ def _child(entry: str, config: Config, log: str, slot: Slot) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        held.close()
 
 
 def _end_with_parent() -> None:

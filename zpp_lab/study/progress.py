@@ -24,6 +24,12 @@ class Progress:
         self._done = 0
         self._start = time.monotonic()
 
+    def add(self, runs: Sequence[PlannedRun]) -> None:
+        """Runs that were decided on later."""
+        self._total += len(runs)
+        self._begun |= {run.dir: last_step(run.dir) for run in runs}
+        self._steps += sum(run.config.train.steps - self._begun[run.dir] for run in runs)
+
     def ended(self, run: PlannedRun, text: str) -> None:
         self._ended += 1
         self._done += run.config.train.steps - self._begun[run.dir]
@@ -40,7 +46,7 @@ class Progress:
             return
         steps = [(run, last_step(run.dir)) for run in running]
         done = self._done + sum(max(0, step - self._begun[run.dir]) for run, step in steps)
-        left = _duration(self._remaining(done))
+        left = duration(self._remaining(done))
         now = ", ".join(f"{run} {step}/{run.config.train.steps}" for run, step in steps)
         line = f"{self._ended}/{self._total} runs, {left} left: {now}"
         self._stream.write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
@@ -59,7 +65,8 @@ class Progress:
 _CLEAR = "\r\x1b[K"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """4:05 or 1:04:05; ? when it is not known."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -22,6 +22,7 @@ from zpp_lab.files import write_atomic
 from zpp_lab.tracking.jsonl import from_json, read
 
 STUDY_FILE = "study.yaml"
+METRICS = "metrics.jsonl"
 _MARKS = ("config.yaml", "summary.json", "failure.json")
 _NOT_RUNS = {"checkpoints", "wandb", "figures"}
 
@@ -72,7 +73,7 @@ def find_runs(root: Path) -> list[Run]:
 def read_run(folder: Path) -> Run:
     """One run folder; a file that cannot be read is a ValueError that names it."""
     config = _read_yaml(folder / "config.yaml") or {}
-    summary, failure = (_read_json(folder / name) for name in ("summary.json", "failure.json"))
+    summary, failure = (read_json(folder / name) for name in ("summary.json", "failure.json"))
     settings = config.get("run") or {}
     source = summary or {}
     arm = source.get("arm") or settings.get("arm") or source.get("recipe")
@@ -88,18 +89,41 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
     A last line that a kill cut short is left out; any other broken line is a ValueError.
     """
-    return read(folder / "metrics.jsonl")
+    path = folder / METRICS
+    return _read_at_once(path) or read(path)
+
+
+def _read_at_once(path: Path) -> list[dict[str, Any]] | None:
+    """All lines by one call of the parser, which is several times as fast as line by line.
+
+    None when there is anything unusual in the file, a spelled-out NaN or a broken line.
+    """
+    try:
+        text = path.read_bytes()
+        if b'NaN"' in text or b'Infinity"' in text:
+            return None
+        lines = text[: text.rfind(b"\n")].replace(b"\n", b",") if text else b""
+        rows = json.loads(b"[" + lines + b"]")
+    except (OSError, ValueError):
+        return None
+    return rows if all(isinstance(row, dict) for row in rows) else None
+
+
+def last_record(folder: Path) -> dict[str, Any] | None:
+    """The last line of metrics.jsonl, read from its end (None: none yet); for progress only."""
+    try:
+        with open(folder / METRICS, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            lines = file.read().split(b"\n")
+        record = json.loads(lines[-2])
+    except (OSError, ValueError, IndexError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def last_step(folder: Path) -> int:
-    """The last step in metrics.jsonl, read from its end (0: none yet); for progress only."""
-    try:
-        with open(folder / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-            lines = file.read().split(b"\n")
-        return int(json.loads(lines[-2])["step"])
-    except (OSError, ValueError, KeyError, IndexError):
-        return 0
+    """The step of `last_record`, 0 when there is none."""
+    return int((last_record(folder) or {}).get("step", 0))
 
 
 def read_study(root: Path) -> StudyConfig | None:
@@ -128,7 +152,8 @@ def _seed_of(name: str) -> str | None:
     return name.removeprefix("seed") if re.fullmatch(r"seed\d+", name) else None
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A file of a run folder; None when there is none, ValueError when it is broken."""
     if not path.exists():
         return None
     try:

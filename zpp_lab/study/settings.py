@@ -6,12 +6,13 @@ run in a folder where the trainer would refuse to go on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from zpp_lab.config import Config
-from zpp_lab.runconfig import differing, flatten
+from zpp_lab.runconfig import FREE, differing, flatten
 
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
@@ -27,3 +28,16 @@ def differences(
     """Keys whose values differ and change numbers → (value in one, value in other), by key."""
     a, b = flat_config(one), flat_config(other)
     return {key: (a.get(key), b.get(key)) for key in differing(a, b)}
+
+
+def fingerprint(config: Config) -> str:
+    """The settings that change numbers, apart from the seed and the recipe's name, as one text:
+    two arms with the same one would train the same."""
+    own = {*FREE, "seed", "recipe.name"}
+    kept = {k: v for k, v in flat_config(config).items() if not own & _parents(k)}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _parents(key: str) -> set[str]:
+    parts = key.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts) + 1)}

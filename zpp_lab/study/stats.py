@@ -19,10 +19,11 @@ _POWER = 0.8
 
 @dataclass(frozen=True)
 class Gap:
-    """Summary of n paired gaps, in nats. Intervals and p-value are None for a single seed.
+    """Summary of n paired gaps, in nats. Intervals and p-values are None for a single seed.
 
     `interval` has the study's confidence (95 %); `inner` is the 1 − 2·alpha (90 %) interval,
-    which lies inside ±margin exactly when the equivalence test passes.
+    which lies inside ±margin exactly when the equivalence test passes. The p-values are those
+    of these seeds alone, before any correction.
     """
 
     n: int
@@ -31,13 +32,17 @@ class Gap:
     interval: tuple[float, float] | None = None
     inner: tuple[float, float] | None = None
     p_equal: float | None = None  # the larger p-value of the two one-sided tests
+    p_differs: float | None = None  # of the two-sided test of a mean gap of 0
 
 
-def summarize(gaps: Sequence[float], margin: float, confidence: float = 0.95) -> Gap:
-    """Mean, t intervals and the two one-sided paired t tests against ±margin.
+def summarize(
+    gaps: Sequence[float], margin: float, confidence: float = 0.95, inner: float | None = None
+) -> Gap:
+    """Mean, t intervals, the paired t test and the two one-sided ones against ±margin.
 
     gaps: one per seed (at least one), finite. Gaps that are all the same have no spread to
-    estimate: their interval is the point itself and the test is passed or not without doubt.
+    estimate: their interval is the point itself and the tests are passed or not without doubt.
+    inner: confidence of the inner interval; None is 2 · confidence − 1.
     """
     values = np.asarray(gaps, dtype=np.float64)
     assert values.size > 0, "no gaps"
@@ -46,20 +51,39 @@ def summarize(gaps: Sequence[float], margin: float, confidence: float = 0.95) ->
     mean = float(values.mean())
     if values.size == 1:
         return Gap(1, mean)
-    if np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())):
-        point = (mean, mean)
-        return Gap(values.size, mean, 0.0, point, point, 0.0 if abs(mean) < margin else 1.0)
-    sd = float(values.std(ddof=1))
-    error, df = sd / math.sqrt(values.size), values.size - 1
-    below, above = special.stdtr(df, [(-margin - mean) / error, (mean - margin) / error])
+    p_differs, p_equal = p_values(values, margin)
+    if _all_alike(values):
+        return Gap(values.size, mean, 0.0, (mean, mean), (mean, mean), p_equal, p_differs)
     return Gap(
         values.size,
         mean,
-        sd,
+        float(values.std(ddof=1)),
         t_interval(values, confidence),
-        t_interval(values, 2 * confidence - 1),
-        float(max(below, above)),
+        t_interval(values, 2 * confidence - 1 if inner is None else inner),
+        p_equal,
+        p_differs,
     )
+
+
+def p_values(
+    gaps: Sequence[float] | np.ndarray, margin: float
+) -> tuple[float, float] | tuple[None, None]:
+    """(p of the two-sided t test of a mean gap of 0, the larger p of the two one-sided tests
+    against ±margin); (None, None) for a single seed."""
+    values = np.asarray(gaps, dtype=np.float64)
+    if values.size < 2:
+        return None, None
+    mean, df = float(values.mean()), values.size - 1
+    if _all_alike(values):
+        return float(mean == 0), float(abs(mean) >= margin)
+    error = float(values.std(ddof=1)) / math.sqrt(values.size)
+    # |mean| − margin is the nearer edge: the other one-sided test has the smaller p-value.
+    apart, inside = special.stdtr(df, [-abs(mean) / error, (abs(mean) - margin) / error])
+    return float(2 * apart), float(inside)
+
+
+def _all_alike(values: np.ndarray) -> bool:
+    return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 
 
 def t_interval(values: Sequence[float] | np.ndarray, confidence: float) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,42 +35,75 @@ SHAPES = {
     "failed": "cross",
     "not run": "cross",
 }
-_LEGEND = alt.Legend(symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1)
+OTHERS = "other arms"
+TOLD = 12  # arms with a colour of their own; more could not be told apart
+_LEGEND = alt.Legend(symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1, labelLimit=220)
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
+_CONFIG: dict[str, Any] = {
+    "font": FONT,
+    "background": "white",
+    "padding": 8,
+    "view": {"stroke": None},
+    "axis": {
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "labelColor": "#374151",
+        "titleColor": "#111827",
+        "gridColor": "#eef0f3",
+        "domainColor": "#9ca3af",
+        "tickColor": "#9ca3af",
+    },
+    "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal"},
+    "title": {"fontSize": 13, "fontWeight": 600, "anchor": "start", "color": "#111827"},
+    "header": {"labelFontSize": 11, "titleFontSize": 12, "labelFontWeight": 600},
+}
+NOT_HIDDEN = "indexof(hidden, datum.arm) < 0"  # `hidden`: arms that the page's filter leaves out
 
 
 class Style:
-    """Colour, dash and shape encodings for the arms of one study."""
+    """Colour, dash and shape of the arms of one study. Arms that are not told apart are grey."""
 
     def __init__(self, arms: Sequence[str], baseline: str) -> None:
-        others = [arm for arm in arms if arm != baseline]
-        self.arms = list(arms)
+        others = [arm for arm in arms if arm != baseline][: TOLD - 1]
         self.baseline = baseline
         self.colors = {baseline: _BASELINE}
         self.dashes = {baseline: _DASHES[0]}
         for i, arm in enumerate(others):
             self.colors[arm] = _HUES[i % len(_HUES)]
             self.dashes[arm] = _DASHES[i // len(_HUES) % len(_DASHES)]
+        self.told = list(self.colors)
+        self.colors[OTHERS], self.dashes[OTHERS] = "#b6bcc6", _DASHES[0]
 
-    def color(self, arms: Sequence[str] | None = None, legend: bool = True) -> alt.Color:
-        """Colour by arm; `arms` limits the legend to those that the figure shows."""
-        shown = self._shown(arms)
+    def look(self, arm: str) -> str:
+        return arm if arm in self.colors else OTHERS
+
+    def dress(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The rows with the field `look`; those drawn last, on top, are last: the baseline's."""
+        order = {OTHERS: 0, self.baseline: 2}
+        dressed = [{**row, "look": self.look(row["arm"])} for row in rows]
+        return sorted(dressed, key=lambda row: order.get(row["look"], 1))
+
+    def color(self, rows: Iterable[Mapping[str, Any]], legend: bool = True) -> alt.Color:
+        """Colour by arm; the legend has those of the dressed `rows`."""
+        shown = self._shown(rows)
         return alt.Color(
-            "arm:N",
+            "look:N",
             title="Arm",
-            scale=alt.Scale(domain=shown, range=[self.colors[arm] for arm in shown]),
+            scale=alt.Scale(domain=shown, range=[self.colors[look] for look in shown]),
             legend=_LEGEND if legend else None,
         )
 
-    def dash(self, arms: Sequence[str] | None = None) -> alt.StrokeDash:
+    def dash(self, rows: Iterable[Mapping[str, Any]]) -> alt.StrokeDash:
         """Dash by arm; title and legend as the colour's, so that one legend shows both."""
-        shown = self._shown(arms)
-        dashes: list[Any] = [self.dashes[arm] for arm in shown]
+        shown = self._shown(rows)
+        dashes: list[Any] = [self.dashes[look] for look in shown]
         scale = alt.Scale(domain=shown, range=dashes)
-        return alt.StrokeDash("arm:N", title="Arm", scale=scale, legend=_LEGEND)
+        return alt.StrokeDash("look:N", title="Arm", scale=scale, legend=_LEGEND)
 
-    def _shown(self, arms: Sequence[str] | None) -> list[str]:
-        return [arm for arm in self.arms if arms is None or arm in arms]
+    def _shown(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+        looks = {row["look"] for row in rows}
+        return [look for look in self.colors if look in looks]
 
     def shape(self, verdicts: Sequence[str], legend: bool = True) -> alt.Shape:
         shown = [verdict for verdict in SHAPES if verdict in verdicts]
@@ -82,30 +115,42 @@ class Style:
         )
 
 
-def finish(chart: Any, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def chart(data: str, by_arm: bool = True) -> alt.Chart:
+    """A chart on the rows called `data`, which `finish` adds; the page's filter hides arms."""
+    made = alt.Chart(alt.NamedData(name=data))
+    return made.transform_filter(NOT_HIDDEN) if by_arm else made
+
+
+def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
+    """The panels in rows of `columns`, for `finish`. Altair's own concat copies them for seconds;
+    panels with parameters need it all the same, to hoist these."""
+    specs = [panel.to_dict(validate=False) for panel in panels]
+    bare = [{k: v for k, v in one.items() if k not in ("$schema", "config")} for one in specs]
+    return {"$schema": alt.SCHEMA_URL, "concat": bare, "columns": columns, **more}
+
+
+def finish(
+    made: Any, rows: Mapping[str, Sequence[Mapping[str, Any]]], side: int, legend: int = 0
+) -> dict[str, Any]:
     """A whole figure with the common look, as a Vega-Lite specification.
 
     rows: the data of the names that the chart's marks use. They are added here, at the end,
-    because Altair copies and checks all that it holds over and over.
+    because Altair copies and checks all that it holds over and over. side, legend: pixels that
+    axes take beside each panel, and the legend beside all; the page fits narrow screens by them.
     """
-    styled = (
-        chart.configure(font=FONT, background="white", padding=8)
-        .configure_view(stroke=None)
-        .configure_axis(
-            labelFontSize=11,
-            titleFontSize=12,
-            titleFontWeight="normal",
-            labelColor="#374151",
-            titleColor="#111827",
-            gridColor="#eef0f3",
-            domainColor="#9ca3af",
-            tickColor="#9ca3af",
-        )
-        .configure_legend(labelFontSize=11, titleFontSize=11, titleFontWeight="normal")
-        .configure_title(fontSize=13, fontWeight=600, anchor="start", color="#111827")
-        .configure_header(labelFontSize=11, titleFontSize=12, labelFontWeight=600)
-    )
-    return styled.to_dict() | {"datasets": {name: list(values) for name, values in rows.items()}}
+    spec = made if isinstance(made, dict) else made.to_dict(validate=False)
+    hidden = {"name": "hidden", "value": []}
+    return spec | {
+        "config": _CONFIG,
+        "params": [*spec.get("params", []), hidden],
+        "usermeta": {"side": side, "legend": legend},
+        "datasets": {name: [_short(row) for row in values] for name, values in rows.items()},
+    }
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Five digits are more than a picture shows, and half the bytes."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zpp_lab.config import WIRES
+from zpp_lab.study.looks import look_sizes
 from zpp_lab.study.runs import Run
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
@@ -23,7 +24,14 @@ _FIELDS = (
     "heldout_loss_master",
     "gap",
     *(f"bytes_{wire}_{hop}" for wire in WIRES for hop in _HOPS),
-    "seconds",
+)
+P_VALUE_COLUMNS = (
+    "Arm",
+    "p (differs)",
+    "p (differs), corrected",
+    "p (on par)",
+    "p (on par), corrected",
+    "Looks",
 )
 COLUMNS = ("Arm", "Verdict", "Gap (nats)", "Held-out loss", "Bytes", "Bytes between nodes", "Seeds")
 NOTHING = "–"
@@ -46,7 +54,7 @@ def results_csv(result: StudyResult) -> str:
 def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     summary = run.summary or {}
     wires = summary.get("bytes") or {}
-    row = {key: summary.get(key) for key in ("steps", "tokens", "heldout_loss", "seconds")}
+    row = {key: summary.get(key) for key in ("steps", "tokens", "heldout_loss")}
     row |= {"arm": arm.name, "seed": seed, "recipe": run.recipe, "outcome": run.outcome}
     row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
     if summary:
@@ -61,9 +69,40 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
 
 def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
     loss = NOTHING if arm.heldout_loss is None else f"{arm.heldout_loss:.4f}"
-    seeds = f"{len(arm.finished)} of {len(result.study.seeds)}"
+    seeds = f"{len(arm.finished)} of {max(len(result.study.seeds), len(arm.runs))}"
     fractions = [percent(arm.bytes_total), percent(arm.bytes_inter)]
     return [arm.name, arm.text, gap_text(arm), loss, *fractions, seeds]
+
+
+def p_value_rows(result: StudyResult) -> list[list[str]]:
+    """The p-values behind the verdicts, P_VALUE_COLUMNS as text; one row an arm but baselines."""
+    return [
+        [
+            arm.name,
+            *map(_p_value, (t.differs, t.differs_corrected, t.equal, t.equal_corrected)),
+            str(t.looks),
+        ]
+        for arm in result.arms
+        if arm.verdict != "baseline"
+        for t in (arm.tests,)
+    ]
+
+
+def _p_value(p: float | None) -> str:
+    if p is None:
+        return NOTHING
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def correction_line(result: StudyResult) -> str:
+    """One sentence on what the corrected p-values stand for."""
+    study, looks = result.study, len(look_sizes(result.study))
+    arms = sum(a.verdict != "baseline" and a.arm.role == "arm" for a in result.arms)
+    text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm; controls "
+    text += "stand apart), separately for the claims that arms differ and that they are on par"
+    if looks > 1:
+        text += f", and for up to {looks} looks at the data, which the intervals allow for too"
+    return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."
 
 
 def gap_text(arm: ArmResult) -> str:
@@ -113,7 +152,7 @@ def margin_line(result: StudyResult) -> str:
     return (
         f"Gap: held-out loss minus that of {study.baseline} with the same seed, mean ± half of "
         f"the {study.confidence:.0%} interval. On par: within ±{result.margin:.4f} nats "
-        f"({study.margin:.2%} of the baseline's loss)."
+        f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
     )
 
 

@@ -1,28 +1,42 @@
 """From run folders to one verdict an arm.
 
-The rule, for the paired gaps of an arm (its held-out loss minus the baseline's
-of the same seed) and a margin in nats:
+The rule, for the paired gaps of an arm (its held-out loss minus the baseline's of the same
+seed), a margin in nats and alpha = 1 − confidence:
 
-- **on par**: two one-sided t tests reject both "gap ≤ −margin" and "gap ≥ +margin" at
-  alpha = 1 − confidence; the same as: the 1 − 2·alpha interval lies inside ±margin
-  (Schuirmann 1987, J. Pharmacokinet. Biopharm. 15; Lakens 2017, Soc. Psychol. Personal.
-  Sci. 8). A gap that is real but smaller than the margin is on par.
-- **worse** / **better**: not on par, and the whole confidence interval lies above / below 0.
+- **on par**: two one-sided t tests reject both "gap ≤ −margin" and "gap ≥ +margin": their larger
+  p-value, corrected, is below alpha (Schuirmann 1987, J. Pharmacokinet. Biopharm. 15; Lakens
+  2017, Soc. Psychol. Personal. Sci. 8). A gap that is real but smaller than the margin is on par.
+- **worse** / **better**: not on par, and the two-sided t test of "gap = 0", corrected, is below
+  alpha; the mean gap is above / below 0.
 - **undecided**: neither. More seeds decide it; the text says about how many.
 - **diverged**: the loss of a seed was lost where the baseline's was not.
 - **failed**: no pair of finished runs, and a run of the arm failed.
 - **not run**: no pair of finished runs yet.
+
+"Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
+Holm's method, separately for the claims "on par" and "differs"; `family.py` says why this keeps
+the chance of any false claim of a kind below alpha. Controls are corrected for looks only. An
+interval is corrected for looks, so that it covers whenever the study stops (Jennison & Turnbull
+1989, J. R. Stat. Soc. B 51), and not for the number of arms.
+
+The margin is a share of the mean loss of the baseline over the study's first seeds, so that
+later seeds cannot move it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.study import stats
+from zpp_lab.study.controls import EXPECTED, Control
+from zpp_lab.study.family import Entry, PValues
+from zpp_lab.study.family import replay as replay_looks
+from zpp_lab.study.looks import look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.runs import Run
+from zpp_lab.study.seed_notes import seed_notes
 from zpp_lab.study.stats import Gap
 
 VERDICTS = (
@@ -50,6 +64,8 @@ class ArmResult:
     heldout_loss: float | None = None  # mean of the finished runs, nats per token
     bytes_total: float | None = None  # bytes a step as a fraction of the baseline's
     bytes_inter: float | None = None  # the same, between nodes only
+    margin: float | None = None  # nats; of the baseline that this arm is paired with
+    tests: PValues = field(default_factory=PValues)  # p-values, plain and corrected
 
     @property
     def name(self) -> str:
@@ -82,74 +98,117 @@ class StudyResult:
         """Every run, by arm in the study's order, then by seed."""
         return [run for arm in self.arms for _, run in sorted(arm.runs.items())]
 
+    @property
+    def controls(self) -> list[Control]:
+        """The arms of a control's role, in the study's order."""
+        return [
+            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict)
+            for arm in self.arms
+            if arm.arm.role in EXPECTED
+        ]
 
-def judge(gap: Gap, margin: float, confidence: float = 0.95) -> tuple[str, str]:
-    """(verdict, note) of one arm; see the module's docstring for the rule."""
-    if gap.interval is None or gap.p_equal is None:
-        return "undecided", "needs at least 2 seeds"
-    if gap.p_equal < 1 - confidence:
-        return "on par", ""
-    if gap.interval[0] > 0:
-        return "worse", ""
-    if gap.interval[1] < 0:
-        return "better", ""
-    needed = stats.seeds_to_decide(gap, margin, confidence)
-    return "undecided", f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
+    def baseline_of(self, arm: ArmResult) -> ArmResult:
+        """The arm that `arm` is paired with."""
+        name = arm.arm.against or self.study.baseline
+        return next(a for a in self.arms if a.name == name)
+
+
+def judge(gap: Gap, tests: PValues, confidence: float = 0.95) -> str:
+    """on par, worse, better or undecided; see the module's docstring for the rule."""
+    alpha = 1 - confidence
+    if tests.equal_corrected is not None and tests.equal_corrected < alpha:
+        return "on par"
+    if tests.differs_corrected is not None and tests.differs_corrected < alpha:
+        return "worse" if gap.mean > 0 else "better"
+    return "undecided"
 
 
 def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = ()) -> StudyResult:
-    """Pair every arm's finished runs with the baseline's of the same seed, and judge."""
+    """Pair every arm's finished runs with its baseline's of the same seed, and judge."""
     by_arm: dict[str, dict[int, Run]] = {arm.name: {} for arm in study.arms}
     unknown: set[str] = set()
+    seeds = set(planned_seeds(study))
     for run in runs:
         if run.arm not in by_arm:
             unknown.add(run.arm)
-        elif run.seed in study.seeds:
+        elif run.seed in seeds:
             by_arm[run.arm].setdefault(run.seed, run)
-    base = by_arm[study.baseline]
-    losses = [run.heldout_loss for run in base.values() if run.heldout_loss is not None]
-    margin = study.margin * fmean(losses) if losses else None
+    arms = [_gather(study, arm, by_arm) for arm in study.arms]
+    tests = replay_looks(study, entries(study, arms)).tests
+    arms = _noted(study, [_decide(study, arm, tests.get(arm.name, PValues())) for arm in arms])
     notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
-    arms = [_judge_arm(study, arm, by_arm[arm.name], base, margin) for arm in study.arms]
     for result in arms:
-        notes += _seed_notes(study, result)
+        notes += seed_notes(study, result)
+    margin = next(arm.margin for arm in arms if arm.name == study.baseline)
     return StudyResult(study, arms, margin, notes)
 
 
-def _judge_arm(
-    study: StudyConfig,
-    arm: ArmConfig,
-    runs: Mapping[int, Run],
-    base: Mapping[int, Run],
-    margin: float | None,
+def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
+    """What the tests need to know of each arm that is no baseline, by name."""
+    runs = {arm.name: arm.runs for arm in arms}
+    found = {}
+    for arm in arms:
+        if not is_baseline(study, arm.arm):
+            base = runs[arm.arm.against or study.baseline]
+            both = arm.runs.keys() & base.keys()
+            ended = {s for s in both if "unfinished" not in (arm.runs[s].outcome, base[s].outcome)}
+            judged = arm.verdict not in ("diverged", "failed")
+            member = arm.arm.role == "arm"
+            found[arm.name] = Entry(arm.gaps, frozenset(ended), arm.margin, member, judged)
+    return found
+
+
+def is_baseline(study: StudyConfig, arm: ArmConfig) -> bool:
+    return arm.name == study.baseline or arm.role == "baseline"
+
+
+def _gather(
+    study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]]
 ) -> ArmResult:
+    """An arm's numbers, and its verdict where that follows from how its runs ended."""
+    own = arm.name if is_baseline(study, arm) else arm.against or study.baseline
+    runs, base = by_arm[arm.name], by_arm[own]
+    first = [base[s].heldout_loss for s in study.seeds if s in base]
+    losses = [loss for loss in first if loss is not None]
+    margin = study.margin * fmean(losses) if losses else None
     gaps = _paired_gaps(runs, base)
     finished = [run.heldout_loss for run in runs.values() if run.heldout_loss is not None]
-    gap = (
-        stats.summarize(list(gaps.values()), margin, study.confidence) if gaps and margin else None
-    )
-    verdict, note = _verdict(study, arm, runs, base, gap, margin)
+    verdict, note = _outcome(study, arm, runs, base, gaps if margin else {})
     return ArmResult(
         arm,
         runs,
         verdict,
         note,
         gaps,
-        gap,
+        _summary(study, gaps, margin),
         fmean(finished) if finished else None,
         _fraction(runs, base, None),
         _fraction(runs, base, "inter"),
+        margin,
     )
 
 
-def _verdict(
+def _summary(study: StudyConfig, gaps: Mapping[int, float], margin: float | None) -> Gap | None:
+    """Intervals that hold whenever the study stops."""
+    if not gaps or not margin:
+        return None
+    sizes, alpha = look_sizes(study), 1 - study.confidence
+    return stats.summarize(
+        list(gaps.values()),
+        margin,
+        1 - nominal_level(alpha, sizes, 2),
+        1 - 2 * nominal_level(alpha, sizes, 1),
+    )
+
+
+def _outcome(
     study: StudyConfig,
     arm: ArmConfig,
     runs: Mapping[int, Run],
     base: Mapping[int, Run],
-    gap: Gap | None,
-    margin: float | None,
+    gaps: Mapping[int, float],
 ) -> tuple[str, str]:
+    """(verdict, note) as far as outcomes tell it; "undecided" where the gaps will."""
     outcomes = {seed: run.outcome for seed, run in runs.items()}
     diverged = [
         seed
@@ -157,18 +216,41 @@ def _verdict(
         if outcome == "diverged" and (seed not in base or base[seed].outcome != "diverged")
     ]
     failed = sorted({o for o in outcomes.values() if o not in ("finished", "unfinished")})
-    if arm.name == study.baseline:
-        if margin is not None:
+    if is_baseline(study, arm):
+        if "finished" in outcomes.values():
             return "baseline", ""
     elif diverged:
-        return "diverged", f"{len(diverged)} of {len(study.seeds)} seeds"
-    elif gap is not None and margin is not None:
-        return judge(gap, margin, study.confidence)
+        return "diverged", f"{len(diverged)} of {max(len(study.seeds), len(runs))} seeds"
+    elif gaps:
+        return "undecided", ""
     if failed:
         return "failed", ", ".join(o.replace("_", " ") for o in failed)
     if "finished" in outcomes.values():
         return "not run", "no baseline run to compare with"
     return "not run", ""
+
+
+def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
+    if arm.verdict != "undecided" or arm.gap is None:
+        return replace(arm, tests=tests)
+    return replace(arm, tests=tests, verdict=judge(arm.gap, tests, study.confidence))
+
+
+def _noted(study: StudyConfig, arms: Sequence[ArmResult]) -> list[ArmResult]:
+    """Undecided arms say how many seeds they need, at the level that is left for each of them."""
+    waiting = sum(arm.verdict == "undecided" and arm.arm.role == "arm" for arm in arms)
+    alpha = (1 - study.confidence) / max(1, waiting)
+    level = 1 - nominal_level(alpha, look_sizes(study), 2)
+    return [
+        replace(arm, note=_needs(arm, level)) if arm.verdict == "undecided" else arm for arm in arms
+    ]
+
+
+def _needs(arm: ArmResult, confidence: float) -> str:
+    if arm.gap is None or arm.margin is None or arm.gap.interval is None:
+        return "needs at least 2 seeds"
+    needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence)
+    return f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
 
 
 def _paired_gaps(runs: Mapping[int, Run], base: Mapping[int, Run]) -> dict[int, float]:
@@ -189,30 +271,3 @@ def _fraction(runs: Mapping[int, Run], base: Mapping[int, Run], hop: str | None)
     if not mine or not theirs or fmean(theirs) == 0:
         return None
     return fmean(mine) / fmean(theirs)
-
-
-def _seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
-    """Sentences on the seeds that could not be used; seeds of one fate share one."""
-    words = {"unfinished": "has not finished", "out_of_memory": "ran out of memory"}
-    fates: dict[str, list[int]] = {}
-    for seed in study.seeds:
-        run = result.runs.get(seed)
-        outcome = run.outcome if run else "unfinished"
-        if outcome != "finished":
-            error = _first_line(run.failure["error"]) if run and run.failure else ""
-            fate = words.get(outcome, outcome) + (f" ({error})" if error else "")
-            fates.setdefault(fate, []).append(seed)
-    return [
-        f"{result.name}: {'seed' if len(seeds) == 1 else 'seeds'} "
-        f"{', '.join(map(str, seeds))} {_plural(fate, len(seeds))}."
-        for fate, seeds in fates.items()
-    ]
-
-
-def _plural(fate: str, count: int) -> str:
-    return fate if count == 1 else fate.replace("has not", "have not")
-
-
-def _first_line(text: object) -> str:
-    lines = str(text).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else ""

@@ -32,8 +32,8 @@ class RunFolder:
     """The files of one run, and `wandb.json`: what wandb has been given of it.
 
     `wandb.json` holds `id` (drawn once, kept for good: a resumed run goes on under
-    it), `mode`, `state` (sending, complete, failed), `sent_step`, `error`, `url`,
-    and `ended`, which tells one ending of the run from another.
+    it), `mode`, `state` (sending, complete, failed), `sent_step`, `gaps` (loss gaps are there
+    up to this step), `error`, `url`, and `ended`, which tells one ending of the run from another.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -42,7 +42,7 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """The run's config. FileNotFoundError when this is no run folder."""
-        return yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
+        return read_yaml(self.path / CONFIG)
 
     def outcome(self) -> dict[str, Any] | None:
         """The summary or the failure, None while the run goes on."""
@@ -61,10 +61,8 @@ class RunFolder:
 
     def state(self) -> dict[str, Any]:
         """What wandb.json says; made on the first call, with a new run id."""
-        try:
-            return json.loads((self.path / STATE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return self.note(id=f"{_slug(self.path.name)}-{secrets.token_hex(4)}")
+        found = read_state(self.path / STATE)
+        return found or self.note(id=f"{_slug(self.path.name)}-{secrets.token_hex(4)}")
 
     def sent(self) -> str | None:
         """The mark of the ending that wandb has, None when it has none."""
@@ -75,10 +73,9 @@ class RunFolder:
 
     def note(self, **changes: Any) -> dict[str, Any]:
         """Write changes to wandb.json and return all of it."""
-        known = {} if "id" in changes else self.state()
-        state = {**known, **changes}
-        write_atomic(self.path / STATE, json.dumps(state, indent=1) + "\n")
-        return state
+        if "id" not in changes:
+            self.state()  # there is always an id
+        return write_state(self.path / STATE, **changes)
 
     @contextlib.contextmanager
     def lock(self, wait: bool) -> Iterator[None]:
@@ -94,6 +91,27 @@ class RunFolder:
                     f"{self.path} is being sent to wandb by another process: wait until it ends"
                 ) from None
             yield
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What is known of a wandb run beside this file's folder; {} when there is no file yet."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+
+
+def write_state(path: Path, **changes: Any) -> dict[str, Any]:
+    """Write changes over what is known and return all of it."""
+    state = {**read_state(path), **changes}
+    write_atomic(path, json.dumps(state, indent=1) + "\n")
+    return state
+
+
+def read_yaml(path: Path) -> Any:
+    """A YAML file's content, with the C parser where there is one: a study has many."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
 
 
 def find_runs(root: Path | str) -> list[RunFolder]:

@@ -23,6 +23,7 @@ from zpp_lab.files import write_atomic
 Record = dict[str, Any]
 
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MARKS = (b'NaN"', b'Infinity"')  # a line without them, as nearly all, needs no second look
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -36,7 +37,9 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def from_json(text: bytes | str) -> Any:
     """The value that `to_json` wrote. ValueError when it is no JSON."""
-    return _unspell(json.loads(text))
+    value = json.loads(text)
+    raw = text if isinstance(text, bytes) else text.encode()
+    return _unspell(value) if any(mark in raw for mark in _MARKS) else value
 
 
 def encode(record: Record) -> bytes:

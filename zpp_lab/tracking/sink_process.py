@@ -14,6 +14,7 @@ from zpp_lab.config import TrackingConfig
 from zpp_lab.tracking.folder import LOG
 from zpp_lab.tracking.wandb_mode import Mode, resolve
 
+SINK = "zpp_lab.tracking.wandb_sink"
 _started: list[subprocess.Popen[bytes]] = []  # they may outlive their handles; that is no fault
 
 
@@ -58,7 +59,7 @@ def start_run_sink(run_dir: Path, mode: Mode) -> SinkHandle:
     log = run_dir / LOG
     if mode == "off":
         return SinkHandle(None, log, run_dir)
-    return SinkHandle(_start([str(run_dir), "--mode", mode], log, None), log, run_dir)
+    return SinkHandle(start_process(SINK, [str(run_dir), "--mode", mode], log), log, run_dir)
 
 
 def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
@@ -77,15 +78,19 @@ def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
         return SinkHandle(None, log, root)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        process = _start(["--study", str(root), "--mode", mode], log, subprocess.PIPE)
+        arguments = ["--study", str(root), "--mode", mode]
+        process = start_process(SINK, arguments, log, subprocess.PIPE)
     except OSError as error:
         print(f"wandb: cannot start its process ({error}); the study goes on", file=sys.stderr)
         return SinkHandle(None, log, root)
     return SinkHandle(process, log, root)
 
 
-def _start(arguments: list[str], log: Path, stdin: int | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "zpp_lab.tracking.wandb_sink", *arguments]
+def start_process(
+    module: str, arguments: list[str], log: Path, stdin: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Run a module of ours on its own, with all that it says in `log`."""
+    command = [sys.executable, "-m", module, *arguments]
     file: IO[bytes]
     with open(log, "ab") as file:
         process = subprocess.Popen(

@@ -10,12 +10,18 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
+from zpp_lab.tracking.baseline import Baseline, find_baseline
 from zpp_lab.tracking.folder import RunFolder
-from zpp_lab.tracking.jsonl import Record
+from zpp_lab.tracking.identity import identity, shown_config
+from zpp_lab.tracking.jsonl import Record, read
+from zpp_lab.tracking.series import flat, outcome_values, row
 from zpp_lab.tracking.wandb_mode import Mode
+
+_MADE_WITH = ("machine", "versions", "commit", "data")  # of the outcome: words, not results
+_NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of the outcome: in the config already
 
 
 class WandbRun:
@@ -24,36 +30,47 @@ class WandbRun:
     Online it goes on after the last step that the server has. The server can be asked,
     as it gets the steps in order and the summary after them: it never has a hole.
 
+    A step's row has the loss gap too when the baseline run has the step already. Gaps that
+    come to be known later follow the last step in rows of their own, so they are series over
+    gap_vs_.../step, not over wandb's own counter.
+
     Raises wandb's errors and TimeoutError; `forget` must follow each of them.
     """
 
     def __init__(self, folder: RunFolder, mode: Mode) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports to third parties
-        os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
-
         shutil.rmtree(folder.path / "wandb", ignore_errors=True)  # of an earlier attempt
         config = folder.config()
-        self._run = wandb.init(
-            **_identity(folder, config),
-            config=config,
-            mode="online" if mode == "online" else "offline",
-            resume="allow" if mode == "online" else None,
-            dir=str(folder.path),
-            settings=_settings(float(_tracking(config).get("timeout_seconds", 60.0))),
+        self._run = open_run(
+            mode,
+            str(folder.path),
+            float((config.get("tracking") or {}).get("timeout_seconds", 60.0)),
+            config=shown_config(config),
+            **identity(folder, config),
         )
-        # 0 for a run from its start, else the step after the server's last one.
-        self.last_step = self._run.starting_step - 1
+        # wandb's counter is the step, and goes on after the last one: 0 for a run from its start.
+        self._counter = self._run.starting_step - 1
+        self.last_step = 0  # the last step that wandb has
         self.url: str | None = self._run.url if mode == "online" else None
         self.folder = os.path.relpath(os.path.dirname(self._run.dir), folder.path)
+        self._run_folder = folder
+        self.gaps = int(folder.state().get("gaps", 0))  # gaps are there up to this step
+        self._with_gap: set[int] = set()  # steps after it whose row has one
+        self._baseline: Baseline | None = None
+        _define(self._run)
+        self._look_for_baseline()
 
     def log(self, records: Iterable[Record]) -> None:
         """Send the records of the steps that wandb does not have yet."""
+        if self._baseline is not None:
+            self._baseline.refresh()
         for record in records:
-            step = record["step"]
-            if step > self.last_step:
-                self._run.log(dict(_flat(record)), step=step)
-                self.last_step = step
+            self.last_step = step = record["step"]
+            if step > self._counter:
+                gap = self._baseline.gap(record) if self._baseline is not None else None
+                self._run.log({**row(record), **(gap or {})}, step=step)
+                self._counter = step
+                if gap:
+                    self._with_gap.add(step)
 
     def finish(self, outcome: dict[str, Any] | None) -> None:
         """Send the summary and wait, for a bounded time, until the server has it all.
@@ -62,10 +79,55 @@ class WandbRun:
         as wandb's own summary holds the last step's values under the plain names.
         TimeoutError when time is up.
         """
-        if outcome is not None:
-            self._run.summary.update(dict(_flat(outcome, "final/")))
         finished = outcome is not None and outcome.get("outcome") == "finished"
+        if finished:  # a run that may go on must not have rows after its last step
+            self._send_late_gaps()
+        if outcome is not None:
+            made_with = {key: outcome[key] for key in _MADE_WITH if key in outcome}
+            self._run.config.update(made_with, allow_val_change=True)
+            known = (*_MADE_WITH, *_NAMES)
+            results = {key: value for key, value in outcome.items() if key not in known}
+            self._run.summary.update(dict(flat(results, "final/")))
+            self._run.summary.update(outcome_values(outcome, self._baseline))
         self._run.finish(exit_code=0 if finished else 1)
+
+    def _look_for_baseline(self) -> None:
+        if self._baseline is None:
+            self._baseline = find_baseline(self._run_folder)
+            if self._baseline is not None:
+                _define_gap(self._run, self._baseline.prefix)
+
+    def _send_late_gaps(self) -> None:
+        """Gaps that were not known when their step was sent, or that nobody knows to be there."""
+        self._look_for_baseline()
+        if self._baseline is None:
+            return
+        self._baseline.refresh()
+        missing = []
+        for record in read(self._run_folder.metrics):
+            if record["step"] <= self.gaps or record["step"] in self._with_gap:
+                continue
+            if gap := self._baseline.gap(record):
+                self._counter += 1
+                self._run.log(gap, step=self._counter)
+            else:
+                missing.append(record["step"])
+        self.gaps = min(missing, default=self.last_step + 1) - 1
+
+
+def open_run(mode: Mode, place: str, timeout: float, **named: Any) -> Any:
+    """wandb.init with everything switched off that the run folder has already."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports to third parties
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    return wandb.init(
+        **named,
+        mode="online" if mode == "online" else "offline",
+        resume="allow" if mode == "online" else None,
+        dir=place,
+        settings=_settings(timeout),
+    )
 
 
 def forget() -> None:
@@ -75,22 +137,19 @@ def forget() -> None:
             sys.modules["wandb"].teardown(exit_code=1)
 
 
-def _identity(folder: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
-    run, tracking = config.get("run") or {}, _tracking(config)
-    arm, seed = run.get("arm"), config.get("seed")
-    return {
-        "id": folder.state()["id"],
-        "name": run.get("name") or (f"{arm}-seed{seed}" if arm else folder.path.name),
-        "project": tracking.get("project", "zpp_lab"),
-        "entity": tracking.get("entity"),
-        "group": tracking.get("group") or run.get("study"),
-        "job_type": arm or (config.get("recipe") or {}).get("name"),
-        "tags": tracking.get("tags") or None,
-    }
+def _define(run: Any) -> None:
+    """Axes, and what a table shows of a series: losses by their least and last value."""
+    run.define_metric("step", hidden=True)
+    for name in ("loss", "heldout_loss"):
+        run.define_metric(name, step_metric="step", summary="min,last")
+    for name in ("lr", "grad_norm", "tokens", "bytes/*", "telemetry/*"):
+        run.define_metric(name, step_metric="step")  # a table shows the last value
 
 
-def _tracking(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("tracking") or {}
+def _define_gap(run: Any, prefix: str) -> None:
+    """The gap has a step of its own: late ones come after the run's last step."""
+    run.define_metric(f"{prefix}/step", hidden=True)
+    run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
 
 def _settings(timeout: float) -> Any:
@@ -113,12 +172,3 @@ def _settings(timeout: float) -> Any:
         x_disable_viewer=True,
         x_save_requirements=False,
     )
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested names joined by slashes, such as bytes/weights_forward/inter."""
-    for key, value in record.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value

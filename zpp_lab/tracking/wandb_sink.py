@@ -31,6 +31,7 @@ from pathlib import Path
 
 import yaml
 
+from zpp_lab.tracking.baseline import is_ready
 from zpp_lab.tracking.folder import RunFolder, find_runs
 from zpp_lab.tracking.jsonl import Tail
 from zpp_lab.tracking.wandb_mode import Mode, resolve
@@ -94,7 +95,7 @@ def _attempt(folder: RunFolder, mode: Mode, ended: Ended) -> bool:
         run = WandbRun(folder, mode)
         folder.note(url=run.url, folder=run.folder)
         mark = _send(run, folder, ended)
-        folder.note(state="complete", sent_step=run.last_step, ended=mark)
+        folder.note(state="complete", sent_step=run.last_step, gaps=run.gaps, ended=mark)
         return True
     except Exception as error:  # whatever happens in wandb, the run can be sent again
         traceback.print_exc()
@@ -118,15 +119,16 @@ def _send(run: WandbRun, folder: RunFolder, ended: Ended) -> str | None:
 def serve_study(root: Path | str, auto: Mode, more: Callable[[float], bool]) -> int:
     """Send each run below `root` when it has ended; returns how many could not be sent.
 
-    `auto` is the mode of runs that leave it open. `more(seconds)` waits that long
-    at most and says whether runs may still come.
+    A run waits here, not in training, until its baseline has ended, so that the loss gap is in
+    every row; at the study's end it goes as it is. `auto` is the mode of runs that leave it
+    open. `more(seconds)` waits that long at most and says whether runs may still come.
     """
     failed: dict[Path, str] = {}  # the ending that could not be sent; tried again at the end
     going = True
     while True:
         waiting = sorted(_unsent(root), key=lambda item: item[0].path in failed)
         for folder, mark in waiting:
-            if going and failed.get(folder.path) == mark:
+            if going and (failed.get(folder.path) == mark or not _ready(folder, root)):
                 continue
             if not _deliver(folder, mark, auto):
                 failed[folder.path] = mark
@@ -146,6 +148,13 @@ def _unsent(root: Path | str) -> list[tuple[RunFolder, str]]:
     return found
 
 
+def _ready(folder: RunFolder, root: Path | str) -> bool:
+    try:
+        return is_ready(folder, root)
+    except (OSError, ValueError, KeyError, yaml.YAMLError):
+        return True  # a damaged folder: the delivery says so
+
+
 def _deliver(folder: RunFolder, mark: str, auto: Mode) -> bool:
     try:
         mode = _mode_of(folder, auto)
@@ -153,7 +162,12 @@ def _deliver(folder: RunFolder, mark: str, auto: Mode) -> bool:
             return follow(folder, mode, lambda: True)
         folder.note(mode="off", state="complete", ended=mark)
         return True
-    except (OSError, ValueError, yaml.YAMLError):  # this folder is damaged: the others go on
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        yaml.YAMLError,
+    ):  # this folder is damaged: the others go on
         traceback.print_exc()
         return False
 

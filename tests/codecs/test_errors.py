@@ -1,0 +1,100 @@
+"""The error sums that telemetry is made of: what they are, and the order in which they add."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zpp_lab.codecs import BlockCodec, Noise, RawCodec, SegmentNoise, encode
+from zpp_lab.codecs.errors import SUMS, TILE, ErrorSums, error_sums
+
+CODECS = [
+    BlockCodec(2, 64),
+    BlockCodec(4, 64, symmetric=False),
+    BlockCodec(6, 256, scale_dtype="bf16", rounding="stochastic"),
+    BlockCodec(8, 64, hadamard=64, random_signs=True),
+    RawCodec(torch.bfloat16),
+]
+
+
+def payload_of(codec, x):  # type: ignore[no-untyped-def]
+    noise = Noise(3, (0,) * len(x), tuple(range(len(x))))
+    return encode(codec, x, SegmentNoise(noise, 9))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("numel", [1, 100, TILE, 3 * TILE + 77])
+def test_sums_are_what_their_names_say(codec, numel: int) -> None:  # type: ignore[no-untyped-def]
+    x = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
+    payload = payload_of(codec, x)
+    got = dict(zip(SUMS, error_sums(codec, x, payload).unbind(1), strict=True))
+    a, b = x.double(), codec.decode(payload, numel).double()
+    want = {
+        "error2": (b - a).square(), "x2": a.square(), "y2": b.square(), "xy": a * b,
+        "error": b - a, "abs_x": a.abs(), "zeroed": ((b == 0) & (a != 0)).double(),
+    }  # fmt: skip
+    for name, terms in want.items():
+        torch.testing.assert_close(got[name], terms.sum(1), rtol=1e-12, atol=1e-12)
+    assert got["count"].tolist() == [numel] * 2
+    shares = [float(codec.saturated(row[None], numel)) for row in payload]
+    assert got["saturated"].tolist() == [s * numel for s in shares]
+
+
+def test_a_tile_is_added_as_one_thread_block_adds_it() -> None:
+    """The order, written out once more element by element, where it shows in the last bits."""
+    x = torch.randn(1, TILE, generator=torch.Generator().manual_seed(1))
+    codec = RawCodec(torch.float32)
+    got = error_sums(codec, x, payload_of(codec, x))[0, SUMS.index("x2")]
+    values, warps = x[0].double().square().tolist(), []
+    for warp in range(8):
+        lanes = []
+        for lane in range(32):
+            total = 0.0
+            for chunk in range(4):
+                at = warp * 1024 + chunk * 256 + lane * 8
+                for value in values[at : at + 8]:
+                    total += value
+            lanes.append(total)
+        while len(lanes) > 1:
+            lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+        warps.append(lanes[0])
+    want = warps[0]
+    for part in warps[1:]:
+        want += part
+    in_a_row = 0.0
+    for value in values:
+        in_a_row += value
+    assert float(got) == want != in_a_row
+
+
+def test_ends_of_the_range_are_counted_exactly() -> None:
+    x = torch.tensor([[-1.0, 1.0, 0.5, 0.0] * 4, [1.0, 0.9, 0.8, 0.7] * 4])
+    codec = BlockCodec(8, 16)
+    sums = error_sums(codec, x, payload_of(codec, x))
+    assert sums[:, SUMS.index("saturated")].tolist() == [8.0, 4.0]
+    coarse = BlockCodec(2, 16)
+    sums = error_sums(coarse, x * torch.tensor([[1.0, 1.0, 0.4, 1.0] * 4]), payload_of(
+        coarse, x * torch.tensor([[1.0, 1.0, 0.4, 1.0] * 4])))  # fmt: skip
+    assert sums[:, SUMS.index("zeroed")].tolist() == [4.0, 4.0]
+
+
+def test_rows_do_not_see_each_other_and_empty_rows_count_nothing() -> None:
+    codec = BlockCodec(4, 64)
+    x = torch.randn(3, 5000)
+    payload = payload_of(codec, x)
+    alone = torch.cat([error_sums(codec, x[i : i + 1], payload[i : i + 1]) for i in range(3)])
+    assert torch.equal(error_sums(codec, x, payload), alone)
+    assert not error_sums(codec, x[:, :0], payload[:, :0]).any()
+    total = ErrorSums()
+    total.add("grads_intra", "norm", error_sums(codec, x[:, :0], payload[:, :0]))
+    total.add("grads_intra", "norm", alone)
+    assert total.telemetry()["grads_intra"]["norm"]["nmse"] > 0
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 100, 255, 256, 257, 1024, 1025, 5000, TILE - 1])
+def test_part_of_a_tile_adds_as_the_whole_tile_does(numel: int) -> None:
+    x = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
+    whole = torch.nn.functional.pad(x, (0, TILE - numel))
+    codec = RawCodec(torch.float32)
+    few, all_of_it = (error_sums(codec, v, payload_of(codec, v)) for v in (x, whole))
+    assert torch.equal(few[:, :-1], all_of_it[:, :-1])

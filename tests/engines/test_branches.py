@@ -1,0 +1,153 @@
+"""Units that a step does not run, runs twice, or runs for nothing: both engines count alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engines.fsdp_jobs import masters, real, virtual
+from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_world import run_world
+from tests.engines.test_virtual_naive import configured as virtual_config
+from tests.engines.uneven import Block, batch
+from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.virtual import VirtualEngine
+
+Path = Callable[["Branches", Tensor], Tensor]
+
+
+class Branches(nn.Module):
+    """Four blocks between an embedding and a head; `path` says which of them run, and how."""
+
+    def __init__(self, path: Path, frozen: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.path, self.step = path, 0
+        self.embed = nn.Embedding(37, 12)
+        self.blocks = nn.ModuleList(Block(12, 21) for _ in range(4))
+        self.head = nn.Linear(12, 37, bias=False)
+        if frozen:
+            for module in (self.embed, *self.blocks[:frozen]):
+                module.requires_grad_(False)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [(f"blocks.{i}", b) for i, b in enumerate(self.blocks)]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.head(self.path(self, self.embed(tokens)))
+        if targets is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def through(model: Branches, x: Tensor, *which: int) -> Tensor:
+    for i in which:
+        x = model.blocks[i](x)
+    return x
+
+
+def unused(model: Branches, x: Tensor) -> Tensor:
+    return through(model, x, 0, 1, 3)
+
+
+def twice(model: Branches, x: Tensor) -> Tensor:
+    return through(model, x, 0, 1, 2, 1, 3)
+
+
+def every(model: Branches, x: Tensor) -> Tensor:
+    return through(model, x, 0, 1, 2, 3)
+
+
+def mixture(model: Branches, x: Tensor) -> Tensor:
+    """One branch in the first step, the other in the next, and so on."""
+    return through(model, x, 0, 1 + model.step % 2, 3)
+
+
+def for_nothing(model: Branches, x: Tensor) -> Tensor:
+    """Block 1 runs, and the loss does not depend on it."""
+    x = through(model, x, 0)
+    through(model, x, 1)
+    return through(model, x, 2, 3)
+
+
+# name → (recipe of the parity table, path, frozen blocks, steps whose gathers in vain may differ)
+CASES: dict[str, tuple[str, Path, int, set[int]]] = {
+    "unused": ("zeropp", unused, 0, set()),
+    "unused_stage2": ("stage2", unused, 0, set()),
+    "unused_last": ("zeropp_last", unused, 0, set()),
+    "twice": ("zeropp", twice, 0, set()),
+    "frozen": ("backward_other_codec", every, 2, set()),
+    "mixture": ("weights8", mixture, 0, {1}),
+    "mixture_every": ("zeropp_every", mixture, 0, {1}),
+    "for_nothing": ("zeropp", for_nothing, 0, {0}),
+}
+
+
+def outcome(engine: Any, steps: int = 5) -> Any:
+    done = []
+    for step in range(steps):
+        engine.model.step = step
+        r = engine.step(step, 1e-2, partial(batch, step), telemetry=False)
+        done.append((r.loss, r.grad_norm, dict(r.bytes)))
+    held = [engine.evaluate(steps, [batch(9, i, 0) for i in range(5)], wire=True)]
+    return done, held, masters(engine)
+
+
+def compared() -> dict[str, str]:
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for name, (case, path, frozen, vain) in CASES.items():
+        config = configured(case, 2, 2)
+        mine, twin = (outcome(e(config, Branches(path, frozen))) for e in (real, virtual))
+        for step in vain:  # once a unit was gathered that then did not run
+            more, planned = mine[0][step][2], twin[0][step][2]
+            assert more["weights_forward"] >= planned["weights_forward"]
+            assert more != planned, f"{name}: expected a gather in vain in step {step}"
+            mine[0][step] = (*mine[0][step][:2], planned)
+        found[name] = differs(mine, twin)
+    return found
+
+
+def test_engines_agree_to_the_bit() -> None:
+    assert run_world(4, compared) == dict.fromkeys(CASES, "")
+
+
+def virtual_bytes(path: Path, frozen: int = 0, **recipe: Any) -> Any:
+    config = virtual_config(recipe, 2, 2)
+    model = Branches(path, frozen)
+    engine = VirtualEngine(model, build_plan(model, config), config)
+    return engine.step(0, 1e-2, partial(batch, 0), telemetry=False).bytes
+
+
+@pytest.mark.parametrize("wire", ["weights_forward", "weights_backward", "grads_intra"])
+def test_an_unused_unit_sends_nothing(wire: Any) -> None:
+    """Four equal blocks, three of which run; the rest of the model is the root's."""
+    none, some, whole = (virtual_bytes(p)[wire].intra for p in (embed_only, unused, every))
+    assert (some - none) * 4 == (whole - none) * 3
+
+
+def embed_only(model: Branches, x: Tensor) -> Tensor:
+    return x
+
+
+def test_a_frozen_beginning_is_not_gathered_for_backward() -> None:
+    whole, frozen = virtual_bytes(every), virtual_bytes(every, frozen=2)
+    assert frozen["weights_forward"] == whole["weights_forward"]
+    assert frozen["weights_backward"].intra * 2 == whole["weights_backward"].intra
+    assert frozen["grads_intra"] < whole["grads_intra"] != Traffic(0, 0)
+
+
+def test_ranks_that_run_other_units_are_refused() -> None:
+    calls = iter(range(9))
+
+    def uneven(model: Branches, x: Tensor) -> Tensor:
+        return through(model, x, 0, 1 + next(calls) % 2)
+
+    with pytest.raises(ValueError, match="rank 1 ran other units"):
+        virtual_bytes(uneven)

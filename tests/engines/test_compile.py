@@ -1,0 +1,51 @@
+"""engine.compile: both engines compile the same blocks and agree to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.engines.fsdp_jobs import masters
+from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_world import run_world
+from tests.engines.uneven import batch
+from zpp_lab.config import ModelConfig
+from zpp_lab.engines.build import build_engine
+
+VOCAB = 37
+TINY = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)
+
+
+def outcome(case: str, name: Any, model: ModelConfig, compiled: bool = True) -> Any:
+    config = replace(configured(case, 2, 2, compile=compiled, gather="hierarchical"), model=model)
+    config = replace(config, engine=replace(config.engine, name=name))
+    engine = build_engine(config, VOCAB, torch.device("cpu"))
+    done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(3)]
+    held = [engine.evaluate(3, [batch(9, i, 0) for i in range(5)], wire=True)]
+    results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
+    return results, held, masters(engine)
+
+
+def compared() -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    found: dict[str, Any] = {}
+    cases = {
+        "zeropp_every": TINY,
+        "backward_other_codec": replace(TINY, checkpoint_activations=True),
+    }
+    for case, model in cases.items():
+        found[case] = differs(outcome(case, "fsdp", model), outcome(case, "virtual", model))
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    return found
+
+
+@pytest.mark.slow
+def test_engines_agree_to_the_bit() -> None:
+    found = run_world(4, compared)
+    assert found.pop("graphs") > 0, "nothing was compiled"
+    assert found == {"zeropp_every": "", "backward_other_codec": ""}

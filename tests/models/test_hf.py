@@ -1,0 +1,243 @@
+"""Hugging Face models: random starts, safetensors, units, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
+from tests.runs import small
+from zpp_lab.compose import compose
+from zpp_lab.config import ModelConfig
+from zpp_lab.models import build_model
+from zpp_lab.models.hf_start import SavedStart
+from zpp_lab.models.start import places
+from zpp_lab.trainer import run
+
+transformers = pytest.importorskip("transformers")
+KINDS = [*CASES, *NAMED_OTHERWISE]
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def saved(kind: str, folder: Path, **how: Any) -> Any:
+    """A model of transformers with random weights, written to `folder`; returns it."""
+    made = build_model(settings(kind), VOCAB, "meta")
+    plain = transformers.AutoModelForCausalLM.from_config(made.config, dtype=torch.float32)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.normal_(0, 0.05)
+    plain.save_pretrained(folder, **how)
+    return plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_is_a_function_of_seed_and_name(kind: str) -> None:
+    first, again = (
+        dict(build_model(settings(kind), VOCAB, seed=4).named_parameters()) for _ in "ab"
+    )
+    other = dict(build_model(settings(kind), VOCAB, seed=5).named_parameters())
+    for name, p in first.items():
+        assert torch.equal(p, again[name]), name
+        assert p.ndim < 2 or not torch.equal(p, other[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_has_the_spread_that_transformers_gives(kind: str) -> None:
+    model = build_model(settings(kind), VOCAB, seed=4)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    theirs = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        mine, other = torch.std_mean(p.detach()), torch.std_mean(theirs[name].detach())
+        assert mine[0].item() == pytest.approx(other[0].item(), rel=0.25), name
+        assert mine[1].item() == pytest.approx(other[1].item(), abs=0.01), name
+
+
+def test_other_layers_do_not_change_a_start() -> None:
+    two, three = (
+        dict(build_model(settings("llama", {"num_hidden_layers": n}), VOCAB).named_parameters())
+        for n in (2, 3)
+    )
+    assert all(torch.equal(two[n], three[n]) for n in two)
+
+
+def test_rows_are_those_of_the_whole() -> None:
+    model = build_model(settings("opt"), VOCAB, seed=4)
+    start = model.start(4)
+    for name, p in model.named_parameters():
+        cut = p.shape[0] // 3
+        parts = [start.rows(name, 0, cut), start.rows(name, cut, p.shape[0])]
+        assert torch.equal(torch.cat(parts), p), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("files", ["one", "several"])
+def test_a_folder_of_safetensors(kind: str, files: str, tmp_path: Path) -> None:
+    plain = saved(kind, tmp_path, max_shard_size="4KB" if files == "several" else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "several")
+    model = build_model(settings(kind, path=str(tmp_path), weights="pretrained"), VOCAB)
+    for name, p in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+    x = tokens()
+    loss = model(x[:, :-1], x[:, 1:])
+    theirs = plain(input_ids=x, labels=x).loss
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert torch.equal(model(x), plain.train()(input_ids=x).logits)
+
+
+def test_checkpointed_layers_change_nothing() -> None:
+    losses = []
+    for checkpointed in (False, True):
+        model = build_model(settings("gpt_neox", checkpoint_activations=checkpointed), VOCAB)
+        model(tokens(), tokens()).backward()
+        losses.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*losses)
+
+
+def test_tied_weights_stay_one_parameter(tmp_path: Path) -> None:
+    saved("qwen2", tmp_path)
+    cfg = settings("qwen2", path=str(tmp_path), weights="pretrained")
+    for model in (build_model(cfg, VOCAB), build_model(settings("qwen2"), VOCAB)):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert max(len(p) for p in places(model).values()) == 2
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    assert "lm_head.weight" not in state
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, file)
+    build_model(cfg, VOCAB)  # said twice, and alike
+    state["lm_head.weight"] += 1
+    save_file(state, file)
+    with pytest.raises(ValueError, match="are one parameter in this model, but differ"):
+        build_model(cfg, VOCAB)
+
+
+def test_only_the_rows_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama", tmp_path)
+    start = build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB, "meta")
+    made = start.start(0)
+    assert isinstance(made, SavedStart)
+
+    class NoWhole:
+        def __init__(self, file: Any) -> None:
+            self.get_slice = file.get_slice
+
+    handles = {path: NoWhole(safe_open(path, "pt")) for path in set(made.files.values())}
+    monkeypatch.setattr(made, "handles", handles)
+    rows = made.rows("model.embed_tokens.weight", 3, 7)
+    assert torch.equal(
+        rows, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7]
+    )
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    cfg, file = (
+        settings("llama", path=str(tmp_path), weights="pretrained"),
+        tmp_path / "model.safetensors",
+    )
+    state = load_file(file)
+    norm = state.pop("model.norm.weight")
+    head = state.pop("lm_head.weight")
+    save_file(state, file)
+    with pytest.raises(
+        ValueError, match=r"2 tensors missing: lm_head\.weight, model\.norm\.weight"
+    ):
+        build_model(cfg, VOCAB)
+    state |= {
+        "model.norm.weight": norm,
+        "lm_head.weight": head,
+        "odd": norm.clone(),
+        "model.even": norm.clone(),
+    }
+    save_file(state, file)
+    with pytest.raises(ValueError, match=r"2 tensors not in the model: model\.even, odd"):
+        build_model(cfg, VOCAB)
+    del state["odd"], state["model.even"]
+    state["model.norm.weight"] = torch.ones(5)
+    save_file(state, file)
+    with pytest.raises(
+        ValueError, match=r"of another shape: model\.norm\.weight \[5\], not \[16\]"
+    ):
+        build_model(cfg, VOCAB)
+
+
+def test_an_index_that_names_an_absent_file(tmp_path: Path) -> None:
+    saved("llama", tmp_path, max_shard_size="4KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    (tmp_path / sorted(set(index["weight_map"].values()))[1]).unlink()
+    with pytest.raises(ValueError, match="names files that are not there: model-00002"):
+        build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB)
+
+
+def test_units_are_the_layers_or_what_is_named() -> None:
+    names = {
+        kind: [n for n, _ in build_model(settings(kind), VOCAB, "meta").units()] for kind in KINDS
+    }
+    assert names["opt"] == ["model.decoder.layers.0", "model.decoder.layers.1"]
+    assert names["gpt2"] == ["transformer.h.0", "transformer.h.1"]
+    named = build_model(settings("llama", units="model.layers"), VOCAB, "meta")
+    assert [n for n, _ in named.units()] == names["llama"]
+    with pytest.raises(ValueError, match=r"is no ModuleList; there are: model\.layers"):
+        build_model(settings("llama", units="layers"), VOCAB, "meta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("opt", {"dropout": 0.1}, r"opt has dropout; set model\.options=\{dropout: 0\.0\}"),
+        ("llama", {"hidden": 4}, "LlamaConfig has no hidden; it has .*hidden_size"),
+        ("llama", {"vocab_size": 30}, "vocabulary of 30 is smaller than the tokenizer's 37"),
+        ("llama", {"model_type": "lama"}, "transformers has none"),
+    ],
+)
+def test_mistakes_name_the_fix(kind: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build_model(settings(kind, options), VOCAB, "meta")
+
+
+def test_mistakes_of_paths_and_settings(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no folder with a config"):
+        build_model(settings("llama", path=str(tmp_path)), VOCAB)
+    options = {"model_type": "t5", "dropout_rate": 0.0}
+    with pytest.raises(ValueError, match="t5: Unrecognized configuration class"):
+        build_model(ModelConfig(name="hf", options=options), VOCAB)
+    with pytest.raises(ValueError, match=r"model=hf needs model\.path"):
+        ModelConfig(name="hf")
+    with pytest.raises(ValueError, match=r"model\.path is for model=hf"):
+        ModelConfig(path="somewhere")
+    with pytest.raises(ValueError, match="32 positions"):
+        build_model(settings("opt"), VOCAB)(torch.zeros(1, 40, dtype=torch.long))
+    saved("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+        build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"pip install zpp_lab\[hf\]"):
+        build_model(settings("llama"), VOCAB)
+
+
+def test_a_run_trains_one(tmp_path: Path) -> None:
+    config = replace(small(tmp_path), model=settings("llama", {"vocab_size": 256}))
+    summary = run(config)
+    assert summary["heldout_loss"] < 5.54  # ln 256
+    assert summary["model_parameters"] == 2 * 256 * 16 + 2 * (3 * 16 * 16 + 3 * 24 * 16 + 32) + 16
+
+
+def test_the_config_group(tmp_path: Path) -> None:
+    made = compose(["model=hf", "model.options={model_type: llama, num_hidden_layers: 2}"])
+    assert made.model.options == {"model_type": "llama", "num_hidden_layers": 2}

@@ -1,0 +1,75 @@
+"""Finding one's place among ranks that torchrun or srun started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zpp_lab.config import ClusterConfig
+from zpp_lab.place import check_place, enter, placed, slurm_place
+
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "MASTER_ADDR": "first",
+}
+CLUSTER = ClusterConfig(nodes=2, gpus_per_node=4)
+
+
+def test_place_among_ranks() -> None:
+    assert not placed({})
+    assert placed({"RANK": "1", "WORLD_SIZE": "4"})
+    assert placed(STEP)
+    batch = {k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}
+    assert not placed(batch), "a batch script is no step"
+    assert not placed({**STEP, "SLURM_STEP_NUM_TASKS": "1"}), "srun --pty of one task"
+
+
+def test_srun_gives_what_torchrun_gives() -> None:
+    environment = dict(STEP)
+    enter(environment)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [environment[n] for n in names] == ["5", "8", "1", "1", "2"]
+    assert environment["LOCAL_WORLD_SIZE"] == "4"
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("first", "20077")
+    check_place(environment, CLUSTER)
+
+
+def test_torchrun_is_left_alone() -> None:
+    environment = {**STEP, "RANK": "0", "WORLD_SIZE": "2"}
+    enter(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "2")
+
+
+def test_a_variable_that_srun_did_not_pass_on() -> None:
+    with pytest.raises(ValueError, match="SLURM_LOCALID is not set"):
+        slurm_place({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
+
+
+def test_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no scontrol
+    with pytest.raises(ValueError, match="set MASTER_ADDR to the host of rank 0"):
+        slurm_place({k: v for k, v in STEP.items() if k != "MASTER_ADDR"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"WORLD_SIZE": "6"}, "6 processes were started, but cluster.nodes=2"),
+        ({"GROUP_WORLD_SIZE": "4"}, "set cluster.nodes=4 cluster.gpus_per_node=2"),
+        ({"GROUP_RANK": "0", "LOCAL_RANK": "2"}, "--ntasks-per-node=4 --distribution=block"),
+    ],
+)
+def test_what_does_not_fit_the_cluster(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_place({**slurm_place(STEP), **changes}, CLUSTER)
+
+
+def test_one_machine_may_stand_for_several_nodes() -> None:
+    check_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}, CLUSTER)

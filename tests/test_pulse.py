@@ -1,0 +1,48 @@
+"""Ranks notice when one of them fails, or falls silent."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.engines.fsdp_world import run_world
+from zpp_lab.pulse import Pulse
+
+
+def heard(how: str) -> list[Any]:
+    """What every rank heard of rank 1, which fails, falls silent or just leaves."""
+    said: list[Any] = []
+    event = threading.Event()
+
+    def note(rank: int, text: str) -> None:
+        said.append([rank, text.splitlines()[-1]])
+        event.set()
+
+    pulse = Pulse(3.0, note)
+    if dist.get_rank() == 1:
+        if how == "fails":
+            pulse.fail("Traceback\nKeyError: 'a'")
+        elif how == "silent":
+            pulse.left.set()  # its thread ends without a word
+        else:
+            pulse.leave()
+    else:
+        event.wait(30.0 if how != "leaves" else 6.0)
+    every: list[Any] = [None] * 3
+    dist.all_gather_object(every, said)
+    dist.barrier()
+    return [every[0], every[2]]
+
+
+def both(*jobs: str) -> list[Any]:
+    return [heard(job) for job in jobs]
+
+
+def test_the_others_hear_of_it() -> None:
+    fails, silent, leaves = run_world(3, both, "fails", "silent", "leaves")
+    assert fails == [[[1, "KeyError: 'a'"]]] * 2
+    lost = [1, "no sign of life for 3 s: killed, or its machine is gone"]
+    assert silent == [[lost]] * 2
+    assert leaves == [[], []]

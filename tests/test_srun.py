@@ -1,0 +1,120 @@
+"""Ranks that srun started, on the CPU: a run, a rank that dies, a rank that stalls."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.runs import small
+from tests.test_launcher import lines, without_times
+from zpp_lab.config import Config
+from zpp_lab.trainer import run
+
+RANK = """
+import sys, time, yaml
+from zpp_lab.config import Config, load
+from zpp_lab.engines.fsdp import FsdpEngine
+from zpp_lab.launcher import launch, leave
+
+def stall(engine, *args, real=FsdpEngine._pass):
+    if engine.rank == 1 and engine.clock.step == 2:
+        time.sleep(600)
+    return real(engine, *args)
+
+if "stall" in sys.argv:
+    FsdpEngine._pass = stall
+launch(load(Config, yaml.safe_load(open(sys.argv[1]))))
+leave()
+"""
+
+
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def srun(config: Config, log: Path, *words: str) -> list[subprocess.Popen[bytes]]:
+    """One process a task, with the variables that srun sets on two machines of two tasks."""
+    file = log.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(asdict(config)))
+    shared = {
+        "SLURM_NTASKS": str(config.cluster.world),
+        "SLURM_NNODES": str(config.cluster.nodes),
+        "SLURM_STEP_ID": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = []
+    for rank in range(config.cluster.world):
+        node, local = divmod(rank, config.cluster.gpus_per_node)
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
+        environment = {**os.environ, **shared, **{k: str(v) for k, v in own.items()}}
+        with log.open("ab") as output:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK, str(file), *words],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=Path(__file__).parents[1],
+                )
+            )
+    return ranks
+
+
+def ended(ranks: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    """Exit codes; kills and fails those that are still there after `seconds`."""
+    deadline = time.monotonic() + seconds
+    try:
+        return [p.wait(timeout=max(0.1, deadline - time.monotonic())) for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+
+
+def fsdp(folder: Path, name: str, *overrides: str) -> Config:
+    common = ("recipe=zeropp", "cluster=2x2", "train.steps=24", "engine.gather=hierarchical")
+    return small(folder, *common, f"run.dir={folder / name}", *overrides)
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_rank_and_goes_on(tmp_path: Path) -> None:
+    run(fsdp(tmp_path, "virtual"))
+    config, log = fsdp(tmp_path, "real", "engine=fsdp"), tmp_path / "log.txt"
+    ranks = srun(config, log)
+    deadline = time.monotonic() + 200
+    while lines(tmp_path / "real") < 6 and time.monotonic() < deadline:
+        assert all(p.poll() is None for p in ranks), log.read_text()
+        time.sleep(0.02)
+    ranks[2].send_signal(signal.SIGKILL)
+    codes = ended(ranks, 60.0)
+    assert all(code != 0 for code in codes), log.read_text()
+    assert re.search(r"rank [013]: (Traceback|rank \d ended the run)", log.read_text())
+    assert json.loads((tmp_path / "real" / "failure.json").read_text())["outcome"] == "crashed"
+    assert ended(srun(config, log), 200.0) == [0, 0, 0, 0], log.read_text()
+    assert without_times(tmp_path / "real") == without_times(tmp_path / "virtual")
+
+
+def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    overrides = ("engine=fsdp", "cluster=1x2", "engine.timeout_seconds=5")
+    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 240.0)
+    assert all(code != 0 for code in codes)
+    # gloo's own limit is the same, and may come first
+    late = (
+        r"weights_forward of unit root \(world\) (has not finished after 5 s|failed: .*Timed out)"
+    )
+    assert re.search(late, log.read_text())

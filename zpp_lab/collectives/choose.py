@@ -1,0 +1,126 @@
+"""Which transport serves a cluster: by what its ranks can really do.
+
+groups  NCCL or gloo everywhere
+peer    ranks of a host read each other's memory; process groups between hosts
+auto    peer where it can be had and pays, by the size of a shipment
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from zpp_lab.collectives.peer import MIB, PeerTransport, Shared
+from zpp_lab.collectives.transport import LINKS, Link, ProcessGroups, Transport, members
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config import ClusterConfig
+
+Choice = Literal["auto", "groups", "peer"]
+LEAST = 16 * MIB  # bytes that a shipment must bring for `auto` to take peer memory: below that
+# NCCL was as fast or faster on four H200s (experiments/collectives)
+
+
+def connect(
+    cluster: ClusterConfig, watchdog: Watchdog, choice: Choice, device: torch.device
+) -> Transport:
+    """The transport that `choice` asks for; every rank calls it alike.
+
+    ValueError when the cluster's shape does not fit, and when `peer` cannot be had: it names why.
+    """
+    if choice not in get_args(Choice):
+        raise ValueError(f"engine.transport={choice!r}: use one of {', '.join(get_args(Choice))}")
+    groups = ProcessGroups(cluster, watchdog)
+    if choice == "groups":
+        return groups
+    problems = _problems(cluster, device)
+    usable = [link for link in LINKS if link not in problems]
+    needed: Link = "local" if cluster.gpus_per_node > 1 else "world"
+    if choice == "peer" and needed in problems:
+        raise ValueError(
+            f"engine.transport=peer cannot be had: {problems[needed]}; "
+            "use engine.transport=auto or groups"
+        )
+    if needed in problems:
+        return groups
+    shared = {link: _maker(groups, link, device) for link in usable}
+    transport = PeerTransport(groups, shared, LEAST if choice == "auto" else 0)
+    if transport.rank == 0:
+        print(f"zpp_lab: transport: {transport.describe()}", file=sys.stderr)
+    return transport
+
+
+def gather_mode(asked: str) -> str:
+    """`auto` among real ranks: flat where all of them are on one host, since no link is then
+    slower than another; else by the cluster's shape. Every rank calls it alike."""
+    if asked != "auto":
+        return asked
+    hosts = [host()] * dist.get_world_size()
+    dist.all_gather_object(hosts, host())
+    return "flat" if len(set(hosts)) == 1 else "auto"
+
+
+def _maker(groups: ProcessGroups, link: Link, device: torch.device) -> Callable[[], Shared]:
+    from zpp_lab.collectives.symmetric import SymmetricMemory
+
+    group = groups.gathers[link]
+    return partial(SymmetricMemory, group, device)  # type: ignore[arg-type]
+
+
+def _problems(cluster: ClusterConfig, device: torch.device) -> dict[Link, str]:
+    """What stands against peer memory on each link, on any rank; alike on all ranks."""
+    own = (host(), device.type, _uuid(device))
+    facts: list[tuple[str, str, str]] = [own] * cluster.world
+    dist.all_gather_object(facts, own)
+    found = {link: _problem(cluster, link, device, facts) for link in LINKS}
+    every: list[dict[Link, str]] = [found] * cluster.world
+    dist.all_gather_object(every, found)
+    return {link: text for one in reversed(every) for link, text in one.items() if text}
+
+
+def _problem(
+    cluster: ClusterConfig, link: Link, device: torch.device, facts: list[tuple[str, str, str]]
+) -> str:
+    """Why this rank cannot read its peers' memory on `link`; empty when it can."""
+    rank = dist.get_rank()
+    for peer in members(cluster, link, rank):
+        where, kind, uuid = facts[peer]
+        if kind != "cuda":
+            return f"rank {peer} has no CUDA device, but {kind}"
+        if where != facts[rank][0]:
+            return f"ranks {min(rank, peer)} and {max(rank, peer)} are on different hosts"
+        if peer != rank and uuid == facts[rank][2]:
+            return f"ranks {min(rank, peer)} and {max(rank, peer)} share a GPU"
+        if peer != rank and not _reaches(device, uuid):
+            return f"the GPU of rank {rank} cannot reach that of rank {peer}"
+    return ""
+
+
+def host() -> str:
+    """The same for ranks that share a machine; NCCL_HOSTID, where set, decides as for NCCL."""
+    given = os.environ.get("NCCL_HOSTID")
+    if given:
+        return given
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
+
+
+def _uuid(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _reaches(device: torch.device, uuid: str) -> bool:
+    """Whether peer access exists; a device that this process does not see is taken at its word."""
+    for index in range(torch.cuda.device_count()):
+        if _uuid(torch.device("cuda", index)) == uuid:
+            return bool(torch.cuda.can_device_access_peer(device, index))
+    return True

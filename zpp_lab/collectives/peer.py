@@ -1,0 +1,217 @@
+"""Transport between ranks that read each other's memory: each pulls what it needs.
+
+A rank encodes into a slot of shared memory. Once all members of the link have done so, which a
+barrier on the device tells, each copies its rows out of the others' slots. Copies take the copy
+engines, so that multiprocessors stay free, and nothing waits on the host.
+
+Slots form a ring of two. Use k of a ring lies in slot k mod 2, and two rules keep a slot from
+being overwritten while somebody still reads it:
+
+    a rank passes the barrier of use k only after its own reads of use k - 1;
+    it writes use k only after the barrier of use k - 1, hence after all reads of use k - 2.
+
+All ranks make the same shipments in the same order, as with any collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zpp_lab.collectives.streams import Streams
+from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.transport import (
+    Kind,
+    Link,
+    ProcessGroups,
+    Shipment,
+    members,
+    traffic_of,
+)
+
+SLOTS = 2
+MIB = 2**20
+
+
+class Shared(Protocol):
+    """Memory of one link that every member reads. All members make the same calls."""
+
+    streams: Streams
+
+    def allocate(self, nbytes: int) -> Sequence[Tensor]:
+        """A buffer uint8 [nbytes] of every member, in their order; the host waits for all of
+        them. What was allocated before is given up: nothing on this device may use it."""
+        ...
+
+    def barrier(self) -> None:
+        """The current stream goes on once every member's has come here."""
+        ...
+
+    def pull(self, outs: Sequence[Tensor], sources: Sequence[Tensor], own: int) -> None:
+        """Copies on the current stream, int64, each source in some member's buffer, the first
+        `own` of them in this rank's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shipment's place in a slot: this rank's room there, and where its rows come from.
+
+    sources: own rows first, then each other member's, so that at any time the ranks read from
+    different ones, as int64; `order` has their places in `out`, flat.
+    """
+
+    room: Tensor
+    sources: tuple[Tensor, ...]
+    order: tuple[int, ...]
+
+
+class Ring:
+    """The slots of one link for one kind of shipment, of `count` members; `own` is this rank's
+    place among them."""
+
+    def __init__(self, shared: Shared, kind: Kind, own: int, count: int) -> None:
+        self.shared, self.kind, self.own, self.count = shared, kind, own, count
+        self.wanted = self.size = 0
+        self.use, self.opened = -1, True  # the latest use, and whether its barrier is under way
+        self.barrier: Any = None  # the mark behind the barrier of the latest use
+        self.read: Any = None  # the mark behind this rank's reads of the latest use
+        self.buffers: Sequence[Tensor] = ()
+        self.parts: dict[tuple[int, ...], Part] = {}
+
+    def claim(self, nbytes: int) -> int:
+        """A slot of at least `nbytes` that the current stream may write; where it starts."""
+        if nbytes > self.size:
+            self._grow(max(nbytes, self.wanted))
+        if self.barrier is not None:
+            self.shared.streams.wait(self.barrier)
+        self.use += self.opened  # a use that nobody ever read is used again
+        self.opened = False
+        return self.use % SLOTS * self.size
+
+    def publish(self) -> None:
+        """What this rank wrote on the current stream may be read, and so may the others'."""
+        if self.read is not None:
+            self.shared.streams.wait(self.read)
+        self.shared.barrier()
+        self.barrier, self.opened = self.shared.streams.mark(), True
+
+    def finish(self) -> None:
+        """All reads of this use have been given to the current stream."""
+        self.read = self.shared.streams.mark()
+
+    def part(self, at: int, shape: tuple[int, int, int]) -> Part:
+        """The place of rows × columns × bytes that starts at `at`; made once."""
+        found = self.parts.get((at, *shape))
+        if found is None:
+            found = self.parts[at, *shape] = self._part(at, shape)
+        return found
+
+    def _part(self, at: int, shape: tuple[int, int, int]) -> Part:
+        rows, columns, each = shape
+        sources, order = [], []
+        for member in ((self.own + i) % self.count for i in range(self.count)):
+            room = self.buffers[member][at : at + rows * columns * each].view(shape)
+            room = room.view(torch.int64)
+            for row in range(rows):
+                if self.kind == "gather":
+                    sources.append(room[row, 0])
+                    order.append(row * self.count + member)
+                else:
+                    sources.append(room[row, self.own])
+                    order.append(member * rows + row)
+        mine = self.buffers[self.own][at : at + rows * columns * each].view(shape)
+        room = mine[:, 0] if self.kind == "gather" else mine
+        return Part(room, tuple(sources), tuple(order))
+
+    def _grow(self, nbytes: int) -> None:
+        self.size = -(-nbytes // 256) * 256
+        self.parts, self.buffers = {}, ()
+        self.buffers = self.shared.allocate(SLOTS * self.size)
+        self.use, self.opened, self.barrier, self.read = -1, True, None, None
+
+
+class PeerTransport:
+    """`Transport` over shared memory on the links that have it; `groups` serves the rest, and
+    shipments that bring a rank fewer than `least` bytes.
+
+    shared: makes the memory of a link, on all its members at the same time.
+    """
+
+    def __init__(
+        self, groups: ProcessGroups, shared: Mapping[Link, Callable[[], Shared]], least: int
+    ) -> None:
+        self.groups, self.shared, self.least = groups, shared, least
+        self.cluster, self.rank = groups.cluster, groups.rank
+        self.links = {link: members(self.cluster, link, self.rank) for link in shared}
+        self.rings: dict[tuple[Kind, Link], Ring] = {}
+
+    def gathering(
+        self, out: Tensor, link: Link, label: str, held: Tensor | None = None
+    ) -> Shipment:
+        if not self._suits(link, out.numel()):
+            return self.groups.gathering(out, link, label, held)
+        return _Pulls(self, "gather", link, label, out, (out.shape[0], 1, out.shape[2]), held)
+
+    def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
+        if not self._suits(link, out.numel()):
+            return self.groups.exchanging(out, link, label)
+        shape = (out.shape[1], out.shape[0], out.shape[2])
+        return _Pulls(self, "exchange", link, label, out, shape, None)
+
+    def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
+        if link in self.links and len(self.links[link]) > 1:
+            ring = self.ring(kind, link)
+            ring.wanted = max(ring.wanted, nbytes)
+
+    def ring(self, kind: Kind, link: Link) -> Ring:
+        if (kind, link) not in self.rings:
+            ranks = self.links[link]
+            own = ranks.index(self.rank)
+            self.rings[kind, link] = Ring(self.shared[link](), kind, own, len(ranks))
+        return self.rings[kind, link]
+
+    def describe(self) -> str:
+        """For the log."""
+        names = ", ".join(link for link in self.links if len(self.links[link]) > 1)
+        size = f" from {self.least / MIB:g} MiB" if self.least else ""
+        return f"peer memory on the links {names}{size}, process groups for the rest"
+
+    def _suits(self, link: Link, nbytes: int) -> bool:
+        return nbytes >= self.least and len(self.links.get(link, ())) > 1
+
+
+class _Pulls:
+    """A shipment whose room lies in this rank's slot, on the stream of its owner."""
+
+    def __init__(
+        self,
+        by: PeerTransport,
+        kind: Kind,
+        link: Link,
+        label: str,
+        out: Tensor,
+        shape: tuple[int, int, int],
+        held: Tensor | None,
+    ) -> None:
+        self.by, self.link, self.label, self.out, self.held = by, link, label, out, held
+        self.ring, self.shape = by.ring(kind, link), shape
+        at = self.ring.claim(shape[0] * shape[1] * shape[2])
+        self.part = self.ring.part(at, shape)
+        self.room = self.part.room
+
+    def send(self) -> Traffic:
+        if self.held is not None:
+            self.room.copy_(self.held)
+        with self.by.groups.watched(self.label, self.out.device):
+            self.ring.publish()
+        rows, each = self.shape[0], self.shape[2]
+        words = self.out.view(-1, each).view(torch.int64).unbind(0)
+        into = [words[i] for i in self.part.order]
+        self.ring.shared.pull(into, self.part.sources, rows)
+        self.ring.finish()
+        return traffic_of(self.by.cluster, self.link, rows * each)

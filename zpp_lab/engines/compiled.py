@@ -1,0 +1,33 @@
+"""torch.compile, block by block: the one place where it is applied, for every engine.
+
+Only a block's own computation is compiled. What wraps the block (FSDP2's hooks, and ours) stays
+outside, so gathers and reductions run as they do without it. Blocks of one shape share their
+code. Every engine compiles the same blocks, so they agree to the bit with it as without it;
+compiled and uncompiled runs do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import nn
+
+Options = dict[str, str | int | bool | Callable[..., object]]
+
+
+def compile_units(units: Iterable[tuple[str, nn.Module]], deterministic: bool) -> None:
+    """Compile each unit's forward, in place, for inputs of one shape at a time.
+
+    `deterministic`: kernels are picked by rule and not by trial, alike on every rank. A unit that
+    sees too many shapes is an error: running it uncompiled would give other bits.
+    """
+    torch._dynamo.reset()  # what an engine before compiled does not count against the limit
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    known = hasattr(torch._inductor.config, "deterministic")
+    settings: Options | None = {"deterministic": True} if deterministic and known else None
+    for _, module in units:
+        compiled = torch.compile(module.forward, options=settings, dynamic=False)  # type: ignore[arg-type]
+        module.forward = compiled  # type: ignore[method-assign]

@@ -1,0 +1,43 @@
+"""From a model's settings to a module that an engine can train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models.llama import Llama
+from zpp_lab.models.start import fill, materialize, whole
+
+
+def build_model(
+    cfg: ModelConfig, vocab_size: int, device: str | torch.device = "cpu", seed: int = 0
+) -> Any:
+    """The module that `cfg` describes, in fp32 on `device`, its weights from `seed` or a folder.
+
+    It maps tokens and targets to the loss, and has `units()`, the modules whose parameters
+    travel together, and `start(seed)`, its first weights. `vocab_size` is the tokenizer's.
+    On the meta device the parameters have shapes only and nothing is initialised.
+    Raises ValueError when the model's vocabulary is too small for the tokenizer.
+    """
+    model = _on_meta(cfg, vocab_size)
+    if torch.device(device).type == "meta":
+        return model
+    materialize(model, device)
+    fill(model, model.start(seed), whole, lambda p: p)
+    return model
+
+
+def _on_meta(cfg: ModelConfig, vocab_size: int) -> Any:
+    if cfg.name == "hf":
+        from zpp_lab.models.hf import build_hf
+
+        return build_hf(cfg, vocab_size)
+    if 0 < cfg.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
+            "raise it, or set 0 to take the tokenizer's"
+        )
+    with torch.device("meta"):
+        return Llama(cfg, cfg.vocab_size or vocab_size)

@@ -1,0 +1,202 @@
+"""Any causal language model of Hugging Face's transformers, as a model that engines can train.
+
+The module keeps its class and its parameter names; only `forward` takes tokens and targets, and
+`units` names the decoder layers. It is built with parameters on the meta device, and its
+buffers (rotary frequencies, for instance) are real: they follow from the config.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import checkpoint
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models.hf_start import RandomStart, SavedStart
+from zpp_lab.models.start import Start
+
+_DROPOUT = ("dropout", "pdrop", "layerdrop")
+_OTHER_HEADS = ("classifier", "summary")  # dropout of heads that no language model has
+
+
+def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
+    """The model that `cfg` names, fp32, parameters on the meta device; not initialised.
+
+    ValueError when transformers is not installed or does not know the model, when the
+    vocabulary is smaller than the tokenizer's, and for dropout, which no run could repeat.
+    """
+    settings = read_config(cfg)
+    _check_vocabulary(cfg, settings, vocab_size)
+    _check_dropout(settings)
+    model = _meta_model(settings)
+    units = find_units(model, cfg.units)
+    if cfg.checkpoint_activations:
+        for _, unit in units:
+            unit.forward = partial(_checkpointed, unit.forward)  # type: ignore[method-assign]
+    return _adapted(model, cfg, settings, units)
+
+
+def read_config(cfg: ModelConfig) -> Any:
+    """The transformers config of `model.path`, or of `model.options.model_type`, with options."""
+    library, options = _transformers(), dict(cfg.options or {})
+    if cfg.path is None:
+        base = _config_of_kind(library, options.pop("model_type"))
+        values: dict[str, Any] = {}
+    else:
+        base = _config_at(library, cfg.path)
+        values = base.to_dict()
+    unknown = sorted(key for key in options if not hasattr(base, key))
+    if unknown:
+        raise ValueError(
+            f"model.options: {type(base).__name__} has no {', '.join(unknown)}; "
+            f"it has {', '.join(sorted(base.to_dict()))}"
+        )
+    if cfg.vocab_size:
+        options["vocab_size"] = cfg.vocab_size
+    if "num_hidden_layers" in options:  # else one entry a layer is kept from the old depth
+        values.pop("layer_types", None)
+    try:
+        return type(base).from_dict({**values, **options})
+    except Exception as error:  # of several libraries
+        raise ValueError(f"model.options: {type(base).__name__} refuses them: {error}") from None
+
+
+def _config_of_kind(library: Any, kind: str) -> Any:
+    try:
+        return library.AutoConfig.for_model(kind)
+    except ValueError:
+        raise ValueError(f"model.options.model_type={kind!r}: transformers has none") from None
+
+
+def _config_at(library: Any, path: str) -> Any:
+    try:
+        return library.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model.path={path}: no folder with a config.json, and no model that transformers "
+            f"can fetch ({first})"
+        ) from None
+
+
+def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module]]:
+    """The modules of the ModuleList called `named`; without a name, of the one with most weights.
+
+    That list is the decoder's layers in every decoder-only model; lists inside a layer (experts)
+    hold fewer.
+    """
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no ModuleList: zpp_lab finds no layers in it")
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items()}
+    name = named or max(lists, key=lambda n: (sizes[n], -n.count(".")))
+    if name not in lists:
+        raise ValueError(f"model.units={name!r} is no ModuleList; there are: {', '.join(lists)}")
+    chosen = [(f"{name}.{i}", m) for i, m in enumerate(lists[name])]
+    return [(n, m) for n, m in chosen if any(True for _ in m.parameters())]
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "model=hf needs the `transformers` package: pip install zpp_lab[hf]"
+        ) from None
+    return transformers
+
+
+def _meta_model(settings: Any) -> nn.Module:
+    def to_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+        if p is None or p.is_meta:  # a tied one comes again: the same object stays tied
+            return p
+        return nn.Parameter(p.detach().to("meta"), p.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            build = _transformers().AutoModelForCausalLM.from_config
+            model: nn.Module = build(settings, dtype=torch.float32, attn_implementation="sdpa")
+    except ValueError as error:
+        if "scaled_dot_product" not in str(error):
+            raise ValueError(f"{settings.model_type}: {str(error).splitlines()[0]}") from None
+        model = build(settings, dtype=torch.float32, attn_implementation="eager")
+    finally:
+        hook.remove()
+    return model.train()
+
+
+def _adapted(
+    model: nn.Module, cfg: ModelConfig, settings: Any, units: list[tuple[str, nn.Module]]
+) -> nn.Module:
+    """The same object with our `forward`, `units` and `start`, by a subclass of its own class."""
+    kind: Any = type(model)
+    longest = _learned_positions(settings)
+
+    class CausalLM(kind):
+        def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+            """Mean cross-entropy in nats (fp32 scalar), or logits [batch, length, vocab] when
+            there are no targets. tokens, targets: int64 [batch, length]."""
+            if longest and tokens.shape[1] > longest:
+                raise ValueError(
+                    f"data.seq_len={tokens.shape[1]}: this model has {longest} positions"
+                )
+            logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            if targets is None:
+                return logits
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+        def units(self) -> list[tuple[str, nn.Module]]:
+            return units
+
+        def start(self, seed: int) -> Start:
+            twin = _meta_model(settings)  # ours may be sharded by now
+            if cfg.weights == "pretrained":
+                return SavedStart(Path(str(cfg.path)), twin)
+            return RandomStart(twin, seed)
+
+    CausalLM.__name__ = CausalLM.__qualname__ = kind.__name__
+    model.__class__ = CausalLM
+    return model
+
+
+def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inside the unit's hooks, so that whoever wraps the unit gathers its weights once a pass."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _learned_positions(settings: Any) -> int:
+    return int(getattr(settings, "max_position_embeddings", 0) or 0)
+
+
+def _check_vocabulary(cfg: ModelConfig, settings: Any, vocab_size: int) -> None:
+    own = settings.get_text_config().vocab_size
+    if own < vocab_size:
+        raise ValueError(
+            f"the model's vocabulary of {own} is smaller than the tokenizer's {vocab_size}: "
+            "set model.vocab_size, or take a smaller data.vocab_size"
+        )
+    if cfg.weights == "pretrained" and cfg.vocab_size:
+        raise ValueError("model.vocab_size must be 0 with model.weights=pretrained")
+
+
+def _check_dropout(settings: Any) -> None:
+    """Dropout draws from a generator that no engine shares: runs would not repeat."""
+    values = settings.get_text_config().to_dict()
+    found = [
+        key
+        for key, value in values.items()
+        if any(word in key for word in _DROPOUT) and not key.startswith(_OTHER_HEADS)
+        if isinstance(value, int | float) and value > 0
+    ]
+    if found:
+        off = ", ".join(f"{key}: 0.0" for key in found)
+        raise ValueError(f"{settings.model_type} has dropout; set model.options={{{off}}}")

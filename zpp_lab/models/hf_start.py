@@ -1,0 +1,201 @@
+"""The start of a Hugging Face model: random from a seed, or from a folder of safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INDEX = "model.safetensors.index.json"
+
+
+class RandomStart:
+    """transformers' own rule for each parameter, drawn from a seed of its own: a pure function
+    of (seed, name, shape), whatever is built before it or on which rank."""
+
+    def __init__(self, twin: nn.Module, seed: int) -> None:
+        """`twin`: the model with parameters on the meta device, as transformers made it."""
+        self.twin, self.seed = twin, seed
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self._whole(name)[first:last]
+
+    def buffer(self, name: str) -> Tensor | None:
+        return None
+
+    @torch.no_grad()
+    def _whole(self, name: str) -> Tensor:
+        """The rule of the module that owns it, then those of the modules around that one, which
+        may change it (GPT-2 scales projections into the residual stream)."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.twin.get_submodule(path)
+        kept = owner._parameters[attribute]
+        assert kept is not None
+        value = nn.Parameter(torch.full(kept.shape, torch.nan), kept.requires_grad)
+        owner._parameters[attribute] = value
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed(self.seed, name))
+                for module, rule in self._around(path):
+                    rule(module)
+        finally:
+            owner._parameters[attribute] = kept
+        if bool(value.isnan().any()):
+            raise ValueError(
+                f"transformers has no rule to initialise {name} of {type(self.twin).__name__}: "
+                "start from model.weights=pretrained"
+            )
+        return value.detach()
+
+    def _around(self, path: str) -> list[tuple[nn.Module, Any]]:
+        """The module at `path` and those around it, each with the rule of its nearest model."""
+        parts = path.split(".") if path else []
+        chain: list[nn.Module] = [self.twin]
+        for part in parts:
+            chain.append(chain[-1].get_submodule(part))
+        found, rule = [], None
+        for module in chain:
+            rule = getattr(module, "_init_weights", rule)
+            found.append((module, rule))
+        return found[::-1]
+
+
+def _seed(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class SavedStart:
+    """Weights of a folder as `save_pretrained` writes it, in one file or several.
+
+    Rows are read straight from the file. ValueError lists every tensor that is missing, left
+    over, or of another shape.
+    """
+
+    def __init__(self, folder: Path, twin: nn.Module) -> None:
+        self.folder = folder
+        self.files = _listed(folder)
+        self.handles: dict[Path, Any] = {}
+        self.names = self._match(twin)
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        parts = [self._slice(saved)[first:last].float() for saved in self.names[name]]
+        if any(not torch.equal(parts[0], part) for part in parts[1:]):
+            raise ValueError(
+                f"{self.folder}: {' and '.join(self.names[name])} are one parameter in this "
+                "model, but differ; set model.options={tie_word_embeddings: false}"
+            )
+        return parts[0]
+
+    def buffer(self, name: str) -> Tensor | None:
+        if name not in self.names:
+            return None
+        value: Tensor = self._handle(self.names[name][0]).get_tensor(self.names[name][0])
+        return value
+
+    def _match(self, twin: nn.Module) -> dict[str, list[str]]:
+        """Each parameter's and saved buffer's name → its names in the files (two when tied)."""
+        wanted = _aliases(twin)
+        saved = _in_model(self.files, twin, wanted)
+        found: dict[str, list[str]] = defaultdict(list)
+        for n, own in saved.items():
+            if own is not None:
+                found[own].append(n)
+        shapes = {n: list(t.shape) for n, t in twin.state_dict().items()}
+        first = {own: names[0] for own, names in _grouped(wanted).items()}
+        self._complain("missing", sorted(set(wanted.values()) - set(found)))
+        ignored = getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ()
+        extra = [n for n, own in saved.items() if own is None and not _ignored(n, ignored)]
+        self._complain("not in the model", sorted(extra))
+        wrong = [
+            f"{n} {self._slice(n).get_shape()}, not {shapes[first[own]]}"
+            for own, names in found.items()
+            for n in names
+            if self._slice(n).get_shape() != shapes[first[own]]
+        ]
+        self._complain("of another shape", sorted(wrong))
+        return dict(found)
+
+    def _complain(self, what: str, names: list[str]) -> None:
+        if names:
+            raise ValueError(f"{self.folder}: {len(names)} tensors {what}: {', '.join(names)}")
+
+    def _slice(self, saved: str) -> Any:
+        return self._handle(saved).get_slice(saved)
+
+    def _handle(self, saved: str) -> Any:
+        from safetensors import safe_open
+
+        path = self.files[saved]
+        if path not in self.handles:
+            self.handles[path] = safe_open(path, framework="pt")
+        return self.handles[path]
+
+
+def _aliases(twin: nn.Module) -> dict[str, str]:
+    """Every name that a checkpoint may use → the parameter's or saved buffer's first name."""
+    names = {id(p): n for n, p in twin.named_parameters()}
+    state = twin.state_dict(keep_vars=True)
+    return {n: names.get(id(t), n) for n, t in state.items()}
+
+
+def _grouped(aliases: dict[str, str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for alias, own in aliases.items():
+        groups[own].append(alias)
+    return groups
+
+
+def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[str, str | None]:
+    """The model's name for each saved tensor, None where it has none.
+
+    transformers knows older names, and that a bare base model is saved without its prefix.
+    Tensors that it would stack or split stay unknown: rows of those cannot be read.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    known = get_model_conversion_mapping(twin)
+    renamings = [t for t in known if isinstance(t, WeightRenaming)]
+
+    def own(name: str) -> str | None:
+        named, _ = rename_source_key(name, renamings, [], twin.base_model_prefix, wanted)
+        return wanted.get(named)
+
+    return {name: own(name) for name in saved}
+
+
+def _ignored(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _listed(folder: Path) -> dict[str, Path]:
+    """Tensor name → file."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"model.weights=pretrained reads a folder, and model.path={folder} is none: download "
+            "the model first (hf download NAME --local-dir FOLDER)"
+        )
+    from safetensors import safe_open
+
+    index = folder / INDEX
+    if index.is_file():
+        listed = json.loads(index.read_text())["weight_map"]
+        absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
+        if absent:
+            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
+        return {name: folder / file for name, file in listed.items()}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    if not found:
+        raise ValueError(f"model.path={folder} has no .safetensors file")
+    return found

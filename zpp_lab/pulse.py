@@ -1,0 +1,92 @@
+"""Signs of life between ranks that somebody else started, so that none waits for a dead one.
+
+torchrun and srun end a job when a process fails, if they are told to and if they notice. This
+does not rely on them: a thread of each rank counts up in a small store of rank 0's, and watches
+the next rank. A rank that fails says so there; one that has been silent too long is taken for
+dead. Every rank then says which it was and why, and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+FAILED = "failed"
+BEAT = 1.0  # seconds
+
+
+class Pulse:
+    """This rank's thread. `act(rank, text)` is called once, in it, when some rank is lost."""
+
+    def __init__(self, silence: float, act: Callable[[int, str], None] | None = None) -> None:
+        """Every rank of the default process group must build one, at the same time."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.silence, self.act = silence, act or end_process
+        self.store = self._store()
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self.thread.start()
+
+    def _store(self) -> dist.TCPStore:
+        host, wait = os.environ.get("MASTER_ADDR", "localhost"), timedelta(seconds=60)
+        port = [0]
+        if self.rank == 0:
+            store = dist.TCPStore(host, 0, None, True, timeout=wait, wait_for_workers=False)
+            port[0] = store.port
+        dist.broadcast_object_list(port)
+        if self.rank != 0:
+            store = dist.TCPStore(host, port[0], None, False, timeout=wait, wait_for_workers=False)
+        return store
+
+    def fail(self, text: str) -> None:
+        """Tell the others that this rank is ending, and why."""
+        self.left.set()
+        self.thread.join(5.0)
+        if not self.store.check([FAILED]):
+            self.store.set(FAILED, f"{self.rank}\n{text}")
+        if self.rank == 0:
+            time.sleep(3 * BEAT)  # the store goes with this process: let the others read it
+
+    def leave(self) -> None:
+        """This rank is done; the others need not watch it any more."""
+        self.left.set()
+        self.thread.join(5.0)
+        self.store.set(f"left/{self.rank}", "")
+
+    def _beat(self) -> None:
+        watched, seen, changed = (self.rank + 1) % self.world, -1, time.monotonic()
+        while not self.left.wait(BEAT):
+            try:
+                self.store.add(f"beat/{self.rank}", 1)
+                lost = self._failed()
+                count = self.store.add(f"beat/{watched}", 0)
+                if count != seen or self.store.check([f"left/{watched}"]):
+                    seen, changed = count, time.monotonic()
+                elif time.monotonic() - changed > self.silence:
+                    text = f"no sign of life for {self.silence:g} s: killed, or its machine is gone"
+                    self.store.set(FAILED, f"{watched}\n{text}")
+                    lost = watched, text
+            except (RuntimeError, OSError):  # DistNetworkError and its kin
+                lost = 0, "it no longer answers: killed, or its machine is gone"
+            if lost is not None and not self.left.is_set():
+                self.act(*lost)
+                return
+
+    def _failed(self) -> tuple[int, str] | None:
+        if not self.store.check([FAILED]):
+            return None
+        rank, _, text = self.store.get(FAILED).decode().partition("\n")
+        return int(rank), text
+
+
+def end_process(rank: int, text: str) -> None:
+    """Say which rank was lost, and end this one."""
+    own = os.environ.get("RANK", "0")
+    print(f"rank {own}: rank {rank} ended the run: {text}", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,140 @@
+"""The report's appendix: how arms differ, the baseline's whole config, and how to rerun a row."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from zpp_lab.runconfig import differing
+from zpp_lab.study.plan import quote
+from zpp_lab.study.runs import Run
+from zpp_lab.study.settings import flat_config
+from zpp_lab.study.table import NOTHING
+from zpp_lab.study.verdict import ArmResult, StudyResult
+
+_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
+_HIDDEN = ("seed", "recipe.name")
+
+
+class Appendix:
+    """Reads every config once; a study of a hundred arms asks for them many times."""
+
+    def __init__(self, result: StudyResult) -> None:
+        self.result = result
+        runs = {arm.name: first_run(arm) for arm in result.arms}
+        self._runs = {name: run for name, run in runs.items() if run is not None}
+        self._flat = {name: flat_config(run.config) for name, run in self._runs.items()}
+        self._standard: dict[str, Any] | None = None
+
+    def differences(self, arm: ArmResult) -> list[tuple[str, str, str]]:
+        """(setting, the arm's value, its baseline's) for the settings in which they differ."""
+        base = self._flat.get(arm.arm.against or self.result.study.baseline)
+        own = self._flat.get(arm.name)
+        if own is None or base is None:
+            return []
+        return [
+            (key, value_text(own.get(key)), value_text(base.get(key)))
+            for key in differing(own, base)
+            if key not in _HIDDEN
+        ]
+
+    def baseline_config(self) -> str:
+        """The whole config of the baseline's first run as YAML, where it ran left out; or ""."""
+        run = self._runs.get(self.result.study.baseline)
+        if run is None:
+            return ""
+        kept = {key: value for key, value in run.config.items() if key != "run"}
+        return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+    def command(self, arm: ArmResult) -> str | None:
+        """The shell command that runs one seed of an arm again; None when no run tells."""
+        words = self.overrides(arm)
+        return None if words is None else shlex.join(["zpp-lab", "train", *words])
+
+    def overrides(self, arm: ArmResult) -> list[str] | None:
+        """The Hydra overrides of the arm's first seed: the study's, or those its config shows."""
+        study = self.result.study
+        run = self._runs.get(arm.name)
+        seed = run.seed if run else study.seeds[0]
+        if arm.arm.overrides or study.overrides:
+            return [*study.overrides, *arm.arm.overrides, f"seed={seed}"]
+        return None if run is None else self._from_config(run, arm.name)
+
+    def _from_config(self, run: Run, name: str) -> list[str]:
+        """What changes the project's standard config into the run's."""
+        from zpp_lab.compose import compose  # Hydra is slow to import, and a study needs none
+
+        if self._standard is None:
+            self._standard = flat_config(compose([]))
+        keys = [k for k in differing(self._flat[name], self._standard) if k != "seed"]
+        changed = [f"{key}={_hydra(self._flat[name].get(key))}" for key in keys]
+        return [*changed, f"seed={run.seed}"]
+
+
+def first_run(arm: ArmResult) -> Run | None:
+    """The run of the lowest seed that has a config."""
+    return next((run for _, run in sorted(arm.runs.items()) if run.config), None)
+
+
+def value_text(value: Any) -> str:
+    """A setting's value as config files write it, on one line."""
+    if value is None:
+        return NOTHING
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def facts(result: StudyResult) -> list[tuple[str, str]]:
+    """Machine, commit, data and sizes, from the finished runs; several values are listed."""
+    summaries = [run.summary for run in result.runs if run.summary is not None]
+
+    def values(*path: str) -> str:
+        found: dict[str, None] = {}
+        for summary in summaries:
+            value: Any = summary
+            for key in path:
+                value = (value or {}).get(key)
+            found[_words(value)] = None
+        return "; ".join(found) or NOTHING
+
+    grid = {
+        f"{c.get('nodes')} nodes × {c.get('gpus_per_node')} GPUs": None
+        for c in (s.get("cluster") or {} for s in summaries)
+    }
+    return [
+        ("Data", values("data", "name")),
+        ("Data hash", values("data", "hash")),
+        ("Tokens in the data", values("data", "tokens")),
+        ("Model parameters", values("model_parameters")),
+        ("Cluster", "; ".join(grid) or NOTHING),
+        ("Steps", values("steps")),
+        ("Tokens of a run", values("tokens")),
+        ("Commit", values("commit")),
+        ("Machine", values("machine")),
+        ("Versions", values("versions")),
+    ]
+
+
+def _hydra(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) else quote(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_hydra(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_hydra, value)) + "]"
+    return str(value)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_words(v)}" for k, v in value.items() if v is not None)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}".replace(",", "\u202f")  # narrow spaces part the thousands
+    return NOTHING if value is None else str(value)

@@ -1,0 +1,30 @@
+"""Controls: arms whose verdict is known before the study runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EXPECTED = {"negative_control": "worse", "order_control": "on par"}
+_WORDS = {"negative_control": "negative control", "order_control": "order control"}
+
+
+@dataclass(frozen=True)
+class Control:
+    """An arm whose verdict is known beforehand: if it comes out otherwise, trust nothing else."""
+
+    arm: str
+    role: str
+    expected: str
+    verdict: str
+
+    @property
+    def ok(self) -> bool:
+        """A negative control that diverged is worse than worse."""
+        return self.verdict == self.expected or (
+            self.role == "negative_control" and self.verdict == "diverged"
+        )
+
+    @property
+    def text(self) -> str:
+        mark = "as it must be" if self.ok else f"but must be {self.expected}"
+        return f"{_WORDS[self.role].capitalize()} {self.arm}: {self.verdict}, {mark}."

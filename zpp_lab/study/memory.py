@@ -1,0 +1,76 @@
+"""How much of a GPU a run takes, so that several small ones can share it.
+
+With `runs_per_gpu: 0` the first run of a shape (model, cluster, batch, dtypes, recipe family) has
+a GPU to itself; its peak memory then says how many of its kind fit beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+
+from zpp_lab.config import Config
+from zpp_lab.study.attempts import ran_out_of_memory
+from zpp_lab.study.plan import PlannedRun
+from zpp_lab.study.runs import Run, read_run
+from zpp_lab.study.settings import flat_config
+from zpp_lab.study.slots import MIN_FRACTION, Need, gpu_memory, gpus_needed
+
+_SPARE = 1.15  # of the measured peak: allocators are not alike twice
+_CONTEXT = 2**30  # bytes of a process on a GPU beside its tensors
+_SHAPE = ("model", "data.seq_len", "data.tokenizer", "data.vocab_size", "cluster", "engine", "ops")
+_SHAPE_TRAIN = ("batch_size", "micro_steps", "accumulate", "param_dtype", "reduce_dtype")
+
+
+def shape(config: Config) -> str:
+    """What decides a run's memory and seconds a step, as one text: model, cluster, batch, dtypes,
+    engine, and whether weights and gradients have codecs."""
+    flat = flat_config(config)
+    names = [*_SHAPE, *(f"train.{name}" for name in _SHAPE_TRAIN)]
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if any(key == name or key.startswith(f"{name}.") for name in names)
+    }
+    kept |= {"weights": _coded(flat, "weights"), "grads": _coded(flat, "grads")}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _coded(flat: dict[str, object], kind: str) -> bool:
+    return any(
+        value is not None
+        for key, value in flat.items()
+        if key.startswith(f"recipe.{kind}") and key.endswith((".bits", ".codec"))
+    )
+
+
+class Memory:
+    """Needs of runs; learns from runs that finished."""
+
+    def __init__(self, runs_per_gpu: int, total: int | None = None) -> None:
+        """total: bytes of a GPU, asked from the driver where None; only for runs_per_gpu=0."""
+        self._per_gpu = runs_per_gpu
+        self._total = total if runs_per_gpu or total else gpu_memory()
+        self._peaks: dict[str, int] = {}
+
+    def learn(self, run: PlannedRun, result: Run | None = None) -> None:
+        """Note a finished run's peak memory, where it was measured on a GPU."""
+        result = result or read_run(run.dir)
+        peak = (result.summary or {}).get("peak_memory_bytes")
+        self.know(shape(run.config), peak)
+
+    def know(self, key: str, peak: int | None) -> None:
+        """A peak measured elsewhere, in bytes, for a shape."""
+        if peak:
+            self._peaks[key] = max(int(peak), self._peaks.get(key, 0))
+
+    def need(self, run: PlannedRun) -> Need:
+        """Whole GPUs for a run of several processes and for one that ran out of memory before."""
+        gpus = gpus_needed(run.config)
+        if gpus > 1 or ran_out_of_memory(run.dir):
+            return Need(gpus)
+        if self._per_gpu:
+            return Need(1, 1 / self._per_gpu)
+        peak = self._peaks.get(shape(run.config))
+        if peak is None or self._total is None:
+            return Need(1)
+        return Need(1, min(1.0, max(MIN_FRACTION, (peak * _SPARE + _CONTEXT) / self._total)))

@@ -1,0 +1,107 @@
+"""How a run's process ended, and how a study's call did."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zpp_lab.files import write_atomic
+from zpp_lab.study.plan import PlannedRun, write_config
+from zpp_lab.study.runs import Run, read_run
+
+LOG = "log.txt"  # of a run's process
+_TAIL_LINES, _TAIL_BYTES = 30, 8192
+
+
+@dataclass(frozen=True)
+class StudyOutcome:
+    """How a study's call ended; all name runs as "arm seed n".
+
+    A divergence is a result. What failed crashed or ran out of memory.
+    """
+
+    finished: Sequence[str]
+    skipped: Sequence[str]  # finished before this call
+    failed: Sequence[str]
+    diverged: Sequence[str] = ()
+    given_up: Sequence[str] = ()  # of those that failed: too often to be tried again
+    unfinished: Sequence[str] = ()  # left over by Ctrl-C or SIGTERM
+
+    @property
+    def exit_code(self) -> int:
+        """For the shell: 0 all ended, 1 a run failed, 130 interrupted."""
+        return 130 if self.unfinished else int(bool(self.failed))
+
+    @property
+    def message(self) -> str:
+        done = len(self.finished) + len(self.skipped)
+        total = done + len(self.failed) + len(self.diverged) + len(self.unfinished)
+        lines = [f"{done} of {total} runs finished."]
+        if self.diverged:
+            lines.append(f"Diverged, and not tried again: {', '.join(self.diverged)}.")
+        if self.failed:
+            lines.append(
+                f"Failed: {', '.join(self.failed)}. Each one's folder says why (failure.json, "
+                f"{LOG}); the same command tries them again."
+            )
+        if self.given_up:
+            lines.append(f"Failed too often, only --retry tries again: {', '.join(self.given_up)}.")
+        if self.unfinished:
+            lines.append("Interrupted. The same command goes on from here; nothing is repeated.")
+        return "\n".join(lines)
+
+
+def ended_run(
+    run: PlannedRun, code: int, out_of_memory: bool = False, how: str | None = None
+) -> Run:
+    """The run as its folder shows it; one that left no word gets its failure.json here.
+
+    out_of_memory: the kernel has killed a process of this machine for it meanwhile.
+    how: what to say of a run that left no word, in place of the exit code.
+    """
+    if not run.finished:
+        write_config(run)  # a run that failed early has not done it itself
+        if not (run.dir / "failure.json").exists():
+            killed = code == -signal.SIGKILL and out_of_memory
+            _write_failure(
+                run.dir, how or how_it_ended(code), "out_of_memory" if killed else "crashed"
+            )
+    return read_run(run.dir)
+
+
+def ending(run: Run) -> str:
+    """One line on a run that ended."""
+    if run.summary is not None:
+        return f"held-out loss {run.summary['heldout_loss']:.4f}, {run.summary['seconds']:.0f} s"
+    error = str((run.failure or {}).get("error", "")).strip().splitlines() or [""]
+    return f"{run.outcome.replace('_', ' ')}: {error[0]}"
+
+
+def _write_failure(folder: Path, error: str, outcome: str) -> None:
+    failure = {
+        "outcome": outcome,
+        "error": error,
+        "step": None,
+        "traceback": log_tail(folder / LOG),
+    }
+    write_atomic(folder / "failure.json", json.dumps(failure, indent=1) + "\n")
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative codes are signals."""
+    if code >= 0:
+        return f"the process ended with exit code {code} and without a summary; see {LOG}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""
+    return f"the process was killed by {name}{hint}; see {LOG}"
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log, for failure.json."""
+    if not path.exists():
+        return ""
+    text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])

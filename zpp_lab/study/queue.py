@@ -1,0 +1,139 @@
+"""One queue of runs over this machine: who starts next and where, and what becomes of who ends.
+
+Runs start in order. One that does not fit yet holds back those behind it, so that a run which
+needs all GPUs comes to its turn.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from zpp_lab.machine import oom_kills
+from zpp_lab.study import attempts
+from zpp_lab.study.memory import Memory
+from zpp_lab.study.outcome import ended_run, ending
+from zpp_lab.study.plan import PlannedRun
+from zpp_lab.study.pool import Ended, Pool
+from zpp_lab.study.progress import Progress
+from zpp_lab.study.runs import Run
+from zpp_lab.study.slots import Places
+
+_POLL = 0.5  # seconds between looks at the running processes
+_FULL = 8 * 2**20  # bytes left at which a disk counts as full
+
+
+class Queue:
+    """Runs processes on `places` until nothing waits; `outcomes` maps a run's folder to how it
+    ended: finished, diverged, out_of_memory or crashed."""
+
+    def __init__(self, entry: str, places: Places, memory: Memory, progress: Progress) -> None:
+        self._pool, self._places = Pool(entry), places
+        self._memory, self._progress = memory, progress
+        self._waiting: deque[PlannedRun] = deque()
+        self._again: set[Path] = set()  # started twice in this call
+        self.outcomes: dict[Path, str] = {}
+
+    def run(self, todo: Iterable[PlannedRun], stop: Stop) -> None:
+        """Run all of `todo`; returns early when `stop` is requested.
+
+        OSError when the disk is full; what ran has been stopped then and goes on later.
+        """
+        self._waiting.extend(todo)
+        kills = oom_kills()
+        try:
+            while (self._waiting or self._pool.running) and not stop.requested:
+                self._start()
+                for ended in self._pool.wait(_POLL):
+                    self._places.give(ended.slot)
+                    if not stop.requested or ended.run.finished:
+                        self._settle(ended, oom_kills() > kills)
+                    kills = oom_kills()
+                self._progress.update(self._pool.running)
+        finally:
+            self._pool.stop()
+            self._progress.close()
+
+    def _start(self) -> None:
+        while self._waiting:
+            slot = self._places.take(self._memory.need(self._waiting[0]))
+            if slot is None:
+                return
+            run = self._waiting.popleft()
+            (run.dir / "failure.json").unlink(missing_ok=True)
+            self._pool.start(run, slot)
+
+    def _settle(self, ended: Ended, out_of_memory: bool) -> None:
+        result = ended_run(ended.run, ended.code, out_of_memory)
+        if result.outcome == "finished":
+            self._memory.learn(ended.run, result)
+        else:
+            _check_disk(ended.run.dir, result)
+            attempts.note(ended.run.dir, result.failure or {"outcome": result.outcome})
+        if self._worth_another(ended, result):
+            self._again.add(ended.run.dir)
+            self._waiting.append(ended.run)
+            self._progress.say(f"{ended.run}: {ending(result)}; tried again at the end")
+            return
+        self.outcomes[ended.run.dir] = result.outcome
+        self._progress.ended(ended.run, ending(result))
+
+    def _worth_another(self, ended: Ended, result: Run) -> bool:
+        """A run that was killed, or had no memory beside others, may fare better later."""
+        if ended.run.dir in self._again or result.outcome in ("finished", "diverged"):
+            return False
+        return (
+            ended.code < 0
+            or result.outcome == "unfinished"
+            or (result.outcome == "out_of_memory" and self._places.shared(ended.slot))
+        )
+
+
+def _check_disk(folder: Path, result: Run) -> None:
+    """A full disk fails every run after the first: better stop and say so."""
+    failure = result.failure or {}
+    said = f"{failure.get('error')} {failure.get('traceback')}"
+    free = shutil.disk_usage(folder).free
+    if "No space left" in said or free < _FULL:
+        (folder / "failure.json").unlink(missing_ok=True)
+        raise OSError(
+            errno.ENOSPC,
+            f"the disk is full ({free / 2**20:.0f} MiB left). Make room and give the same command "
+            "again: runs go on from their last checkpoint",
+            str(folder),
+        )
+
+
+class Stop:
+    """Whether a signal asked for the end. A plain flag: a second signal may come at any moment,
+    inside this handler too, where a lock would wait for itself."""
+
+    requested = False
+
+    def request(self, *_: object) -> None:
+        self.requested = True
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Notes SIGINT and SIGTERM; the old handlers come back at the end."""
+    stop = Stop()
+    old: dict[int, object] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old[number] = signal.signal(number, stop.request)
+    try:
+        yield stop
+    finally:
+        _restore(old)
+
+
+def _restore(handlers: Mapping[int, object]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
