@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,13 +120,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--chains", type=int, default=5, help="runs side by side")
-    parser.add_argument("--kills", type=int, default=2, help="of each")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--chains", type=int, default=10, help="runs side by side")
+    parser.add_argument("--kills", type=int, default=1, help="of each")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    work = args.out / "runs"
+    args.out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="kills-"))
     make = lambda name, kills, seed: Chain(  # noqa: E731
         work / name, args.ranks, args.steps, kills, seed, args.cpu
     )
