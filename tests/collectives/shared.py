@@ -53,7 +53,7 @@ class ThreadStreams:
             except BaseException as error:
                 self.faults.append(error)
 
-    def mark(self) -> threading.Event:
+    def mark(self, old: threading.Event | None = None) -> threading.Event:
         reached = threading.Event()
         self.do(reached.set)
         return reached

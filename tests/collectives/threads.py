@@ -25,18 +25,20 @@ class ThreadTransport(Collectives):
     """All ranks make the same calls, so one barrier for all links will do."""
 
     def __init__(self, cluster: ClusterConfig, rank: int, post: Post) -> None:
-        self.cluster, self.rank, self.post = cluster, rank, post
+        super().__init__(cluster, rank)
+        self.post = post
 
     def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
         for i, sent in enumerate(self._exchange(row, link)):
-            out[i] = sent
+            out[i] = sent[0]
         return self._count(link, row.nbytes)
 
     def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
         own = members(self.cluster, link, self.rank).index(self.rank)
-        for i, sent in enumerate(self._exchange(rows, link)):
-            out[i] = sent[own]
-        return self._count(link, rows.nbytes // rows.shape[0])
+        count = self.places[link][1]
+        for part, sent in zip(out.chunk(count), self._exchange(rows, link), strict=True):
+            part.view(-1).copy_(sent.chunk(count)[own].reshape(-1))
+        return self._count(link, rows.nbytes // count)
 
     def _exchange(self, tensor: Tensor, link: Link) -> list[Tensor]:
         self.post.slots[self.rank] = tensor.clone()

@@ -126,7 +126,7 @@ class Bench:
             ops.encode(layout, shards, None, row)
             stages = [
                 lambda: ops.encode(layout, shards, None, row),
-                lambda: self.transport.gathering(out[None], "world", "bench", row).send(),
+                lambda: self.transport.gathering(out, "world", "bench", row).send(),
                 lambda: ops.decode(layout, out, outs),
             ]
         payload = self.cluster.world * layout.nbytes

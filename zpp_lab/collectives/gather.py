@@ -24,9 +24,12 @@ from zpp_lab.codecs import RawCodec
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, secondary_traffic
-from zpp_lab.collectives.transport import Link, Shipment, Transport
+from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
 from zpp_lab.config import Wire
 from zpp_lab.layout import Layout
+
+WEIGHTS: tuple[Wire, ...] = ("weights_forward", "weights_backward")
+NOTHING = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class GatherSpec:
     hierarchical: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Packet:
     """A gather under way. `payload` uint8 [W, nbytes]; `held` uint8 [N, nbytes] of the node."""
 
@@ -71,6 +74,7 @@ class Gather:
         raw = [RawCodec(spec.dtype)] * len(segments)
         self.raw = Layout.build([s.name for s in segments], [s.numel for s in segments], raw)
         self.planned: dict[tuple[int, bool], Traffic] = {}  # by layout, and whether kept
+        self.labels = {(w, k): self._label(w, k) for w in WEIGHTS for k in LINKS}
         self._reserve()
 
     def release(self) -> None:
@@ -94,7 +98,7 @@ class Gather:
 
     def send(self, packet: Packet) -> None:
         """Move the rows; `packet.payload` is whole after it."""
-        sent = packet.first.send() if packet.first is not None else Traffic(0, 0)
+        sent = packet.first.send() if packet.first is not None else NOTHING
         if packet.held is not None:
             sent += self._pass_on(packet, packet.held)
         self.ledger.add(packet.wire, sent)
@@ -130,11 +134,11 @@ class Gather:
 
     def _first_leg(self, packet: Packet) -> Shipment:
         if not self.spec.hierarchical:
-            label = self._label(packet, "world")
-            return self.transport.gathering(packet.payload[None], "world", label)
+            label = self.labels[packet.wire, "world"]
+            return self.transport.gathering(packet.payload, "world", label)
         packet.held = packet.payload.new_empty(self.cluster.nodes, packet.layout.nbytes)
-        label = self._label(packet, "across")
-        return self.transport.gathering(packet.held[None], "across", label)
+        label = self.labels[packet.wire, "across"]
+        return self.transport.gathering(packet.held, "across", label)
 
     def _from_secondary(self, device: torch.device) -> Packet:
         if self.secondary is None:
@@ -148,9 +152,8 @@ class Gather:
 
     def _pass_on(self, packet: Packet, held: Tensor) -> Traffic:
         """The node's rows to the neighbours in it."""
-        out = packet.payload.view(self.cluster.nodes, self.cluster.gpus_per_node, -1)
-        label = self._label(packet, "local")
-        return self.transport.gathering(out, "local", label, held).send()
+        label = self.labels[packet.wire, "local"]
+        return self.transport.gathering(packet.payload, "local", label, held).send()
 
     def _keep(self, packet: Packet) -> None:
         """hpZ: after a forward that a backward will follow, keep this local rank's N rows."""
@@ -179,5 +182,5 @@ class Gather:
             every = gather_traffic(self.cluster, packet.layout.nbytes, self.spec.hierarchical)
         return Traffic(every.intra // self.cluster.world, every.inter // self.cluster.world)
 
-    def _label(self, packet: Packet, link: Link) -> str:
-        return f"{packet.wire} of unit {self.spec.unit} ({link})"
+    def _label(self, wire: Wire, link: Link) -> str:
+        return f"{wire} of unit {self.spec.unit} ({link})"

@@ -98,11 +98,11 @@ class Ring:
         if self.read is not None:
             self.shared.streams.wait(self.read)
         self.shared.barrier()
-        self.barrier, self.opened = self.shared.streams.mark(), True
+        self.barrier, self.opened = self.shared.streams.mark(self.barrier), True
 
     def finish(self) -> None:
         """All reads of this use have been given to the current stream."""
-        self.read = self.shared.streams.mark()
+        self.read = self.shared.streams.mark(self.read)
 
     def part(self, at: int, shape: tuple[int, int, int]) -> Part:
         """The place of rows × columns × bytes that starts at `at`; made once."""
@@ -124,9 +124,8 @@ class Ring:
                 else:
                     sources.append(room[row, self.own])
                     order.append(member * rows + row)
-        mine = self.buffers[self.own][at : at + rows * columns * each].view(shape)
-        room = mine[:, 0] if self.kind == "gather" else mine
-        return Part(room, tuple(sources), tuple(order))
+        mine = self.buffers[self.own][at : at + rows * columns * each]
+        return Part(mine.view(rows * columns, each), tuple(sources), tuple(order))
 
     def _grow(self, nbytes: int) -> None:
         self.size = -(-nbytes // 256) * 256
@@ -155,7 +154,8 @@ class PeerTransport:
     ) -> Shipment:
         if not self._suits(link, out.numel()):
             return self.groups.gathering(out, link, label, held)
-        return _Pulls(self, "gather", link, label, out, (out.shape[0], 1, out.shape[2]), held)
+        shape = (out.shape[0] // len(self.links[link]), 1, out.shape[1])
+        return _Pulls(self, "gather", link, label, out, shape, held)
 
     def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
         if not self._suits(link, out.numel()):
@@ -188,6 +188,8 @@ class PeerTransport:
 class _Pulls:
     """A shipment whose room lies in this rank's slot, on the stream of its owner."""
 
+    __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room", "shape")
+
     def __init__(
         self,
         by: PeerTransport,
@@ -210,7 +212,8 @@ class _Pulls:
         with self.by.groups.watched(self.label, self.out.device):
             self.ring.publish()
         rows, each = self.shape[0], self.shape[2]
-        words = self.out.view(-1, each).view(torch.int64).unbind(0)
+        out = self.out if self.out.dim() == 2 else self.out.view(-1, each)
+        words = out.view(torch.int64).unbind(0)
         into = [words[i] for i in self.part.order]
         self.ring.shared.pull(into, self.part.sources, rows)
         self.ring.finish()

@@ -50,6 +50,10 @@ class Reduce:
         self.hops = spec.hops
         self.chosen: dict[Names, Chosen] = {}
         self.ways = self._ways()[: len(self.hops)]
+        self.labels = [
+            f"{wire} of unit {spec.unit} ({way[0]})"
+            for wire, way in zip(self.hops, self.ways, strict=True)
+        ]
         for (link, rows, members), layout in zip(self.ways, spec.layouts, strict=True):
             self.transport.reserve("exchange", link, rows * members * layout.nbytes)
 
@@ -93,39 +97,37 @@ class Reduce:
     def _leg(self, hop: int, layout: Layout, device: torch.device) -> Shipment:
         link, rows, members = self.ways[hop]
         out = torch.empty(members, rows, layout.nbytes, dtype=torch.uint8, device=device)
-        return self.transport.exchanging(out, link, self._label(hop, link))
+        return self.transport.exchanging(out, link, self.labels[hop])
 
     def _encode(self, layout: Layout, grads: Sequence[Tensor], room: Tensor) -> None:
         """One row for each shard of the cluster, in their order."""
-        rows, noise = range(self.cluster.world), None
+        world, noise = self.cluster.world, None
         if layout.stochastic:
-            noise = self.clock.grads_noise(self.hops[0], self.rank, rows)
-        payload = room.view(len(rows), -1)
-        ops.encode(layout, [g.contiguous() for g in grads], noise, payload)
+            noise = self.clock.grads_noise(self.hops[0], self.rank, range(world))
+        ops.encode(layout, grads, noise, room)
         if self.clock.observer is not None:
             before = [
-                ops.padded_rows(g, len(rows), s.numel)
+                ops.padded_rows(g, world, s.numel)
                 for g, s in zip(grads, layout.segments, strict=True)
             ]
-            self.clock.observer.rows(self.hops[0], layout, before, payload, self.rank)
+            self.clock.observer.rows(self.hops[0], layout, before, room, self.rank)
 
     def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
-        """Rows uint8 [L, N, n] → the sums' rows, uint8 [1, N, m]: the shards that this local
-        rank owns on each node."""
+        """Rows uint8 [L, N, n] → the sums' rows, uint8 [N, m]: the shards that this local rank
+        owns on each node."""
         node, local = divmod(self.rank, self.cluster.gpus_per_node)
         shards = [n * self.cluster.gpus_per_node + local for n in range(self.cluster.nodes)]
         noise = None
         if second.stochastic:
             noise = self.clock.grads_noise(self.hops[1], self.rank, shards)
-        payload = room[0]
-        ops.decode_sum_encode(first, second, rows, noise, payload)
+        ops.decode_sum_encode(first, second, rows, noise, room)
         if self.clock.observer is not None:
             sums = torch.zeros(len(shards), first.coded_numel, device=rows.device)
             ops.decode_sum(first, rows, sums)
             flat = ops.finish_sums(first, sums)
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node
-            self.clock.observer.rows(self.hops[1], second, before, payload, sender)
+            self.clock.observer.rows(self.hops[1], second, before, room, sender)
 
     def _in_order(self, rows: Tensor) -> Tensor:
         """Rows of K senders in the order in which the recipe adds them."""
@@ -142,6 +144,3 @@ class Reduce:
                     f"unit {self.spec.unit}, {wire}: rank {self.rank} sent {tuple(own)} bytes, "
                     f"planned {tuple(wanted)}"
                 )
-
-    def _label(self, hop: int, link: Link) -> str:
-        return f"{self.hops[hop]} of unit {self.spec.unit} ({link})"

@@ -11,8 +11,9 @@ import torch
 class Streams(Protocol):
     """What transports ask of a device's queues; a mark is a point of a stream."""
 
-    def mark(self) -> Any:
-        """This point of the current stream."""
+    def mark(self, old: Any = None) -> Any:
+        """This point of the current stream. `old`: a mark that nobody will wait for any more;
+        waits that were asked for before stay as they are."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -30,8 +31,8 @@ class CudaStreams:
     def __init__(self) -> None:
         self.lanes: dict[str, torch.cuda.Stream] = {}
 
-    def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream().record_event()
+    def mark(self, old: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        return torch.cuda.current_stream().record_event(old)
 
     def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(mark)

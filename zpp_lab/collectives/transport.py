@@ -9,17 +9,16 @@ for ranks that read each other's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from types import TracebackType
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.collectives.watchdog import Watch, Watchdog
 from zpp_lab.config import ClusterConfig
 
 Group = dist.ProcessGroup | None
@@ -28,6 +27,14 @@ Kind = Literal["gather", "exchange"]
 LINKS: tuple[Link, ...] = ("world", "local", "across")
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What dist.all_gather_single and dist.all_to_all_single call: a step makes hundreds of
+# transfers, and the checks around these methods took the host longer than the start itself.
+# The second names from torch 2.13 on; a test looks for them.
+STARTS = {
+    "all_gather": ("_allgather_base", "all_gather_single"),
+    "all_to_all": ("alltoall_base", "all_to_all_single"),
+}
 
 
 class CollectiveError(RuntimeError):
@@ -62,15 +69,16 @@ class Transport(Protocol):
     def gathering(
         self, out: Tensor, link: Link, label: str, held: Tensor | None = None
     ) -> Shipment:
-        """`room` uint8 [R, n] of every member → `out` uint8 [R, members, n].
+        """`room` uint8 [R, n] of every member → `out` uint8 [R · members, n], contiguous: the
+        members' first rows in their order, then their second ones.
 
         held: what the room shall have, so that the owner need not fill it.
         """
         ...
 
     def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
-        """`room` uint8 [R, members, n]: column i goes to member i; `out` uint8 [members, R, n]:
-        row i came from member i."""
+        """`room` uint8 [R · members, n]: rows i, i + members ... go to member i; `out` uint8
+        [members, R, n], contiguous: row i came from member i."""
         ...
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
@@ -106,14 +114,20 @@ def traffic_of(cluster: ClusterConfig, link: Link, each: int) -> Traffic:
 class Collectives:
     """Shipments over two calls that subclasses have; each returns the bytes handed over.
 
-    all_gather(out, row, link, label)    `row` uint8 [n] of every member → `out` uint8 [members, n];
-                                         `row` may lie in `out`
-    all_to_all(out, rows, link, label)   row i of `rows` uint8 [members, ...] goes to member i; row
-                                         i of `out` came from it
+    all_gather(out, row, link, label)    `row` uint8 [1, n] of every member → `out` uint8
+                                         [members, n]; `row` may lie in `out`
+    all_to_all(out, rows, link, label)   part i of `rows` uint8, cut along dimension 0, goes to
+                                         member i; part i of `out`, as large, came from it
     """
 
-    cluster: ClusterConfig
-    rank: int
+    def __init__(self, cluster: ClusterConfig, rank: int) -> None:
+        self.cluster, self.rank = cluster, rank
+        self.places = {link: self._place(link) for link in LINKS}
+
+    def _place(self, link: Link) -> tuple[int, int]:
+        """This rank's place on a link, and how many members it has."""
+        ranks = members(self.cluster, link, self.rank)
+        return ranks.index(self.rank), len(ranks)
 
     def all_gather(self, out: Tensor, row: Tensor, link: Link, label: str) -> Traffic:
         raise NotImplementedError
@@ -124,43 +138,48 @@ class Collectives:
     def gathering(
         self, out: Tensor, link: Link, label: str, held: Tensor | None = None
     ) -> Shipment:
-        own = members(self.cluster, link, self.rank).index(self.rank)
-        return _Gathering(self, out[:, own] if held is None else held, out, link, label)
+        own, count = self.places[link]
+        if held is None:
+            held = out[own::count] if out.shape[0] > count else out.narrow(0, own, 1)
+        return _Gathering(self, held, out, link, label)
 
     def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
-        room = out.new_empty(out.shape[1], out.shape[0], out.shape[2])
-        return _Exchanging(self, room, out, link, label)
+        count, rows, each = out.shape
+        return _Exchanging(self, out.new_empty(rows * count, each), out, link, label)
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
         """Nothing is kept between shipments."""
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    by: Collectives
-    room: Tensor
-    out: Tensor
-    link: Link
-    label: str
+class _Way:
+    """A shipment of `Collectives`."""
+
+    __slots__ = ("by", "label", "link", "out", "room")
+
+    def __init__(self, by: Collectives, room: Tensor, out: Tensor, link: Link, label: str) -> None:
+        self.by, self.room, self.out, self.link, self.label = by, room, out, link, label
+
+
+class _Gathering(_Way):
+    __slots__ = ()
 
     def send(self) -> Traffic:
-        sent = Traffic(0, 0)
-        for out, row in zip(self.out, self.room, strict=True):
+        if self.room.shape[0] == 1:
+            return self.by.all_gather(self.out, self.room, self.link, self.label)
+        sent, count = Traffic(0, 0), self.by.places[self.link][1]
+        for out, row in zip(self.out.split(count), self.room.split(1), strict=True):
             sent += self.by.all_gather(out, row, self.link, self.label)
         return sent
 
 
-@dataclass(frozen=True)
-class _Exchanging:
-    by: Collectives
-    room: Tensor
-    out: Tensor
-    link: Link
-    label: str
+class _Exchanging(_Way):
+    __slots__ = ()
 
     def send(self) -> Traffic:
-        rows = self.room.transpose(0, 1).contiguous()
-        return self.by.all_to_all(self.out, rows, self.link, self.label)
+        parts, (count, rows, _) = self.room, self.out.shape
+        if rows > 1:
+            parts = parts.view(rows, count, -1).transpose(0, 1).contiguous()
+        return self.by.all_to_all(self.out, parts, self.link, self.label)
 
 
 class ProcessGroups(Collectives):
@@ -176,8 +195,10 @@ class ProcessGroups(Collectives):
                 f"cluster.nodes={cluster.nodes} × cluster.gpus_per_node={cluster.gpus_per_node} "
                 f"needs {cluster.world} processes, but there are {dist.get_world_size()}"
             )
-        self.cluster, self.rank = cluster, dist.get_rank()
+        super().__init__(cluster, dist.get_rank())
         self.watchdog = watchdog or Watchdog(0.0)
+        self.gather_options, self.exchange_options = AllgatherOptions(), AllToAllOptions()
+        self.gather_options.asyncOp = self.exchange_options.asyncOp = False
         self.gathers = self._groups(dist.group.WORLD)
         self.reductions = self.gathers
         if torch.cuda.is_available():
@@ -208,7 +229,7 @@ class ProcessGroups(Collectives):
             _copy(out[0], row)
             return Traffic(0, 0)
         with self.watched(label, out.device):
-            all_gather(out.view(-1), row.view(-1), group=group)
+            _done(_start(group, STARTS["all_gather"])(out, row, self.gather_options))
         return traffic_of(self.cluster, link, row.nbytes)
 
     def all_to_all(self, out: Tensor, rows: Tensor, link: Link, label: str) -> Traffic:
@@ -217,17 +238,44 @@ class ProcessGroups(Collectives):
             _copy(out, rows)
             return Traffic(0, 0)
         with self.watched(label, out.device):
-            dist.all_to_all_single(out.view(-1), rows.view(-1), group=group)
-        return traffic_of(self.cluster, link, rows.nbytes // rows.shape[0])
+            _done(_start(group, STARTS["all_to_all"])(out, rows, [], [], self.exchange_options))
+        return traffic_of(self.cluster, link, rows.nbytes // self.places[link][1])
 
-    @contextmanager
-    def watched(self, label: str, device: torch.device) -> Iterator[None]:
+    def watched(self, label: str, device: torch.device) -> _Watched:
         """The body starts a transfer: it is timed, and an error names it."""
-        with self.watchdog.watch(label, device):
-            try:
-                yield
-            except (RuntimeError, ValueError) as error:
-                raise CollectiveError(f"rank {self.rank}: {label} failed: {error}") from error
+        return _Watched(self.rank, label, self.watchdog.watch(label, device))
+
+
+class _Watched:
+    """As a class, since a generator's context manager costs several microseconds."""
+
+    __slots__ = ("label", "rank", "watch")
+
+    def __init__(self, rank: int, label: str, watch: Watch) -> None:
+        self.rank, self.label, self.watch = rank, label, watch
+
+    def __enter__(self) -> None:
+        self.watch.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.watch.__exit__(kind, error, where)
+        if isinstance(error, (RuntimeError, ValueError)):
+            raise CollectiveError(f"rank {self.rank}: {self.label} failed: {error}") from error
+
+
+def _start(group: dist.ProcessGroup, names: tuple[str, ...]) -> Any:
+    return next(getattr(group, name) for name in names if hasattr(group, name))
+
+
+def _done(work: dist.Work | None) -> None:
+    """On a GPU the current stream waits, not the host."""
+    if work is not None:
+        work.wait()
 
 
 def _copy(out: Tensor, source: Tensor) -> None:

@@ -12,21 +12,41 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import TracebackType
 
 import torch
 
 EXIT_CODE = 75  # "temporary failure": the same command goes on from the last checkpoint
 
 
-@dataclass
-class _Transfer:
-    label: str
-    began: float
-    event: torch.cuda.Event | None = None
-    ended: bool = False
+class Watch:
+    """A transfer that the body starts; on a GPU it goes on after the body."""
+
+    __slots__ = ("began", "by", "device", "ended", "event", "label")
+
+    def __init__(self, by: Watchdog, label: str, device: torch.device) -> None:
+        self.by, self.label, self.device = by, label, device
+        self.began, self.ended = 0.0, False
+        self.event: torch.cuda.Event | None = None
+
+    def __enter__(self) -> None:
+        if self.by.seconds > 0:
+            self.began = time.monotonic()
+            self.by.flying.append(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if kind is not None or self.by.seconds <= 0 or self.device.type != "cuda":
+            self.ended = True
+            return
+        event = self.by.spare.pop() if self.by.spare else torch.cuda.Event()
+        event.record()
+        self.event = event
 
     def finished(self) -> bool:
         return self.ended or (self.event is not None and self.event.query())
@@ -37,30 +57,14 @@ class Watchdog:
 
     def __init__(self, seconds: float, act: Callable[[str], None] | None = None) -> None:
         self.seconds, self.act = seconds, act or _end_process
-        self.flying: deque[_Transfer] = deque()
+        self.flying: deque[Watch] = deque()
+        self.spare: deque[torch.cuda.Event] = deque()  # of transfers that have finished
         self.stop = threading.Event()
         if seconds > 0:
             threading.Thread(target=self._look, name="collectives", daemon=True).start()
 
-    @contextmanager
-    def watch(self, label: str, device: torch.device) -> Iterator[None]:
-        """A transfer that the body starts; on a GPU it goes on after the body."""
-        if self.seconds <= 0:
-            yield
-            return
-        transfer = _Transfer(label, time.monotonic())
-        self.flying.append(transfer)
-        try:
-            yield
-        except BaseException:
-            transfer.ended = True
-            raise
-        if device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            transfer.event = event
-        else:
-            transfer.ended = True
+    def watch(self, label: str, device: torch.device) -> Watch:
+        return Watch(self, label, device)
 
     def close(self) -> None:
         self.stop.set()
@@ -68,7 +72,9 @@ class Watchdog:
     def _look(self) -> None:
         while not self.stop.wait(min(1.0, self.seconds / 4)):
             while self.flying and self.flying[0].finished():
-                self.flying.popleft()
+                event = self.flying.popleft().event
+                if event is not None:
+                    self.spare.append(event)
             late = self.late()
             if late is not None:
                 self.stop.set()

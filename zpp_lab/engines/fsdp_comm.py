@@ -28,7 +28,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def in_backward() -> bool:
 # ---------------------------------------------------------------------- the buffer
 
 
-@dataclass
+@dataclass(slots=True)
 class Box:
     """What a packed buffer really holds; its views share it."""
 
@@ -103,7 +104,7 @@ class Box:
     dtype: torch.dtype
     device: torch.device
     packet: Packet | None = None  # of a gather
-    grads: list[Tensor] = field(default_factory=list)  # of a reduction
+    grads: Sequence[Tensor] = ()  # of a reduction
     plain: Tensor | None = None  # after an operator that we do not know
 
     def materialize(self, operator: str) -> Tensor:
@@ -131,15 +132,17 @@ class Packed(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Packed({tuple(self.shape)}, {self.dtype})"
 
+    def view(self, *size: Any) -> Tensor:  # type: ignore[override]
+        """As the dispatcher does it, without the way there: FSDP2 asks once a collective."""
+        if all(type(s) is int for s in size):
+            return Packed(self.box, _resolved(size, self.box.numel))
+        return super().view(*size)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = func._schema.name
-        if name == "aten::view":
-            return Packed(args[0].box, _resolved(args[1], args[0].numel()))
-        if name == "aten::detach":
-            return Packed(args[0].box, args[0].shape)
+        name = _name(func)
         handler = HANDLERS.get(name)
         out = handler(*args, **(kwargs or {})) if handler else NotImplemented
         if out is not NotImplemented:
@@ -151,6 +154,19 @@ class Packed(Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 
+@cache
+def _name(operator: Any) -> str:
+    return str(operator._schema.name)
+
+
+def _view(buffer: Packed, size: Sequence[int]) -> Packed:
+    return Packed(buffer.box, _resolved(size, buffer.numel()))
+
+
+def _detach(buffer: Packed) -> Packed:
+    return Packed(buffer.box, buffer.shape)
+
+
 def _resolved(size: Sequence[int], numel: int) -> list[int]:
     known = math.prod(s for s in size if s != -1)
     return [numel // max(1, known) if s == -1 else s for s in size]
@@ -159,24 +175,26 @@ def _resolved(size: Sequence[int], numel: int) -> list[int]:
 def _copy_in(inputs: Any, output: Any, splits: Any, numel: int, rank: int) -> Any:
     if not isinstance(output, Packed) or output.box.plain is not None:
         return NotImplemented
-    return output.box.owner.copy_in(output, list(inputs))  # type: ignore[union-attr]
+    return output.box.owner.copy_in(output, inputs)  # type: ignore[union-attr]
 
 
 def _copy_out(output: Any, splits: Any, dim: int = 0, *, out: Any) -> Any:
     if not isinstance(output, Packed) or output.box.packet is None or dim != 1:
         return NotImplemented
-    output.box.owner.gather.unpack(output.box.packet, list(out))  # type: ignore[union-attr]
+    output.box.owner.gather.unpack(output.box.packet, out)  # type: ignore[union-attr]
     return None
 
 
 def _chunk_cat(tensors: Any, dim: int, num_chunks: int, *, out: Any) -> Any:
     if not isinstance(out, Packed) or dim != 0 or out.box.plain is not None:
         return NotImplemented
-    out.box.grads = list(tensors)
+    out.box.grads = tensors
     return None
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
+    "aten::view": _view,
+    "aten::detach": _detach,
     "fsdp::all_gather_copy_in": _copy_in,
     "fsdp::split_with_sizes_copy": _copy_out,
     "fsdp::chunk_cat": _chunk_cat,
@@ -200,7 +218,7 @@ class PackedGather(AllGather):
             return torch.empty(*size, dtype=dtype, device=device)
         return Packed(Box(self, math.prod(size), dtype, device), size)
 
-    def copy_in(self, output: Packed, shards: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def copy_in(self, output: Packed, shards: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         output.box.packet = self.gather.pack(shards, in_backward())
         return output, output
 
@@ -265,36 +283,41 @@ class Present:
     """Which parameters of a unit got a gradient since its last reduction.
 
     FSDP2 hands over gradients without names. A hook on each gathered parameter notes the
-    parameter's name when autograd has accumulated its gradient.
+    parameter when autograd has accumulated its gradient. FSDP2 makes these parameters in the
+    unit's first forward and keeps them.
     """
 
     def __init__(self, module: nn.Module, names: Names, local: dict[str, str]) -> None:
         """`names` in FSDP2's order; `local` maps them to names inside `module`."""
         self.names = names
-        self.seen: set[str] = set()
+        self.seen: list[Tensor] = []
         self.taken: list[Names] = []  # of each reduction since the step began
-        self.hooked: dict[str, nn.Parameter] = {}
+        self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
+        self.found: dict[Names, list[torch.Size]] = {}  # shapes
         self.places = {n: _place(module, local[n]) for n in names}
-        module.register_forward_pre_hook(self._attach)
+        self.handle = module.register_forward_pre_hook(self._attach)
 
     @torch.compiler.disable
     def _attach(self, *_: Any) -> None:
         for name, (owner, attribute) in self.places.items():
             parameter = getattr(owner, attribute)
-            if parameter.requires_grad and self.hooked.get(name) is not parameter:
-                parameter.register_post_accumulate_grad_hook(self._noter(name))
-                self.hooked[name] = parameter
-
-    def _noter(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self.seen.add(name)
+            if parameter.requires_grad:
+                # a function of C: Python's would cost every gradient some microseconds
+                parameter.register_post_accumulate_grad_hook(self.seen.append)
+                self.hooked[id(parameter)] = name, parameter
+        self.handle.remove()
 
     def take(self, grads: Sequence[Tensor]) -> Names:
         """The names of `grads`, in order, and start anew."""
-        names = tuple(n for n in self.names if n in self.seen)
-        self.seen = set()
+        seen = set(map(id, self.seen))
+        self.seen.clear()
+        names = tuple([name for key, (name, _) in self.hooked.items() if key in seen])
         self.taken.append(names)
-        shapes = [tuple(self.hooked[n].shape) for n in names]
-        assert shapes == [tuple(g.shape) for g in grads], "FSDP2 reduces other gradients than seen"
+        if names not in self.found:
+            shapes = {name: parameter.shape for name, parameter in self.hooked.values()}
+            self.found[names] = [shapes[name] for name in names]
+        own = [g.shape for g in grads]
+        assert own == self.found[names], "FSDP2 reduces other gradients than seen"
         return names
 
 

@@ -49,7 +49,9 @@ def encode(
             else [s if s.is_contiguous() else s.contiguous() for s in sources]
         )
         partials = None if errors is None else _partials(layout, table.kernel, out)
-        torch.ops.zpp_lab.encode(own, table.rows, *_noise(noise, layout, out), out, partials)
+        torch.ops.zpp_lab.encode.default(
+            own, table.rows, *_noise(noise, layout, out), out, partials
+        )
         if errors is not None and partials is not None:
             _fold_partials(layout, table.kernel, partials, errors)
     for i in table.others:
@@ -61,7 +63,7 @@ def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
     table = incoming(layout)
     if table.kernel:
         own = [outs[i] for i in table.kernel] if table.others else list(outs)
-        torch.ops.zpp_lab.decode(payload, table.rows, own)
+        torch.ops.zpp_lab.decode.default(payload, table.rows, own)
     for i in table.others:
         reference.decode(_alone(layout, i), _bytes(layout, i, payload), [outs[i]])
 
@@ -69,7 +71,7 @@ def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
 def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
     table = incoming(layout)
     if table.kernel:
-        torch.ops.zpp_lab.decode_sum(payload, table.rows, sums)
+        torch.ops.zpp_lab.decode_sum.default(payload, table.rows, sums)
     for i in table.others:
         reference.decode_sum(_alone(layout, i), _bytes(layout, i, payload), _sums(layout, i, sums))
 
@@ -77,7 +79,7 @@ def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
 def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
     table = incoming(layout)
     if table.kernel:
-        torch.ops.zpp_lab.reduce(payload, table.rows, out)
+        torch.ops.zpp_lab.reduce.default(payload, table.rows, out)
     for i in table.others:
         at = layout.segments[i].offset_numel
         part = out[:, at : at + layout.segments[i].numel]
@@ -89,7 +91,7 @@ def encode_sums(
 ) -> None:
     table = hop(before, layout)
     if table.kernel:
-        torch.ops.zpp_lab.encode_sums(sums, table.rows, *_noise(noise, layout, out), out)
+        torch.ops.zpp_lab.encode_sums.default(sums, table.rows, *_noise(noise, layout, out), out)
     for i in table.others:
         old, new = _alone(before, i), _alone(layout, i)
         reference.encode_sums(old, new, _sums(before, i, sums), noise, _bytes(layout, i, out))
@@ -100,7 +102,7 @@ def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
     if table.others or not any(s.codec.rotation for s in layout.segments):
         return reference.finish_sums(layout, sums)
     out = torch.empty(sums.shape[0], layout.numel, dtype=sums.dtype, device=sums.device)
-    torch.ops.zpp_lab.finish_sums(sums, table.rows, out)
+    torch.ops.zpp_lab.finish_sums.default(sums, table.rows, out)
     return out
 
 
@@ -110,7 +112,7 @@ def decode_sum_encode(
     table = hop(before, layout)
     if table.kernel:
         args = _noise(noise, layout, out)
-        torch.ops.zpp_lab.decode_sum_encode(payload, table.rows, *args, out)
+        torch.ops.zpp_lab.decode_sum_encode.default(payload, table.rows, *args, out)
     for i in table.others:
         old, new = _alone(before, i), _alone(layout, i)
         rows = _bytes(before, i, payload)
