@@ -28,11 +28,6 @@ for part in "$@"; do
     profile) run "${PROFILE:-60}" profile --parts profile ;;
     race) run "${RACE:-130}" race --parts race ;;
     big) run "${BIG:-120}" big --parts table --sizes 125m ;;
-    bits) run "${TABLE:-150}" table --parts table --sizes tiny --cases "${CASES:-all}" \
-      --transport "${TRANSPORT:-auto}" &
-      timeout -k 5 "${KILLS:-120}" python3 experiments/parity/kills.py --out "$out/kills" 2>&1 |
-        quiet | cut -c1-600
-      wait ;; # neither is timed, so they share the machine
     kills) timeout -k 5 "${KILLS:-120}" python3 experiments/parity/kills.py --out "$out/kills" 2>&1 |
       quiet | cut -c1-600 ;;
     *) echo "no part $part" ;;

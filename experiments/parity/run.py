@@ -44,12 +44,14 @@ def table(lab: Lab, sizes: list[str], cases: list[str], steps: int) -> bool:
             for first in range(0, len(names), lab.world):  # as many cases as there are ranks
                 some = names[first : first + lab.world]
                 found |= _some_cases(lab, size, cluster, some, steps)
-            lab.say(f"table {size} {cluster.nodes}x{cluster.gpus_per_node}: {len(names)} recipes")
+                lab.keep("table", found)  # what is known, should time end here
+            here = f"{size} {cluster.nodes}x{cluster.gpus_per_node}"
+            same = sum(not v for k, v in found.items() if k.startswith(f"{here} "))
+            lab.say(f"table {here}: {same} of {len(names)} recipes bit-equal")
     wrong = {k: v for k, v in found.items() if v}
     for key, text in wrong.items():
         lab.say(f"DIFFERS {key}: {text}")
     lab.say(f"table: {len(found) - len(wrong)} of {len(found)} bit-equal")
-    lab.keep("table", found)
     return not wrong
 
 
