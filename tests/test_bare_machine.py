@@ -48,7 +48,6 @@ def command(bare: dict[str, str], cwd: Path, *words: str) -> subprocess.Complete
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_study_runs_to_its_end_and_the_report_says_what_it_needs(
     tmp_path: Path, bare: dict[str, str]
 ) -> None:

@@ -27,9 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"zpp-lab {known.command}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name not in REPORT_PACKAGES:
+            raise
+        print(f"zpp-lab {known.command}: {error}: pip install 'zpp_lab[report]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
+
+
+REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
 
 class MissingPackage(ValueError):

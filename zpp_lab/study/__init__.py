@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["Report", "StudyOutcome", "build_report", "run_study"]
 _HOMES = {"run_study": "launch", "StudyOutcome": "outcome", "build_report": "report"}
 _HOMES |= {"Report": "report"}
-_EXTRA = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
 
 def __getattr__(name: str) -> Any:
@@ -24,11 +23,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    try:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        raise ValueError(
-            f"{error.name} is not installed, and studies need it: pip install 'zpp_lab[report]'"
-        ) from None
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
