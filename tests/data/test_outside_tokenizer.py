@@ -17,7 +17,6 @@ from zpp_lab.data.corpus import open_corpus
 from zpp_lab.data.outside_tokenizer import OutsideTokenizer
 from zpp_lab.data.prepare import prepared
 from zpp_lab.models import build_model
-from zpp_lab.trainer import run
 
 transformers = pytest.importorskip("transformers")
 END = "</s>"
@@ -118,15 +117,3 @@ def test_a_model_with_fewer_tokens_is_refused(tmp_path: Path, folder: Path) -> N
     )
     with pytest.raises(ValueError, match=r"256 is smaller than the tokenizer's 300"):
         build_model(config.model, open_data(config.data).vocab_size)
-
-
-def test_a_run_and_its_export(tmp_path: Path, folder: Path) -> None:
-    from zpp_lab.export import export_hf
-
-    words = ["data.tokenizer=hf", f"data.tokenizer_path={folder}", "train.steps=3"]
-    assert run(small(tmp_path, *words))["outcome"] == "finished"
-    export_hf(tmp_path / "run", tmp_path / "out")
-    out = tmp_path / "out"
-    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == END
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert (model.config.vocab_size, model.config.eos_token_id) == (300, 1)

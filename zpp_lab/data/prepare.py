@@ -65,6 +65,12 @@ def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
     return folder, meta
 
 
+def trained_tokenizer(corpus: Corpus, cfg: DataConfig) -> Path | None:
+    """The file of the BPE that was trained on `corpus`; None when it was not prepared here."""
+    file = Path(cfg.cache_dir) / _key(corpus, cfg) / "tokenizer.json"
+    return file if file.is_file() else None
+
+
 def _key(corpus: Corpus, cfg: DataConfig) -> str:
     vocab_size = cfg.vocab_size if cfg.tokenizer == "bpe" else 256
     parts: list[Any] = [

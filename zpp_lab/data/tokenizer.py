@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 _PIECE = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
-_END = "<|end|>"
+END = "<|end|>"
 
 
 class Tokenizer(Protocol):
@@ -49,7 +49,7 @@ class BpeTokenizer:
         self.model = library("data.tokenizer=bpe").Tokenizer.from_str(definition)
         self.model.encode_special_tokens = True  # a marker spelt out in a text is text
         self.vocab_size = self.model.get_vocab_size()
-        end = self.model.token_to_id(_END)
+        end = self.model.token_to_id(END)
         assert end is not None, "a definition that `train` made"
         self.end = end
 
@@ -65,7 +65,7 @@ class BpeTokenizer:
         model.pre_tokenizer = byte_level(add_prefix_space=False)
         trainer = lib.trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[_END],
+            special_tokens=[END],
             initial_alphabet=byte_level.alphabet(),
             show_progress=False,
         )

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.config import Config, DataConfig, load
-from zpp_lab.data.outside_tokenizer import files_of, open_outside
+from zpp_lab.config import Config, load
 from zpp_lab.export.saved import SavedWeights, newest
 from zpp_lab.export.shards import LIMIT, write_safetensors
+from zpp_lab.export.tokenizer import closing_token, write_tokenizer
 from zpp_lab.models.build import build_model
 from zpp_lab.models.llama_hf import hf_config, hf_name, to_halves, turned
 from zpp_lab.tracking.folder import CONFIG, read_yaml
@@ -66,7 +66,7 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
             partial_folder, target.shapes, lambda n: target.read[n](), EXPORT_DTYPES[dtype], limit
         )
         _write_config(partial_folder, target.config, dtype)
-        _copy_tokenizer(config.data, partial_folder)
+        write_tokenizer(config.data, partial_folder)
         partial_folder.rename(out)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -77,17 +77,6 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
 def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
     text = json.dumps({**config, "dtype": _NAMES[dtype]}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n")
-
-
-def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
-    if data.tokenizer == "hf":
-        for file in files_of(open_outside(data).file):
-            shutil.copy(file, folder / file.name)
-
-
-def _closing_token(data: DataConfig) -> int:
-    """Of bytes it is 0, and a BPE of ours begins with it."""
-    return open_outside(data).end if data.tokenizer == "hf" else 0
 
 
 def _llama(config: Config, saved: SavedWeights) -> Target:
@@ -101,7 +90,7 @@ def _llama(config: Config, saved: SavedWeights) -> Target:
         return to_halves(value, head_dim) if turned(name) else value
 
     return Target(
-        hf_config(model, vocabulary, config.data.seq_len, _closing_token(config.data)),
+        hf_config(model, vocabulary, config.data.seq_len, closing_token(config.data)),
         {hf_name(n): shape for n, shape in saved.shapes.items()},
         {hf_name(n): partial(read, n) for n in saved.shapes},
     )
