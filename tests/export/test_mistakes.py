@@ -31,6 +31,8 @@ def test_dtypes(
     out = tmp_path / "out"
     assert main(["export", str(folder), "--to", "hf", "--out", str(out), "--dtype", dtype]) == 0
     assert "step 12: 12 tensors" in capsys.readouterr().out
+    modes = {file.stat().st_mode for file in out.iterdir()}
+    assert len(modes) == 1  # whoever may read the config may read the weights
     state = load_file(out / "model.safetensors")
     assert {t.dtype for t in state.values()} == {getattr(torch, name)}
     assert json.loads((out / "config.json").read_text())["dtype"] == name

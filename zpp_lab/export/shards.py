@@ -46,7 +46,10 @@ def _write(path: Path, names: list[str], read: Callable[[str], Tensor], dtype: t
     from safetensors.torch import save_file
 
     part = {n: _as(read(n), dtype, n) for n in names}
+    path.touch()
+    mode = path.stat().st_mode
     save_file(part, path, metadata={"format": "pt"})
+    path.chmod(mode)  # some versions leave a file that its owner alone can read
 
 
 def cut(sizes: dict[str, int], limit: int) -> list[list[str]]:
