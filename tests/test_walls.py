@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"plan"},
     {"engines"},
     {"tracking", "checkpoint", "heldout"},
-    {"trainer", "api"},
+    {"trainer", "api", "export"},
     {"launcher"},
     {"multirun", "bench", "doctor"},
     {"study"},

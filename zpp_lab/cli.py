@@ -68,10 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     comparison = add("compare", "line up the arms of several studies", _compare)
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
-    table = add("export", "all runs of a folder as one CSV or Parquet table", _export)
-    table.add_argument("dir", type=Path)
-    table.add_argument("--out", type=Path, required=True, help="a .csv or .parquet file")
-    table.add_argument("--steps", action="store_true", help="one row a step, not one a run")
+    out = add("export", "runs as one table, or a run's weights for transformers", _export)
+    out.add_argument("dir", type=Path, help="a folder with runs; for hf, a run's own")
+    out.add_argument("--to", choices=["table", "hf"], default="table", help="default: table")
+    out.add_argument(
+        "--out", type=Path, required=True, help="a .csv or .parquet file; for hf, a new folder"
+    )
+    out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
+    out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
     add("doctor", "what this machine can do", _doctor)
     sync = add("sync", "send finished runs to wandb again", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
@@ -193,9 +197,23 @@ def _compare(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, _: list[str]) -> int:
+    if args.to == "hf":
+        return _export_hf(args)
+    if args.dtype:
+        raise ValueError("--dtype is for --to hf")
     from zpp_lab.study.export import export
 
     print(f"{export(args.dir, args.out, args.steps)} rows: {args.out}")
+    return 0
+
+
+def _export_hf(args: argparse.Namespace) -> int:
+    if args.steps:
+        raise ValueError("--steps is for --to table")
+    from zpp_lab.export import export_hf
+
+    made = export_hf(args.dir, args.out, args.dtype or "fp32")
+    print(f"step {made.step}: {made.tensors} tensors, {made.nbytes:,} bytes: {args.out}")
     return 0
 
 

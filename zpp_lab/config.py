@@ -170,11 +170,12 @@ class ModelConfig:
     """The built-in decoder, or (`hf`) any causal language model of Hugging Face's transformers.
 
     `hf` takes its shape from `path`, or from `options.model_type`, and ignores dim … norm_eps.
+    The built-in decoder can start from a LlamaForCausalLM folder of the same shape.
     """
 
     name: Literal["llama", "hf"] = "llama"
-    path: str | None = None  # hf: a folder with config.json, or a model's name on the hub
-    weights: Literal["random", "pretrained"] = "random"  # hf: from the seed, or path's safetensors
+    path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
+    weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
@@ -190,11 +191,15 @@ class ModelConfig:
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
-        hf_only = ("path", "weights", "units", "options")
-        changed = [k for k in hf_only if getattr(self, k) not in (None, "random")]
+        changed = [k for k in ("units", "options") if getattr(self, k) is not None]
         _need(
             self.name == "hf" or not changed,
             f"model.{changed[0] if changed else ''} is for model=hf",
+        )
+        _need(
+            self.name == "hf" or not self.path or self.weights == "pretrained",
+            "model.path with the built-in decoder needs model.weights=pretrained; the shape of a "
+            "folder's model alone is read by model=hf",
         )
         _need(
             self.name != "hf" or bool(self.path) or "model_type" in (self.options or {}),
@@ -228,7 +233,9 @@ class DataConfig:
     subset: str | None = None  # of an `hf` dataset
     split: str = "train"  # of an `hf` dataset
     column: str = "text"  # where a row of an `hf` dataset keeps its text
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
+    tokenizer_path: str | None = None  # hf: a tokenizer.json, or its folder
+    end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
     vocab_size: int = 256  # of a BPE to train
     seq_len: int = 64
     heldout_every: int = 20  # every n-th file is held out
@@ -244,8 +251,17 @@ class DataConfig:
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
         )
         _need(
-            self.tokenizer == "bytes" or self.vocab_size > 256,
+            self.tokenizer != "bpe" or self.vocab_size > 256,
             f"data.tokenizer=bpe needs data.vocab_size above 256, not {self.vocab_size}",
+        )
+        _need(
+            (self.tokenizer == "hf") == bool(self.tokenizer_path),
+            "data.tokenizer=hf and data.tokenizer_path (a tokenizer.json, or its folder) go "
+            "together: set both or neither",
+        )
+        _need(
+            self.tokenizer == "hf" or self.end_token is None,
+            "data.end_token is for data.tokenizer=hf",
         )
 
 

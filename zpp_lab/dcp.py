@@ -172,6 +172,13 @@ def read_into(path: Path, state: State) -> None:
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
+def read_tensor(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    """One whole fp32 tensor of a checkpoint by its dotted name, on the CPU, for one process."""
+    found = {name: torch.empty(shape)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found[name]
+
+
 def read_whole(path: Path) -> State:
     """A checkpoint's whole tensors on the CPU: `step`, `weights`, `optimizer`.
 

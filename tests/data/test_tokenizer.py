@@ -86,7 +86,7 @@ def test_pieces_join_to_the_text_and_break_no_character(text, size):
     whole, small = tokenizer._PIECE, size
     try:
         tokenizer._PIECE = small
-        pieces = list(tokenizer._pieces(text.encode()))
+        pieces = list(tokenizer.pieces(text.encode()))
     finally:
         tokenizer._PIECE = whole
     assert "".join(pieces) == text

@@ -133,8 +133,8 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         def __init__(self, file: Any) -> None:
             self.get_slice = file.get_slice
 
-    handles = {path: NoWhole(safe_open(path, "pt")) for path in set(made.files.values())}
-    monkeypatch.setattr(made, "handles", handles)
+    handles = {path: NoWhole(safe_open(path, "pt")) for path in set(made.stored.files.values())}
+    monkeypatch.setattr(made.stored, "handles", handles)
     rows = made.rows("model.embed_tokens.weight", 3, 7)
     assert torch.equal(
         rows, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7]
@@ -215,7 +215,7 @@ def test_mistakes_of_paths_and_settings(tmp_path: Path) -> None:
         build_model(ModelConfig(name="hf", options=options), VOCAB)
     with pytest.raises(ValueError, match=r"model=hf needs model\.path"):
         ModelConfig(name="hf")
-    with pytest.raises(ValueError, match=r"model\.path is for model=hf"):
+    with pytest.raises(ValueError, match=r"model\.path with the built-in decoder needs"):
         ModelConfig(path="somewhere")
     with pytest.raises(ValueError, match="32 positions"):
         build_model(settings("opt"), VOCAB)(torch.zeros(1, 40, dtype=torch.long))

@@ -9,7 +9,7 @@ from zpp_lab.models import build_model
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
 
-HF_ONLY = {"path", "weights", "units", "options"}
+HF_ONLY = {"units", "options"}
 PARAMETERS = {
     "tiny": 393_856,
     "1m": 1_035_360,

@@ -26,6 +26,7 @@ from filelock import FileLock
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data.corpus import Corpus
+from zpp_lab.data.outside_tokenizer import open_outside
 from zpp_lab.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -64,9 +65,24 @@ def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
     return folder, meta
 
 
+def trained_tokenizer(corpus: Corpus, cfg: DataConfig) -> Path | None:
+    """The file of the BPE that was trained on `corpus`; None when it was not prepared here."""
+    file = Path(cfg.cache_dir) / _key(corpus, cfg) / "tokenizer.json"
+    return file if file.is_file() else None
+
+
 def _key(corpus: Corpus, cfg: DataConfig) -> str:
     vocab_size = cfg.vocab_size if cfg.tokenizer == "bpe" else 256
-    parts = [_FORMAT, cfg.name, cfg.tokenizer, vocab_size, cfg.heldout_every, corpus.identity()]
+    parts: list[Any] = [
+        _FORMAT,
+        cfg.name,
+        cfg.tokenizer,
+        vocab_size,
+        cfg.heldout_every,
+        corpus.identity(),
+    ]
+    if cfg.tokenizer == "hf":  # by what it says, wherever it lies
+        parts.append(open_outside(cfg).hash)
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{cfg.name}-{cfg.tokenizer}-{digest[:16]}"
 
@@ -125,6 +141,8 @@ def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
 def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
     if cfg.tokenizer == "bytes":
         return ByteTokenizer()
+    if cfg.tokenizer == "hf":
+        return open_outside(cfg)
     texts = (text for _, split, text in _parts(corpus, cfg) if split == "train")
     return BpeTokenizer.train(texts, cfg.vocab_size)
 

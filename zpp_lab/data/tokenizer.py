@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 _PIECE = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
-_END = "<|end|>"
+END = "<|end|>"
 
 
 class Tokenizer(Protocol):
@@ -46,10 +46,10 @@ class BpeTokenizer:
     """Byte-level BPE. Text that is not UTF-8 is read with replacement characters."""
 
     def __init__(self, definition: str) -> None:
-        self.model = _tokenizers().Tokenizer.from_str(definition)
+        self.model = library("data.tokenizer=bpe").Tokenizer.from_str(definition)
         self.model.encode_special_tokens = True  # a marker spelt out in a text is text
         self.vocab_size = self.model.get_vocab_size()
-        end = self.model.token_to_id(_END)
+        end = self.model.token_to_id(END)
         assert end is not None, "a definition that `train` made"
         self.end = end
 
@@ -59,17 +59,17 @@ class BpeTokenizer:
 
         ValueError when the texts do not hold that many.
         """
-        lib = _tokenizers()
+        lib = library("data.tokenizer=bpe")
         byte_level = lib.pre_tokenizers.ByteLevel
         model = lib.Tokenizer(lib.models.BPE())
         model.pre_tokenizer = byte_level(add_prefix_space=False)
         trainer = lib.trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[_END],
+            special_tokens=[END],
             initial_alphabet=byte_level.alphabet(),
             show_progress=False,
         )
-        model.train_from_iterator((p for t in texts for p in _pieces(t)), trainer)
+        model.train_from_iterator((p for t in texts for p in pieces(t)), trainer)
         if model.get_vocab_size() != vocab_size:
             raise ValueError(
                 f"data.vocab_size={vocab_size}: the training text gives a BPE of "
@@ -78,25 +78,26 @@ class BpeTokenizer:
         return cls(model.to_str())
 
     def encode(self, text: bytes) -> np.ndarray:
-        pieces = self.model.encode_batch(list(_pieces(text)), add_special_tokens=False)
-        tokens = [token for piece in pieces for token in piece.ids]
+        found = self.model.encode_batch(list(pieces(text)), add_special_tokens=False)
+        tokens = [token for piece in found for token in piece.ids]
         return np.array(tokens, token_dtype(self.vocab_size))
 
     def dumps(self) -> str:
         return self.model.to_str()
 
 
-def _tokenizers() -> Any:
+def library(setting: str) -> Any:
+    """The tokenizers package; ValueError when `setting` needs it and it is not installed."""
     try:
         import tokenizers
     except ImportError:
         raise ValueError(
-            "data.tokenizer=bpe needs the `tokenizers` package: pip install zpp_lab[hf]"
+            f"{setting} needs the `tokenizers` package: pip install zpp_lab[hf]"
         ) from None
     return tokenizers
 
 
-def _pieces(text: bytes) -> Iterator[str]:
+def pieces(text: bytes) -> Iterator[str]:
     """`text` cut after line ends into parts of at most about `_PIECE` bytes."""
     start = 0
     while start < len(text):

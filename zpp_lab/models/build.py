@@ -37,7 +37,7 @@ def _on_meta(cfg: ModelConfig, vocab_size: int) -> Any:
     if 0 < cfg.vocab_size < vocab_size:
         raise ValueError(
             f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
-            "raise it, or set 0 to take the tokenizer's"
+            "raise it, set 0 to take the tokenizer's, or take a smaller tokenizer"
         )
     with torch.device("meta"):
         return Llama(cfg, cfg.vocab_size or vocab_size)

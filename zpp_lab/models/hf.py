@@ -180,9 +180,11 @@ def _learned_positions(settings: Any) -> int:
 def _check_vocabulary(cfg: ModelConfig, settings: Any, vocab_size: int) -> None:
     own = settings.get_text_config().vocab_size
     if own < vocab_size:
+        fix = "set model.vocab_size, or take a smaller data.vocab_size"
+        if cfg.weights == "pretrained":
+            fix = "take its own tokenizer, data.tokenizer=hf data.tokenizer_path=FOLDER"
         raise ValueError(
-            f"the model's vocabulary of {own} is smaller than the tokenizer's {vocab_size}: "
-            "set model.vocab_size, or take a smaller data.vocab_size"
+            f"the model's vocabulary of {own} is smaller than the tokenizer's {vocab_size}: {fix}"
         )
     if cfg.weights == "pretrained" and cfg.vocab_size:
         raise ValueError("model.vocab_size must be 0 with model.weights=pretrained")

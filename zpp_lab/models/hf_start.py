@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INDEX = "model.safetensors.index.json"
+from zpp_lab.models.weight_files import WeightFiles
 
 
 class RandomStart:
@@ -80,16 +79,14 @@ class SavedStart:
     """
 
     def __init__(self, folder: Path, twin: nn.Module) -> None:
-        self.folder = folder
-        self.files = _listed(folder)
-        self.handles: dict[Path, Any] = {}
+        self.stored = WeightFiles(folder)
         self.names = self._match(twin)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        parts = [self._slice(saved)[first:last].float() for saved in self.names[name]]
+        parts = [self.stored.rows(saved, first, last) for saved in self.names[name]]
         if any(not torch.equal(parts[0], part) for part in parts[1:]):
             raise ValueError(
-                f"{self.folder}: {' and '.join(self.names[name])} are one parameter in this "
+                f"{self.stored.folder}: {' and '.join(self.names[name])} are one parameter in this "
                 "model, but differ; set model.options={tie_word_embeddings: false}"
             )
         return parts[0]
@@ -97,46 +94,30 @@ class SavedStart:
     def buffer(self, name: str) -> Tensor | None:
         if name not in self.names:
             return None
-        value: Tensor = self._handle(self.names[name][0]).get_tensor(self.names[name][0])
-        return value
+        return self.stored.whole(self.names[name][0])
 
     def _match(self, twin: nn.Module) -> dict[str, list[str]]:
         """Each parameter's and saved buffer's name → its names in the files (two when tied)."""
         wanted = _aliases(twin)
-        saved = _in_model(self.files, twin, wanted)
+        saved = _in_model(self.stored.files, twin, wanted)
         found: dict[str, list[str]] = defaultdict(list)
         for n, own in saved.items():
             if own is not None:
                 found[own].append(n)
         shapes = {n: list(t.shape) for n, t in twin.state_dict().items()}
         first = {own: names[0] for own, names in _grouped(wanted).items()}
-        self._complain("missing", sorted(set(wanted.values()) - set(found)))
+        self.stored.complain("missing", sorted(set(wanted.values()) - set(found)))
         ignored = getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ()
         extra = [n for n, own in saved.items() if own is None and not _ignored(n, ignored)]
-        self._complain("not in the model", sorted(extra))
+        self.stored.complain("not in the model", sorted(extra))
         wrong = [
-            f"{n} {self._slice(n).get_shape()}, not {shapes[first[own]]}"
+            f"{n} {self.stored.shape(n)}, not {shapes[first[own]]}"
             for own, names in found.items()
             for n in names
-            if self._slice(n).get_shape() != shapes[first[own]]
+            if self.stored.shape(n) != shapes[first[own]]
         ]
-        self._complain("of another shape", sorted(wrong))
+        self.stored.complain("of another shape", sorted(wrong))
         return dict(found)
-
-    def _complain(self, what: str, names: list[str]) -> None:
-        if names:
-            raise ValueError(f"{self.folder}: {len(names)} tensors {what}: {', '.join(names)}")
-
-    def _slice(self, saved: str) -> Any:
-        return self._handle(saved).get_slice(saved)
-
-    def _handle(self, saved: str) -> Any:
-        from safetensors import safe_open
-
-        path = self.files[saved]
-        if path not in self.handles:
-            self.handles[path] = safe_open(path, framework="pt")
-        return self.handles[path]
 
 
 def _aliases(twin: nn.Module) -> dict[str, str]:
@@ -174,28 +155,3 @@ def _in_model(saved: Iterable[str], twin: Any, wanted: dict[str, str]) -> dict[s
 
 def _ignored(name: str, patterns: Iterable[str]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _listed(folder: Path) -> dict[str, Path]:
-    """Tensor name → file."""
-    if not folder.is_dir():
-        raise ValueError(
-            f"model.weights=pretrained reads a folder, and model.path={folder} is none: download "
-            "the model first (hf download NAME --local-dir FOLDER)"
-        )
-    from safetensors import safe_open
-
-    index = folder / INDEX
-    if index.is_file():
-        listed = json.loads(index.read_text())["weight_map"]
-        absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
-        return {name: folder / file for name, file in listed.items()}
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
-        raise ValueError(f"model.path={folder} has no .safetensors file")
-    return found

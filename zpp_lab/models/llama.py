@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config import ModelConfig
-from zpp_lab.models.start import SeededStart
+from zpp_lab.models.llama_hf import LlamaStart
+from zpp_lab.models.start import SeededStart, Start
 
 
 class Rope:
@@ -157,6 +158,9 @@ class Llama(nn.Module):
         """The blocks in the order in which forward runs them, with their names."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
-    def start(self, seed: int) -> SeededStart:
-        """The first weights: every parameter from (seed, name, shape); see `initial_value`."""
+    def start(self, seed: int) -> Start:
+        """The first weights: every parameter from (seed, name, shape), see `initial_value`, or
+        from the folder that the config names."""
+        if self.cfg.weights == "pretrained":
+            return LlamaStart(self, self.cfg, self.vocab_size)
         return SeededStart(self, seed, self.cfg.layers)

@@ -17,7 +17,16 @@ from zpp_lab.study.slots import MIN_FRACTION, Need, gpu_memory, gpus_needed
 
 _SPARE = 1.15  # of the measured peak: allocators are not alike twice
 _CONTEXT = 2**30  # bytes of a process on a GPU beside its tensors
-_SHAPE = ("model", "data.seq_len", "data.tokenizer", "data.vocab_size", "cluster", "engine", "ops")
+_SHAPE = (
+    "model",
+    "data.seq_len",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.tokenizer_path",
+    "cluster",
+    "engine",
+    "ops",
+)
 _SHAPE_TRAIN = ("batch_size", "micro_steps", "accumulate", "param_dtype", "reduce_dtype")
 
 

@@ -1,0 +1,82 @@
+"""Exports: smaller dtypes, the command's grammar, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs import small
+from zpp_lab.cli import main
+from zpp_lab.export import export_hf
+from zpp_lab.export.shards import cut, write_safetensors
+from zpp_lab.trainer import run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of the built-in decoder in `run`."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(small(folder))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_dtypes(
+    folder: Path, tmp_path: Path, dtype: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(folder), "--to", "hf", "--out", str(out), "--dtype", dtype]) == 0
+    assert "step 12: 12 tensors" in capsys.readouterr().out
+    modes = {file.stat().st_mode for file in out.iterdir()}
+    assert len(modes) == 1  # whoever may read the config may read the weights
+    state = load_file(out / "model.safetensors")
+    assert {t.dtype for t in state.values()} == {getattr(torch, name)}
+    assert json.loads((out / "config.json").read_text())["dtype"] == name
+    export_hf(folder, tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.equal(whole[n].to(state[n].dtype), state[n]) for n in whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(small(tmp_path))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000012.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    assert export_hf(tmp_path / "run", tmp_path / "out").step == 9
+    assert "step-00000012.pt is damaged" in capsys.readouterr().err
+    for path in newest.parent.iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="has no whole checkpoint"):
+        export_hf(tmp_path / "run", tmp_path / "again")
+    assert not list(tmp_path.glob("*again*"))
+
+
+def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="is there already"):
+        export_hf(folder, tmp_path)
+    with pytest.raises(ValueError, match=r"it has no config\.yaml"):
+        export_hf(tmp_path, tmp_path / "out")
+    words = ["export", str(folder), "--out", str(tmp_path / "out")]
+    assert main([*words, "--to", "hf", "--steps"]) == 2
+    assert main([*words, "--dtype", "bf16"]) == 2
+    said = capsys.readouterr().err
+    assert "--steps is for --to table" in said
+    assert "--dtype is for --to hf" in said
+
+
+def test_numbers_beyond_fp16_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"w has numbers beyond .*float16"):
+        write_safetensors(tmp_path, {"w": (1,)}, lambda _: torch.tensor([1e5]), torch.float16)
+
+
+def test_files_are_cut_between_tensors() -> None:
+    sizes = {"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}
+    assert cut(sizes, 7) == [["a", "b"], ["c"], ["d", "e"]]
+    assert cut(sizes, 99) == [list(sizes)]

@@ -1,0 +1,137 @@
+"""The built-in decoder and LlamaForCausalLM are one function under two orders of rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.runs import small
+from zpp_lab.config import ModelConfig
+from zpp_lab.models import build_model
+from zpp_lab.models.llama_hf import to_halves, to_pairs
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 37
+OURS = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24}
+THEIRS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def saved(folder: Path, **changes: Any) -> Any:
+    """A LlamaForCausalLM with weights large enough that positions matter, also in `folder`."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**THEIRS, **changes))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(folder, max_shard_size="5KB")
+    return model.eval()
+
+
+def ours(folder: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig(**{**OURS, **changes}, path=str(folder), weights="pretrained")
+
+
+def test_row_orders_are_inverses() -> None:
+    rows = torch.arange(12)[:, None]
+    assert to_halves(rows, 6).flatten().tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+    assert torch.equal(to_pairs(to_halves(rows, 6), 6), rows)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("theta", [10000.0, 70.0])
+def test_a_folder_of_transformers(tied: bool, theta: float, tmp_path: Path) -> None:
+    theirs = saved(tmp_path, tie_word_embeddings=tied, rope_theta=theta)
+    model = build_model(ours(tmp_path, tied_head=tied, rope_theta=theta), VOCAB)
+    x = torch.randint(0, VOCAB, (2, 15))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), theirs(x).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+    """At any place, inside a head too."""
+    saved(tmp_path)
+    model = build_model(ours(tmp_path), VOCAB)
+    start = model.start(0)
+    for name, p in model.named_parameters():
+        for cut in (0, 3, p.shape[0] // 3, p.shape[0]):
+            parts = [start.rows(name, 0, cut), start.rows(name, cut, p.shape[0])]
+            assert torch.equal(torch.cat(parts), p), name
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    state: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "a").glob("*.safetensors"):
+        state |= load_file(file)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text((tmp_path / "a" / "config.json").read_text())
+
+    def built(changed: dict[str, torch.Tensor]) -> None:
+        save_file(changed, tmp_path / "b" / "model.safetensors")
+        build_model(ours(tmp_path / "b"), VOCAB)
+
+    built(state)
+    norm, head = "model.norm.weight", "lm_head.weight"
+    with pytest.raises(ValueError, match=r"2 tensors missing: lm_head\.weight, model\.norm\.wei"):
+        built({n: t for n, t in state.items() if n not in (norm, head)})
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(ValueError, match=f"1 tensors not in the model: {bias}"):
+        built({**state, bias: torch.zeros(32)})
+    with pytest.raises(ValueError, match=r"of another shape: model\.norm\.weight \[5\], not \[32"):
+        built({**state, norm: torch.ones(5)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "vocab", "says"),
+    [
+        ({"dim": 64}, VOCAB, r"model\.dim is 32 there, 64 here"),
+        ({"norm_eps": 1e-6}, VOCAB, r"model\.norm_eps is 1e-05 there"),
+        ({"rope_theta": 5.0}, VOCAB, r"model\.rope_theta is 10000\.0 there"),
+        ({"tied_head": True}, VOCAB, r"model\.tied_head is False there"),
+        ({}, 256, r"model\.vocab_size is 37 there, 256 here"),
+    ],
+)
+def test_another_shape_is_named(
+    changes: dict[str, Any], vocab: int, says: str, tmp_path: Path
+) -> None:
+    saved(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        build_model(ours(tmp_path, **changes), vocab)
+
+
+def test_other_models_are_sent_to_hf(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    path.write_text(json.dumps({**said, "rope_parameters": scaled}))
+    with pytest.raises(ValueError, match=r"positions are scaled.*set model=hf"):
+        build_model(ours(tmp_path), VOCAB)
+    path.write_text(json.dumps({**said, "model_type": "qwen2"}))
+    with pytest.raises(ValueError, match="a qwen2 model; set model=hf"):
+        build_model(ours(tmp_path), VOCAB)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        build_model(ours(tmp_path), VOCAB)
+    with pytest.raises(ValueError, match=r"needs model\.weights=pretrained"):
+        replace(ours(tmp_path), weights="random")
+
+
+def test_settings_reach_a_preset(tmp_path: Path) -> None:
+    config = small(tmp_path, "model.path=somewhere", "model.weights=pretrained")
+    assert (config.model.name, config.model.path) == ("llama", "somewhere")

@@ -1,0 +1,72 @@
+"""Safetensors files of a bounded size, and the index that says which holds what."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zpp_lab.models.weight_files import INDEX
+
+LIMIT = 4 << 30  # bytes of a file; as much is in memory while it is written
+
+
+def write_safetensors(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    limit: int = LIMIT,
+) -> int:
+    """Write every tensor of `shapes` as `dtype`; returns their bytes.
+
+    One file, or several with an index when all take more than `limit`; a tensor is never cut.
+    `read` gives one whole tensor. ValueError for numbers that `dtype` cannot hold.
+    """
+    sizes = {n: math.prod(shape) * dtype.itemsize for n, shape in shapes.items()}
+    files = cut(sizes, limit)
+    where: dict[str, str] = {}
+    for i, names in enumerate(files, 1):
+        one = len(files) == 1
+        file = "model.safetensors" if one else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        _write(folder / file, names, read, dtype)
+        where |= dict.fromkeys(names, file)
+    total = sum(sizes.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    return total
+
+
+def _write(path: Path, names: list[str], read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
+    from safetensors.torch import save_file
+
+    part = {n: _as(read(n), dtype, n) for n in names}
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(part, path, metadata={"format": "pt"})
+    path.chmod(mode)  # some versions leave a file that its owner alone can read
+
+
+def cut(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Names in their order, in groups of at most `limit` bytes (a larger one is alone)."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups
+
+
+def _as(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    made = value.to(dtype).contiguous()
+    if dtype == torch.float16 and not bool((made.isfinite() | ~value.isfinite()).all()):
+        raise ValueError(f"{name} has numbers beyond {dtype}: export with --dtype bf16 or fp32")
+    return made.clone() if made.data_ptr() == value.data_ptr() else made

@@ -1,0 +1,175 @@
+"""The built-in decoder under Hugging Face's names: LlamaForCausalLM, in both directions.
+
+The two compute the same but turn other pairs of a head's numbers: ours the neighbours
+(2i, 2i + 1), theirs i and i + head_dim / 2. So rows of the query and key projections change
+places inside each head; all else only changes its name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models.weight_files import WeightFiles
+
+_PARTS = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.w_gate": "mlp.gate_proj",
+    "mlp.w_up": "mlp.up_proj",
+    "mlp.w_down": "mlp.down_proj",
+}
+_ENDS = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+_SETTINGS = {  # their names of what model.… sets
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tied_head",
+}
+# What transformers takes where a config.json is silent.
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+
+
+def hf_name(name: str) -> str:
+    """LlamaForCausalLM's name of our parameter `name`."""
+    if name in _ENDS:
+        return _ENDS[name]
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{_PARTS[rest.removesuffix('.weight')]}.weight"
+
+
+def turned(name: str) -> bool:
+    """Whether the rows of `name` are turned by position, so that their order differs."""
+    return name.endswith((".wq.weight", ".wk.weight"))
+
+
+def to_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows [heads * head_dim, n] from our order to Hugging Face's."""
+    heads = weight.shape[0] // head_dim
+    return weight.unflatten(0, (heads, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `to_halves`."""
+    heads = weight.shape[0] // head_dim
+    return weight.unflatten(0, (heads, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def hf_config(cfg: ModelConfig, vocab_size: int, seq_len: int, end: int | None) -> dict[str, Any]:
+    """config.json for a model of `cfg`; `end` closes a document."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": seq_len,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "rope_scaling": None,
+        **_shape(cfg, vocab_size),
+    }
+
+
+def _shape(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    own = {theirs: getattr(cfg, ours) for theirs, ours in _SETTINGS.items()}
+    return {**own, "vocab_size": vocab_size, "head_dim": cfg.dim // cfg.heads}
+
+
+class LlamaStart:
+    """Weights of a LlamaForCausalLM folder for the built-in decoder; rows are read on their own.
+
+    ValueError when its config.json describes another model, or tensors are missing, left over or
+    of another shape; it lists them.
+    """
+
+    def __init__(self, model: nn.Module, cfg: ModelConfig, vocab_size: int) -> None:
+        assert cfg.path is not None, "ModelConfig asks for a path"
+        self.head_dim, self.tied = cfg.dim // cfg.heads, cfg.tied_head
+        self.stored = WeightFiles(Path(cfg.path))
+        _check_config(Path(cfg.path), cfg, vocab_size)
+        self._check({n: list(p.shape) for n, p in model.named_parameters()})
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        if not turned(name):
+            return self._plain(name, first, last)
+        start = first - first % self.head_dim  # whole heads: a head's rows change places
+        stop = -(-last // self.head_dim) * self.head_dim
+        heads = to_pairs(self.stored.rows(hf_name(name), start, stop), self.head_dim)
+        return heads[first - start : last - start]
+
+    def buffer(self, name: str) -> Tensor | None:
+        return None
+
+    def _plain(self, name: str, first: int, last: int) -> Tensor:
+        rows = self.stored.rows(hf_name(name), first, last)
+        twice = self.tied and name == "embed.weight" and _ENDS["head.weight"] in self.stored.files
+        if twice and not torch.equal(rows, self.stored.rows(_ENDS["head.weight"], first, last)):
+            raise ValueError(
+                f"{self.stored.folder}: embedding and head are one parameter in this model, but "
+                "differ; set model.tied_head=false"
+            )
+        return rows
+
+    def _check(self, shapes: dict[str, list[int]]) -> None:
+        wanted = {hf_name(n): shape for n, shape in shapes.items()}
+        there = {n for n in self.stored.files if not n.endswith("rotary_emb.inv_freq")}
+        if self.tied:  # some folders say it twice
+            there -= {_ENDS["head.weight"]}
+        self.stored.complain("missing", sorted(set(wanted) - there))
+        self.stored.complain("not in the model", sorted(there - set(wanted)))
+        wrong = [
+            f"{n} {self.stored.shape(n)}, not {shape}"
+            for n, shape in sorted(wanted.items())
+            if self.stored.shape(n) != shape
+        ]
+        self.stored.complain("of another shape", wrong)
+
+
+def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model.path={folder} has no config.json: is it a model's folder?")
+    said = _DEFAULTS | json.loads(path.read_text())
+    if said.get("model_type") != "llama":
+        raise ValueError(f"{path}: a {said.get('model_type')} model; set model=hf to train it")
+    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{path}: rotary positions are scaled, {rope}; set model=hf to train it")
+    said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
+    own = {**_shape(cfg, vocab_size), "hidden_act": "silu"}
+    wrong = [
+        f"{_named(key)} is {said[key]} there, {value} here"
+        for key, value in own.items()
+        if said.get(key) not in (value, None)  # None follows from the others
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} describes another model than these settings: {'; '.join(wrong)}. Set "
+            "them as the folder has them, or model=hf, which reads them there"
+        )
+
+
+def _named(key: str) -> str:
+    return f"model.{_SETTINGS[key]}" if key in _SETTINGS else key
