@@ -64,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("dir", type=Path)
     table.add_argument("--out", type=Path, required=True, help="a .csv or .parquet file")
     table.add_argument("--steps", action="store_true", help="one row a step, not one a run")
+    plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan)
+    plan.add_argument(
+        "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
+    )
+    plan.add_argument("--json", action="store_true", help="bytes, for scripts")
     add("doctor", "what this machine can do", _doctor)
     sync = add("sync", "send finished runs to wandb again", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
@@ -189,6 +194,12 @@ def _export(args: argparse.Namespace, _: list[str]) -> int:
 
     print(f"{export(args.dir, args.out, args.steps)} rows: {args.out}")
     return 0
+
+
+def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.planner import plan_command
+
+    return plan_command(overrides, args.gpu_gib, args.json)
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:
