@@ -114,7 +114,7 @@ def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
     if not config.model.loss_chunk:
         yield ("model.loss_chunk=1024",)
     batch, micro = config.train.batch_size, config.train.micro_steps
-    while batch % 2 == 0:
+    while batch % 2 == 0:  # each takes the place of the one before it
         batch, micro = batch // 2, micro * 2  # as many tokens a step as before
         yield (f"train.batch_size={batch}", f"train.micro_steps={micro}")
 
