@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.engines.fsdp_jobs import real
 from tests.engines.fsdp_parity import configured
@@ -21,6 +25,7 @@ from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
 from zpp_lab.engines.build import build_plan
 from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, payload_bytes, secondary_bytes
 from zpp_lab.models import build_model
+from zpp_lab.models.loss import chunked_losses
 
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
@@ -130,6 +135,57 @@ def test_a_block_keeps_what_autograd_saves(dtype: torch.dtype, kv_heads: int) ->
     rotations = 128 * 8 * 8
     planned = Activations(cfg, 97, tokens, size).block
     assert sum(t.untyped_storage().nbytes() for t in saved.values()) == planned + norms + rotations
+
+
+class Live(TorchDispatchMode):
+    """The most bytes alive at a time, of what operators made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and key(t) not in given | self.known:
+                self._born(t.untyped_storage())
+        return out
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        self.known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, which: int, size: int) -> None:
+        self.known.discard(which)
+        self.now -= size
+
+
+def key(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int) -> None:
+    tokens, dim, vocab = 512, 32, 2000
+    cfg = ModelConfig(dim=dim, heads=4, kv_heads=4, loss_chunk=chunk)
+    hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
+    head = torch.randn(vocab, dim).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    with Live() as live:
+        if chunk:
+            loss = chunked_losses(hidden, head, targets, chunk).mean()
+        else:
+            loss = F.cross_entropy(F.linear(hidden, head).float(), targets)
+        loss.backward()
+    wanted = Activations(cfg, vocab, tokens, dtype.itemsize).loss
+    if chunk and dtype == torch.bfloat16:  # on the CPU a softmax widens what comes in first
+        wanted += 4 * chunk * vocab
+    assert 0.8 * wanted < live.most <= 1.001 * wanted
 
 
 def test_checkpoints_and_chunks_keep_less() -> None:

@@ -54,6 +54,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 torch.mm(to_logits, head, out=to_hidden[part])
             if to_head is not None:
                 to_head.add(to_logits.t() @ hidden[part])
+            del to_logits  # before the next chunk's are made
         return to_hidden, to_head.value() if to_head else None, None, None
 
 
