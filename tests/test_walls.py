@@ -15,19 +15,19 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 LAYERS: list[set[str]] = [
     {"config", "paths", "files", "numerics"},
     {"factors"},
-    {"compose", "place", "runconfig", "machine", "codecs", "models", "data"},
+    {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "data"},
     {"layout"},
     {"ops"},
     {"recipe", "optim", "divergence"},
     {"collectives", "dcp", "pulse"},
     {"plan"},
     {"engines"},
-    {"tracking", "checkpoint", "heldout"},
+    {"tracking", "checkpoint", "heldout", "memory"},
     {"trainer", "api", "export"},
     {"launcher"},
     {"multirun", "bench", "doctor"},
     {"study"},
-    {"dashboard"},
+    {"dashboard", "planner"},
     {"cli"},
 ]
 TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "study", "cli"]

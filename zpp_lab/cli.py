@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
+    plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan)
+    plan.add_argument(
+        "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
+    )
+    plan.add_argument("--json", action="store_true", help="bytes, for scripts")
     add("doctor", "what this machine can do", _doctor)
     sync = add("sync", "send finished runs to wandb again", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
@@ -215,6 +220,12 @@ def _export_hf(args: argparse.Namespace) -> int:
     made = export_hf(args.dir, args.out, args.dtype or "fp32")
     print(f"step {made.step}: {made.tensors} tensors, {made.nbytes:,} bytes: {args.out}")
     return 0
+
+
+def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.planner import plan_command
+
+    return plan_command(overrides, args.gpu_gib, args.json)
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:

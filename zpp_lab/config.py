@@ -189,6 +189,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     checkpoint_activations: bool = False
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
 
     def __post_init__(self) -> None:
         changed = [k for k in ("units", "options") if getattr(self, k) is not None]
@@ -209,6 +210,12 @@ class ModelConfig:
         _need(
             self.weights == "random" or bool(self.path),
             "model.weights=pretrained needs model.path, a folder with safetensors",
+        )
+        _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
+        _need(
+            self.name != "hf" or self.loss_chunk == 0,
+            f"model.loss_chunk={self.loss_chunk} is for the built-in decoder: models of "
+            "transformers make their logits themselves, so set model.loss_chunk=0",
         )
         for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
             _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of every target in nats, fp32 [B · T], row by row.
 
-    model(inputs) gives logits [B, T, vocab]; inputs, targets: int64 [B, T].
+    model(inputs) gives logits [B, T, vocab]; inputs, targets: int64 [B, T]. A model that
+    `gives_token_losses` is asked for the losses themselves, which it may compute without whole
+    logits: model(inputs, targets, each=True).
     """
+    if getattr(model, "gives_token_losses", False):
+        losses: Tensor = model(inputs, targets, each=True)
+        return losses
     logits = model(inputs)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
 

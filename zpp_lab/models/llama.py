@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config import ModelConfig
 from zpp_lab.models.llama_hf import LlamaStart
+from zpp_lab.models.loss import chunked_losses
 from zpp_lab.models.start import SeededStart, Start
 
 
@@ -131,17 +132,18 @@ class Llama(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.vocab_size = vocab_size
+        self.gives_token_losses = True  # `each`: held-out losses need no whole logits either
         rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = nn.Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied_head else nn.Linear(cfg.dim, vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, each: bool = False) -> Tensor:
         """Mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
 
         tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the
-        parameters' dtype.
+        parameters' dtype. `each`: every target's own loss, fp32 [batch · length].
         """
         x = self.embed(tokens)
         for layer in self.layers:
@@ -149,10 +151,14 @@ class Llama(nn.Module):
         x = self.norm(x)
         # A tied head reads the embedding here rather than sharing a Parameter object:
         # materialising a meta model would break the sharing without a word.
-        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        head = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return F.linear(x, head)
+        if self.cfg.loss_chunk:
+            losses = chunked_losses(x.flatten(0, 1), head, targets.flatten(), self.cfg.loss_chunk)
+            return losses if each else losses.mean()
+        logits = F.linear(x, head).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none" if each else "mean")
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The blocks in the order in which forward runs them, with their names."""

@@ -1,0 +1,127 @@
+"""The chunked loss against whole logits: values, gradients, memory, repeats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.engines.losses import token_losses
+from zpp_lab.models import build_model
+from zpp_lab.models.loss import chunked_losses
+
+N, DIM, VOCAB = 37, 24, 101
+
+
+def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    hidden = torch.randn(N, DIM, generator=made).to(dtype).requires_grad_()
+    head = torch.randn(VOCAB, DIM, generator=made).to(dtype).requires_grad_()
+    return hidden, head, torch.randint(0, VOCAB, (N,), generator=made)
+
+
+def grads(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [g.double() for g in torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 1000])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_equals_whole_logits(chunk: int, dtype: torch.dtype, close: float) -> None:
+    hidden, head, targets = case(dtype)
+    losses = chunked_losses(hidden, head, targets, chunk)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, head)]
+    wanted = F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="none")
+    assert losses.dtype == torch.float32
+    assert torch.allclose(losses.double(), wanted, rtol=close, atol=close)
+    mine = grads(losses.mean(), hidden, head)
+    for a, b in zip(mine, grads(wanted.mean(), *exact), strict=True):
+        assert (a - b).abs().max() <= close * b.abs().max()
+
+
+def test_gradients_in_fp64() -> None:
+    hidden, head, targets = case(torch.float64)
+    weights = torch.linspace(-1, 2, N)  # every token's own share of the loss
+    mine = grads((chunked_losses(hidden, head, targets, 5) * weights).sum(), hidden, head)
+    whole = F.cross_entropy(hidden @ head.T, targets, reduction="none")
+    for a, b in zip(mine, grads((whole * weights).sum(), hidden, head), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)  # the softmax is fp32 whatever comes in
+
+
+def test_bf16_head_gradient_is_rounded_once() -> None:
+    """Chunks of one token: sums in bf16 would lose most of their parts."""
+    hidden, head = torch.ones(512, 8).bfloat16(), torch.zeros(4, 8).bfloat16().requires_grad_()
+    losses = chunked_losses(hidden, head, torch.zeros(512, dtype=torch.long), 1)
+    (grad,) = grads(losses.sum(), head)
+    assert torch.equal(grad[:, 0], torch.tensor([-384.0, 128, 128, 128]).double())
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, head, targets = case(torch.float32)
+    chunked_losses(hidden, head.detach(), targets, 8).mean().backward()
+    assert hidden.grad is not None
+    chunked_losses(hidden.detach(), head, targets, 8).mean().backward()
+    assert head.grad is not None
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returns."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor):
+                self.seen = max(self.seen, t.numel())
+        return out
+
+
+def model(**changes: object) -> object:
+    made = {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 4, "ffn": 48, **changes}
+    return build_model(ModelConfig(**made), 997, seed=2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_decoder_never_makes_whole_logits(tied: bool) -> None:
+    x = torch.arange(512).view(4, 128) % 997
+    y = x.roll(-1, 1)
+    chunked, whole = model(loss_chunk=16, tied_head=tied), model(tied_head=tied)
+    with Largest() as watched:
+        loss = chunked(x, y)
+        loss.backward()
+        held_out = token_losses(chunked, x, y)
+    assert watched.seen < 512 * 997 / 4
+    whole(x, y).backward()
+    assert torch.allclose(loss, whole(x, y))
+    for a, b in zip(chunked.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-6)
+    assert held_out.shape == (512,)
+    assert torch.allclose(held_out, token_losses(whole, x, y))
+    assert chunked(x).shape == whole(x).shape == (4, 128, 997)
+
+
+def test_whole_token_losses_are_the_logits_own() -> None:
+    x = torch.arange(64).view(2, 32)
+    whole = model()
+    by_logits = F.cross_entropy(whole(x).float().flatten(0, 1), x.flatten(), reduction="none")
+    assert torch.equal(token_losses(whole, x, x), by_logits)
+
+
+def test_repeats_to_the_bit() -> None:
+    x = torch.arange(256).view(2, 128)
+    made = []
+    for _ in range(2):
+        one = model(loss_chunk=48)
+        one(x, x.roll(-1, 1)).backward()
+        made.append([p.grad for p in one.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_only_the_built_in_decoder_has_chunks() -> None:
+    with pytest.raises(ValueError, match=r"model\.loss_chunk=0"):
+        ModelConfig(name="hf", options={"model_type": "gpt2"}, loss_chunk=64)
+    with pytest.raises(ValueError, match=r"use 0 \(all\) or more"):
+        ModelConfig(loss_chunk=-1)

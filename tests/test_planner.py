@@ -1,0 +1,93 @@
+"""`zpp-lab plan` as a user types it: what it prints, its exit code and its advice."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from zpp_lab import planner
+from zpp_lab.cli import main
+from zpp_lab.compose import compose
+from zpp_lab.memory import GIB
+from zpp_lab.planner import Outlook, advise, vocabulary
+
+LARGE = ["model=1_3b", "cluster=1x4", "train.param_dtype=bf16", "data.seq_len=2048"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "gpu_memory", lambda: None)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_small_run_fits_and_its_wires_are_the_plan(capsys) -> None:
+    code, found = planned(capsys, "recipe=zeropp")
+    assert (code, found["fits"], found["advice"]) == (0, True, [])
+    assert found["device"] == 80 * GIB
+    assert found["wires"]["weights_backward"]["inter"] == 0 < found["wires"]["grads_inter"]["inter"]
+    assert found["parameters"] == 393_856
+    on_gpu = [i for i in found["items"] if i["place"] == "gpu"]
+    assert found["peak"] == sum(i[found["peak_moment"]] for i in on_gpu)
+
+
+def test_what_does_not_fit_is_answered_in_order(capsys) -> None:
+    code, found = planned(capsys, *LARGE, "train.batch_size=16", "--gpu-gib", "14")
+    assert (code, found["fits"]) == (1, False)
+    advice = [one["overrides"] for one in found["advice"]]
+    assert advice[:2] == [["model.checkpoint_activations=true"], ["model.loss_chunk=1024"]]
+    peaks = [found["peak"], *(one["peak"] for one in found["advice"] if not one["instead"])]
+    assert peaks == sorted(peaks, reverse=True)
+    assert found["advice"][-1]["fits"]
+
+
+def test_advice_keeps_the_tokens_of_a_step() -> None:
+    outlook = Outlook.of(compose([*LARGE, "train.batch_size=16"]), 10 * GIB)
+    halved = [a for a in advise(outlook) if a.overrides[0].startswith("train.batch_size")]
+    assert halved
+    for one in halved:
+        train = one.outlook.config.train
+        assert train.batch_size * train.micro_steps == 16
+
+
+def test_offload_and_more_ranks_are_alternatives() -> None:
+    outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 24 * GIB)
+    offloaded, more = list(advise(outlook))[-2:]
+    assert offloaded.overrides == ("engine.offload=true",)
+    assert not more.outlook.config.engine.offload
+    assert more.instead
+    assert more.outlook.fits
+    assert more.outlook.config.cluster.nodes in (2, 4, 8)
+
+
+def test_the_table(capsys) -> None:
+    assert main(["plan", *LARGE, "model=32_5b", "train.batch_size=1", "--gpu-gib", "80"]) == 1
+    shown = capsys.readouterr().out
+    for text in ("weights_forward", "master weights, fp32", "does not fit", "engine.offload=true"):
+        assert text in shown
+    assert "(assumed)" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["modle=13b"], "modle"),
+        (["--gpu-gib", "-3"], "use more than 0"),
+        (["recipe=w4", "cluster.nodes=1", "cluster.gpus_per_node=1"], "no wires to quantize"),
+        (["model=hf", "model.options={model_type: gpt2}"], "has dropout|built-in decoder"),
+    ],
+)
+def test_mistakes(words: list[str], answer: str, capsys) -> None:
+    assert main(["plan", *words]) == 2
+    assert any(part in capsys.readouterr().err for part in answer.split("|"))
+
+
+def test_vocabulary_needs_no_corpus() -> None:
+    assert vocabulary(compose([])) == 256
+    assert vocabulary(compose(["data.tokenizer=bpe", "data.vocab_size=4096"])) == 4096
+    assert vocabulary(compose(["model=13b"])) == 32000

@@ -1,0 +1,86 @@
+"""Cross-entropy straight from hidden states, a chunk of tokens at a time.
+
+Logits of 4096 tokens over a vocabulary of 32,000 and what a loss keeps of them take 1.5 GiB. Here
+the logits of one chunk exist at a time, in forward and again in backward, where they are computed
+anew; between the two nothing is kept but what goes in.
+
+Each chunk's softmax runs in fp32. The head's gradient is added up over chunks in fp32 and rounded
+to the weight's dtype once. Nothing is scattered and no host waits: a run repeats to the bit and a
+CUDA graph can hold it. Token losses are those of the whole logits wherever the device's matrix
+product gives a row the same bits in a smaller product; the mean and the gradients are added up in
+another order, so a run with chunks has bits of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def chunked_losses(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Cross-entropy of every target in nats, fp32 [N].
+
+    hidden [N, dim] and head [vocab, dim] of one floating dtype, targets int64 [N]; logits are
+    hidden · headᵀ, `chunk` rows at a time.
+    """
+    assert chunk >= 1, "0 is for those who want whole logits"
+    losses: Tensor = _ChunkedLosses.apply(hidden, head, targets, chunk)
+    return losses
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        ctx.save_for_backward(hidden, head, targets)
+        ctx.chunk = chunk
+        pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        return torch.cat([_losses(h, head, t) for h, t in pairs])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """grad: fp32 [N]."""
+        hidden, head, targets = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_head = _HeadGrad(head, hidden.shape[0] > ctx.chunk) if ctx.needs_input_grad[1] else None
+        for first in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(first, first + ctx.chunk)
+            to_logits = _logit_grads(hidden[part], head, targets[part], grad[part])
+            if to_hidden is not None:
+                torch.mm(to_logits, head, out=to_hidden[part])
+            if to_head is not None:
+                to_head.add(to_logits.t() @ hidden[part])
+            del to_logits  # before the next chunk's are made
+        return to_hidden, to_head.value() if to_head else None, None, None
+
+
+def _losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    logs = torch.log_softmax(F.linear(hidden, head), -1, dtype=torch.float32)
+    return -logs.gather(1, targets[:, None]).squeeze(1)
+
+
+def _logit_grads(hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """(softmax - one-hot of the target) · grad, in the head's dtype [C, vocab]."""
+    made = torch.softmax(F.linear(hidden, head), -1, dtype=torch.float32)
+    columns = torch.arange(head.shape[0], device=head.device)
+    made.add_(columns == targets[:, None], alpha=-1)
+    return made.mul_(grad[:, None]).to(head.dtype)
+
+
+class _HeadGrad:
+    """The sum of the chunks' parts, in fp32 when there are several."""
+
+    def __init__(self, head: Tensor, several: bool) -> None:
+        self.dtype = head.dtype
+        self.sum = torch.zeros_like(head, dtype=torch.float32) if several else None
+
+    def add(self, part: Tensor) -> None:
+        self.sum = part if self.sum is None else self.sum.add_(part)
+
+    def value(self) -> Tensor:
+        assert self.sum is not None, "no chunk was added"
+        return self.sum.to(self.dtype)

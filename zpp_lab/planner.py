@@ -1,0 +1,235 @@
+"""`zpp-lab plan`: what a run would send and hold, before anything is allocated.
+
+The model is built on the meta device, so 32.5 billion parameters are planned on a laptop. What is
+shown is a real run: engine=fsdp, one GPU a rank, whatever engine the settings name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zpp_lab.compose import compose
+from zpp_lab.config import Config
+from zpp_lab.engines.build import build_plan
+from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate
+from zpp_lab.models import build_model
+from zpp_lab.plan import Plan
+from zpp_lab.study.slots import gpu_memory
+
+DEFAULT_GIB = 80.0  # of a device where none is seen
+MOST_RANKS = 4096
+NOTES = (
+    "Counted: tensors. Assumed: context and NCCL. Not counted: holes in the allocator's blocks.",
+    "Bytes on the wires: all ranks together, one step.",
+)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A run's plan and estimate against a device's memory in bytes."""
+
+    config: Config
+    plan: Plan
+    estimate: Estimate
+    device: int
+
+    @classmethod
+    def of(cls, config: Config, device: int) -> Outlook:
+        vocab = vocabulary(config)
+        plan = build_plan(build_model(config.model, vocab, "meta"), config)
+        return cls(config, plan, estimate(plan, config, vocab), device)
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.peak <= self.device
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel for u in self.plan.units for p in u.unit.parameters)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Overrides that lower the peak, and the outlook with all advice up to here. `instead`: of
+    the advice just before it."""
+
+    overrides: tuple[str, ...]
+    outlook: Outlook
+    instead: bool = False
+
+
+def vocabulary(config: Config) -> int:
+    """Of the model, without reading the corpus: a BPE has as many tokens as it was asked for."""
+    tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else 256
+    return max(tokens, config.model.vocab_size)
+
+
+def plan_command(overrides: Sequence[str], gpu_gib: float | None, as_json: bool) -> int:
+    """Print the table or JSON. Returns 0 when the run fits, else 1."""
+    if gpu_gib is not None and gpu_gib <= 0:
+        raise ValueError(f"--gpu-gib {gpu_gib:g}: use more than 0")
+    device = gpu_gib * GIB if gpu_gib else gpu_memory() or DEFAULT_GIB * GIB
+    outlook = Outlook.of(compose(list(overrides)), int(device))
+    advice = [] if outlook.fits else list(advise(outlook))
+    if as_json:
+        print(json.dumps(as_dict(outlook, advice), indent=1))
+    else:
+        show(outlook, advice, Console())
+    return 0 if outlook.fits else 1
+
+
+# ---------------------------------------------------------------------- advice
+
+
+def advise(outlook: Outlook) -> Iterator[Advice]:
+    """What to change, the cheapest first, each on top of those before it, until the run fits.
+
+    The last two are alternatives: offload costs time, more ranks cost GPUs.
+    """
+    for overrides in _cheap(outlook.config):
+        tried = _with(outlook, overrides)
+        if tried.estimate.peak < outlook.estimate.peak:
+            outlook = tried
+            yield Advice(overrides, outlook)
+        if outlook.fits:
+            return
+    offloaded = ("engine.offload=true",)
+    spared = not outlook.config.engine.offload
+    if spared:
+        yield Advice(offloaded, _with(outlook, offloaded))
+    more = _more_ranks(outlook)
+    if more:
+        yield replace(more, instead=spared)
+
+
+def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
+    if not config.model.checkpoint_activations:
+        yield ("model.checkpoint_activations=true",)
+    if not config.model.loss_chunk:
+        yield ("model.loss_chunk=1024",)
+    batch, micro = config.train.batch_size, config.train.micro_steps
+    while batch % 2 == 0:  # each takes the place of the one before it
+        batch, micro = batch // 2, micro * 2  # as many tokens a step as before
+        yield (f"train.batch_size={batch}", f"train.micro_steps={micro}")
+
+
+def _more_ranks(outlook: Outlook) -> Advice | None:
+    """Twice the nodes, until it fits."""
+    cluster = outlook.config.cluster
+    while cluster.world < MOST_RANKS:
+        cluster = replace(cluster, nodes=2 * cluster.nodes)
+        overrides = (f"cluster.nodes={cluster.nodes}",)
+        tried = _with(outlook, overrides)
+        if tried.fits:
+            return Advice(overrides, tried)
+    return None
+
+
+def _with(outlook: Outlook, overrides: Sequence[str]) -> Outlook:
+    groups: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        group, _, key = name.partition(".")
+        groups.setdefault(group, {})[key] = json.loads(text)
+    parts = {g: replace(getattr(outlook.config, g), **changes) for g, changes in groups.items()}
+    return Outlook.of(replace(outlook.config, **parts), outlook.device)
+
+
+# ---------------------------------------------------------------------- shown
+
+
+def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Everything shown, in bytes."""
+    found = outlook.estimate
+    return {
+        "recipe": outlook.config.recipe.name,
+        "model": outlook.config.model.preset,
+        "parameters": outlook.parameters,
+        "nodes": outlook.config.cluster.nodes,
+        "gpus_per_node": outlook.config.cluster.gpus_per_node,
+        "wires": {w: t._asdict() for w, t in outlook.plan.step_bytes().items()},
+        "items": [
+            {"name": i.name, "place": i.place, "assumed": i.assumed, **i.nbytes}
+            for i in found.items
+        ],
+        "gpu": {m: found.at(m) for m in MOMENTS},
+        "host": found.host,
+        "peak": found.peak,
+        "peak_moment": found.peak_moment,
+        "peak_tensors": found.tensors,
+        "device": outlook.device,
+        "fits": outlook.fits,
+        "advice": [
+            {
+                "overrides": list(a.overrides),
+                "instead": a.instead,
+                "peak": a.outlook.estimate.peak,
+                "fits": a.outlook.fits,
+            }
+            for a in advice
+        ],
+    }
+
+
+def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
+    """The tables, the verdict, and what to change."""
+    cluster, found = outlook.config.cluster, outlook.estimate
+    title = (
+        f"{outlook.config.model.preset} ({outlook.parameters / 1e9:.2f}B), recipe "
+        f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs"
+    )
+    console.print(_wire_table(outlook.plan, title))
+    console.print(_memory_table(found))
+    verdict = "fits" if outlook.fits else "does not fit"
+    console.print(
+        f"Peak at '{found.peak_moment}': {_gib(found.peak)} GiB of {_gib(outlook.device)} GiB: "
+        f"{verdict}. Tensors alone: {_gib(found.tensors)} GiB."
+    )
+    if found.host:
+        console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
+    for one in advice:
+        lead = (
+            "or, without the line above:"
+            if one.instead
+            else "then"
+            if one is not advice[0]
+            else "try"
+        )
+        after = (
+            f"{_gib(one.outlook.estimate.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
+        )
+        console.print(f"  {lead} {' '.join(one.overrides)}  → {after}", highlight=False)
+    for note in NOTES:
+        console.print(note, style="dim")
+
+
+def _wire_table(plan: Plan, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("wire, GB a step")
+    for name in ("inside nodes", "between nodes"):
+        table.add_column(name, justify="right")
+    for wire, traffic in plan.step_bytes().items():
+        table.add_row(wire, f"{traffic.intra / 1e9:.3f}", f"{traffic.inter / 1e9:.3f}")
+    return table
+
+
+def _memory_table(found: Estimate) -> Table:
+    table = Table(title="each rank holds, GiB", title_justify="left", show_footer=True)
+    table.add_column("", footer="on the GPU")
+    for moment in MOMENTS:
+        table.add_column(moment, footer=_gib(found.at(moment)), justify="right")
+    for item in found.items:
+        where = " (host)" if item.place == "host" else " (assumed)" if item.assumed else ""
+        cells = [_gib(item.nbytes[m]) if item.nbytes[m] else "–" for m in MOMENTS]
+        table.add_row(item.name + where, *cells)
+    return table
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"
