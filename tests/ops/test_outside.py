@@ -44,7 +44,10 @@ AFTER: tuple[Codec, ...] = (
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that do nothing but say that they were called."""
     called: list[str] = []
-    fakes = {name: (lambda *_, name=name: called.append(name)) for name in cuda.NAMES}
+    fakes = {
+        name: SimpleNamespace(default=lambda *_, name=name: called.append(name))
+        for name in cuda.NAMES
+    }
     fake = SimpleNamespace(ops=SimpleNamespace(zpp_lab=SimpleNamespace(**fakes)))
     monkeypatch.setattr(cuda, "torch", fake)
     return called
