@@ -59,6 +59,8 @@ struct Stride {
 
 // This block's first place in segment i, given its next tile; false where it has none there.
 // Moves `tile` past the segment.
+// Each kernel writes its two loops out: behind a shared function that takes a lambda, nvcc 13.0
+// makes up to 15 % more code of them.
 __device__ __forceinline__ bool enter(Plan const& plan, int i, uint32_t& tile, Place& at) {
   Segment const& s = plan.segment[i];
   uint32_t const end = i + 1 < plan.segments ? plan.segment[i + 1].first_tile : plan.tiles;

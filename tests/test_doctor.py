@@ -6,6 +6,7 @@ import email.message
 import importlib.metadata
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,5 +85,31 @@ def test_no_compiler_and_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
     assert doctor.nvcc().state == "absent"
     assert doctor.cutlass().state == "absent"
+    assert doctor.compiler().state == "absent"
     assert "nvidia" in doctor.cutlass().fix or "cuda" in doctor.cutlass().fix
     assert doctor.wandb().state == "absent"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "state", "found"),
+    [(1, "absent", "fewer than two"), (2, "ok", "all 2 GPUs"), (3, "absent", "apart: 0-2")],
+)
+def test_peer_memory(monkeypatch: pytest.MonkeyPatch, gpus: int, state: str, found: str) -> None:
+    def reaches(a: int, b: int) -> bool:
+        return (a, b) != (2, 0)  # in one direction only
+
+    cuda = SimpleNamespace(device_count=lambda: gpus, can_device_access_peer=reaches)
+    monkeypatch.setattr(doctor, "_torch", lambda: SimpleNamespace(cuda=cuda))
+    row = doctor.peer_memory()
+    assert row.state == state
+    assert found in row.found
+
+
+def test_compiling_for_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(is_available=lambda: True)
+    monkeypatch.setattr(doctor, "_torch", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: "/usr/bin/g++")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
+    assert "Triton" in doctor.compiler().found
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: object())
+    assert doctor.compiler().state == "ok"

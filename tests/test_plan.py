@@ -42,7 +42,7 @@ def test_zero3_by_hand() -> None:
     config = configured({}, 2, 2)
     plan = build_plan(build_uneven(), config)
     row, root = raw_row(4), root_row(4)
-    moved = plan.step_bytes(frozenset({"unused"}))
+    moved = plan.step_bytes(plan.all_used(frozenset({"unused"})))
     # hierarchical gather: each of 4 ranks sends 1 row across, then 2 rows inside
     assert moved["weights_forward"] == Traffic(4 * 2 * row, 4 * row)
     assert moved["weights_backward"] == Traffic(4 * 2 * (row - root), 4 * (row - root))
@@ -74,8 +74,10 @@ def test_the_engine_counts_what_was_planned() -> None:
     model = build_uneven()
     engine = VirtualEngine(model, build_plan(model, config), config)
     result = engine.step(0, 1e-3, partial(batch, 0), telemetry=False)
-    assert engine.absent == {"unused"}
-    assert result.bytes == engine.plan.step_bytes(engine.absent)
+    absent = frozenset({"unused"})
+    trainable = frozenset(n for n, p in engine.master.items() if p.requires_grad)
+    assert engine.reduced == [trainable - absent]
+    assert result.bytes == engine.plan.step_bytes(engine.plan.all_used(absent))
     assert result.bytes != engine.plan.step_bytes()
 
 

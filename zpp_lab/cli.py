@@ -28,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zpp-lab {known.command}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in REPORT_PACKAGES:
-            raise
-        print(f"zpp-lab {known.command}: {error}: pip install 'zpp_lab[report]'", file=sys.stderr)
+        print(f"zpp-lab {known.command}: {_advice(error, 'this again')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
@@ -40,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
 
-class MissingPackage(ValueError):
-    """A package of an optional extra is not installed."""
+def _advice(error: ModuleNotFoundError, then: str) -> str:
+    """What to do where a package of the report is absent. Any other absence is a fault of ours."""
+    if error.name not in REPORT_PACKAGES:
+        raise error
+    return (
+        f"this needs {error.name}, which is not installed; the runs are safe. Run `pip install "
+        f"'zpp_lab[report]'` here or on another machine, then {then}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,8 +157,9 @@ def _finish(root: Path, study: StudyConfig) -> None:
     """The report, here and in wandb. Runs that ended well do not fail for want of a chart."""
     try:
         _show(root, study)
-    except MissingPackage as error:
-        print(f"zpp-lab study: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        advice = _advice(error, f"`zpp-lab report {root}`")
+        print(f"zpp-lab study: no report: {advice}", file=sys.stderr)
         return
     from zpp_lab.dashboard import publish
 
@@ -175,14 +180,7 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
 
 def _show(root: Path, study: StudyConfig | None) -> None:
     """Build the report of the runs below `root` and print its table."""
-    try:
-        from zpp_lab.study import build_report  # loads the charting libraries: after the runs
-    except ModuleNotFoundError as error:
-        raise MissingPackage(
-            f"the report needs {error.name}, which is not installed; the runs are safe. Run "
-            f"`pip install 'zpp_lab[report]'` here or on another machine, then `zpp-lab report "
-            f"{root}`"
-        ) from None
+    from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
     report = build_report(root, study)
     print(report.table)

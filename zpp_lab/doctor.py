@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +60,9 @@ def checks() -> list[Check]:
         cuda_device,
         nvcc,
         cutlass,
+        compiler,
         distributed,
+        peer_memory,
         wandb,
     ]
     return [probe() for probe in probes] + extras()
@@ -153,6 +156,20 @@ def cutlass() -> Check:
     return Check("cutlass", "absent", "no CUTLASS headers", fix)
 
 
+def compiler() -> Check:
+    """What engine.compile=true needs: torch writes C++ for the CPU and Triton for a GPU."""
+    name = os.environ.get("CXX", "g++")
+    path, library = shutil.which(name), _torch()
+    if path is None:
+        fix = "install g++, or name a C++ compiler in CXX; only engine.compile=true needs it"
+        return Check("compile", "absent", f"no C++ compiler ({name})", fix)
+    on_gpu = library is not None and library.cuda.is_available()
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        fix = "pip install triton; only engine.compile=true needs it"
+        return Check("compile", "absent", f"{path}, but no Triton for the GPU", fix)
+    return Check("compile", "ok", path)
+
+
 def distributed() -> Check:
     library = _torch()
     if library is None or not library.distributed.is_available():
@@ -164,6 +181,24 @@ def distributed() -> Check:
         if getattr(library.distributed, f"is_{name}_available")()
     ]
     return Check("distributed", "ok", f"backends: {', '.join(backends) or 'none'}")
+
+
+def peer_memory() -> Check:
+    """What engine.transport=peer needs of one host: GPUs that read each other's memory."""
+    library = _torch()
+    count = library.cuda.device_count() if library is not None else 0
+    fix = "none is needed: engine.transport=auto takes process groups then"
+    if count < 2:
+        return Check("peer memory", "absent", "fewer than two GPUs", fix)
+    reaches = library.cuda.can_device_access_peer
+    apart = [
+        f"{a}-{b}"
+        for a, b in combinations(range(count), 2)
+        if not (reaches(a, b) and reaches(b, a))
+    ]
+    if apart:
+        return Check("peer memory", "absent", f"GPUs apart: {', '.join(apart)}", fix)
+    return Check("peer memory", "ok", f"all {count} GPUs reach each other")
 
 
 def wandb() -> Check:

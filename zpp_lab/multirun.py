@@ -23,10 +23,8 @@ def multirun(overrides: list[str]) -> int:
     """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised."""
     folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
     if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
-        overrides = [
-            *overrides,
-            f"hydra.sweep.dir={folder}",
-        ]  # jobs elsewhere have no such variable
+        # Written out, because a job elsewhere has no such variable.
+        overrides = [*overrides, f"hydra.sweep.dir={folder}"]
     fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
     exclude = ",".join(["seed", "run.dir", *fixed])
     named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"

@@ -192,11 +192,12 @@ class Plan:
         reduced = {u.unit.name: (u.unit.trainable - absent,) * self.reductions for u in self.units}
         return StepUse((PassUse(once, once),) * self.micro_steps, reduced)
 
-    def step_bytes(self, absent: frozenset[str] = frozenset(), use: StepUse | None = None) -> Bytes:
-        """Bytes that all ranks together send in one step, in closed form."""
-        total = no_bytes()
+    def step_bytes(self, use: StepUse | None = None) -> Bytes:
+        """Bytes that all ranks together send in one step, in closed form; of a step that uses all
+        there is, unless `use` says otherwise."""
+        total, use = no_bytes(), use or self.all_used()
         for unit in self.units:
-            add_bytes(total, unit.used_bytes(use or self.all_used(absent)))
+            add_bytes(total, unit.used_bytes(use))
         return total
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
+from zpp_lab.data.outside_tokenizer import open_outside
 from zpp_lab.engines.build import build_plan
 from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate
 from zpp_lab.models import build_model
@@ -66,7 +67,10 @@ class Advice:
 
 def vocabulary(config: Config) -> int:
     """Of the model, without reading the corpus: a BPE has as many tokens as it was asked for."""
-    tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else 256
+    if config.data.tokenizer == "hf":
+        tokens = open_outside(config.data).vocab_size
+    else:
+        tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else 256
     return max(tokens, config.model.vocab_size)
 
 

@@ -202,7 +202,7 @@ print(open_data(DataConfig(**json.loads(sys.argv[1]))).hash)
 KILLED = """
 import os, signal
 from zpp_lab.data import prepare
-prepare._sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+prepare.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 

@@ -55,7 +55,7 @@ def test_equal_studies_do_not_differ(tmp_path: Path) -> None:
     assert found.names == ["a/runs", "b/runs"]
     assert not found.differences
     assert difference_rows(found) == []
-    assert rows(found)[1][5] == "+0.0000 ± " + rows(found)[1][5].split("± ")[1]
+    assert rows(found)[1][5] == "0.0000 ± " + rows(found)[1][5].split("± ")[1]
 
 
 def test_console_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,11 +77,15 @@ def _study_of(root: Path) -> StudyConfig:
 
 
 def _verdicts(root: Path) -> str:
-    """The verdict table as of now; nothing when no run has ended or nothing can judge them."""
+    """The verdict table as of now; "" and a word on stderr without the packages that judge."""
     try:
         from zpp_lab.study.result import read_result
         from zpp_lab.study.table import margin_line, verdict_markdown
-    except ModuleNotFoundError:  # the report's packages are not installed
+    except ModuleNotFoundError as error:
+        print(
+            f"the pages get no verdicts ({error}): pip install 'zpp_lab[report]', then this again",
+            file=sys.stderr,
+        )
         return ""
     result: Any = read_result(root)
     return f"{verdict_markdown(result)}\n\n{margin_line(result)}"

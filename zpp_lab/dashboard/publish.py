@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.study.runs import STUDY_FILE, read_study
-from zpp_lab.tracking.folder import find_runs, read_state, write_state
+from zpp_lab.tracking.folder import CONFIG, find_runs, read_state, write_state
 from zpp_lab.tracking.sink_process import SinkHandle, start_process
 from zpp_lab.tracking.wandb_mode import Mode, resolve
 from zpp_lab.tracking.wandb_run import forget, open_run
@@ -78,7 +78,7 @@ def publish(root: Path, mode: Mode) -> str | None:
 
 def tracking_of(root: Path) -> dict[str, Any]:
     """The tracking settings of a study's first run; {} when no run has written its config."""
-    found = [run for run in find_runs(root) if (run.path / "config.yaml").is_file()]
+    found = [run for run in find_runs(root) if (run.path / CONFIG).is_file()]
     return (found[0].config().get("tracking") or {}) if found else {}
 
 

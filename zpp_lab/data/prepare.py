@@ -34,6 +34,7 @@ from zpp_lab.data.tokenizer import (
     after_character,
     token_dtype,
 )
+from zpp_lab.files import sync_folder
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -120,7 +121,7 @@ def _build(corpus: Corpus, cfg: DataConfig, folder: Path) -> dict[str, Any]:
         if folder.exists():  # damaged
             shutil.rmtree(folder)
         os.rename(work, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -134,7 +135,7 @@ def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
         _write_file(work / "tokenizer.json", tokenizer.dumps().encode())
     meta["checksums"] = {path.name: _checksum(path) for path in sorted(work.iterdir())}
     _write_file(work / "meta.json", json.dumps(meta, indent=1).encode())
-    _sync_folder(work)
+    sync_folder(work)
     return meta
 
 
@@ -208,11 +209,3 @@ def _write_file(path: Path, content: bytes) -> None:
 def _flush(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

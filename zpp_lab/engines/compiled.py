@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import nn
 
 Options = dict[str, str | int | bool | Callable[..., object]]
@@ -26,8 +25,7 @@ def compile_units(units: Iterable[tuple[str, nn.Module]], deterministic: bool) -
     """
     torch._dynamo.reset()  # what an engine before compiled does not count against the limit
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    known = hasattr(torch._inductor.config, "deterministic")
-    settings: Options | None = {"deterministic": True} if deterministic and known else None
+    settings: Options | None = {"deterministic": True} if deterministic else None
     for _, module in units:
         compiled = torch.compile(module.forward, options=settings, dynamic=False)  # type: ignore[arg-type]
         module.forward = compiled  # type: ignore[method-assign]

@@ -106,9 +106,10 @@ class FsdpEngine:
         watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
         own, use = self._gradients(step, batches, watch)
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
-        sent = self._sent(use, as_planned=not fell_back)
-        losses, norm = self._totals(own)
-        self._update(lr, norm)
+        grads = self._grads()
+        sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
+        losses, norm = self._totals(own, grads)
+        self._update(lr, norm, list(grads.values()))
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
             self._explain(step, batches)
@@ -163,16 +164,17 @@ class FsdpEngine:
         if self.wrapped.installed:
             units = self.wrapped.installed
             return {u.plan.unit.name: tuple(map(frozenset, u.present.taken)) for u in units}
-        present = frozenset(self._grads())  # an untouched FSDP2 does not say which, or how often
-        return self.plan.all_used(frozenset(self.parameters) - present).reduced
+        # an untouched FSDP2 does not say which, or how often
+        absent = frozenset(n for n, p in self.parameters.items() if p.grad is None)
+        return self.plan.all_used(absent).reduced
 
     def _grads(self) -> dict[str, Tensor]:
         """This rank's shards of the mean gradient by name, without padding."""
         return {n: _local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
-    def _totals(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+    def _totals(self, losses: Tensor, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
-        own = torch.cat((losses, squares(self._grads(), self.plan, self.device).view(1)))
+        own = torch.cat((losses, squares(grads, self.plan, self.device).view(1)))
         every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
         all_gather(every.view(-1), own)
         return every[:, :-1].t().contiguous(), total_norm(every[: self.shards, -1])
@@ -182,15 +184,16 @@ class FsdpEngine:
         values: list[float] = torch.stack(scalars).tolist()
         return values
 
-    def _sent(self, use: StepUse, as_planned: bool) -> Bytes:
+    def _sent(self, use: StepUse, present: frozenset[str], as_planned: bool) -> Bytes:
         """What all ranks sent; LedgerError names a unit that did not follow the plan.
+        `present`: who has a gradient.
 
         Every rank sends the same, so each compares its own count. Where FSDP2 is untouched its
         transfers are out of sight, and the figures are the plan's.
         """
         if not self.wrapped.installed:
-            return self.plan.step_bytes(use=use)
-        total, present = no_bytes(), frozenset(self._grads())
+            return self.plan.step_bytes(use)
+        total = no_bytes()
         for unit in self.wrapped.installed:
             sent = {wire: t * self.cluster.world for wire, t in unit.ledger.step.items()}
             planned = unit.plan.used_bytes(use)
@@ -200,9 +203,8 @@ class FsdpEngine:
             add_bytes(total, sent)
         return total
 
-    def _update(self, lr: float, norm: Tensor) -> None:
+    def _update(self, lr: float, norm: Tensor, grads: list[Tensor]) -> None:
         """Clip and update, or change nothing when the norm is not finite; the device decides."""
-        grads = list(self._grads().values())
         if self.config.train.clip and grads:
             factor = clip_factor(norm, self.config.train.clip)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
@@ -310,15 +312,9 @@ class FsdpEngine:
 
     def _put(self, into: Tensor, value: Tensor) -> None:
         whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
-        part = _own_part(value, self.part, self.shards) if whole else _local(value)
+        part = value[slice(*self._own_rows(value.shape))] if whole else _local(value)
         _local(into).copy_(part)
 
 
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _own_part(whole: Tensor, rank: int, world: int) -> Tensor:
-    """FSDP2's cut along dimension 0, without padding."""
-    rows = -(-whole.shape[0] // world)
-    return whole[rank * rows : (rank + 1) * rows]

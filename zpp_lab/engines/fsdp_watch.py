@@ -72,11 +72,6 @@ class RankWatch:
         place = (1, rank, self.micro, 2 if wire == "grads_inter" else 1)
         self._look(place, wire, layout, before, after, payload, rank)
 
-    def encoded(self, wire: Wire, layout: Layout, errors: Tensor) -> None:
-        """Telemetry that came with an encode; weights count once a step."""
-        if self.micro == 0 or not wire.startswith("weights"):
-            self.watch.encoded(wire, layout, errors)
-
     def mean(self, name: str) -> None:
         """This rank's shard of a mean gradient is not finite."""
         error = NonFiniteError(self.step, f"the mean gradient of {name} is not finite")

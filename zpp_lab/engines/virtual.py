@@ -51,8 +51,6 @@ class VirtualEngine:
             p.data = p.data.to(DTYPES[config.train.param_dtype])
         self.device = next(iter(self.weights.values())).device
         self.optimizer = adamw(self.master, config.train)
-        self.trainable = {n for n, p in self.master.items() if p.requires_grad}
-        self.absent: frozenset[str] = frozenset()  # trainable, but the last step gave no gradient
         self.usage = Usage({**dict(model.units()), "root": model})  # type: ignore[operator]
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
@@ -116,7 +114,6 @@ class VirtualEngine:
                         reduction.add(rank, local)
                     present, local = frozenset(local), {}
             self.reduced.append(present)
-            self.absent = frozenset(self.trainable - present)
             for reduction in self.reductions:
                 self._add_mean(total, reduction.mean(self.reduce_dtype))
         return losses, total
@@ -230,7 +227,7 @@ class VirtualEngine:
             elif unit.gathers_backward:
                 whole = gather_traffic(self.cluster, unit.backward.nbytes, unit.hierarchical)
             self.ledger.add("weights_backward", whole * backwards)
-        self.ledger.check(self.plan.step_bytes(use=use))
+        self.ledger.check(self.plan.step_bytes(use))
 
     # ------------------------------------------------------------------ the rest
 

@@ -26,7 +26,6 @@ from zpp_lab.models.llama_hf import hf_config, hf_name, to_halves, turned
 from zpp_lab.tracking.folder import CONFIG, read_yaml
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,11 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
 
 
 def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
-    text = json.dumps({**config, "dtype": _NAMES[dtype]}, indent=2, sort_keys=True)
+    text = json.dumps(
+        {**config, "dtype": str(EXPORT_DTYPES[dtype]).removeprefix("torch.")},
+        indent=2,
+        sort_keys=True,
+    )
     (folder / "config.json").write_text(text + "\n")
 
 

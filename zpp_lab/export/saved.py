@@ -58,7 +58,8 @@ def newest(run: Path) -> SavedWeights:
     ValueError when there is none.
     """
     folder = run / "checkpoints"
-    for path in sorted(folder.glob("step-*"), key=lambda p: p.stem, reverse=True):
+    written = [p for p in folder.glob("step-*") if p.is_dir() or p.suffix == ".pt"]
+    for path in sorted(written, key=lambda p: p.stem, reverse=True):
         fault = damage(path) if path.is_dir() else _file_damage(path)
         if fault is None:
             return Shards(path) if path.is_dir() else OneFile(path)

@@ -48,7 +48,7 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
     best = _cheapest(candidates)
     return [
         *_provisional(result),
-        _main(result, best),
+        _main(result, best, bool(candidates)),
         *_by_speed(result, candidates, speeds or {}),
         *_open(result, arms, best),
         *_bad(arms),
@@ -76,10 +76,15 @@ def _cheapest(candidates: Sequence[ArmResult]) -> ArmResult | None:
     return min(near, key=_upper_end)
 
 
-def _main(result: StudyResult, best: ArmResult | None) -> Advice:
+def _main(result: StudyResult, best: ArmResult | None, candidates: bool) -> Advice:
     base = result.study.baseline
+    if best is None and candidates:  # a single rank: nobody sends anything
+        return Advice(
+            f"Stay with {base}: no arm that is on par sends less, as it sends nothing.", 3
+        )
     if best is None:
         return Advice(f"Stay with {base}: no other arm is shown to be on par with it.", 2)
+    base = result.baseline_of(best).name
     where = "all links" if best.bytes_inter is None else "links between nodes"
     what = f" ({best.arm.describe})" if best.arm.describe else ""
     text = (

@@ -25,14 +25,14 @@ class Appendix:
 
     def __init__(self, result: StudyResult) -> None:
         self.result = result
-        runs = {arm.name: first_run(arm) for arm in result.arms}
+        runs = {arm.name: arm.first_run for arm in result.arms}
         self._runs = {name: run for name, run in runs.items() if run is not None}
         self._flat = {name: flat_config(run.config) for name, run in self._runs.items()}
         self._standard: dict[str, Any] | None = None
 
     def differences(self, arm: ArmResult) -> list[tuple[str, str, str]]:
         """(setting, the arm's value, its baseline's) for the settings in which they differ."""
-        base = self._flat.get(arm.arm.against or self.result.study.baseline)
+        base = self._flat.get(self.result.baseline_of(arm).name)
         own = self._flat.get(arm.name)
         if own is None or base is None:
             return []
@@ -73,11 +73,6 @@ class Appendix:
         keys = [k for k in differing(self._flat[name], self._standard) if k != "seed"]
         changed = [f"{key}={_hydra(self._flat[name].get(key))}" for key in keys]
         return [*changed, f"seed={run.seed}"]
-
-
-def first_run(arm: ArmResult) -> Run | None:
-    """The run of the lowest seed that has a config."""
-    return next((run for _, run in sorted(arm.runs.items()) if run.config), None)
 
 
 def value_text(value: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zpp_lab.study.bootstrap import DocumentGap
 from zpp_lab.study.documents import document_gaps
 from zpp_lab.study.noise import NoiseFloor, noise_floors
-from zpp_lab.study.table import NOTHING, P_VALUE_COLUMNS, p_value_rows
+from zpp_lab.study.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
 from zpp_lab.study.verdict import StudyResult
 
 COLUMNS = (*P_VALUE_COLUMNS, "Gap, other documents", "Gap, other documents and seeds")
@@ -53,4 +53,4 @@ def certainty(result: StudyResult) -> Certainty:
 def _range(interval: tuple[float, float] | None) -> str:
     if interval is None:
         return NOTHING
-    return f"{interval[0]:+.4f} to {interval[1]:+.4f}".replace("-", "−")
+    return f"{signed(interval[0])} to {signed(interval[1])}"

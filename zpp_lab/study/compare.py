@@ -17,7 +17,7 @@ from scipy import stats as scipy_stats
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import Run
 from zpp_lab.study.settings import flat_config
-from zpp_lab.study.table import NOTHING, gap_text
+from zpp_lab.study.table import NOTHING, gap_text, signed
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 _SUMMARY: tuple[str, ...] = ("data.name", "data.hash", "model_parameters", "commit")
@@ -52,7 +52,6 @@ class Comparison:
     """Several studies side by side. `differences`: what → its value in each study."""
 
     names: Sequence[str]
-    results: Sequence[StudyResult]
     arms: Sequence[ComparedArm]
     differences: Mapping[str, Sequence[Any]]
     confidence: float
@@ -76,7 +75,7 @@ def compare(roots: Sequence[Path]) -> Comparison:
             for name, result in zip(names, results, strict=True)
         )
         raise ValueError(f"compare: no arm is in two of the studies ({own})")
-    return Comparison(names, results, arms, _differences(results), confidence)
+    return Comparison(names, arms, _differences(results), confidence)
 
 
 def short_names(roots: Sequence[Path]) -> list[str]:
@@ -94,7 +93,7 @@ def _line_up(name: str, results: Sequence[StudyResult], confidence: float) -> Co
     shifts = [
         None if arm is None or arm is first else _shift(first, arm, confidence) for arm in found
     ]
-    runs = [None if arm is None else _first_run(arm.runs.values()) for arm in found]
+    runs = [None if arm is None else arm.first_run for arm in found]
     recipes = [{} if run is None else _settings(run, recipe=True) for run in runs]
     known = [recipe for recipe in recipes if recipe]
     differing = sorted({k for r in known for k in r if r[k] != known[0].get(k)})
@@ -121,7 +120,7 @@ def _differences(results: Sequence[StudyResult]) -> dict[str, list[Any]]:
     Of each study the baseline's first run is looked at; what its arms change on purpose
     (recipes) is not listed here. A study's own spread (several commits) is shown as such.
     """
-    runs = [_first_run(result.baseline.runs.values()) for result in results]
+    runs = [result.baseline.first_run for result in results]
     settings = [{} if run is None else _settings(run, recipe=False) for run in runs]
     keys = sorted({key for flat in settings for key in flat})
     rows: dict[str, list[Any]] = {k: [flat.get(k) for flat in settings] for k in keys}
@@ -149,10 +148,6 @@ def _facts(result: StudyResult, key: str) -> str:
         if value not in (None, []):
             found[str(value if not isinstance(value, list) else ", ".join(map(str, value)))] = None
     return "; ".join(found)
-
-
-def _first_run(runs: Any) -> Run | None:
-    return next((run for run in runs if run.config), None)
 
 
 # ---------------------------------------------------------------------- as cells of a table
@@ -184,9 +179,9 @@ def _shift_text(shift: Shift | None) -> str:
     if shift is None:
         return NOTHING
     if shift.interval is None:
-        return f"{shift.mean:+.4f}"
+        return signed(shift.mean)
     half = (shift.interval[1] - shift.interval[0]) / 2
-    return f"{shift.mean:+.4f} ± {half:.4f}{' *' if shift.differs else ''}"
+    return f"{signed(shift.mean)} ± {half:.4f}{' *' if shift.differs else ''}"
 
 
 def difference_rows(found: Comparison) -> list[list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zpp_lab.files import write_atomic
 from zpp_lab.study.compare import Comparison, columns, difference_rows, rows
-from zpp_lab.study.table import markdown_table
+from zpp_lab.study.table import markdown_table, text_table
 
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;margin:2rem;max-width:90rem}"
@@ -90,10 +90,4 @@ def _html_table(caption: str, names: Sequence[str], lines: Sequence[Sequence[str
 
 
 def _table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    table = [list(names), *map(list, lines)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(names))]
-    table.insert(1, ["─" * width for width in widths])
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+    return text_table(names, lines, left=len(names))

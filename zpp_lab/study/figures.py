@@ -10,10 +10,10 @@ from zpp_lab.study.curve_figures import gap_curves_figure, loss_figure, telemetr
 from zpp_lab.study.curves import MEASURES, Row, StudyCurves
 from zpp_lab.study.effect_figures import MOST_PAIRS, interactions_figure, main_effects_figure
 from zpp_lab.study.effects import Interaction, MainEffect
-from zpp_lab.study.figure_rows import cost_rows, gap_rows, telling_arms
+from zpp_lab.study.figure_rows import cost_rows, gap_rows, speed_rows, telling_arms
 from zpp_lab.study.gap_figures import Spec, bytes_figure, gap_figure, speed_figure
 from zpp_lab.study.levels import short_names
-from zpp_lab.study.style import OTHERS, Style
+from zpp_lab.study.style import OTHERS, TOLD, Style
 from zpp_lab.study.verdict import StudyResult
 
 _TEXTS = {
@@ -105,7 +105,7 @@ def make_figures(
     costs = [row for row in cost_rows(result) if row["bytes_total"] is not None]
     factors = [effect.factor for effect in effects] + [f for one in pairs for f in one.factors]
     short = short_names(factors)
-    measured = {b: s for b, s in (speeds or {}).items() if len(s) > 1}
+    measured = {b: s for b, s in (speeds or {}).items() if len(speed_rows(result, s)) > 1}
     wanted: dict[str, tuple[Any, Callable[[], Spec]]] = {
         "gap": (gaps, lambda: gap_figure(result, style)),
         "gap_vs_bytes": (gaps and len(costs) > 1, lambda: bytes_figure(result, style)),
@@ -134,9 +134,9 @@ def _telemetry(steps: Sequence[Row], measure: str, style: Style) -> Spec:
 
 def _words(name: str, result: StudyResult) -> tuple[str, str]:
     title, caption = _TEXTS[name]
-    words = {"baseline": result.study.baseline, "confidence": f"{result.study.confidence:.0%}"}
+    words = {"baseline": result.compared_with, "confidence": f"{result.study.confidence:.0%}"}
     caption = caption.format(**words)
-    if len(result.arms) > len(Style(telling_arms(result), "").told) and name in _COLORED:
+    if len(result.arms) > TOLD and name in _COLORED:
         caption += (
             f" Grey ({OTHERS}): not told apart, as there are too many arms; the arms on the "
             "Pareto front and the controls are."

@@ -40,7 +40,7 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     order = [arm.name for arm in result.arms]
     y = alt.Y("arm:N", sort=order, title=None, axis=_ARMS)
     x: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis}
-    x["title"] = f"Held-out loss gap to {result.study.baseline} (nats per token)"
+    x["title"] = f"Held-out loss gap to {result.compared_with} (nats per token)"
     color = style.color(rows, legend=False)
     base = chart("arms").encode(y=y, color=color, tooltip=_gap_tooltip())
     band = chart("arms").mark_bar(color=BAND, opacity=0.8, height=alt.RelativeBandSize(1))
@@ -82,7 +82,7 @@ def bytes_figure(result: StudyResult, style: Style) -> Spec:
             continue
         x = alt.X(
             f"{key}:Q",
-            title=f"Bytes per step, {where} (% of {style.baseline})",
+            title=f"Bytes per step, {where} (% of {result.compared_with})",
             scale=alt.Scale(domain=[0, max(row[key] for row in known) * 1.06], nice=False),
             axis=alt.Axis(format=".0%", tickCount=6),
         )
@@ -101,8 +101,6 @@ def speed_figure(
     for number, (bandwidth, measured) in enumerate(speeds.items()):
         key = f"speed{number}"
         rows = [row | {key: row["speed"]} for row in speed_rows(result, measured)]
-        if len(rows) < 2:
-            continue
         fastest, slowest = (pick(row[key] for row in rows) for pick in (max, min))
         room = 0.08 * (fastest - slowest) or 0.1 * fastest
         x = alt.X(

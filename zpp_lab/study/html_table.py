@@ -13,7 +13,7 @@ from zpp_lab.study.curves import Row as CurveRow
 from zpp_lab.study.effects import Estimate, Interaction, MainEffect
 from zpp_lab.study.levels import level_text
 from zpp_lab.study.runs import Run
-from zpp_lab.study.table import NOTHING, verdict_rows
+from zpp_lab.study.table import NOTHING, signed, verdict_rows
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 _MIB = 2**20
@@ -57,7 +57,7 @@ def verdict_table(result: StudyResult) -> Table:
         Line(list(row.values()), arm.name, arm.verdict)
         for arm, row in zip(result.arms, rows, strict=True)
     ]
-    caption = f"Every arm against {result.study.baseline}"
+    caption = f"Every arm against {result.compared_with}"
     return Table("verdicts", caption, columns, lines, numbers, looked=place)
 
 
@@ -144,7 +144,7 @@ def runs_table(result: StudyResult) -> Table:
 
 
 def _estimate(e: Estimate) -> list[str]:
-    return [_signed(e.mean), _signed(e.low), _signed(e.high), str(e.seeds)]
+    return [signed(e.mean), signed(e.low), signed(e.high), str(e.seeds)]
 
 
 def _run_cells(arm: ArmResult, seed: int, run: Run) -> list[str]:
@@ -157,7 +157,7 @@ def _run_cells(arm: ArmResult, seed: int, run: Run) -> list[str]:
         _number(summary.get("steps"), ".0f"),
         _number(run.heldout_loss, ".4f"),
         _number(summary.get("heldout_loss_master"), ".4f"),
-        NOTHING if gap is None else _signed(gap),
+        NOTHING if gap is None else signed(gap),
         _number(None if sent is None else sent / _MIB, ".2f"),
         _number(summary.get("seconds"), ".0f"),
     ]
@@ -169,7 +169,3 @@ def _number(value: float | None, spec: str) -> str:
 
 def _measure(value: float | None, name: str) -> str:
     return _number(value, ".6f" if name == "cosine" else ".3g")
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")

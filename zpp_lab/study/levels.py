@@ -12,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from zpp_lab.config import Level
+from zpp_lab.study.controls import EXPECTED
 from zpp_lab.study.settings import flat_config
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 _NOT_FACTORS = ("seed", "recipe.name", "model.preset", "data.cache_dir")
 _NOT_GROUPS = ("run.", "tracking.", "engine.")
-_CONTROLS = ("negative_control", "order_control")
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,13 @@ class Cell:
 
 def cells_of(result: StudyResult) -> list[Cell]:
     """Every arm with a gap and levels; the baseline, whose gap is 0, among them."""
-    arms = [arm for arm in result.arms if arm.arm.role not in _CONTROLS]
+    arms = [arm for arm in result.arms if arm.arm.role not in EXPECTED]
     told = {arm.name: arm.arm.factors for arm in arms if arm.arm.factors}
     levels: Mapping[str, Mapping[str, Level]] = told or _levels_from_configs(arms)
     cells = []
     for arm in arms:
-        gaps = _gaps(arm)
-        if gaps and levels.get(arm.name):
-            cells.append(Cell(arm.name, dict(levels[arm.name]), gaps))
+        if arm.gaps and levels.get(arm.name):
+            cells.append(Cell(arm.name, dict(levels[arm.name]), arm.gaps))
     return cells
 
 
@@ -78,18 +77,11 @@ def short_names(factors: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _gaps(arm: ArmResult) -> Mapping[int, float]:
-    if arm.verdict == "baseline":  # its gap to itself
-        return {run.seed: 0.0 for run in arm.finished}
-    return arm.gaps
-
-
 def _levels_from_configs(arms: Sequence[ArmResult]) -> dict[str, dict[str, Level]]:
     configs = {}
     for arm in arms:
-        run = next((run for _, run in sorted(arm.runs.items()) if run.config), None)
-        if run is not None:
-            configs[arm.name] = flat_config(run.config)
+        if arm.first_run is not None:
+            configs[arm.name] = flat_config(arm.first_run.config)
     keys = sorted({key for config in configs.values() for key in config if _may_be_factor(key)})
     columns: dict[tuple[str, ...], str] = {}
     for key in keys:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from zpp_lab.study.effects import MainEffect
 from zpp_lab.study.levels import level_text
+from zpp_lab.study.table import margin_nats
 from zpp_lab.study.verdict import StudyResult
 
 
@@ -17,11 +18,10 @@ def opening(result: StudyResult) -> list[tuple[str, str]]:
     study = result.study
     margin = f"±{study.margin:.2%} of the baseline's held-out loss"
     if result.margin is not None:
-        margin += f", here ±{result.margin:.4f} nats"
-    describe = result.baseline.arm.describe
+        margin += f", here {margin_nats(result)}"
     controls = [control.text for control in result.controls]
     return [
-        ("Baseline", f"{study.baseline}{f' ({describe})' if describe else ''}."),
+        ("Baseline", _baseline(result)),
         ("Margin", f"{margin}. A gap inside it does not matter to this study."),
         ("Stopping rule", _stopping(result)),
         ("Controls", " ".join(controls) or "None: nothing shows that this study can see a gap."),
@@ -30,6 +30,12 @@ def opening(result: StudyResult) -> list[tuple[str, str]]:
 
 def controls_hold(result: StudyResult) -> bool:
     return all(control.ok for control in result.controls)
+
+
+def _baseline(result: StudyResult) -> str:
+    describe, others = result.baseline.arm.describe, result.other_baselines
+    text = f"{result.study.baseline}{f' ({describe})' if describe else ''}"
+    return f"{text}; other levels have their own: {', '.join(others)}." if others else f"{text}."
 
 
 def _stopping(result: StudyResult) -> str:

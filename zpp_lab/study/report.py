@@ -14,7 +14,7 @@ from typing import Any
 from zpp_lab.config import StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.study import figures, latex, pictures, writeup
-from zpp_lab.study.advice import Advice, advise
+from zpp_lab.study.advice import Advice, Speeds, advise
 from zpp_lab.study.appendix import Appendix
 from zpp_lab.study.certainty import Certainty, certainty
 from zpp_lab.study.curves import StudyCurves, study_curves
@@ -48,6 +48,7 @@ class Findings:
     effects: Sequence[MainEffect]
     pairs: Sequence[Interaction]
     bench: Bench | None
+    speeds: Speeds  # of the bench, by bandwidth and arm; empty without one
     advice: Sequence[Advice]
     certainty: Certainty
     appendix: Appendix
@@ -60,8 +61,9 @@ def build_report(root: Path, study: StudyConfig | None = None) -> Report:
     Raises ValueError when there are no runs or one cannot be read.
     """
     found = find_out(root, study)
-    speeds = found.bench.by_arm(found.result) if found.bench else None
-    made = figures.make_figures(found.result, found.curves, found.effects, found.pairs, speeds)
+    made = figures.make_figures(
+        found.result, found.curves, found.effects, found.pairs, found.speeds
+    )
     texts: dict[str, Any] = {
         "results.csv": results_csv(found.result),
         "report.md": writeup.markdown(found, made),
@@ -81,6 +83,7 @@ def find_out(root: Path, study: StudyConfig | None = None) -> Findings:
     """Read, judge and summarize the runs at and below `root`; see `build_report`."""
     result = read_result(root, study)
     bench = read_bench(root)
+    speeds = bench.by_arm(result) if bench else {}
     cells, confidence = cells_of(result), result.study.confidence
     return Findings(
         result,
@@ -88,7 +91,8 @@ def find_out(root: Path, study: StudyConfig | None = None) -> Findings:
         main_effects(cells, confidence),
         interactions(cells, confidence),
         bench,
-        advise(result, bench.by_arm(result) if bench else None),
+        speeds,
+        advise(result, speeds),
         certainty(result),
         Appendix(result),
     )

@@ -110,12 +110,13 @@ def gap_text(arm: ArmResult) -> str:
     if arm.gap is None or arm.verdict == "baseline":
         return NOTHING
     if arm.gap.interval is None:
-        return f"{_signed(arm.gap.mean)}"
+        return signed(arm.gap.mean)
     half = (arm.gap.interval[1] - arm.gap.interval[0]) / 2
-    return f"{_signed(arm.gap.mean)} ± {half:.4f}"
+    return f"{signed(arm.gap.mean)} ± {half:.4f}"
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A gap in nats with its sign, 0 without one."""
     text = f"{value:+.4f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
@@ -129,15 +130,18 @@ def percent(fraction: float | None) -> str:
 
 def console_table(result: StudyResult) -> str:
     """The verdict table for a terminal, with the rule below it."""
-    rows = [list(COLUMNS), *(list(row.values()) for row in verdict_rows(result))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    rows.insert(1, ["─" * width for width in widths])
-    lines = ["  ".join(_align(row, widths)) for row in rows]
-    return "\n".join([*(line.rstrip() for line in lines), "", margin_line(result)])
+    rows = [list(row.values()) for row in verdict_rows(result)]
+    return f"{text_table(COLUMNS, rows, left=2)}\n\n{margin_line(result)}"
 
 
-def _align(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    left = 2  # arm and verdict are words, the rest are numbers
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table for a terminal; the first `left` columns are words, the others numbers."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    lines = [columns, ["─" * width for width in widths], *rows]
+    return "\n".join("  ".join(_align(line, widths, left)).rstrip() for line in lines)
+
+
+def _align(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
     return [
         cell.ljust(width) if i < left else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(row, widths, strict=True))
@@ -150,10 +154,17 @@ def margin_line(result: StudyResult) -> str:
     if result.margin is None:
         return f"No finished run of the baseline {study.baseline}: nothing to compare with yet."
     return (
-        f"Gap: held-out loss minus that of {study.baseline} with the same seed, mean ± half of "
-        f"the {study.confidence:.0%} interval. On par: within ±{result.margin:.4f} nats "
+        f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
+        f"of the {study.confidence:.0%} interval. On par: within {margin_nats(result)} "
         f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
     )
+
+
+def margin_nats(result: StudyResult) -> str:
+    """The margin in nats; the smallest and the largest where baselines differ."""
+    margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
+    ends = dict.fromkeys((margins[0], margins[-1]))
+    return " to ".join(f"±{end}" for end in ends) + " nats"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

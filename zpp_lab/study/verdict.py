@@ -39,17 +39,6 @@ from zpp_lab.study.runs import Run
 from zpp_lab.study.seed_notes import seed_notes
 from zpp_lab.study.stats import Gap
 
-VERDICTS = (
-    "baseline",
-    "on par",
-    "better",
-    "undecided",
-    "worse",
-    "diverged",
-    "failed",
-    "not run",
-)
-
 
 @dataclass(frozen=True)
 class ArmResult:
@@ -78,6 +67,11 @@ class ArmResult:
     @property
     def finished(self) -> list[Run]:
         return [run for run in self.runs.values() if run.outcome == "finished"]
+
+    @property
+    def first_run(self) -> Run | None:
+        """The run of the lowest seed that has a config: what the arm's settings are read from."""
+        return next((run for _, run in sorted(self.runs.items()) if run.config), None)
 
 
 @dataclass(frozen=True)
@@ -111,6 +105,17 @@ class StudyResult:
         """The arm that `arm` is paired with."""
         name = arm.arm.against or self.study.baseline
         return next(a for a in self.arms if a.name == name)
+
+    @property
+    def other_baselines(self) -> list[str]:
+        """The arms, beside the study's baseline, that others are paired with."""
+        names = dict.fromkeys(arm.arm.against for arm in self.arms if arm.arm.against)
+        return [name for name in names if name != self.study.baseline]
+
+    @property
+    def compared_with(self) -> str:
+        """Whom an arm is compared with, in a sentence on every arm."""
+        return "its baseline" if self.other_baselines else self.study.baseline
 
 
 def judge(gap: Gap, tests: PValues, confidence: float = 0.95) -> str:

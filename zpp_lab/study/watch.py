@@ -22,7 +22,7 @@ from rich.text import Text
 
 from zpp_lab.config import StudyConfig
 from zpp_lab.study.locks import held
-from zpp_lab.study.plan import run_folder
+from zpp_lab.study.plan import check_folder, run_folder
 from zpp_lab.study.progress import duration
 from zpp_lab.study.runs import last_record, read_run, read_study
 
@@ -47,12 +47,12 @@ class Watch:
     """Looks at a study's folder again and again; what has ended is read once."""
 
     def __init__(self, root: Path, study: StudyConfig | None = None) -> None:
-        """ValueError when `root` holds no study."""
+        """ValueError when `root` holds no study, or another one."""
         found = read_study(root) if root.is_dir() else None
         if found is None:
             raise ValueError(f"{root}: no study has been started here; start it without --watch")
-        if study is not None and study.name != found.name:
-            raise ValueError(f"{root} holds the study {found.name!r}, not {study.name!r}")
+        if study is not None:
+            check_folder(study, root)
         self.root, self.study = root, found
         self._known: dict[Path, RunState] = {}
         self._steps: dict[Path, int] = {}

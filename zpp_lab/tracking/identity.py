@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zpp_lab.config import WIRES
 from zpp_lab.tracking.folder import RunFolder
 
-WIRES = ("weights_forward", "weights_backward", "grads_intra", "grads_inter")
 RAW = "raw"  # the tensor's own bytes
 _TAG = 64  # characters that a tag may have
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers

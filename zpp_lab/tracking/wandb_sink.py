@@ -39,6 +39,7 @@ from zpp_lab.tracking.wandb_run import WandbRun, forget
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 120.0
+_DAMAGED = (OSError, ValueError, KeyError, yaml.YAMLError)  # what reading a damaged folder raises
 
 Ended = Callable[[], bool]
 
@@ -151,8 +152,8 @@ def _unsent(root: Path | str) -> list[tuple[RunFolder, str]]:
 def _ready(folder: RunFolder, root: Path | str) -> bool:
     try:
         return is_ready(folder, root)
-    except (OSError, ValueError, KeyError, yaml.YAMLError):
-        return True  # a damaged folder: the delivery says so
+    except _DAMAGED:
+        return True  # the delivery says so
 
 
 def _deliver(folder: RunFolder, mark: str, auto: Mode) -> bool:
@@ -162,12 +163,7 @@ def _deliver(folder: RunFolder, mark: str, auto: Mode) -> bool:
             return follow(folder, mode, lambda: True)
         folder.note(mode="off", state="complete", ended=mark)
         return True
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        yaml.YAMLError,
-    ):  # this folder is damaged: the others go on
+    except _DAMAGED:  # the other folders go on
         traceback.print_exc()
         return False
 
