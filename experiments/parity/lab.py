@@ -34,6 +34,7 @@ SHAPES: dict[str, Shape] = {
     "tiny": (ModelConfig(dim=96, layers=2, heads=4, kv_heads=2, ffn=150), 259, 2, 64),
     "125m": (ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, ffn=2048), 32003, 2, 512),
     "1b": (LARGE, 32000, 1, 1024),
+    "1b-long": (LARGE, 32000, 4, 2048),  # the device is the bound here, not the host's launches
 }
 
 

@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--race-size", default="125m")
     parser.add_argument("--race-steps", type=int, default=500)
     parser.add_argument("--cost-sizes", default="125m,1b", help="of cost")
-    parser.add_argument("--profile-size", default="1b")
+    parser.add_argument("--profile-size", default="1b-long")
     parser.add_argument("--transport", default="auto", help="engine.transport of all parts")
     parser.add_argument("--priced", default="auto", help="engine.transport in cost, several")
     parser.add_argument("--clusters", default="", help="shapes such as 2x2; all by default")
