@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
     study.add_argument("--retry", action="store_true", help="also what diverged or gave up")
     study.add_argument("--dry-run", action="store_true", help="runs, cost and what is done already")
     study.add_argument("--watch", action="store_true", help="a live table of a study that runs")
@@ -132,11 +133,14 @@ def _fields(cls: type):  # type: ignore[no-untyped-def]
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.compose import load_study
     from zpp_lab.study import run_study
+    from zpp_lab.study.selection import some_arms
 
     changes: dict[str, object] = {}
     if args.seeds:
         changes["seeds"] = _numbers(args.seeds)
     study = load_study(args.name, changes, overrides)
+    if args.arms:
+        study = some_arms(study, args.arms.split(","))
     root = args.dir or Path("runs") / study.name
     if args.watch:
         from zpp_lab.study.watch import show
