@@ -16,12 +16,14 @@ All ranks make the same shipments in the same order, as with any collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zpp_lab.collectives.express import Express
 from zpp_lab.collectives.streams import Streams
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import (
@@ -29,9 +31,11 @@ from zpp_lab.collectives.transport import (
     Link,
     ProcessGroups,
     Shipment,
+    kept_rows,
     members,
     traffic_of,
 )
+from zpp_lab.collectives.watchdog import Watch
 
 SLOTS = 2
 MIB = 2**20
@@ -47,6 +51,11 @@ class Shared(Protocol):
         them. What was allocated before is given up: nothing on this device may use it."""
         ...
 
+    def express(self) -> Express | None:
+        """For shipments over what was just allocated; None: they go step by step, by `barrier`
+        and `pull`. All members of a link have the same."""
+        ...
+
     def barrier(self) -> None:
         """The current stream goes on once every member's has come here."""
         ...
@@ -57,17 +66,20 @@ class Shared(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Part:
     """A shipment's place in a slot: this rank's room there, and where its rows come from.
 
-    sources: own rows first, then each other member's, so that at any time the ranks read from
-    different ones, as int64; `order` has their places in `out`, flat.
+    sources: the `own` rows first, then each other member's, so that at any time the ranks read
+    from different ones, as int64; `order` has their places in `out`, flat. `route`: the same for
+    `Express`.
     """
 
     room: Tensor
+    own: int
     sources: tuple[Tensor, ...]
     order: tuple[int, ...]
+    route: Tensor | None = None
 
 
 class Ring:
@@ -80,6 +92,7 @@ class Ring:
         self.use, self.opened = -1, True  # the latest use, and whether its barrier is under way
         self.barrier: Any = None  # the mark behind the barrier of the latest use
         self.read: Any = None  # the mark behind this rank's reads of the latest use
+        self.express: Express | None = None
         self.buffers: Sequence[Tensor] = ()
         self.parts: dict[tuple[int, ...], Part] = {}
 
@@ -93,16 +106,39 @@ class Ring:
         self.opened = False
         return self.use % SLOTS * self.size
 
-    def publish(self) -> None:
+    def ship(
+        self,
+        part: Part,
+        out: Tensor,
+        held: Tensor | None,
+        keep: Tensor | None,
+        watched: AbstractContextManager[Watch | None],
+    ) -> None:
+        """The room of this use is filled, or shall have `held`: every member's rows → `out`,
+        some of which `keep` gets too. `watched`: around the meeting of the ranks."""
+        self.opened = True
+        if self.express is not None:
+            with watched as watch:
+                event = watch.own_event() if watch is not None else 0
+                self.express.ship(part, out, held, keep, event)
+            self.barrier = self.express.met
+            return
+        if held is not None:
+            part.room.copy_(held)
+        with watched:
+            self._meet()
+        words = out.view(-1, part.room.shape[1]).view(torch.int64).unbind(0)
+        self.shared.pull([words[i] for i in part.order], part.sources, part.own)
+        if keep is not None:
+            kept_rows(keep, out, self.own)
+        self.read = self.shared.streams.mark(self.read)
+
+    def _meet(self) -> None:
         """What this rank wrote on the current stream may be read, and so may the others'."""
         if self.read is not None:
             self.shared.streams.wait(self.read)
         self.shared.barrier()
-        self.barrier, self.opened = self.shared.streams.mark(self.barrier), True
-
-    def finish(self) -> None:
-        """All reads of this use have been given to the current stream."""
-        self.read = self.shared.streams.mark(self.read)
+        self.barrier = self.shared.streams.mark(self.barrier)
 
     def part(self, at: int, shape: tuple[int, int, int]) -> Part:
         """The place of rows × columns × bytes that starts at `at`; made once."""
@@ -125,13 +161,14 @@ class Ring:
                     sources.append(room[row, self.own])
                     order.append(member * rows + row)
         mine = self.buffers[self.own][at : at + rows * columns * each]
-        return Part(mine.view(rows * columns, each), tuple(sources), tuple(order))
+        return Part(mine.view(rows * columns, each), rows, tuple(sources), tuple(order))
 
     def _grow(self, nbytes: int) -> None:
         self.size = -(-nbytes // 256) * 256
         self.parts, self.buffers = {}, ()
         self.buffers = self.shared.allocate(SLOTS * self.size)
         self.use, self.opened, self.barrier, self.read = -1, True, None, None
+        self.express = self.shared.express()
 
 
 class PeerTransport:
@@ -188,7 +225,7 @@ class PeerTransport:
 class _Pulls:
     """A shipment whose room lies in this rank's slot, on the stream of its owner."""
 
-    __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room", "shape")
+    __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room")
 
     def __init__(
         self,
@@ -201,20 +238,13 @@ class _Pulls:
         held: Tensor | None,
     ) -> None:
         self.by, self.link, self.label, self.out, self.held = by, link, label, out, held
-        self.ring, self.shape = by.ring(kind, link), shape
+        self.ring = by.ring(kind, link)
         at = self.ring.claim(shape[0] * shape[1] * shape[2])
         self.part = self.ring.part(at, shape)
         self.room = self.part.room
 
-    def send(self) -> Traffic:
-        if self.held is not None:
-            self.room.copy_(self.held)
-        with self.by.groups.watched(self.label, self.out.device):
-            self.ring.publish()
-        rows, each = self.shape[0], self.shape[2]
-        out = self.out if self.out.dim() == 2 else self.out.view(-1, each)
-        words = out.view(torch.int64).unbind(0)
-        into = [words[i] for i in self.part.order]
-        self.ring.shared.pull(into, self.part.sources, rows)
-        self.ring.finish()
-        return traffic_of(self.by.cluster, self.link, rows * each)
+    def send(self, keep: Tensor | None = None) -> Traffic:
+        part = self.part
+        watched = self.by.groups.watched(self.label, self.out.device)
+        self.ring.ship(part, self.out, self.held, keep, watched)
+        return traffic_of(self.by.cluster, self.link, part.own * part.room.shape[1])

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
+from zpp_lab.collectives.express import Express
 from zpp_lab.collectives.peer import MIB
 from zpp_lab.collectives.streams import CudaStreams, Streams
+from zpp_lab.ops.backend import use_kernels
 
 KERNEL_BYTES = 32 * MIB  # up to here one kernel copies everything: fewer launches
 STREAMS = CudaStreams()
@@ -41,6 +43,17 @@ class SymmetricMemory:
         self.handle = handle = symmetric.rendezvous(self.own, self.group.group_name)
         assert handle is not None, "the group has no symmetric memory"
         return [handle.get_buffer(i, (nbytes,), torch.uint8) for i in range(self.group.size())]
+
+    def express(self) -> Express | None:
+        assert self.own is not None and self.handle is not None, "nothing is allocated"
+        able = torch.tensor(use_kernels(self.own), dtype=torch.int32, device=self.device)
+        dist.all_reduce(able, dist.ReduceOp.MIN, self.group)  # all meet in the same way
+        if not able.item():
+            return None
+        with STREAMS.lane(f"{id(self)} own"):
+            lane = torch.cuda.current_stream()
+        place, count = self.group.rank(), self.group.size()
+        return Express(place, count, self.handle.signal_pad_ptrs_dev, lane)
 
     def barrier(self) -> None:
         assert self.handle is not None, "nothing is allocated"
