@@ -80,6 +80,7 @@ class Part:
     sources: tuple[Tensor, ...]
     order: tuple[int, ...]
     route: Tensor | None = None
+    traffic: Traffic | None = None  # of every shipment from here
 
 
 class Ring:
@@ -247,4 +248,7 @@ class _Pulls:
         part = self.part
         watched = self.by.groups.watched(self.label, self.out.device)
         self.ring.ship(part, self.out, self.held, keep, watched)
-        return traffic_of(self.by.cluster, self.link, part.own * part.room.shape[1])
+        if part.traffic is None:
+            nbytes = part.own * part.room.shape[1]
+            part.traffic = traffic_of(self.by.cluster, self.link, nbytes)
+        return part.traffic

@@ -45,7 +45,8 @@ class SymmetricMemory:
         return [handle.get_buffer(i, (nbytes,), torch.uint8) for i in range(self.group.size())]
 
     def express(self) -> Express | None:
-        assert self.own is not None and self.handle is not None, "nothing is allocated"
+        assert self.own is not None, "nothing is allocated"
+        assert self.handle is not None, "nothing is allocated"
         able = torch.tensor(use_kernels(self.own), dtype=torch.int32, device=self.device)
         dist.all_reduce(able, dist.ReduceOp.MIN, self.group)  # all meet in the same way
         if not able.item():
