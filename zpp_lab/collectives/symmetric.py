@@ -16,19 +16,23 @@ from torch.distributed import _symmetric_memory as symmetric
 from zpp_lab.collectives.express import Express
 from zpp_lab.collectives.peer import MIB
 from zpp_lab.collectives.streams import CudaStreams, Streams
-from zpp_lab.ops.backend import use_kernels
 
 KERNEL_BYTES = 32 * MIB  # up to here one kernel copies everything: fewer launches
 STREAMS = CudaStreams()
 
 
 class SymmetricMemory:
-    """`peer.Shared` of a process group on CUDA devices that reach each other."""
+    """`peer.Shared` of a process group on CUDA devices that reach each other.
+
+    at_once: all ranks have the kernels' library, so a shipment is one call of it.
+    """
 
     streams: Streams = STREAMS
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, at_once: bool = False
+    ) -> None:
+        self.group, self.device, self.at_once = group, device, at_once
         self.own: Tensor | None = None
         self.handle: symmetric._SymmetricMemory | None = None
 
@@ -45,12 +49,9 @@ class SymmetricMemory:
         return [handle.get_buffer(i, (nbytes,), torch.uint8) for i in range(self.group.size())]
 
     def express(self) -> Express | None:
-        assert self.own is not None, "nothing is allocated"
-        assert self.handle is not None, "nothing is allocated"
-        able = torch.tensor(use_kernels(self.own), dtype=torch.int32, device=self.device)
-        dist.all_reduce(able, dist.ReduceOp.MIN, self.group)  # all meet in the same way
-        if not able.item():
+        if not self.at_once:
             return None
+        assert self.handle is not None, "nothing is allocated"
         with STREAMS.lane(f"{id(self)} own"):
             lane = torch.cuda.current_stream()
         place, count = self.group.rank(), self.group.size()
