@@ -14,7 +14,7 @@ enum Route {
   ROUTE_PADS,     // uint32_t* const*, on the device: a pad of flags of each member
   ROUTE_ROOM,     // where this rank's rows start in its slot
   ROUTE_READ,     // cudaEvent_t: this rank's reads of the latest use
-  ROUTE_MET,      // cudaEvent_t: the latest meeting
+  ROUTE_MET,      // cudaEvent_t: the meeting for this slot
   ROUTE_LANE,     // cudaStream_t for copies inside this device
   ROUTE_HOME,     // cudaEvent_t: those copies
   ROUTE_ROW,      // bytes of a row

@@ -62,7 +62,7 @@ class Idle:
 class IdleExpress(Express):
     def __init__(self, place: int, count: int) -> None:
         self.place, self.count, self.pads, self.meetings = place, count, 0, 0
-        self.met: Any = Idle()
+        self.met: Any = [Idle()] * 3
         self.read: Any = Idle()
         self.home: Any = Idle()
         self.lane: Any = Idle()

@@ -15,6 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from zpp_lab.collectives.peer import Part
 
+MOST_SLOTS = 3  # of a ring
+
 
 class Express:
     """Shipments over one buffer of a link, on this rank's current CUDA device.
@@ -25,7 +27,8 @@ class Express:
 
     def __init__(self, place: int, count: int, pads: int, lane: torch.cuda.Stream) -> None:
         self.place, self.count, self.pads, self.lane = place, count, pads, lane
-        self.met, self.read, self.home = _event(), _event(), _event()
+        self.met = [_event() for _ in range(MOST_SLOTS)]
+        self.read, self.home = _event(), _event()
         self.meetings = 0
         self.call = torch.ops.zpp_lab.ship.default
 
@@ -37,7 +40,7 @@ class Express:
             self.pads,
             part.room.data_ptr(),
             self.read.cuda_event,
-            self.met.cuda_event,
+            self.met[part.slot].cuda_event,
             self.lane.cuda_stream,
             self.home.cuda_event,
             part.room.shape[1],
@@ -50,8 +53,8 @@ class Express:
     def ship(
         self, part: Part, out: Tensor, held: Tensor | None, keep: Tensor | None, watch: int
     ) -> None:
-        """Afterwards `met` and `read` stand for this use. watch: a raw event to record behind
-        the meeting, or 0."""
+        """Afterwards the slot's `met`, and `read`, stand for this use. watch: a raw event to
+        record behind the meeting, or 0."""
         if part.route is None:
             part.route = self.route(part)
         self.meetings += 1

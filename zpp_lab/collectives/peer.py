@@ -4,11 +4,11 @@ A rank encodes into a slot of shared memory. Once all members of the link have d
 barrier on the device tells, each copies its rows out of the others' slots. Copies take the copy
 engines, so that multiprocessors stay free, and nothing waits on the host.
 
-Slots form a ring of two. Use k of a ring lies in slot k mod 2, and two rules keep a slot from
-being overwritten while somebody still reads it:
+Use k of a ring of s slots lies in slot k mod s, and two rules keep a slot from being overwritten
+while somebody still reads it:
 
     a rank passes the barrier of use k only after its own reads of use k - 1;
-    it writes use k only after the barrier of use k - 1, hence after all reads of use k - 2.
+    it writes use k only after the barrier of use k - s + 1, hence after all reads of use k - s.
 
 All ranks make the same shipments in the same order, as with any collective.
 """
@@ -37,7 +37,9 @@ from zpp_lab.collectives.transport import (
 )
 from zpp_lab.collectives.watchdog import Watch
 
-SLOTS = 2
+# With a third slot a gather's encode does not wait for the meeting of the gather before it, which
+# comes when the slowest rank does. A slot of an exchange is as large as a unit, so it has two.
+SLOTS: dict[Kind, int] = {"gather": 3, "exchange": 2}
 MIB = 2**20
 
 
@@ -76,6 +78,7 @@ class Part:
     """
 
     room: Tensor
+    slot: int
     own: int
     sources: tuple[Tensor, ...]
     order: tuple[int, ...]
@@ -91,7 +94,8 @@ class Ring:
         self.shared, self.kind, self.own, self.count = shared, kind, own, count
         self.wanted = self.size = 0
         self.use, self.opened = -1, True  # the latest use, and whether its barrier is under way
-        self.barrier: Any = None  # the mark behind the barrier of the latest use
+        self.slots = SLOTS[kind]
+        self.barriers: list[Any] = [None] * self.slots  # marks behind them, by slot
         self.read: Any = None  # the mark behind this rank's reads of the latest use
         self.express: Express | None = None
         self.buffers: Sequence[Tensor] = ()
@@ -101,11 +105,12 @@ class Ring:
         """A slot of at least `nbytes` that the current stream may write; where it starts."""
         if nbytes > self.size:
             self._grow(max(nbytes, self.wanted))
-        if self.barrier is not None:
-            self.shared.streams.wait(self.barrier)
         self.use += self.opened  # a use that nobody ever read is used again
         self.opened = False
-        return self.use % SLOTS * self.size
+        barrier = self.barriers[(self.use + 1) % self.slots]
+        if barrier is not None:
+            self.shared.streams.wait(barrier)
+        return self.use % self.slots * self.size
 
     def ship(
         self,
@@ -122,24 +127,24 @@ class Ring:
             with watched as watch:
                 event = watch.own_event() if watch is not None else 0
                 self.express.ship(part, out, held, keep, event)
-            self.barrier = self.express.met
+            self.barriers[part.slot] = self.express.met[part.slot]
             return
         if held is not None:
             part.room.copy_(held)
         with watched:
-            self._meet()
+            self._meet(part.slot)
         words = out.view(-1, part.room.shape[1]).view(torch.int64).unbind(0)
         self.shared.pull([words[i] for i in part.order], part.sources, part.own)
         if keep is not None:
             kept_rows(keep, out, self.own)
         self.read = self.shared.streams.mark(self.read)
 
-    def _meet(self) -> None:
+    def _meet(self, slot: int) -> None:
         """What this rank wrote on the current stream may be read, and so may the others'."""
         if self.read is not None:
             self.shared.streams.wait(self.read)
         self.shared.barrier()
-        self.barrier = self.shared.streams.mark(self.barrier)
+        self.barriers[slot] = self.shared.streams.mark(self.barriers[slot])
 
     def part(self, at: int, shape: tuple[int, int, int]) -> Part:
         """The place of rows × columns × bytes that starts at `at`; made once."""
@@ -162,13 +167,15 @@ class Ring:
                     sources.append(room[row, self.own])
                     order.append(member * rows + row)
         mine = self.buffers[self.own][at : at + rows * columns * each]
-        return Part(mine.view(rows * columns, each), rows, tuple(sources), tuple(order))
+        room = mine.view(rows * columns, each)
+        return Part(room, at // self.size, rows, tuple(sources), tuple(order))
 
     def _grow(self, nbytes: int) -> None:
         self.size = -(-nbytes // 256) * 256
         self.parts, self.buffers = {}, ()
-        self.buffers = self.shared.allocate(SLOTS * self.size)
-        self.use, self.opened, self.barrier, self.read = -1, True, None, None
+        self.buffers = self.shared.allocate(self.slots * self.size)
+        self.use, self.opened, self.read = -1, True, None
+        self.barriers = [None] * self.slots
         self.express = self.shared.express()
 
 
