@@ -47,9 +47,7 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
         read = _readers(target, saved)
         shapes = {target.names[n]: shape for n, shape in saved.shapes.items()}
         shapes |= {n: tuple(b.shape) for n, b in target.buffers.items()}
-        nbytes = write_safetensors(
-            folder, shapes, lambda n: read[n](), EXPORT_DTYPES[dtype], limit
-        )
+        nbytes = write_safetensors(folder, shapes, lambda n: read[n](), EXPORT_DTYPES[dtype], limit)
         write_config(folder, target.config, dtype)
         write_tokenizer(config.data, folder)
     return Exported(saved.step, len(shapes), nbytes)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.codecs import BlockCodec, Codec
-from zpp_lab.layout import Segment
 from zpp_lab.models.start import places
 
 
@@ -89,13 +88,14 @@ def widest_group(codecs: Iterable[tuple[BlockCodec, int]]) -> int:
 
 
 def exact_codes(
-    codec: BlockCodec, segment: Segment, payload: Tensor, shape: tuple[int, ...], group: int
+    codec: BlockCodec, payload: Tensor, n: int, shape: tuple[int, ...], group: int
 ) -> Codes:
-    """The numbers of `payload` uint8 [W, nbytes], all ranks' shards of a weight of `shape`."""
+    """The numbers of `payload` uint8 [W, nbytes(n)]: every rank's shard of n elements, padding
+    included, of a weight of `shape`."""
     assert misfit(codec) is None
     assert codec.block_size % group == 0 == shape[1] % group
-    n, rows, numel = segment.numel, shape[0], math.prod(shape)
-    q, scale, _ = codec.levels_and_scales(payload[:, segment.offset :], n)
+    rows, numel = shape[0], math.prod(shape)
+    q, scale, _ = codec.levels_and_scales(payload, n)
     each = scale.flatten(1).repeat_interleave(codec.block_size // group, 1)[:, : n // group]
     return Codes(
         Grid(codec.bits, True, group),
@@ -166,7 +166,9 @@ def quantization_config(packed: dict[str, Grid], linears: Iterable[str]) -> dict
     grids = list(dict.fromkeys(packed.values()))
     one = len(grids) == 1
     groups = {
-        f"group_{i}": grid.scheme(["Linear"] if one else [n for n, g in packed.items() if g == grid])
+        f"group_{i}": grid.scheme(
+            ["Linear"] if one else [n for n, g in packed.items() if g == grid]
+        )
         for i, grid in enumerate(grids)
     }
     formats = {grid.format for grid in grids}

@@ -60,34 +60,35 @@ class WireWeights:
 
     def decoded(self, name: str, device: torch.device = _CPU) -> Tensor:
         """The whole parameter as the model computes with it, in `dtype`."""
-        source = self.source(name, device)
-        if isinstance(self.codecs[name], RawCodec):
+        source, codec = self.source(name, device), self.codecs[name]
+        if isinstance(codec, RawCodec):
             return source
-        layout = self.layout(name)
         out = torch.empty_like(source)
-        ops.decode(layout, self._encoded(layout, source), [out])
+        ops.decode(self._layout(name, codec), self._encoded(name, codec, source), [out])
         return out
 
-    def payload(self, name: str) -> Tensor:
-        """What all ranks send of one parameter: uint8 [W, layout.nbytes] on the CPU."""
-        return self._encoded(self.layout(name), self.source(name, _CPU))
+    def payload(self, name: str, codec: Codec | None = None) -> Tensor:
+        """What all ranks send of one parameter: uint8 [W, nbytes] on the CPU. With another
+        `codec`, what they would send then."""
+        return self._encoded(name, codec or self.codecs[name], self.source(name))
 
-    def layout(self, name: str) -> Layout:
-        """One segment: neighbours in a unit's payload do not change its bytes."""
-        return Layout.build([name], [self._parameter(name).shard_numel], [self.codecs[name]])
+    def shard_numel(self, name: str) -> int:
+        """Elements of one rank's shard, padding included."""
+        return self._parameter(name).shard_numel
 
     def source(self, name: str, device: torch.device = _CPU) -> Tensor:
-        """The master weight in `dtype`, contiguous."""
+        """The master weight in `dtype`, contiguous: what gets encoded."""
         return self.saved.read(name).to(device, self.dtype).contiguous()
 
-    def _encoded(self, layout: Layout, source: Tensor) -> Tensor:
-        world = self._world
-        ranks = tuple(range(world))
-        noise = Noise(
-            noise_key(self.config.seed, self.saved.step, 0, "weights_forward"), ranks, ranks
-        )
-        payload = torch.empty(world, layout.nbytes, dtype=torch.uint8, device=source.device)
-        ops.encode(layout, [source], noise, payload)
+    def _layout(self, name: str, codec: Codec) -> Layout:
+        """One segment: neighbours in a unit's payload do not change its bytes."""
+        return Layout.build([name], [self.shard_numel(name)], [codec])
+
+    def _encoded(self, name: str, codec: Codec, source: Tensor) -> Tensor:
+        layout, ranks = self._layout(name, codec), tuple(range(self._world))
+        key = noise_key(self.config.seed, self.saved.step, 0, "weights_forward")
+        payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=source.device)
+        ops.encode(layout, [source], Noise(key, ranks, ranks), payload)
         return payload
 
     @property
@@ -104,7 +105,7 @@ class WireWeights:
 
 
 def parse_codec(text: str) -> CodecConfig:
-    """"bits=4,block_size=128,scale_dtype=bf16" → a codec; ValueError names what is wrong."""
+    """ "bits=4,block_size=128,scale_dtype=bf16" → a codec; ValueError names what is wrong."""
     import yaml
 
     pairs = [part.partition("=") for part in text.split(",")]
