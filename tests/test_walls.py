@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"launcher"},
     {"multirun", "bench", "doctor"},
     {"study"},
-    {"dashboard", "planner"},
+    {"dashboard", "planner", "evaluate"},
     {"cli"},
 ]
 TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "study", "cli"]

@@ -264,9 +264,7 @@ def _export_quantized(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.evaluate import evaluate_command
 
-    return evaluate_command(
-        args.paths, args.data, args.codec, args.tokens, args.device, args.out
-    )
+    return evaluate_command(args.paths, args.data, args.codec, args.tokens, args.device, args.out)
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
