@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab import ops
 from zpp_lab.config import CodecConfig, Config, DataConfig, EngineConfig
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import pick_device
@@ -68,9 +67,7 @@ def evaluate(
     """
     source = data or next((p for p in paths if _is_run(p)), None)
     if source is None:
-        raise ValueError(
-            "nothing here is a run: say with --data RUN whose held-out tokens to take"
-        )
+        raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")
     for path in paths:
         if not _is_run(path) and not (path / "config.json").is_file():
             raise ValueError(f"{path} is neither a run (config.yaml) nor a model (config.json)")
@@ -128,7 +125,6 @@ def _is_run(path: Path) -> bool:
 def _run_rows(path: Path, bench: _Bench, codecs: Sequence[CodecConfig]) -> list[Row]:
     config, saved = open_run(path)
     _check_tokens(path, config.data, bench)
-    ops.configure(config.ops.backend)
     wire = WireWeights(config, saved)
     kinds: list[tuple[str, Callable[[str], Tensor]]] = [
         ("master", partial(wire.source, device=bench.device))
@@ -140,7 +136,7 @@ def _run_rows(path: Path, bench: _Bench, codecs: Sequence[CodecConfig]) -> list[
         kinds.append(
             (f"nearest {codec_text(codec)}", partial(rounded.decoded, device=bench.device))
         )
-    model = _empty_model(config, saved, bench)
+    model = _empty_model(path, config, saved, bench)
     of = {"recipe": config.recipe.name, "seed": config.seed, "step": saved.step}
     rows = []
     for weights, read in kinds:
@@ -163,13 +159,13 @@ def _check_tokens(path: Path, data: DataConfig, bench: _Bench) -> None:
         )
 
 
-def _empty_model(config: Config, saved: SavedWeights, bench: _Bench) -> Any:
+def _empty_model(path: Path, config: Config, saved: SavedWeights, bench: _Bench) -> Any:
     """The run's model on the device, its weights not filled in, in train.param_dtype."""
     rows = saved.shapes.get("embed.weight", (bench.vocabulary,))[0]
     model = build_model(config.model, config.model.vocab_size or rows, "meta")
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     if shapes != saved.shapes:
-        raise ValueError(f"the checkpoint in {bench.source} is of another model than its config")
+        raise ValueError(f"the checkpoint in {path} is of another model than its config")
     materialize(model, bench.device)
     for p in model.parameters():
         p.data = p.data.to(WireWeights(config, saved).dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.fsdp_world import run_world
 from tests.export.checkpoints import gathered, heldout_losses, leave
 from tests.export.test_model import heldout_loss, llama, loaded
 from tests.models.hf_cases import settings
 from tests.runs import small
 from zpp_lab.config import Config
+from zpp_lab.evaluate import evaluate
 from zpp_lab.export import export_hf, export_quantized
 from zpp_lab.export.wire import parse_codec
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
@@ -65,7 +68,9 @@ def test_the_built_in_decoder(case: str, tmp_path: Path) -> None:
     assert (made.step, made.requantized) == (3, 0)
     want = theirs(gathered(engine), 8)
     check_model(tmp_path / "out", want)
-    if case != "two widths":  # transformers reads its first group alone when it decodes at once
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert ("takes one kind of group for all" in text) == (case == "two widths")
+    if case != "two widths":
         at_once = transformers.CompressedTensorsConfig(dequantize=True)
         check_model(tmp_path / "out", want, quantization_config=at_once)
 
@@ -125,6 +130,34 @@ def test_bf16(scale_dtype: str, tmp_path: Path) -> None:
         assert "dequantize=True" in (tmp_path / "out" / "README.md").read_text()
         with pytest.raises(ValueError, match="leave --dtype out, or use a codec with scale_dtype"):
             export_quantized(tmp_path / "run", tmp_path / "again", dtype="bf16")
+
+
+def test_several_kinds_of_groups_in_bf16(tmp_path: Path) -> None:
+    rules = "recipe.rules=[{name: '*mlp*', set: {bits: 8}}]"
+    config = llama(tmp_path, "plain", "recipe=w4", rules, "train.param_dtype=bf16")
+    want = theirs(gathered(leave(config)), 16)
+    export_quantized(tmp_path / "run", tmp_path / "out")
+    assert "after the first forward" in (tmp_path / "out" / "README.md").read_text()
+    model = loaded(tmp_path / "out")
+    model(input_ids=torch.arange(4)[None])
+    state = model.to(torch.bfloat16).state_dict()
+    assert all(torch.equal(state[n], w) for n, w in want.items())
+
+
+def trained_on_ranks(config: Config) -> float | None:
+    import torch.distributed as dist
+
+    return run(config, dist.get_rank()).get("heldout_loss")
+
+
+@pytest.mark.slow
+def test_shards_of_real_ranks(tmp_path: Path) -> None:
+    more = ["engine=fsdp", "engine.device=cpu", "cluster.nodes=1", "recipe=qsdp"]
+    config = llama(tmp_path, "grouped", *more)
+    loss = run_world(2, partial(trained_on_ranks, config), seconds=300)
+    export_quantized(tmp_path / "run", tmp_path / "out")
+    assert heldout_loss(loaded(tmp_path / "out"), config) == pytest.approx(loss, rel=1e-6)
+    assert evaluate([tmp_path / "run"])[1].heldout_loss == loss
 
 
 def test_rounding_after_training(tmp_path: Path) -> None:
@@ -224,5 +257,6 @@ def test_one_rank_can_be_rounded_too(tmp_path: Path) -> None:
     model, whole = loaded(tmp_path / "out"), loaded(tmp_path / "whole")
     tokens = torch.arange(12)[None]
     assert made.packed == 15
-    gap = (model(input_ids=tokens).logits - whole(input_ids=tokens).logits).abs().max()
+    with torch.no_grad():
+        gap = (model(input_ids=tokens).logits - whole(input_ids=tokens).logits).abs().max()
     assert 0 < float(gap) < 0.5

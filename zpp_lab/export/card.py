@@ -82,11 +82,10 @@ class Card:
             for g in self.grids
         )
         packed = len(self.packed) + len(self.requantized)
-        said = f"{packed} weights are packed ({kinds}). " if self.grids else ""
-        return (
-            f"{said}{len(self.decoded)} quantized weights are stored as they decode, in "
-            f"{self.dtype}: {', '.join(self.decoded) or 'none'}."
-        )
+        decoded = f"stored as decoded, in {self.dtype}: {', '.join(self.decoded) or 'none'}"
+        if not self.grids:
+            return f"Quantized weights {decoded}."
+        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}."
 
     def _changes(self) -> list[str]:
         found = []
@@ -108,16 +107,28 @@ class Card:
             "```python\nfrom transformers import AutoModelForCausalLM\n\nmodel = "
             "AutoModelForCausalLM.from_pretrained(FOLDER)\n```"
         )
-        if self.grids:
-            said += "\n\nThis needs `pip install compressed-tensors`; the weights are unpacked by "
-            said += "the first forward."
-        if self.grids and self.config.train.param_dtype == "bf16" and self.dtype == "fp32":
-            said += (
-                " It computes in fp32. The model was trained in bf16, with each weight rounded to "
-                "bf16 after decoding; so loads `from_pretrained(FOLDER, dtype=torch.bfloat16, "
-                "quantization_config=CompressedTensorsConfig(dequantize=True))`."
-            )
+        if not self.grids:
+            return said
+        said += "\n\nThis needs `pip install compressed-tensors`; the weights are unpacked by "
+        said += "the first forward."
+        if len(self.grids) > 1:
+            said += " `dequantize=True` takes one kind of group for all and fails."
+        if self.config.train.param_dtype == "bf16" and self.dtype == "fp32":
+            said += f" It computes in fp32. {_IN_BF16[len(self.grids) > 1]}"
         return said
+
+
+_IN_BF16 = {
+    False: (
+        "The model was trained in bf16, each weight rounded to it after decoding, and so loads "
+        "`from_pretrained(FOLDER, dtype=torch.bfloat16, "
+        "quantization_config=CompressedTensorsConfig(dequantize=True))`."
+    ),
+    True: (
+        "The model was trained in bf16, each weight rounded to it after decoding: "
+        "`model.to(torch.bfloat16)` after the first forward does so."
+    ),
+}
 
 
 def _versions() -> Iterator[tuple[str, str]]:
