@@ -31,7 +31,7 @@ from zpp_lab.files import write_atomic
 from zpp_lab.heldout import Heldout, open_heldout
 from zpp_lab.models import build_model
 from zpp_lab.models.start import Start, fill, materialize, whole
-from zpp_lab.study.table import text_table
+from zpp_lab.text import text_table
 from zpp_lab.tracking.folder import CONFIG
 
 

@@ -4,7 +4,7 @@
 
 Each arm's folder holds its weights as the wire brings them. Beside it stands the baseline of the
 same seed, rounded to nearest with the same codec after training. transformers measures both.
-OUT/results.csv: a row a seed and model. OUT/table.md: differences, paired by seed.
+OUT/results.csv has a row for each seed and model; table.py makes a table of it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zpp_lab.config import CodecConfig, StudyConfig
 from zpp_lab.evaluate import Row, evaluate
 from zpp_lab.export import export_quantized
 from zpp_lab.export.model import open_run
+from zpp_lab.export.packed import compressed_tensors
 from zpp_lab.export.wire import codec_text
 from zpp_lab.recipe import Recipe
-from zpp_lab.study.stats import t_interval
 
 COLUMNS = ["seed", "model", "of", "codec", "measured_by", "heldout_loss", "perplexity", "bytes"]
 Record = dict[str, Any]
@@ -36,17 +36,23 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", help="in place of the study's")
+    parser.add_argument(
+        "--no-folders", action="store_true", help="measure by zpp_lab alone, without transformers"
+    )
     args = parser.parse_args()
+    if not args.no_folders:
+        import transformers  # noqa: F401  # what is missing is said before anything is trained
+
+        compressed_tensors()
     study = load_study(str(args.study), {}, [])
     seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else study.seeds
     records: list[Record] = []
     for seed in seeds:
-        records += one_seed(args.study, study, seed, args.out)
-        write(args.out, study, records)
-    print((args.out / "table.md").read_text())
+        records += one_seed(args.study, study, seed, args.out, not args.no_folders)
+        _write(args.out / "results.csv", records)
 
 
-def one_seed(file: Path, study: StudyConfig, seed: int, out: Path) -> list[Record]:
+def one_seed(file: Path, study: StudyConfig, seed: int, out: Path, folders: bool) -> list[Record]:
     """Every model of one seed; a seed that was measured before is read from its own file."""
     part = out / f"seed{seed}.csv"
     if part.is_file():
@@ -56,7 +62,7 @@ def one_seed(file: Path, study: StudyConfig, seed: int, out: Path) -> list[Recor
     words = ["study", str(file), "--dir", str(runs), "--seeds", str(seed), "--jobs", "1"]
     subprocess.run([sys.executable, "-m", "zpp_lab.cli", *words], check=True)
     where = {arm.name: runs / arm.name / f"seed{seed}" for arm in study.arms}
-    found = list(measured(study, seed, where, out / "exports"))
+    found = list(measured(study, seed, where, out / "exports" if folders else None))
     _write(part, found)
     for folder in where.values():
         shutil.rmtree(folder / "checkpoints")
@@ -64,7 +70,7 @@ def one_seed(file: Path, study: StudyConfig, seed: int, out: Path) -> list[Recor
 
 
 def measured(
-    study: StudyConfig, seed: int, where: dict[str, Path], exports: Path
+    study: StudyConfig, seed: int, where: dict[str, Path], exports: Path | None
 ) -> Iterator[Record]:
     """The baseline unquantized; then of each arm its masters, its wire and its folder, and the
     baseline rounded with the arm's codec, by us and as a folder."""
@@ -77,11 +83,13 @@ def measured(
         master, wire = evaluate([run], data=base)
         yield _record(seed, f"{name} masters", name, "", master)
         yield _record(seed, name, name, text, wire)
-        yield _folder(seed, name, name, text, run, None, base, exports)
+        if exports:
+            yield _folder(seed, name, name, text, run, None, base, exports)
         rounded = evaluate([base], codecs=[codec])[-1]
         title = f"{study.baseline} rounded as {name}"
         yield _record(seed, title, study.baseline, text, rounded)
-        yield _folder(seed, title, study.baseline, text, base, codec, base, exports)
+        if exports:
+            yield _folder(seed, title, study.baseline, text, base, codec, base, exports)
 
 
 def wire_codec(run: Path) -> CodecConfig:
@@ -112,55 +120,12 @@ def _record(seed: int, model: str, of: str, codec: str, row: Row, nbytes: int | 
     return dict(zip(COLUMNS, values, strict=True))
 
 
-# ---------------------------------------------------------------------- what it shows
-
-
-def write(out: Path, study: StudyConfig, records: list[Record]) -> None:
-    _write(out / "results.csv", records)
-    (out / "table.md").write_text("\n".join(table(study, records)) + "\n")
-
-
 def _write(path: Path, records: list[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
-
-
-def table(study: StudyConfig, records: list[Record]) -> list[str]:
-    """Mean held-out losses in nats, and differences paired by seed with 95 % intervals."""
-    base = _losses(records, study.baseline, "zpp_lab")
-    yielded = [
-        f"{study.baseline}, not quantized: {_mean(base):.4f} nats over {len(base)} seeds.",
-        "",
-        "| Codec of | Trained with it, exported | Rounded after training, exported | Trained with "
-        f"it − {study.baseline} | Rounded − {study.baseline} | Trained with it − rounded |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for arm in (a.name for a in study.arms if a.name != study.baseline):
-        trained = _losses(records, arm, "transformers")
-        rounded = _losses(records, f"{study.baseline} rounded as {arm}", "transformers")
-        gaps = (_gap(trained, base), _gap(rounded, base), _gap(trained, rounded))
-        cells = [arm, f"{_mean(trained):.4f}", f"{_mean(rounded):.4f}", *gaps]
-        yielded.append(f"| {' | '.join(cells)} |")
-    return yielded
-
-
-def _losses(records: list[Record], model: str, by: str) -> dict[int, float]:
-    chosen = [r for r in records if r["model"] == model and r["measured_by"] == by]
-    return {int(r["seed"]): float(r["heldout_loss"]) for r in chosen}
-
-
-def _mean(losses: dict[int, float]) -> float:
-    return sum(losses.values()) / len(losses)
-
-
-def _gap(a: dict[int, float], b: dict[int, float]) -> str:
-    gaps = [a[seed] - b[seed] for seed in a]
-    mean = sum(gaps) / len(gaps)
-    half = f" ± {t_interval(gaps, 0.95)[1] - mean:.4f}" if len(gaps) > 1 else ""
-    return f"{mean:+.4f}{half}"
 
 
 if __name__ == "__main__":
