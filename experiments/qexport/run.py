@@ -60,13 +60,24 @@ def one_seed(file: Path, study: StudyConfig, seed: int, out: Path, folders: bool
             return list(csv.DictReader(lines))
     runs = out / f"runs-seed{seed}"
     words = ["study", str(file), "--dir", str(runs), "--seeds", str(seed), "--jobs", "1"]
-    subprocess.run([sys.executable, "-m", "zpp_lab.cli", *words], check=True)
-    where = {arm.name: runs / arm.name / f"seed{seed}" for arm in study.arms}
+    subprocess.run([sys.executable, "-m", "zpp_lab.cli", *words], check=False)
+    where = finished(study, {arm.name: runs / arm.name / f"seed{seed}" for arm in study.arms})
     found = list(measured(study, seed, where, out / "exports" if folders else None))
     _write(part, found)
     for folder in where.values():
         shutil.rmtree(folder / "checkpoints")
     return found
+
+
+def finished(study: StudyConfig, where: dict[str, Path]) -> dict[str, Path]:
+    """The runs that ended well; those that diverged are named and left out."""
+    ended = {name: run for name, run in where.items() if (run / "summary.json").is_file()}
+    open_still = [n for n in where if n not in ended and not (where[n] / "failure.json").is_file()]
+    if open_still or study.baseline not in ended:
+        sys.exit(f"not finished: {', '.join(open_still) or study.baseline}; run this again")
+    for name in sorted(set(where) - set(ended)):
+        print(f"{name} failed and is left out: see {where[name]}/failure.json", file=sys.stderr)
+    return ended
 
 
 def measured(
