@@ -81,6 +81,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
+    out.add_argument(
+        "--quantized", action="store_true", help="hf: as the weights' wire brings them, packed"
+    )
+    out.add_argument("--codec", help="quantized: round afterwards, such as bits=4,block_size=128")
+    out.add_argument("--group-size", type=int, help="quantized: elements that share a scale")
+    unfit = out.add_mutually_exclusive_group()
+    unfit.add_argument(
+        "--requantize", action="store_true", help="quantized: round anew what does not fit"
+    )
+    unfit.add_argument("--dense", action="store_true", help="quantized: decode what does not fit")
+    tests = add("evaluate", "held-out loss and perplexity of runs and of folders", _evaluate)
+    tests.add_argument("paths", type=Path, nargs="+", help="runs, and folders for transformers")
+    tests.add_argument("--data", type=Path, help="the run whose held-out tokens to take")
+    tests.add_argument("--codec", action="append", default=[], help="runs: rounded with it too")
+    tests.add_argument("--tokens", type=int, help="held-out tokens (default: as the run has them)")
+    tests.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    tests.add_argument("--out", type=Path, help="write a .csv or .json file too")
     plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan)
     plan.add_argument(
         "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
@@ -205,9 +222,9 @@ def _compare(args: argparse.Namespace, _: list[str]) -> int:
 
 def _export(args: argparse.Namespace, _: list[str]) -> int:
     if args.to == "hf":
-        return _export_hf(args)
-    if args.dtype:
-        raise ValueError("--dtype is for --to hf")
+        return _export_quantized(args) if args.quantized else _export_hf(args)
+    if args.dtype or args.quantized:
+        raise ValueError(f"--{'dtype' if args.dtype else 'quantized'} is for --to hf")
     from zpp_lab.study.export import export
 
     print(f"{export(args.dir, args.out, args.steps)} rows: {args.out}")
@@ -217,11 +234,41 @@ def _export(args: argparse.Namespace, _: list[str]) -> int:
 def _export_hf(args: argparse.Namespace) -> int:
     if args.steps:
         raise ValueError("--steps is for --to table")
+    for name in ("codec", "group_size", "requantize", "dense"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for --quantized")
     from zpp_lab.export import export_hf
 
     made = export_hf(args.dir, args.out, args.dtype or "fp32")
     print(f"step {made.step}: {made.tensors} tensors, {made.nbytes:,} bytes: {args.out}")
     return 0
+
+
+def _export_quantized(args: argparse.Namespace) -> int:
+    if args.steps:
+        raise ValueError("--steps is for --to table")
+    from zpp_lab.export import export_quantized
+    from zpp_lab.export.wire import parse_codec
+
+    made = export_quantized(
+        args.dir,
+        args.out,
+        codec=parse_codec(args.codec) if args.codec else None,
+        unfit="requantize" if args.requantize else "dense" if args.dense else "refuse",
+        group=args.group_size,
+        dtype=args.dtype,
+    )
+    print(
+        f"step {made.step}: {made.packed} weights packed ({made.requantized} of them rounded "
+        f"anew), {made.decoded} stored as they decode; {made.nbytes:,} bytes: {args.out}"
+    )
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.evaluate import evaluate_command
+
+    return evaluate_command(args.paths, args.data, args.codec, args.tokens, args.device, args.out)
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:

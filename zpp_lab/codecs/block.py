@@ -199,17 +199,24 @@ class BlockCodec(CodecBase):
         both = used.to(torch.float32).view(-1, blocks, each)
         return both[..., :1], both[..., -1:]
 
-    def _dequantize(self, payload: Tensor, numel: int) -> Tensor:
-        """uint8 [R, nbytes(numel)] → fp32 [R, coded_numel(numel)], still rotated."""
+    def levels_and_scales(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """uint8 [R, nbytes(numel)] → levels q fp32 [R, blocks, B] (0 past the end), s and z fp32
+        [R, blocks, 1]. With a rotation they are those of the rotated row."""
         coded, blocks = self.coded_numel(numel), self.nblocks(numel)
-        if not coded:
-            return torch.zeros(payload.shape[0], 0, device=payload.device)
         split = packed_bytes(coded, self.bits)
         codes = unpack(payload[:, :split], coded, self.bits).to(torch.float32)
         scale, zero = self._read_scales(payload[:, split:], blocks)
         fill = blocks * self.block_size - coded
         q = torch.nn.functional.pad(codes - self.offset, (0, fill))
-        x = q.view(q.shape[0], blocks, self.block_size) * scale
+        return q.view(q.shape[0], blocks, self.block_size), scale, zero
+
+    def _dequantize(self, payload: Tensor, numel: int) -> Tensor:
+        """uint8 [R, nbytes(numel)] → fp32 [R, coded_numel(numel)], still rotated."""
+        coded = self.coded_numel(numel)
+        if not coded:
+            return torch.zeros(payload.shape[0], 0, device=payload.device)
+        q, scale, zero = self.levels_and_scales(payload, numel)
+        x = q * scale
         if not self.symmetric:
             x = x + zero
         return x.flatten(1)[:, :coded]

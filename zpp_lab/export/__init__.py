@@ -1,5 +1,6 @@
-"""A run's newest weights as a folder that transformers loads."""
+"""A run's newest weights as a folder that transformers loads, whole or quantized."""
 
 from zpp_lab.export.model import export_hf
+from zpp_lab.export.quantized import export_quantized
 
-__all__ = ["export_hf"]
+__all__ = ["export_hf", "export_quantized"]

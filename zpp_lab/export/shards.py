@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,21 +19,22 @@ def write_safetensors(
     folder: Path,
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
     limit: int = LIMIT,
 ) -> int:
-    """Write every tensor of `shapes` as `dtype`; returns their bytes.
+    """Write every tensor of `shapes` as `dtype`, or each as its own; returns their bytes.
 
     One file, or several with an index when all take more than `limit`; a tensor is never cut.
     `read` gives one whole tensor. ValueError for numbers that `dtype` cannot hold.
     """
-    sizes = {n: math.prod(shape) * dtype.itemsize for n, shape in shapes.items()}
+    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
+    sizes = {n: math.prod(shape) * dtypes[n].itemsize for n, shape in shapes.items()}
     files = cut(sizes, limit)
     where: dict[str, str] = {}
     for i, names in enumerate(files, 1):
         one = len(files) == 1
         file = "model.safetensors" if one else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        _write(folder / file, names, read, dtype)
+        _write(folder / file, names, read, dtypes)
         where |= dict.fromkeys(names, file)
     total = sum(sizes.values())
     if len(files) > 1:
@@ -42,10 +43,15 @@ def write_safetensors(
     return total
 
 
-def _write(path: Path, names: list[str], read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
+def _write(
+    path: Path,
+    names: list[str],
+    read: Callable[[str], Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
     from safetensors.torch import save_file
 
-    part = {n: _as(read(n), dtype, n) for n in names}
+    part = {n: _as(read(n), dtypes[n], n) for n in names}
     path.touch()
     mode = path.stat().st_mode
     save_file(part, path, metadata={"format": "pt"})

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from zpp_lab.files import write_atomic
 from zpp_lab.study.compare import Comparison, columns, difference_rows, rows
-from zpp_lab.study.table import markdown_table, text_table
+from zpp_lab.study.table import markdown_table
+from zpp_lab.text import text_table
 
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;margin:2rem;max-width:90rem}"

@@ -11,6 +11,7 @@ from zpp_lab.config import WIRES
 from zpp_lab.study.looks import look_sizes
 from zpp_lab.study.runs import Run
 from zpp_lab.study.verdict import ArmResult, StudyResult
+from zpp_lab.text import text_table
 
 _HOPS = ("intra", "inter")
 _FIELDS = (
@@ -132,20 +133,6 @@ def console_table(result: StudyResult) -> str:
     """The verdict table for a terminal, with the rule below it."""
     rows = [list(row.values()) for row in verdict_rows(result)]
     return f"{text_table(COLUMNS, rows, left=2)}\n\n{margin_line(result)}"
-
-
-def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table for a terminal; the first `left` columns are words, the others numbers."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    lines = [columns, ["─" * width for width in widths], *rows]
-    return "\n".join("  ".join(_align(line, widths, left)).rstrip() for line in lines)
-
-
-def _align(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
-    return [
-        cell.ljust(width) if i < left else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
 
 
 def margin_line(result: StudyResult) -> str:

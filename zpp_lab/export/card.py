@@ -1,0 +1,142 @@
+"""What a quantized folder says of itself: README.md for people, zpp_lab.json for programs.
+
+Whoever finds the folder must see whether its numbers are those that training computed with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.config import CodecConfig, Config
+from zpp_lab.export.packed import Grid
+from zpp_lab.export.wire import codec_text
+
+RECORD = "zpp_lab.json"
+
+
+@dataclass(frozen=True)
+class Card:
+    """Facts of one folder; names of tensors are the folder's."""
+
+    config: Config
+    step: int
+    codec: CodecConfig | None  # of rounding after training; None: as the wire brings them
+    dtype: str
+    grids: list[Grid]
+    packed: list[str]
+    requantized: list[str]
+    decoded: list[str]
+    stochastic: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is one that the model computed with in training."""
+        return self.codec is None and not self.requantized and self._keeps_the_rest
+
+    @property
+    def _keeps_the_rest(self) -> bool:
+        return self.dtype == "fp32" or self.dtype == self.config.train.param_dtype
+
+    def record(self) -> dict[str, Any]:
+        recipe = self.config.recipe.name
+        return {
+            "run": {"recipe": recipe, "seed": self.config.seed, "step": self.step},
+            "weights": "wire" if self.codec is None else "nearest",
+            "codec": None if self.codec is None else codec_text(self.codec),
+            "exact": self.exact,
+            "dtype": self.dtype,
+            "computed_in": self.config.train.param_dtype,
+            "groups": [grid.scheme([])["weights"] for grid in self.grids],
+            "packed": self.packed,
+            "requantized": self.requantized,
+            "decoded": self.decoded,
+            "versions": dict(_versions()),
+        }
+
+    def text(self) -> str:
+        made = [self._origin(), self._storage(), *self._changes(), self._loading()]
+        return "\n\n".join(["---\nlibrary_name: transformers\n---", *made]) + "\n"
+
+    def _origin(self) -> str:
+        of = f"recipe `{self.config.recipe.name}`, seed {self.config.seed}, step {self.step}"
+        if self.codec is not None:
+            return (
+                f"# Weights rounded after training\n\nThe master weights of {of}, rounded to "
+                f"nearest with `{codec_text(self.codec)}`."
+            )
+        drawn = " Its rounding is random; this is the draw of that step's evaluation."
+        return (
+            f"# Weights as training used them\n\nThe weights of {of}, as the all-gather before "
+            f"the forward brings them to a rank.{drawn if self.stochastic else ''}"
+        )
+
+    def _storage(self) -> str:
+        kinds = ", ".join(
+            f"{g.bits} bits{'' if g.symmetric else ' with zero points'} in groups of {g.group}"
+            for g in self.grids
+        )
+        packed = len(self.packed) + len(self.requantized)
+        decoded = f"stored as decoded, in {self.dtype}: {', '.join(self.decoded) or 'none'}"
+        if not self.grids:
+            return f"Quantized weights {decoded}."
+        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}."
+
+    def _changes(self) -> list[str]:
+        found = []
+        if self.requantized:
+            found.append(
+                "**Not the numbers of training.** The format cannot hold the codec of "
+                f"{len(self.requantized)} weights ({self.requantized[0]}, ...): their master "
+                "weights were rounded to nearest on its own grid with as many bits."
+            )
+        if not self._keeps_the_rest:
+            found.append(
+                f"What is not packed was rounded to {self.dtype}; the model was trained in "
+                f"{self.config.train.param_dtype}."
+            )
+        return found
+
+    def _loading(self) -> str:
+        said = (
+            "```python\nfrom transformers import AutoModelForCausalLM\n\nmodel = "
+            "AutoModelForCausalLM.from_pretrained(FOLDER)\n```"
+        )
+        if not self.grids:
+            return said
+        said += "\n\nThis needs `pip install compressed-tensors`; the weights are unpacked by "
+        said += "the first forward."
+        if len(self.grids) > 1:
+            said += " `dequantize=True` takes one kind of group for all and fails."
+        if self.config.train.param_dtype == "bf16" and self.dtype == "fp32":
+            said += f" It computes in fp32. {_IN_BF16[len(self.grids) > 1]}"
+        return said
+
+
+_IN_BF16 = {
+    False: (
+        "The model was trained in bf16, each weight rounded to it after decoding, and so loads "
+        "`from_pretrained(FOLDER, dtype=torch.bfloat16, "
+        "quantization_config=CompressedTensorsConfig(dequantize=True))`."
+    ),
+    True: (
+        "The model was trained in bf16, each weight rounded to it after decoding: "
+        "`model.to(torch.bfloat16)` after the first forward does so."
+    ),
+}
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in ("zpp_lab", "torch", "transformers", "compressed-tensors"):
+        with suppress(PackageNotFoundError):
+            yield package, version(package)
+
+
+def write_card(folder: Path, card: Card) -> None:
+    (folder / RECORD).write_text(json.dumps(card.record(), indent=1) + "\n")
+    (folder / "README.md").write_text(card.text())
