@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from zpp_lab.record_config import RecordConfig
+
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
@@ -176,6 +178,7 @@ class ModelConfig:
     name: Literal["llama", "hf"] = "llama"
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
+    start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
@@ -211,6 +214,10 @@ class ModelConfig:
             self.weights == "random" or bool(self.path),
             "model.weights=pretrained needs model.path, a folder with safetensors",
         )
+        _need(
+            not self.start or self.weights == "random",
+            "model.start and model.weights=pretrained are two starts: set one of them",
+        )
         _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         _need(
             self.name != "hf" or self.loss_chunk == 0,
@@ -235,8 +242,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    name: Literal["stdlib", "installation", "text", "hf"] = "stdlib"
+    name: Literal["stdlib", "installation", "text", "jsonl", "hf"] = "stdlib"
     path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
+    suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
+    mask_prompt: bool = True  # jsonl: the loss counts completions only
+    records: RecordConfig = field(default_factory=RecordConfig)  # jsonl
     subset: str | None = None  # of an `hf` dataset
     split: str = "train"  # of an `hf` dataset
     column: str = "text"  # where a row of an `hf` dataset keeps its text
@@ -253,6 +263,10 @@ class DataConfig:
         _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
+        _need(
+            all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
+            f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
+        )
         _need(
             self.name in ("stdlib", "installation") or bool(self.path),
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
@@ -292,7 +306,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_tokens: int = 32768
     checkpoint_every: int = 100  # 0 saves at the end only
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # 0: none once the run has finished
     diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
     diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
 
@@ -308,7 +322,7 @@ class TrainConfig:
             "diverge_above",
         ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
-        _need(self.keep_checkpoints >= 1, "train.keep_checkpoints: use 1 or more")
+        _need(self.keep_checkpoints >= 0, "train.keep_checkpoints: use 0 or more")
         _need(self.diverge_steps >= 1, "train.diverge_steps: use 1 or more")
         for key in ("beta1", "beta2"):
             _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.dcp import damage, read_tensor, saved_names, saved_step
+from zpp_lab.dcp import RowReader, damage, read_tensor, saved_names, saved_step
 
 _PREFIX = "weights."
 
@@ -24,6 +24,11 @@ class SavedWeights(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A whole weight on the CPU, fp32."""
+        ...
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a weight on the CPU, fp32; others are not kept, nor whole ones
+        read."""
         ...
 
 
@@ -39,6 +44,9 @@ class OneFile:
     def read(self, name: str) -> Tensor:
         return self.weights[name]
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.weights[name][first:last]
+
 
 class Shards:
     """A checkpoint of the fsdp engine: a folder with each rank's shards."""
@@ -47,9 +55,34 @@ class Shards:
         self.path, self.step = path, saved_step(path)
         names = {n: s for n, s in saved_names(path).items() if n.startswith(_PREFIX)}
         self.shapes = {n.removeprefix(_PREFIX): tuple(s) for n, s in names.items()}
+        self.reader = RowReader(path)
 
     def read(self, name: str) -> Tensor:
         return read_tensor(self.path, _PREFIX + name, self.shapes[name])
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.reader.rows(_PREFIX + name, first, last)
+
+
+def open_saved(path: Path) -> SavedWeights:
+    """The weights of a checkpoint, or of the newest whole one of a run's folder.
+
+    ValueError when `path` is neither, or the checkpoint is damaged.
+    """
+    if (path / "checkpoints").is_dir():
+        return newest(path)
+    if not path.exists() or not path.name.startswith("step-"):
+        raise ValueError(
+            f"{path} is no run's folder with checkpoints, and no checkpoint (step-…) of one"
+        )
+    return _open(path)
+
+
+def _open(path: Path) -> SavedWeights:
+    fault = damage(path) if path.is_dir() else _file_damage(path)
+    if fault is not None:
+        raise ValueError(f"checkpoint {path} is damaged ({fault}); use another one")
+    return Shards(path) if path.is_dir() else OneFile(path)
 
 
 def newest(run: Path) -> SavedWeights:
