@@ -8,16 +8,15 @@ and the valid choices.
 
 from __future__ import annotations
 
-import difflib
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import field, fields, is_dataclass
+from dataclasses import field, fields
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from zpp_lab.config_load import load as load
+from zpp_lab.config_load import unknown_key as unknown_key
+from zpp_lab.config_load import valid_names as valid_names
 from zpp_lab.record_config import RecordConfig
 
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
@@ -390,6 +389,17 @@ class ArmConfig:
     role: Role = "arm"
     against: str | None = None  # the arm that this one is paired with; None: the study's baseline
     factors: dict[str, Level] = field(default_factory=dict)  # what this arm's place in a grid is
+    start: str | None = None  # the prepared run it starts from; None: the study's only one
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PrepareConfig:
+    """A run before the arms of a study, which start from its weights. It takes the study's own
+    overrides and then these."""
+
+    name: str
+    overrides: list[str] = field(default_factory=list)
+    seed: int = 1
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -401,6 +411,7 @@ class StudyConfig:
     arms: list[ArmConfig]
     seeds: list[int]
     overrides: list[str] = field(default_factory=list)  # for every arm
+    prepare: list[PrepareConfig] = field(default_factory=list)  # runs before the arms
     baseline: str = "zero3"
     margin: float = 0.0025  # of the baseline's held-out loss
     confidence: float = 0.95
@@ -425,6 +436,18 @@ class StudyConfig:
             _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
         _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
         self._check_pairs()
+        self._check_starts()
+
+    def _check_starts(self) -> None:
+        known = [one.name for one in self.prepare]
+        _need(len(set(known)) == len(known), f"study {self.name}: two prepared runs of one name")
+        for arm in self.arms:
+            _need(arm.name != "prepare", f"study {self.name}: no arm can be called prepare")
+            _need(
+                arm.start in known or (arm.start is None and len(known) < 2),
+                f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "
+                f"there are: {', '.join(known) or 'none'}",
+            )
 
     def _check_pairs(self) -> None:
         bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
@@ -434,51 +457,3 @@ class StudyConfig:
                 f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
                 f"baseline; there are: {', '.join(sorted(bases))}",
             )
-
-
-T = typing.TypeVar("T")
-
-
-def load(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
-    try:
-        return TypeAdapter(cls).validate_python(dict(values))
-    except ValidationError as error:
-        raise ValueError("\n".join(_explain(cls, e) for e in error.errors())) from None
-
-
-def _explain(cls: type, error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "unexpected_keyword_argument":
-        return unknown_key(cls, place)
-    if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
-        return str(error["ctx"]["error"])
-    return f"{place}={error['input']!r}: {error['msg']}"
-
-
-def unknown_key(cls: type, place: str) -> str:
-    """The message for a dotted key that `cls` does not have."""
-    *parents, key = place.split(".")
-    while parents and not valid_names(cls, parents):  # the group itself is unknown
-        *parents, key = parents
-    valid = sorted(valid_names(cls, parents))
-    near = difflib.get_close_matches(key, valid, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    where = ".".join(parents) or "the top level"
-    return f"{place}: no such setting.{hint} Valid names in {where}: {', '.join(valid)}"
-
-
-def valid_names(cls: Any, path: list[str]) -> list[str]:
-    """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
-    for part in path:
-        if part.isdigit():
-            continue
-        hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
-        cls = _dataclass_in(hints.get(part))
-    return [f.name for f in fields(cls)] if is_dataclass(cls) else []
-
-
-def _dataclass_in(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
-        return next((a for a in get_args(hint) if is_dataclass(a)), None)
-    return hint
