@@ -165,6 +165,16 @@ def damage(path: Path, rank: int = 0, world: int = 1) -> str | None:
     return None
 
 
+def wrong_size(path: Path) -> str | None:
+    """Which file of a checkpoint is missing or of another size; None: none is."""
+    try:
+        files = json.loads((path / MARKER).read_text())["files"]
+        wrong = [name for name, (size, _) in files.items() if (path / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MARKER}: {error}"
+    return f"{wrong[0]}: not as many bytes as were written" if wrong else None
+
+
 def saved_step(path: Path) -> int:
     return int(json.loads((path / MARKER).read_text())["step"])
 
