@@ -19,7 +19,7 @@ from tests.models.hf_cases import CASES as FAMILIES
 from tests.models.hf_cases import settings
 from zpp_lab.config import Config, ModelConfig
 from zpp_lab.engines.build import build_engine
-from zpp_lab.engines.losses import counted
+from zpp_lab.engines.losses import counted, token_losses
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import IGNORED
 
@@ -81,6 +81,24 @@ def test_engines_agree_to_the_bit(tmp_path: Path) -> None:
     assert run_world(WORLD, compared, str(tmp_path)) == dict.fromkeys([*CASES, *FAMILIES], "")
 
 
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_a_replayed_pass_sees_each_batchs_mask(chunk: int, device: str) -> None:
+    """Three steps of masks from a graph and lanes, against plain calls."""
+    said = []
+    for how in ({"graph": False}, {"graph": True, "lanes": 2}):
+        config = configured("zeropp_last", 1, WORLD, **{"device": device, **how, "name": "virtual"})
+        config = replace(config, model=replace(SMALL, loss_chunk=chunk))
+        engine = build_engine(config, VOCAB, torch.device(device))
+        done = [engine.step(s, 1e-2, partial(batches, s, 3), telemetry=False) for s in range(3)]
+        held = engine.token_losses(3, [masked(9, i, 0) for i in range(5)], wire=True).tolist()
+        said.append(([(r.loss, r.grad_norm) for r in done], held))
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_the_step_is_the_mean_over_its_counted_tokens(chunk: int) -> None:
     """Not a mean of means: one plain pass over all counted tokens has this loss and gradient."""
@@ -107,7 +125,6 @@ def test_the_step_is_the_mean_over_its_counted_tokens(chunk: int) -> None:
 def test_held_out_losses_are_those_of_counted_targets() -> None:
     for model in (SMALL, replace(SMALL, loss_chunk=5)):
         made = build_model(model, VOCAB, seed=1)
-        from zpp_lab.engines.losses import token_losses
 
         x, y = masked(0, 0, 0)
         whole = token_losses(made, *batch(0, 0, 0))
