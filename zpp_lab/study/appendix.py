@@ -73,9 +73,7 @@ class Appendix:
         if self._standard is None:
             self._standard = flat_config(compose([]))
         keys = [k for k in differing(self._flat[name], self._standard) if k != "seed"]
-        group = "data.name"  # its file has the settings that others lack
-        changed = [f"data={_hydra(self._flat[name].get(group))}"] if group in keys else []
-        changed += [f"{k}={_hydra(self._flat[name].get(k))}" for k in keys if k != group]
+        changed = [f"{key}={_hydra(self._flat[name].get(key))}" for key in keys]
         return [*changed, f"seed={run.seed}"]
 
 
