@@ -13,16 +13,19 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
+    {"record_config", "config_load"},
     {"config", "paths", "files", "numerics", "text"},
-    {"factors"},
-    {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "data"},
+    {"factors", "dcp"},
+    {"saved"},
+    {"compose", "place", "runconfig", "machine", "activations", "codecs", "models"},
+    {"data"},
     {"layout"},
     {"ops"},
     {"recipe", "optim", "divergence"},
-    {"collectives", "dcp", "pulse"},
+    {"collectives", "pulse"},
     {"plan"},
     {"engines"},
-    {"tracking", "checkpoint", "heldout", "memory"},
+    {"tracking", "checkpoint", "heldout", "memory", "rundata"},
     {"trainer", "api", "export"},
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},

@@ -136,7 +136,10 @@ def _train(_: argparse.Namespace, overrides: list[str]) -> int:
         print(f"zpp-lab train: {error}", file=sys.stderr)
         return 1
     if summary:  # rank 0, when somebody else started the ranks
-        print(f"held-out loss {summary['heldout_loss']:.4f} after {summary['steps']} steps")
+        loss = f"held-out loss {summary['heldout_loss']:.4f}"
+        if "perplexity" in summary:  # runs of older versions have none
+            loss += f", perplexity {summary['perplexity']:.4g},"
+        print(f"{loss} after {summary['steps']} steps")
     leave()
     return 0
 
@@ -169,7 +172,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
 
         return int(bool(dry_run(study, root, args.jobs or 0).faults))
     outcome = run_study(study, root, args.jobs or 0, retry=args.retry, launcher=args.launcher)
-    if not outcome.unfinished:
+    if not outcome.unfinished and not outcome.waiting:
         _finish(root, study)
     return outcome.exit_code
 

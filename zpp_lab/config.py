@@ -8,15 +8,16 @@ and the valid choices.
 
 from __future__ import annotations
 
-import difflib
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import field, fields, is_dataclass
+from dataclasses import field, fields
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
+
+from zpp_lab.config_load import load as load
+from zpp_lab.config_load import unknown_key as unknown_key
+from zpp_lab.config_load import valid_names as valid_names
+from zpp_lab.record_config import RecordConfig
 
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
@@ -176,6 +177,7 @@ class ModelConfig:
     name: Literal["llama", "hf"] = "llama"
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
+    start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
@@ -211,6 +213,10 @@ class ModelConfig:
             self.weights == "random" or bool(self.path),
             "model.weights=pretrained needs model.path, a folder with safetensors",
         )
+        _need(
+            not self.start or self.weights == "random",
+            "model.start and model.weights=pretrained are two starts: set one of them",
+        )
         _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         _need(
             self.name != "hf" or self.loss_chunk == 0,
@@ -235,8 +241,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    name: Literal["stdlib", "installation", "text", "hf"] = "stdlib"
+    name: Literal["stdlib", "installation", "text", "jsonl", "hf"] = "stdlib"
     path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
+    suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
+    mask_prompt: bool = True  # jsonl: the loss counts completions only
+    records: RecordConfig = field(default_factory=RecordConfig)  # jsonl
     subset: str | None = None  # of an `hf` dataset
     split: str = "train"  # of an `hf` dataset
     column: str = "text"  # where a row of an `hf` dataset keeps its text
@@ -253,6 +262,10 @@ class DataConfig:
         _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
+        _need(
+            all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
+            f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
+        )
         _need(
             self.name in ("stdlib", "installation") or bool(self.path),
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
@@ -292,7 +305,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_tokens: int = 32768
     checkpoint_every: int = 100  # 0 saves at the end only
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # 0: none once the run has finished
     diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
     diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
 
@@ -308,7 +321,7 @@ class TrainConfig:
             "diverge_above",
         ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
-        _need(self.keep_checkpoints >= 1, "train.keep_checkpoints: use 1 or more")
+        _need(self.keep_checkpoints >= 0, "train.keep_checkpoints: use 0 or more")
         _need(self.diverge_steps >= 1, "train.diverge_steps: use 1 or more")
         for key in ("beta1", "beta2"):
             _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")
@@ -376,6 +389,17 @@ class ArmConfig:
     role: Role = "arm"
     against: str | None = None  # the arm that this one is paired with; None: the study's baseline
     factors: dict[str, Level] = field(default_factory=dict)  # what this arm's place in a grid is
+    start: str | None = None  # the prepared run it starts from; None: the study's only one
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PrepareConfig:
+    """A run before the arms of a study, which start from its weights. It takes the study's own
+    overrides and then these."""
+
+    name: str
+    overrides: list[str] = field(default_factory=list)
+    seed: int = 1
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -387,6 +411,7 @@ class StudyConfig:
     arms: list[ArmConfig]
     seeds: list[int]
     overrides: list[str] = field(default_factory=list)  # for every arm
+    prepare: list[PrepareConfig] = field(default_factory=list)  # runs before the arms
     baseline: str = "zero3"
     margin: float = 0.0025  # of the baseline's held-out loss
     confidence: float = 0.95
@@ -411,6 +436,18 @@ class StudyConfig:
             _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
         _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
         self._check_pairs()
+        self._check_starts()
+
+    def _check_starts(self) -> None:
+        known = [one.name for one in self.prepare]
+        _need(len(set(known)) == len(known), f"study {self.name}: two prepared runs of one name")
+        for arm in self.arms:
+            _need(arm.name != "prepare", f"study {self.name}: no arm can be called prepare")
+            _need(
+                arm.start in known or (arm.start is None and len(known) < 2),
+                f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "
+                f"there are: {', '.join(known) or 'none'}",
+            )
 
     def _check_pairs(self) -> None:
         bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
@@ -420,51 +457,3 @@ class StudyConfig:
                 f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
                 f"baseline; there are: {', '.join(sorted(bases))}",
             )
-
-
-T = typing.TypeVar("T")
-
-
-def load(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
-    try:
-        return TypeAdapter(cls).validate_python(dict(values))
-    except ValidationError as error:
-        raise ValueError("\n".join(_explain(cls, e) for e in error.errors())) from None
-
-
-def _explain(cls: type, error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "unexpected_keyword_argument":
-        return unknown_key(cls, place)
-    if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
-        return str(error["ctx"]["error"])
-    return f"{place}={error['input']!r}: {error['msg']}"
-
-
-def unknown_key(cls: type, place: str) -> str:
-    """The message for a dotted key that `cls` does not have."""
-    *parents, key = place.split(".")
-    while parents and not valid_names(cls, parents):  # the group itself is unknown
-        *parents, key = parents
-    valid = sorted(valid_names(cls, parents))
-    near = difflib.get_close_matches(key, valid, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    where = ".".join(parents) or "the top level"
-    return f"{place}: no such setting.{hint} Valid names in {where}: {', '.join(valid)}"
-
-
-def valid_names(cls: Any, path: list[str]) -> list[str]:
-    """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
-    for part in path:
-        if part.isdigit():
-            continue
-        hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
-        cls = _dataclass_in(hints.get(part))
-    return [f.name for f in fields(cls)] if is_dataclass(cls) else []
-
-
-def _dataclass_in(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
-        return next((a for a in get_args(hint) if is_dataclass(a)), None)
-    return hint

@@ -26,6 +26,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zpp_lab.files import sync_folder, write_atomic
 
@@ -157,6 +165,16 @@ def damage(path: Path, rank: int = 0, world: int = 1) -> str | None:
     return None
 
 
+def wrong_size(path: Path) -> str | None:
+    """Which file of a checkpoint is missing or of another size; None: none is."""
+    try:
+        files = json.loads((path / MARKER).read_text())["files"]
+        wrong = [name for name, (size, _) in files.items() if (path / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MARKER}: {error}"
+    return f"{wrong[0]}: not as many bytes as were written" if wrong else None
+
+
 def saved_step(path: Path) -> int:
     return int(json.loads((path / MARKER).read_text())["step"])
 
@@ -177,6 +195,39 @@ def read_tensor(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     found = {name: torch.empty(shape)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
     return found[name]
+
+
+class RowReader:
+    """Reads rows of a checkpoint's tensors, for this process alone: only the files' parts that
+    hold some of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = dcp.FileSystemReader(path)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of the tensor `name`, fp32 on the CPU."""
+        stored = self.metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        planner = _RowPlanner(torch.empty(last - first, *stored.size[1:]))
+        offsets = torch.Size((first, *(0 for _ in stored.size[1:])))
+        wanted = [ChunkStorageMetadata(offsets, planner.rows.size())]
+        if last > first:
+            items = create_read_items_for_chunk_list(name, stored, wanted)
+            self.reader.read_data(LoadPlan(items), planner).wait()
+        return planner.rows
+
+
+class _RowPlanner(DefaultLoadPlanner):
+    """Everything that is read goes into one tensor."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.rows
 
 
 def read_whole(path: Path) -> State:

@@ -25,12 +25,12 @@ from zpp_lab.data import open_data
 from zpp_lab.engines.build import pick_device
 from zpp_lab.engines.losses import mean_loss, token_losses
 from zpp_lab.export.model import open_run
-from zpp_lab.export.saved import SavedWeights
 from zpp_lab.export.wire import WireWeights, codec_text, parse_codec
 from zpp_lab.files import write_atomic
 from zpp_lab.heldout import Heldout, open_heldout
 from zpp_lab.models import build_model
 from zpp_lab.models.start import Start, fill, materialize, whole
+from zpp_lab.saved import SavedWeights
 from zpp_lab.text import text_table
 from zpp_lab.tracking.folder import CONFIG
 

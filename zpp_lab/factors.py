@@ -9,7 +9,7 @@
           norms: [recipe.exempt.max_ndim=1]
           none: [recipe.exempt.max_ndim=0]
 
-`name`, `describe`, `against` and overrides may hold the level of a factor, called
+`name`, `describe`, `against`, `start` and overrides may hold the level of a factor, called
 by its key or by the end of it. A level of null reads "raw". The expanded arms remember their
 levels, for the plots.
 """
@@ -26,7 +26,7 @@ from zpp_lab.config import Config
 
 Values = dict[str, Any]
 _SETTINGS = {f.name for f in fields(Config)}  # type: ignore[arg-type]
-_TEMPLATES = ("name", "describe", "against")
+_TEMPLATES = ("name", "describe", "against", "start")
 _PLACE = re.compile(r"\{([\w.]+)\}")
 
 

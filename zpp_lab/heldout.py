@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from zpp_lab.config import Config
-from zpp_lab.data import TokenData
+from zpp_lab.data import PackedData, TokenData
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.losses import total_loss
 
@@ -25,9 +25,9 @@ FILE = "heldout.json"
 
 @dataclass(frozen=True)
 class Heldout:
-    """Batches of held-out windows, and the document of every target in them.
+    """Batches of held-out windows, and the document of every target that counts.
 
-    documents: int64 [tokens], places in the held-out split, never decreasing.
+    documents: int64 [counted targets], places in the held-out split, never decreasing.
     """
 
     batches: list[Batch]
@@ -58,9 +58,9 @@ class Heldout:
         }
 
 
-def open_heldout(config: Config, data: TokenData) -> Heldout:
+def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
     """About `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
     length, tokens = config.data.seq_len, config.train.eval_tokens
     size = max(1, min(64, 8192 // length))
-    batches = list(data.heldout(tokens, size, length))
+    batches: list[Batch] = list(data.heldout(tokens, size, length))
     return Heldout(batches, data.heldout_documents(tokens, length))

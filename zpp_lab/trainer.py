@@ -7,10 +7,12 @@ that was killed at any moment ends with the bytes of an undisturbed one.
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 import time
 import traceback
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,10 +23,10 @@ from torch.utils import deterministic
 from zpp_lab import ops
 from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.config import Config
-from zpp_lab.data import TokenData, open_data
+from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.dcp import ShardedCheckpoints, read_whole
 from zpp_lab.divergence import DivergedError, DivergenceRule
-from zpp_lab.engines.base import Batch, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.losses import mean_loss
 from zpp_lab.files import write_atomic
@@ -33,6 +35,7 @@ from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.rundata import check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
 from zpp_lab.tracking.jsonl import from_json, read, to_json
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from zpp_lab.engines.fsdp import FsdpEngine
 
 Record = dict[str, Any]
+Data = TokenData | PackedData
 
 
 def run(config: Config, rank: int = 0) -> Record:
@@ -79,6 +83,7 @@ class Trainer:
         tracker: Tracker | None = None
         try:
             data = open_data(self.config.data)
+            self._look_at(data)
             engine = build_engine(self.config, data.vocab_size, self.device)
             self._resume(engine)
             self.divergence = DivergenceRule(self.train, self._losses())
@@ -96,14 +101,25 @@ class Trainer:
             documents = self.heldout.by_document(losses)
             write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
+            if not self.train.keep_checkpoints:
+                shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             return summary
         except BaseException as error:
             self._fail(error, tracker)
             raise
 
+    def _look_at(self, data: Data) -> None:
+        """Before anything is built: does the data fit the start, and what must a user know?"""
+        if self.config.model.start:
+            check_start(Path(self.config.model.start), data)
+        if self.rank == 0:
+            note_data(self.folder, self.config.data, data)
+            for note in data.notes:
+                print(note, file=sys.stderr)
+
     # ------------------------------------------------------------------ the loop
 
-    def _loop(self, engine: Engine, data: TokenData, tracker: Tracker | None) -> Record:
+    def _loop(self, engine: Engine, data: Data, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
         seconds = float(record.get("seconds", 0.0))
@@ -119,7 +135,7 @@ class Trainer:
             if tracker is not None:
                 tracker.log(record)
             self.divergence.look(self.step, result.loss)
-            if self._due(self.train.checkpoint_every):
+            if self._saves() and self._due(self.train.checkpoint_every):
                 if tracker is not None:
                     tracker.sync()  # a checkpoint never knows more steps than the metrics
                 self.checkpoints.save(self.step, engine.state_dict())
@@ -128,15 +144,17 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.train.steps or (every > 0 and self.step % every == 0)
 
-    def _step(self, engine: Engine, data: TokenData) -> StepResult:
+    def _saves(self) -> bool:
+        return self.train.checkpoint_every > 0 or self.train.keep_checkpoints > 0
+
+    def _step(self, engine: Engine, data: Data) -> StepResult:
         every = self.config.tracking.telemetry_every
         telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
         lr = learning_rate(self.step, self.train)
-        return engine.step(self.step, lr, partial(self._batch, data, self.step), telemetry)
-
-    def _batch(self, data: TokenData, step: int, rank: int, micro: int) -> Batch:
-        size, length = self.train.batch_size, self.config.data.seq_len
-        return data.batch(self.config.seed, step, rank, micro, size, length)
+        turns = (self.config.cluster.world, self.train.micro_steps)
+        shape = (self.train.batch_size, self.config.data.seq_len)
+        batches = data.step(self.config.seed, self.step, *turns, *shape)
+        return engine.step(self.step, lr, batches, telemetry)
 
     def _evaluate(self, engine: Engine) -> float:
         """Held-out loss with the wire's weights; token by token it is kept for the end."""
@@ -176,7 +194,7 @@ class Trainer:
         return [row["loss"] for row in rows if row["step"] <= self.step]
 
     def _summary(
-        self, engine: Engine, data: TokenData, tracker: Tracker, last: Record, master: float
+        self, engine: Engine, data: Data, tracker: Tracker, last: Record, master: float
     ) -> Record:
         config, plan = self.config, engine.plan
         totals = tracker.bytes
@@ -190,11 +208,12 @@ class Trainer:
             "loss": last["loss"],
             "heldout_loss": last["heldout_loss"],
             "heldout_loss_master": master,
+            "perplexity": perplexity(last["heldout_loss"]),
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "bytes": totals,
             "bytes_per_step": sum(sum(t) for t in plan.step_bytes().values()),
-            "data": {"name": config.data.name, "hash": data.hash, "tokens": data.tokens},
+            "data": {"name": config.data.name, **_facts(data)},
             "peak_memory_bytes": self._peak_memory(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
             "cluster": asdict(config.cluster),
@@ -252,9 +271,18 @@ class Trainer:
 
 
 def _checkpoints(config: Config, folder: Path) -> Checkpoints | ShardedCheckpoints:
-    keep = config.train.keep_checkpoints
+    keep = max(1, config.train.keep_checkpoints)  # 0: none after the end
     several = config.engine.name == "fsdp"
     return ShardedCheckpoints(folder, keep) if several else Checkpoints(folder, keep)
+
+
+def _facts(data: Data) -> Record:
+    return {"hash": data.hash, "tokens": data.tokens, **data.facts}
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats a token; infinite where that has no number."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def outcome_of(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -208,7 +209,7 @@ prepare.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 
 def start(cfg: DataConfig, code: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(cfg.__dict__)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, json.dumps(asdict(cfg))], stdout=subprocess.PIPE, text=True
     )
 
 

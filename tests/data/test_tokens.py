@@ -120,7 +120,7 @@ def test_stdlib_is_the_default_and_large(tmp_path):
     assert len(data.hash) == 64
 
 
-@pytest.mark.parametrize("name", ["stdlib", "text", "hf"])
+@pytest.mark.parametrize("name", ["stdlib", "text", "jsonl", "hf"])
 def test_config_group_holds_every_field(name):
     settings = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"))
     assert set(settings) == set(DataConfig.__dataclass_fields__)

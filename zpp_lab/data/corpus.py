@@ -40,8 +40,13 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     if cfg.name == "stdlib":
         return stdlib_corpus(cfg.max_bytes)
     if cfg.name == "installation":
-        return installation_corpus(Path(cfg.path) if cfg.path else None, cfg.max_bytes)
+        extra = Path(cfg.path) if cfg.path else None
+        return installation_corpus(extra, cfg.max_bytes, tuple(cfg.suffixes))
     assert cfg.path is not None, "DataConfig asks for a path"
+    if cfg.name == "jsonl":
+        from zpp_lab.data.records import record_corpus  # reads files as they are listed here
+
+        return record_corpus(cfg)
     if cfg.name == "text":
         return text_corpus(Path(cfg.path), cfg.max_bytes)
     return HubCorpus(cfg.path, cfg.subset, cfg.split, cfg.column, cfg.max_bytes)
@@ -138,9 +143,12 @@ class JoinedCorpus:
                 yield f"{name}/{document}", content
 
 
-def installation_corpus(extra: Path | None = None, max_bytes: int = 0) -> JoinedCorpus:
-    """All Python source of the running installation: its standard library, the packages
-    installed beside it, and *.py below `extra`. Files that are no text are left out."""
+def installation_corpus(
+    extra: Path | None = None, max_bytes: int = 0, suffixes: tuple[str, ...] = (".py",)
+) -> JoinedCorpus:
+    """All files of the running installation that end in one of `suffixes`: of its standard
+    library, of the packages installed beside it, and below `extra`. Files that are no text are
+    left out."""
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     if extra is not None:
@@ -153,28 +161,34 @@ def installation_corpus(extra: Path | None = None, max_bytes: int = 0) -> Joined
         if max_bytes and used >= max_bytes:
             break
         skips = _STDLIB_SKIPS if name == "stdlib" else {"__pycache__"}
-        files = _scan(root, lambda n: n.endswith(".py"), partial(_not_in, skips))
+        files = _scan(root, lambda n: n.endswith(suffixes), partial(_not_in, skips))
         kept = _cut(files, max_bytes - used if max_bytes else 0)
         parts.append((name, FileCorpus(root, kept, skip_binary=True)))
     if not any(part.files for _, part in parts):
-        raise ValueError("data.name=installation: no Python source found; use data=text data.path")
+        raise ValueError(
+            f"data.name=installation: no files with data.suffixes=[{','.join(suffixes)}] found; "
+            "name others, or use data=text data.path"
+        )
     return JoinedCorpus(tuple(parts))
 
 
-def text_corpus(path: Path, max_bytes: int = 0) -> FileCorpus:
+def text_corpus(path: Path, max_bytes: int = 0, suffix: str = "") -> FileCorpus:
     """One file, or every file below a folder but hidden ones (names that start with a dot).
 
-    Empty files are passed over; links to files are followed, links to folders are not.
+    Of a folder only files that end in `suffix`. Empty files are passed over; links to files are
+    followed, links to folders are not.
     """
     path = path.expanduser().resolve()
     if path.is_file():
         root, files = path.parent, _stat(path.parent, [path.name])
     elif path.is_dir():
-        root, files = path, _scan(path, keep=_visible, enter=_visible)
+        root = path
+        files = _scan(path, lambda n: _visible(n) and n.endswith(suffix), enter=_visible)
     else:
         raise ValueError(f"data.path={path}: no such file or folder")
     if not files:
-        raise ValueError(f"data.path={path}: no text in there (every file is empty or hidden)")
+        what = f"no *{suffix} file" if suffix else "no text"
+        raise ValueError(f"data.path={path}: {what} in there (every file is empty or hidden)")
     return FileCorpus(root, _cut(files, max_bytes))
 
 

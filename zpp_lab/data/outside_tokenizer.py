@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from zpp_lab.config import DataConfig
-from zpp_lab.data.tokenizer import library, pieces, token_dtype
+from zpp_lab.data.tokenizer import identity_of, library, pieces, token_dtype
 
 _FILE = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
@@ -34,18 +34,22 @@ class OutsideTokenizer:
             raise
         except Exception as error:  # of its own kind
             raise ValueError(f"data.tokenizer_path={self.file} is no tokenizer: {error}") from None
-        self.model.encode_special_tokens = True
         self.model.no_truncation()
         self.model.no_padding()
         self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values())
         self.end = self._token(end or _end_of(self.file))
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
+        self.model.encode_special_tokens = not marks
         found = self.model.encode_batch(list(pieces(text)), add_special_tokens=False)
         return np.array([t for piece in found for t in piece.ids], token_dtype(self.vocab_size))
 
     def dumps(self) -> str:
         return f"{self.definition}\n{self.end}"
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.model, self.end)
 
     @property
     def hash(self) -> str:

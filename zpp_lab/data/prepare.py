@@ -3,6 +3,7 @@
     cache_dir/<key>/
       train.bin, heldout.bin                   tokens: uint8, uint16 or uint32, little-endian
       train.offsets.bin, heldout.offsets.bin   int64: where each document starts, then the end
+      train.mask.bin, heldout.mask.bin         of records, uint8: 1 where a token is a completion's
       tokenizer.json                           of a BPE
       meta.json                                counts, the data's hash, a checksum of each file
 
@@ -16,30 +17,30 @@ import hashlib
 import json
 import os
 import shutil
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
 from filelock import FileLock
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data.corpus import Corpus
 from zpp_lab.data.outside_tokenizer import open_outside
+from zpp_lab.data.record_tokens import encode_records
+from zpp_lab.data.records import RecordCorpus
+from zpp_lab.data.token_files import TokenWriter, write_file
 from zpp_lab.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     after_character,
-    token_dtype,
 )
 from zpp_lab.files import sync_folder
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-_FORMAT = 1  # raise it when the files change, so that older ones are made anew
+_FORMAT = 2  # raise it when the files change, so that older ones are made anew
 _CHUNK = 1 << 20
 _CHUNKS = 64
 
@@ -130,11 +131,14 @@ def _build(corpus: Corpus, cfg: DataConfig, folder: Path) -> dict[str, Any]:
 
 def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
     tokenizer = _tokenizer(corpus, cfg)
-    meta = _encode(corpus, cfg, tokenizer, work)
+    encode = encode_records if isinstance(corpus, RecordCorpus) else _encode
+    meta = encode(corpus, cfg, tokenizer, work)  # type: ignore[arg-type]
+    meta |= {"vocab_size": tokenizer.vocab_size, "end": tokenizer.end}
+    meta["tokenizer"] = tokenizer.identity
     if cfg.tokenizer == "bpe":
-        _write_file(work / "tokenizer.json", tokenizer.dumps().encode())
+        write_file(work / "tokenizer.json", tokenizer.dumps().encode())
     meta["checksums"] = {path.name: _checksum(path) for path in sorted(work.iterdir())}
-    _write_file(work / "meta.json", json.dumps(meta, indent=1).encode())
+    write_file(work / "meta.json", json.dumps(meta, indent=1).encode())
     sync_folder(work)
     return meta
 
@@ -168,44 +172,16 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
     digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
     files, last = 0, ""
     with open(work / "train.bin", "wb") as train, open(work / "heldout.bin", "wb") as heldout:
-        writers = {"train": _Writer(train, tokenizer), "heldout": _Writer(heldout, tokenizer)}
+        writers = {"train": TokenWriter(train, tokenizer)}
+        writers["heldout"] = TokenWriter(heldout, tokenizer)
         for name, split, text in _parts(corpus, cfg):
             digest.update(json.dumps([name, split, len(text)]).encode() + text)
-            writers[split].add(text)
+            writers[split].add(tokenizer.encode(text))
             files, last = files + (name != last), name
         for kind, writer in writers.items():
-            _flush(writer.stream)
-            _write_file(work / f"{kind}.offsets.bin", np.array(writer.offsets, "<i8").tobytes())
+            writer.close(work / f"{kind}.offsets.bin")
     return {
         "hash": digest.hexdigest(),
         "files": files,
-        "vocab_size": tokenizer.vocab_size,
-        "end": tokenizer.end,
         "tokens": {kind: writer.offsets[-1] for kind, writer in writers.items()},
     }
-
-
-class _Writer:
-    """Appends documents to one split's token file and remembers where they start."""
-
-    def __init__(self, stream: BinaryIO, tokenizer: Tokenizer) -> None:
-        self.stream = stream
-        self.tokenizer = tokenizer
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.offsets = array("q", [0])
-
-    def add(self, text: bytes) -> None:
-        tokens = np.append(self.tokenizer.encode(text), self.tokenizer.end).astype(self.dtype)
-        self.stream.write(tokens.data)
-        self.offsets.append(self.offsets[-1] + len(tokens))
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with open(path, "wb") as stream:
-        stream.write(content)
-        _flush(stream)
-
-
-def _flush(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

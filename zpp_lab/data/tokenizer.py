@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -17,11 +19,18 @@ class Tokenizer(Protocol):
     vocab_size: int
     end: int
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Tokens of `text` without the end marker, as `token_dtype(vocab_size)` [tokens]."""
+    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
+        """Tokens of `text` without the end marker, as `token_dtype(vocab_size)` [tokens].
+
+        marks: special tokens that `text` spells out are those tokens, not text.
+        """
 
     def dumps(self) -> str:
         """Everything that decides how text is encoded, as text."""
+
+    @property
+    def identity(self) -> str:
+        """sha256; equal for tokenizers that give a text the same tokens, wherever they lie."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -35,11 +44,15 @@ class ByteTokenizer:
     vocab_size = 256
     end = 0
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
         return np.frombuffer(text, np.uint8)
 
     def dumps(self) -> str:
         return "bytes"
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(b"bytes").hexdigest()
 
 
 class BpeTokenizer:
@@ -47,7 +60,6 @@ class BpeTokenizer:
 
     def __init__(self, definition: str) -> None:
         self.model = library("data.tokenizer=bpe").Tokenizer.from_str(definition)
-        self.model.encode_special_tokens = True  # a marker spelt out in a text is text
         self.vocab_size = self.model.get_vocab_size()
         end = self.model.token_to_id(END)
         assert end is not None, "a definition that `train` made"
@@ -77,13 +89,25 @@ class BpeTokenizer:
             )
         return cls(model.to_str())
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
+        self.model.encode_special_tokens = not marks
         found = self.model.encode_batch(list(pieces(text)), add_special_tokens=False)
         tokens = [token for piece in found for token in piece.ids]
         return np.array(tokens, token_dtype(self.vocab_size))
 
     def dumps(self) -> str:
         return self.model.to_str()
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.model, self.end)
+
+
+def identity_of(model: Any, end: int) -> str:
+    """sha256 of what turns text into tokens, not of what turns them back."""
+    said = json.loads(model.to_str())
+    used = {key: said[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    return hashlib.sha256(json.dumps([used, end], sort_keys=True).encode()).hexdigest()
 
 
 def library(setting: str) -> Any:

@@ -6,8 +6,11 @@ engine and a resumed run see the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +18,20 @@ from torch import Tensor
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data.corpus import open_corpus
+from zpp_lab.data.packed import PackedData, pack
 from zpp_lab.data.prepare import SPLITS, Split, prepared
 from zpp_lab.data.tokenizer import token_dtype
 
 
-def open_data(cfg: DataConfig) -> TokenData:
+def open_data(cfg: DataConfig) -> TokenData | PackedData:
     """The tokens that `cfg` describes, prepared on first use and reused afterwards.
 
     Raises ValueError for text that is missing, unreadable or too short for
     `cfg.seq_len`, and OSError when the token files cannot be written.
     """
     folder, meta = prepared(open_corpus(cfg), cfg)
+    if cfg.name == "jsonl":
+        return _packed(folder, meta, cfg)
     for split, what in (("train", "training"), ("heldout", "held-out")):
         if meta["tokens"][split] <= cfg.seq_len:
             raise ValueError(
@@ -38,8 +44,36 @@ def open_data(cfg: DataConfig) -> TokenData:
         vocab_size=meta["vocab_size"],
         hash=meta["hash"],
         files=meta["files"],
+        tokenizer=meta["tokenizer"],
         streams={s: np.memmap(folder / f"{s}.bin", dtype, mode="r") for s in SPLITS},
         offsets={s: np.fromfile(folder / f"{s}.offsets.bin", "<i8") for s in SPLITS},
+    )
+
+
+def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
+    dtype = token_dtype(meta["vocab_size"])
+
+    def split(name: Split) -> Any:
+        tokens = np.memmap(folder / f"{name}.bin", dtype, mode="r")
+        mask = np.memmap(folder / f"{name}.mask.bin", np.uint8, mode="r")
+        return pack(tokens, mask, np.fromfile(folder / f"{name}.offsets.bin", "<i8"), cfg, name)
+
+    train, held = split("train"), split("heldout")
+    long = {"training": train.fitted.note, "held-out": held.fitted.note}
+    return PackedData(
+        vocab_size=meta["vocab_size"],
+        end=meta["end"],
+        hash=meta["hash"],
+        tokenizer=meta["tokenizer"],
+        files=meta["files"],
+        seq_len=cfg.seq_len,
+        train=train,
+        held=held,
+        notes=tuple(
+            f"{what} records longer than data.seq_len={cfg.seq_len}: {note}"
+            for what, note in long.items()
+            if note
+        ),
     )
 
 
@@ -48,14 +82,16 @@ class TokenData:
     """Training and held-out tokens of one corpus.
 
     `hash` is the sha256 over the tokenizer, the split, and every document's name
-    and content. `streams` maps a split to its tokens (memory-mapped, unsigned
-    integers [tokens]), `offsets` to where its documents start in there
-    (int64 [documents + 1], the last one is the end).
+    and content, `tokenizer` that of what decides how text is encoded. `streams`
+    maps a split to its tokens (memory-mapped, unsigned integers [tokens]),
+    `offsets` to where its documents start in there (int64 [documents + 1], the
+    last one is the end).
     """
 
     vocab_size: int
     hash: str
     files: int
+    tokenizer: str
     streams: dict[Split, np.ndarray]
     offsets: dict[Split, np.ndarray]
 
@@ -67,6 +103,22 @@ class TokenData:
     @property
     def heldout_tokens(self) -> int:
         return len(self.streams["heldout"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the text was used."""
+        return ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def step(
+        self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
+    ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+        """(rank, micro-step) → the batch of one step."""
+        own = partial(self.batch, seed, step, batch_size=batch_size, seq_len=seq_len)
+        return lambda rank, micro: own(rank, micro)
 
     def batch(
         self, seed: int, step: int, rank: int, micro: int, batch_size: int, seq_len: int

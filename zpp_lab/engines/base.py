@@ -11,7 +11,9 @@ from torch import Tensor
 from zpp_lab.codecs.errors import Telemetry
 from zpp_lab.plan import Bytes, Plan
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [B, T]
+# Inputs and targets, int64 [B, T]; where some targets are IGNORED also their share, int64 [2], see
+# models/loss.py.
+Batch = tuple[Tensor, ...]
 Batches = Callable[[int, int], Batch]  # (rank, micro-step) → batch
 
 
@@ -43,8 +45,8 @@ class Engine(Protocol):
         ...
 
     def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
-        """Loss of every target in nats, in the batches' order, with the wire's weights or with
-        the master's: fp32 [tokens] on the CPU, on every rank."""
+        """Loss of every counted target in nats, in the batches' order, with the wire's weights or
+        with the master's: fp32 [tokens] on the CPU, on every rank."""
         ...
 
     def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:

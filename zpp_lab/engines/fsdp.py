@@ -32,7 +32,7 @@ from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp_ledger import check_unit
 from zpp_lab.engines.fsdp_watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
-from zpp_lab.engines.losses import mean_loss, token_losses
+from zpp_lab.engines.losses import counted, mean_loss, token_losses
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
 from zpp_lab.engines.usage import Usage
@@ -157,8 +157,7 @@ class FsdpEngine:
     def _on_device(self, batch: Batch) -> Batch:
         if self.device.type != "cuda":
             return batch
-        x, y = (t.pin_memory().to(self.device, non_blocking=True) for t in batch)
-        return x, y
+        return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in batch)
 
     def _reduced(self) -> Mapping[str, tuple[frozenset[str], ...]]:
         """Which parameters had a gradient in each reduction, by unit."""
@@ -257,12 +256,12 @@ class FsdpEngine:
         self.clock.step, self.clock.grad, self.clock.master = step, False, not wire
         self.clock.observer = None
         self.model.eval()
-        rounds, sizes = -(-len(todo) // world), [targets.numel() for _, targets in todo]
+        rounds, sizes = -(-len(todo) // world), [counted(batch[1]) for batch in todo]
         own = torch.zeros(rounds, max(sizes), dtype=torch.float32, device=self.device)
         for i in range(rounds):
-            inputs, targets = todo[min(i * world + self.rank, len(todo) - 1)]
+            batch = todo[min(i * world + self.rank, len(todo) - 1)]
             self.usage.start()
-            losses = token_losses(self.model, *self._on_device((inputs, targets)))
+            losses = token_losses(self.model, *self._on_device(batch[:2]))
             self.prefetch.settle(self.usage)
             own[i, : losses.numel()] = losses
         self.model.train()

@@ -11,19 +11,28 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zpp_lab.models.loss import IGNORED
+
 
 def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every target in nats, fp32 [B · T], row by row.
+    """Cross-entropy of every counted target in nats, fp32 [B · T or fewer], row by row.
 
-    model(inputs) gives logits [B, T, vocab]; inputs, targets: int64 [B, T]. A model that
+    model(inputs) gives logits [B, T, vocab]; inputs, targets: int64 [B, T], and IGNORED targets
+    are left out. A model that
     `gives_token_losses` is asked for the losses themselves, which it may compute without whole
     logits: model(inputs, targets, each=True).
     """
     if getattr(model, "gives_token_losses", False):
         losses: Tensor = model(inputs, targets, each=True)
-        return losses
-    logits = model(inputs)
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    else:
+        logits = model(inputs).float().flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses[targets.flatten() != IGNORED]
+
+
+def counted(targets: Tensor) -> int:
+    """How many of the targets the loss counts."""
+    return int((targets != IGNORED).sum())
 
 
 def mean_loss(losses: Tensor) -> float:

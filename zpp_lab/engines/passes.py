@@ -22,7 +22,7 @@ from zpp_lab.plan import PassUse
 Grads = dict[str, Tensor]
 # One rank's batch → its loss (fp32 scalar, detached) and the units that ran; gradients are left
 # on the weights. What is captured runs the same units at every replay.
-Pass = Callable[[Tensor, Tensor], tuple[Tensor, PassUse]]
+Pass = Callable[..., tuple[Tensor, PassUse]]
 
 WARM_UP = 2  # passes before a capture: libraries start, tables are made
 SMALL = 1e12  # floating-point operations of a pass below which lanes run side by side
@@ -85,8 +85,8 @@ class Passes:
     def _upload(self, batches: Iterable[Batch]) -> list[Batch]:
         """All batches on the device, in one copy that the host does not wait for."""
         sides = zip(*batches, strict=True)
-        both = [torch.stack(side).pin_memory().to(self.device, non_blocking=True) for side in sides]
-        return [(x, y) for x, y in zip(*both, strict=True)]
+        each = [torch.stack(side).pin_memory().to(self.device, non_blocking=True) for side in sides]
+        return list(zip(*each, strict=True))
 
 
 class Lane:

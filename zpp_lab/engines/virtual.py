@@ -127,10 +127,10 @@ class VirtualEngine:
         ranks = range(self.cluster.world)
         return ranks if self.plan.recipe.config.order == "rank" else ranks[::-1]
 
-    def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, PassUse]:
+    def _backward(self, *batch: Tensor) -> tuple[Tensor, PassUse]:
         """One rank's forward and backward: a `Pass` of passes.py."""
         self.usage.start()
-        loss: Tensor = self.model(inputs, targets)
+        loss: Tensor = self.model(*batch)
         self._load(self.backward)  # the weights that backward gathers, where they differ
         (loss / self.plan.micro_steps).backward()
         self._load(self.forward)
@@ -243,7 +243,7 @@ class VirtualEngine:
         else:
             self._load({n: p.detach() for n, p in self.master.items()})
         self.model.eval()
-        pairs = ((x.to(self.device), y.to(self.device)) for x, y in batches)
+        pairs = ((b[0].to(self.device), b[1].to(self.device)) for b in batches)
         losses = [token_losses(self.model, x, y) for x, y in pairs]
         self.model.train()
         return torch.cat(losses).cpu()

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config import Config, load
-from zpp_lab.export.saved import SavedWeights, newest
 from zpp_lab.export.shards import LIMIT, write_safetensors
 from zpp_lab.export.target import Target, target_of
 from zpp_lab.export.tokenizer import write_tokenizer
+from zpp_lab.saved import SavedWeights, newest
 from zpp_lab.tracking.folder import CONFIG, read_yaml
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config import ModelConfig
 from zpp_lab.models.hf_start import RandomStart, SavedStart
+from zpp_lab.models.loss import mean_of
+from zpp_lab.models.run_start import RunStart
 from zpp_lab.models.start import Start
 
 _DROPOUT = ("dropout", "pdrop", "layerdrop")
@@ -140,9 +141,11 @@ def _adapted(
     longest = _learned_positions(settings)
 
     class CausalLM(kind):
-        def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-            """Mean cross-entropy in nats (fp32 scalar), or logits [batch, length, vocab] when
-            there are no targets. tokens, targets: int64 [batch, length]."""
+        def forward(
+            self, tokens: Tensor, targets: Tensor | None = None, share: Tensor | None = None
+        ) -> Tensor:
+            """Mean cross-entropy in nats (fp32 scalar), see `mean_of` for `share`, or logits
+            [batch, length, vocab] when there are no targets. Those: int64 [batch, length]."""
             if longest and tokens.shape[1] > longest:
                 raise ValueError(
                     f"data.seq_len={tokens.shape[1]}: this model has {longest} positions"
@@ -150,13 +153,15 @@ def _adapted(
             logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             if targets is None:
                 return logits
-            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return mean_of(logits.flatten(0, 1), targets.flatten(), share)
 
         def units(self) -> list[tuple[str, nn.Module]]:
             return units
 
         def start(self, seed: int) -> Start:
             twin = _meta_model(settings)  # ours may be sharded by now
+            if cfg.start:
+                return RunStart(twin, Path(cfg.start))
             if cfg.weights == "pretrained":
                 return SavedStart(Path(str(cfg.path)), twin)
             return RandomStart(twin, seed)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from zpp_lab.models.weight_files import WeightFiles
 
+_TABLE = r"rotary_emb\.inv_freq$"  # older files hold it; models compute it
+
 
 class RandomStart:
     """transformers' own rule for each parameter, drawn from a seed of its own: a pure function
@@ -107,7 +109,7 @@ class SavedStart:
         shapes = {n: list(t.shape) for n, t in twin.state_dict().items()}
         first = {own: names[0] for own, names in _grouped(wanted).items()}
         self.stored.complain("missing", sorted(set(wanted.values()) - set(found)))
-        ignored = getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ignored = (*(getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ()), _TABLE)
         extra = [n for n, own in saved.items() if own is None and not _ignored(n, ignored)]
         self.stored.complain("not in the model", sorted(extra))
         wrong = [

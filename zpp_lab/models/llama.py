@@ -19,6 +19,8 @@ parameters are.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config import ModelConfig
 from zpp_lab.models.llama_hf import LlamaStart
-from zpp_lab.models.loss import chunked_losses
+from zpp_lab.models.loss import IGNORED, chunked_losses, mean_of, times
+from zpp_lab.models.run_start import RunStart
 from zpp_lab.models.start import SeededStart, Start
 
 
@@ -139,11 +142,18 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied_head else nn.Linear(cfg.dim, vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, each: bool = False) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        share: Tensor | None = None,
+        each: bool = False,
+    ) -> Tensor:
         """Mean cross-entropy in nats (fp32 scalar), or logits when there are no targets.
 
         tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the
-        parameters' dtype. `each`: every target's own loss, fp32 [batch · length].
+        parameters' dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every
+        target's own loss, fp32 [batch · length], 0 where it is IGNORED.
         """
         x = self.embed(tokens)
         for layer in self.layers:
@@ -156,9 +166,15 @@ class Llama(nn.Module):
             return F.linear(x, head)
         if self.cfg.loss_chunk:
             losses = chunked_losses(x.flatten(0, 1), head, targets.flatten(), self.cfg.loss_chunk)
-            return losses if each else losses.mean()
-        logits = F.linear(x, head).float().flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), reduction="none" if each else "mean")
+            if each:
+                return losses
+            return losses.mean() if share is None else times(losses.sum(), share)
+        logits = F.linear(x, head).flatten(0, 1)
+        if each:
+            return F.cross_entropy(
+                logits.float(), targets.flatten(), reduction="none", ignore_index=IGNORED
+            )
+        return mean_of(logits, targets.flatten(), share)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The blocks in the order in which forward runs them, with their names."""
@@ -166,7 +182,9 @@ class Llama(nn.Module):
 
     def start(self, seed: int) -> Start:
         """The first weights: every parameter from (seed, name, shape), see `initial_value`, or
-        from the folder that the config names."""
+        from the folder or the run that the config names."""
+        if self.cfg.start:
+            return RunStart(self, Path(self.cfg.start))
         if self.cfg.weights == "pretrained":
             return LlamaStart(self, self.cfg, self.vocab_size)
         return SeededStart(self, seed, self.cfg.layers)

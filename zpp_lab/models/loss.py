@@ -1,4 +1,11 @@
-"""Cross-entropy straight from hidden states, a chunk of tokens at a time.
+"""Cross-entropy: its mean over what counts, and straight from hidden states in chunks of tokens.
+
+Targets that are IGNORED do not count. A mean over the counted tokens of one micro-batch would weigh
+a token by how few others its batch has, so a masked batch comes with its share: ranks × micro-steps
+over the counted tokens of the whole step. Loss and gradient are then the sum over the batch's
+counted tokens times the share, and the mean over ranks and micro-steps that every engine takes
+anyway is the mean over the step's counted tokens, each weighted alike. The share is two integers,
+since a sharding engine may round floats that enter a model to its parameters' dtype.
 
 Logits of 4096 tokens over a vocabulary of 32,000 and what a loss keeps of them take 1.5 GiB. Here
 the logits of one chunk exist at a time, in forward and again in backward, where they are computed
@@ -20,9 +27,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+IGNORED = -100  # a target that the loss does not count
+
+
+def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
+    """Cross-entropy in nats, an fp32 scalar: the mean, or the counted sum times a share.
+
+    logits [N, vocab] of any floating dtype, targets int64 [N], share int64 [2]: a fraction.
+    """
+    if share is None:
+        return F.cross_entropy(logits.float(), targets)
+    total = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
+    return times(total, share)
+
+
+def times(total: Tensor, share: Tensor) -> Tensor:
+    """total · share[0] / share[1], the fraction rounded to fp32 first."""
+    return total * (share[0].float() / share[1].float())
+
 
 def chunked_losses(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Cross-entropy of every target in nats, fp32 [N].
+    """Cross-entropy of every target in nats, fp32 [N]; 0 where it is IGNORED.
 
     hidden [N, dim] and head [vocab, dim] of one floating dtype, targets int64 [N]; logits are
     hidden · headᵀ, `chunk` rows at a time.
@@ -60,11 +85,13 @@ class _ChunkedLosses(torch.autograd.Function):
 
 def _losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     logs = torch.log_softmax(F.linear(hidden, head), -1, dtype=torch.float32)
-    return -logs.gather(1, targets[:, None]).squeeze(1)
+    losses = -logs.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
+    return losses.masked_fill_(targets == IGNORED, 0.0)
 
 
 def _logit_grads(hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     """(softmax - one-hot of the target) · grad, in the head's dtype [C, vocab]."""
+    grad = grad.masked_fill(targets == IGNORED, 0.0)
     made = torch.softmax(F.linear(hidden, head), -1, dtype=torch.float32)
     columns = torch.arange(head.shape[0], device=head.device)
     made.add_(columns == targets[:, None], alpha=-1)

@@ -61,7 +61,9 @@ class Appendix:
         run = self._runs.get(arm.name)
         seed = run.seed if run else study.seeds[0]
         if arm.arm.overrides or study.overrides:
-            return [*study.overrides, *arm.arm.overrides, f"seed={seed}"]
+            start = ((run.config if run else {}).get("model") or {}).get("start")
+            begin = [f"model.start={_hydra(start)}"] if start and study.prepare else []
+            return [*study.overrides, *begin, *arm.arm.overrides, f"seed={seed}"]
         return None if run is None else self._from_config(run, arm.name)
 
     def _from_config(self, run: Run, name: str) -> list[str]:

@@ -27,7 +27,7 @@ from zpp_lab.runconfig import run_dir
 from zpp_lab.study import attempts
 from zpp_lab.study.locks import hold
 from zpp_lab.study.outcome import ended_run, ending
-from zpp_lab.study.plan import PlannedRun, quote, run_overrides
+from zpp_lab.study.plan import PlannedRun, overrides_of, quote
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Stop
 
@@ -45,10 +45,9 @@ class Batch:
         then go on by themselves. ValueError when the launcher cannot start."""
         if not todo:
             return
-        arms = {arm.name: arm for arm in self._study.arms}
         for run in todo:
             (run.dir / "failure.json").unlink(missing_ok=True)
-        jobs = [run_overrides(self._study, arms[run.arm], run.seed, run.dir) for run in todo]
+        jobs = [overrides_of(self._study, run) for run in todo]
         try:
             with _interrupts(), self._started() as launcher:
                 fault = _launch(launcher, jobs)

@@ -86,8 +86,8 @@ def estimate(
                 faults.append(f"{sample.arm}: {measured}")
             else:
                 costs[key] = measured
-    volumes = {run.arm: step_bytes(run.config) for run in _one_an_arm(runs)}
-    forecast = [_forecast(run, costs.get(shape(run.config)), volumes[run.arm]) for run in runs]
+    volumes = {_who(run): step_bytes(run.config) for run in _one_an_arm(runs)}
+    forecast = [_forecast(run, costs.get(shape(run.config)), volumes[_who(run)]) for run in runs]
     return Estimate(forecast, _side_by_side(study, places, costs, forecast), faults)
 
 
@@ -103,7 +103,11 @@ def step_bytes(config: Config) -> int:
 
 
 def _one_an_arm(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    return list({run.arm: run for run in runs}.values())
+    return list({_who(run): run for run in runs}.values())
+
+
+def _who(run: PlannedRun) -> tuple[str, bool]:
+    return run.arm, run.prepares
 
 
 def _forecast(run: PlannedRun, cost: Cost | None, volume: int) -> Forecast:
@@ -153,7 +157,8 @@ def _calibrate(root: Path, run: PlannedRun, entry: str, places: Places) -> Cost 
     train = replace(run.config.train, steps=_STEPS, eval_every=_STEPS, checkpoint_every=0)
     quiet = replace(run.config.tracking, wandb="off", telemetry_every=0)
     place = replace(run.config.run, dir=str(folder), study=None, resume=False)
-    config = replace(run.config, train=train, tracking=quiet, run=place)
+    model = replace(run.config.model, start=None)  # it may not be there yet, and costs no step
+    config = replace(run.config, train=train, tracking=quiet, run=place, model=model)
     sample = PlannedRun(run.arm, run.seed, folder, config)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     code = _run_alone(sample, entry, places)

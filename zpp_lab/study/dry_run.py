@@ -57,8 +57,11 @@ def _table(study: StudyConfig, runs: Sequence[Forecast]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("Arm", "Runs", "Ended", "Begun", "Sent in a run", "Time of a run", "Time left"):
         table.add_column(name, justify="left" if name == "Arm" else "right")
+    for one in study.prepare:
+        own = [f for f in runs if f.run.prepares and f.run.arm == one.name]
+        table.add_row(str(own[0].run), *_cells(study, own))
     for arm in study.arms:
-        own = [f for f in runs if f.run.arm == arm.name]
+        own = [f for f in runs if not f.run.prepares and f.run.arm == arm.name]
         table.add_row(arm.name, *_cells(study, own))
     return table
 

@@ -13,7 +13,7 @@ from zpp_lab.study.curves import Row as CurveRow
 from zpp_lab.study.effects import Estimate, Interaction, MainEffect
 from zpp_lab.study.levels import level_text
 from zpp_lab.study.runs import Run
-from zpp_lab.study.table import NOTHING, signed, verdict_rows
+from zpp_lab.study.table import NOTHING, perplexity, signed, verdict_rows
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 _MIB = 2**20
@@ -133,14 +133,14 @@ def facts_table(result: StudyResult) -> Table:
 
 def runs_table(result: StudyResult) -> Table:
     """One row a run."""
-    columns = ["Arm", "Seed", "Outcome", "Steps", "Held-out loss", "With master weights"]
-    columns += ["Gap (nats)", "MiB per step", "Seconds"]
+    columns = ["Arm", "Seed", "Outcome", "Steps", "Held-out loss", "Perplexity"]
+    columns += ["With master weights", "Gap (nats)", "MiB per step", "Seconds"]
     lines = [
         Line(_run_cells(arm, seed, run), arm.name)
         for arm in result.arms
         for seed, run in sorted(arm.runs.items())
     ]
-    return Table("runs", "Every run", columns, lines, {1, *range(3, 9)})
+    return Table("runs", "Every run", columns, lines, {1, *range(3, 10)})
 
 
 def _estimate(e: Estimate) -> list[str]:
@@ -156,6 +156,7 @@ def _run_cells(arm: ArmResult, seed: int, run: Run) -> list[str]:
         run.outcome.replace("_", " "),
         _number(summary.get("steps"), ".0f"),
         _number(run.heldout_loss, ".4f"),
+        perplexity(run.heldout_loss),
         _number(summary.get("heldout_loss_master"), ".4f"),
         NOTHING if gap is None else signed(gap),
         _number(None if sent is None else sent / _MIB, ".2f"),

@@ -9,6 +9,7 @@ from zpp_lab.study.table import margin_line
 from zpp_lab.study.verdict import StudyResult
 
 _UNICODE = {"−": "$-$", "±": "$\\pm$", "–": "--", "×": "$\\times$", "Σ": "$\\Sigma$", "≤": "$\\le$"}
+_UNICODE |= {"∞": "$\\infty$"}
 
 
 def verdict_latex(result: StudyResult) -> str:

@@ -41,7 +41,8 @@ def run_study(
     stream: TextIO | None = None,
 ) -> StudyOutcome:
     """Run every arm × seed of `study` below `root` that has not ended yet, and then, with
-    `study.max_seeds`, more seeds for the arms that are undecided.
+    `study.max_seeds`, more seeds for the arms that are undecided. Arms wait for the runs of
+    `study.prepare`, and do not start when one of those fails.
 
     jobs: runs side by side; 0 takes study.jobs, and if that is 0 too as many as fit.
     retry: also start the runs again that diverged or failed too often.
@@ -52,7 +53,8 @@ def run_study(
     when the disk is full.
     """
     planner = Planner(study, root, compose or _compose())
-    runs = planner.plan({arm.name: study.seeds for arm in study.arms})
+    first = planner.prepare()
+    runs = [*first, *planner.plan({arm.name: study.seeds for arm in study.arms})]
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
@@ -62,17 +64,28 @@ def run_study(
         progress.say(f"Study {study.name}: {_intent(runs, todo, lost)}, {where}.")
         tracking = runs[0].config.tracking
         sink = start_study_sink(root, tracking)
-        executor.run(todo, stop)
-        while not stop.requested and (more := _more(planner, root)):
+        executor.run([run for run in todo if run.prepares], stop)
+        ready = _ready(first, progress, stop)
+        executor.run([run for run in todo if ready and not run.prepares], stop)
+        while ready and not stop.requested and (more := _more(planner, root)):
             progress.add(more)
             progress.say(f"Undecided still: {len(more)} runs more ({_seeds(more)}).")
             runs, todo = [*runs, *more], [*todo, *more]
             executor.run(more, stop)
         if tracking.wait_seconds > 0:  # else its process goes on by itself
             sink.wait(tracking.wait_seconds)
-        outcome = _outcome(study, runs, todo, executor.outcomes)
+        waiting = [] if ready or stop.requested else [run for run in todo if not run.prepares]
+        outcome = _outcome(study, runs, todo, executor.outcomes, waiting)
         progress.say(outcome.message)
     return outcome
+
+
+def _ready(first: Sequence[PlannedRun], progress: Progress, stop: Stop) -> bool:
+    """Whether the arms may start."""
+    open_runs = [str(run) for run in first if not run.finished]
+    if open_runs and not stop.requested:
+        progress.say(f"No arm starts before {', '.join(open_runs)} has finished.")
+    return not open_runs
 
 
 def _todo(
@@ -128,6 +141,7 @@ def _outcome(
     runs: Sequence[PlannedRun],
     todo: Sequence[PlannedRun],
     ended: Mapping[Path, str],
+    waiting: Sequence[PlannedRun],
 ) -> StudyOutcome:
     tried = {run.dir for run in todo}
     lost = [run for run in runs if not run.finished and run.dir not in tried]
@@ -145,7 +159,12 @@ def _outcome(
         failed=failed,
         diverged=those("diverged"),
         given_up=[name for name in failed if name in again],
-        unfinished=[str(r) for r in todo if ended.get(r.dir, "unfinished") == "unfinished"],
+        unfinished=[
+            str(run)
+            for run in todo
+            if run not in waiting and ended.get(run.dir, "unfinished") == "unfinished"
+        ],
+        waiting=[str(run) for run in waiting],
     )
 
 

@@ -29,16 +29,18 @@ class StudyOutcome:
     diverged: Sequence[str] = ()
     given_up: Sequence[str] = ()  # of those that failed: too often to be tried again
     unfinished: Sequence[str] = ()  # left over by Ctrl-C or SIGTERM
+    waiting: Sequence[str] = ()  # for a run that prepares the study
 
     @property
     def exit_code(self) -> int:
         """For the shell: 0 all ended, 1 a run failed, 130 interrupted."""
-        return 130 if self.unfinished else int(bool(self.failed))
+        return 130 if self.unfinished else int(bool(self.failed or self.waiting))
 
     @property
     def message(self) -> str:
         done = len(self.finished) + len(self.skipped)
         total = done + len(self.failed) + len(self.diverged) + len(self.unfinished)
+        total += len(self.waiting)
         lines = [f"{done} of {total} runs finished."]
         if self.diverged:
             lines.append(f"Diverged, and not tried again: {', '.join(self.diverged)}.")
@@ -49,6 +51,8 @@ class StudyOutcome:
             )
         if self.given_up:
             lines.append(f"Failed too often, only --retry tries again: {', '.join(self.given_up)}.")
+        if self.waiting:
+            lines.append(f"{len(self.waiting)} runs wait for what prepares them.")
         if self.unfinished:
             lines.append("Interrupted. The same command goes on from here; nothing is repeated.")
         return "\n".join(lines)

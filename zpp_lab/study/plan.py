@@ -13,26 +13,29 @@ from pathlib import Path
 
 import yaml
 
-from zpp_lab.config import ArmConfig, Config, StudyConfig
+from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.study.runs import read_run, read_study
 from zpp_lab.study.settings import differences, fingerprint
 
 Compose = Callable[[list[str]], Config]
+PREPARE = "prepare"  # the folder of the runs that arms start from
 _FOLDER_NAME = re.compile(r"[\w.,+=-]+")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed, its folder and its whole config."""
+    """One arm with one seed, its folder and its whole config. `prepares`: a run before the arms,
+    by its name in place of an arm's."""
 
     arm: str
     seed: int
     dir: Path
     config: Config
+    prepares: bool = False
 
     def __str__(self) -> str:
-        return f"{self.arm} seed {self.seed}"
+        return f"{PREPARE} {self.arm}" if self.prepares else f"{self.arm} seed {self.seed}"
 
     @property
     def finished(self) -> bool:
@@ -51,14 +54,27 @@ class Planner:
         check_folder(study, root)
         faults = []
         self._configs: dict[str, Config] = {}
+        self._first: list[PlannedRun] = []
         for arm in study.arms:
             try:
                 self._configs[arm.name] = self._compose(arm, compose)
             except ValueError as error:
                 faults.append(f"study {study.name}, arm {arm.name}: {error}")
+        for one in study.prepare:
+            try:
+                self._first.append(self._prepared(one, compose))
+            except ValueError as error:
+                faults.append(f"study {study.name}, {PREPARE} {one.name}: {error}")
         if faults:
             raise ValueError("\n".join(faults))
         _check_different(study, self._configs)
+
+    def prepare(self) -> list[PlannedRun]:
+        """The runs that must have finished before any arm starts. ValueError as for `plan`."""
+        faults = [fault for run in self._first if (fault := _conflict(run))]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return list(self._first)
 
     def plan(self, seeds: Mapping[str, Iterable[int]]) -> list[PlannedRun]:
         """The runs of these seeds by arm, in the order they should start: baselines first,
@@ -72,9 +88,14 @@ class Planner:
             raise ValueError("\n".join(faults))
         return runs
 
+    def _prepared(self, one: PrepareConfig, compose: Compose) -> PlannedRun:
+        _check_name(one.name)
+        folder = self.root / PREPARE / one.name
+        config = compose(prepare_overrides(self.study, one, folder))
+        return PlannedRun(one.name, one.seed, folder, config, prepares=True)
+
     def _compose(self, arm: ArmConfig, compose: Compose) -> Config:
-        if not _FOLDER_NAME.fullmatch(arm.name) or arm.name in (".", ".."):
-            raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
+        _check_name(arm.name)
         seed = self.study.seeds[0]
         return compose(run_overrides(self.study, arm, seed, run_folder(self.root, arm.name, seed)))
 
@@ -85,8 +106,9 @@ class Planner:
 
 
 def plan_runs(study: StudyConfig, root: Path, compose: Compose) -> list[PlannedRun]:
-    """Every run of the study's own seeds; see `Planner`."""
-    return Planner(study, root, compose).plan({arm.name: study.seeds for arm in study.arms})
+    """Every run of the study's own seeds, after those that prepare it; see `Planner`."""
+    planner = Planner(study, root, compose)
+    return [*planner.prepare(), *planner.plan({arm.name: study.seeds for arm in study.arms})]
 
 
 def baselines(study: StudyConfig) -> set[str]:
@@ -100,13 +122,40 @@ def run_folder(root: Path, arm: str, seed: int) -> Path:
 
 def run_overrides(study: StudyConfig, arm: ArmConfig, seed: int, folder: Path) -> list[str]:
     """The Hydra overrides of one run; the same as in the report's commands."""
-    place = {"run.dir": str(folder), "run.study": study.name, "run.arm": arm.name}
+    start = arm.start or next((one.name for one in study.prepare), None)
+    before = folder.parents[1] / PREPARE / str(start)
     return [
         *study.overrides,
+        *([f"model.start={quote(str(before))}"] if start else []),
         *arm.overrides,
         f"seed={seed}",
-        *(f"{key}={quote(value)}" for key, value in place.items()),
+        *_place(study, arm.name, folder),
     ]
+
+
+def prepare_overrides(study: StudyConfig, one: PrepareConfig, folder: Path) -> list[str]:
+    """The Hydra overrides of a run before the arms."""
+    place = _place(study, one.name, folder)
+    return [*study.overrides, *one.overrides, f"seed={one.seed}", *place]
+
+
+def overrides_of(study: StudyConfig, run: PlannedRun) -> list[str]:
+    """The Hydra overrides of a planned run."""
+    if run.prepares:
+        one = next(p for p in study.prepare if p.name == run.arm)
+        return prepare_overrides(study, one, run.dir)
+    arm = next(a for a in study.arms if a.name == run.arm)
+    return run_overrides(study, arm, run.seed, run.dir)
+
+
+def _place(study: StudyConfig, name: str, folder: Path) -> list[str]:
+    place = {"run.dir": str(folder), "run.study": study.name, "run.arm": name}
+    return [f"{key}={quote(value)}" for key, value in place.items()]
+
+
+def _check_name(name: str) -> None:
+    if not _FOLDER_NAME.fullmatch(name) or name in (".", ".."):
+        raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
 
 
 def quote(value: str) -> str:

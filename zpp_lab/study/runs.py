@@ -24,7 +24,7 @@ from zpp_lab.tracking.jsonl import from_json, read
 STUDY_FILE = "study.yaml"
 METRICS = "metrics.jsonl"
 _MARKS = ("config.yaml", "summary.json", "failure.json")
-_NOT_RUNS = {"checkpoints", "wandb", "figures"}
+_NOT_RUNS = {"checkpoints", "wandb", "figures", "prepare"}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,16 @@ P_VALUE_COLUMNS = (
     "p (on par), corrected",
     "Looks",
 )
-COLUMNS = ("Arm", "Verdict", "Gap (nats)", "Held-out loss", "Bytes", "Bytes between nodes", "Seeds")
+COLUMNS = (
+    "Arm",
+    "Verdict",
+    "Gap (nats)",
+    "Held-out loss",
+    "Perplexity",
+    "Bytes",
+    "Bytes between nodes",
+    "Seeds",
+)
 NOTHING = "–"
 
 
@@ -71,8 +81,15 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
 def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
     loss = NOTHING if arm.heldout_loss is None else f"{arm.heldout_loss:.4f}"
     seeds = f"{len(arm.finished)} of {max(len(result.study.seeds), len(arm.runs))}"
-    fractions = [percent(arm.bytes_total), percent(arm.bytes_inter)]
-    return [arm.name, arm.text, gap_text(arm), loss, *fractions, seeds]
+    sent = [percent(arm.bytes_total), percent(arm.bytes_inter)]
+    return [arm.name, arm.text, gap_text(arm), loss, perplexity(arm.heldout_loss), *sent, seeds]
+
+
+def perplexity(loss: float | None) -> str:
+    """exp of a loss in nats a token; of a mean over seeds their perplexities' geometric mean."""
+    if loss is None:
+        return NOTHING
+    return f"{math.exp(loss):.4g}" if loss < 700 else "∞"
 
 
 def p_value_rows(result: StudyResult) -> list[list[str]]:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.dcp import damage, read_tensor, saved_names, saved_step
+from zpp_lab.dcp import RowReader, damage, read_tensor, saved_names, saved_step, wrong_size
 
 _PREFIX = "weights."
 
@@ -24,6 +24,11 @@ class SavedWeights(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A whole weight on the CPU, fp32."""
+        ...
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a weight on the CPU, fp32; others are not kept, nor whole ones
+        read."""
         ...
 
 
@@ -39,6 +44,9 @@ class OneFile:
     def read(self, name: str) -> Tensor:
         return self.weights[name]
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.weights[name][first:last]
+
 
 class Shards:
     """A checkpoint of the fsdp engine: a folder with each rank's shards."""
@@ -47,22 +55,44 @@ class Shards:
         self.path, self.step = path, saved_step(path)
         names = {n: s for n, s in saved_names(path).items() if n.startswith(_PREFIX)}
         self.shapes = {n.removeprefix(_PREFIX): tuple(s) for n, s in names.items()}
+        self.reader = RowReader(path)
 
     def read(self, name: str) -> Tensor:
         return read_tensor(self.path, _PREFIX + name, self.shapes[name])
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.reader.rows(_PREFIX + name, first, last)
 
-def newest(run: Path) -> SavedWeights:
+
+def open_saved(path: Path) -> SavedWeights:
+    """The weights of a checkpoint, or of the newest whole one of a run's folder.
+
+    Every rank of a large run calls this, so files are compared by size, not by content.
+    ValueError when `path` is neither, or the checkpoint is cut short.
+    """
+    if (path / "checkpoints").is_dir():
+        return newest(path, thorough=False)
+    if not path.exists() or not path.name.startswith("step-"):
+        raise ValueError(
+            f"{path} is no run's folder with checkpoints, and no checkpoint (step-…) of one"
+        )
+    fault = _fault(path, thorough=False)
+    if fault is not None:
+        raise ValueError(f"checkpoint {path} is damaged ({fault}); use another one")
+    return _open(path)
+
+
+def newest(run: Path, thorough: bool = True) -> SavedWeights:
     """The newest whole checkpoint of the run in `run`; damaged ones are named on stderr.
 
-    ValueError when there is none.
+    thorough: every byte is looked at. ValueError when there is none.
     """
     folder = run / "checkpoints"
     written = [p for p in folder.glob("step-*") if p.is_dir() or p.suffix == ".pt"]
     for path in sorted(written, key=lambda p: p.stem, reverse=True):
-        fault = damage(path) if path.is_dir() else _file_damage(path)
+        fault = _fault(path, thorough)
         if fault is None:
-            return Shards(path) if path.is_dir() else OneFile(path)
+            return _open(path)
         print(f"checkpoint {path} is damaged ({fault}); trying an older one", file=sys.stderr)
     raise ValueError(
         f"{folder} has no whole checkpoint: let the run reach its first one "
@@ -70,11 +100,17 @@ def newest(run: Path) -> SavedWeights:
     )
 
 
-def _file_damage(path: Path) -> str | None:
-    """What is wrong with a .pt file, whose parts carry a CRC-32; None: nothing."""
+def _open(path: Path) -> SavedWeights:
+    return Shards(path) if path.is_dir() else OneFile(path)
+
+
+def _fault(path: Path, thorough: bool) -> str | None:
+    """What is wrong with a checkpoint; None: nothing."""
+    if path.is_dir():
+        return damage(path) if thorough else wrong_size(path)
     try:
-        with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
+        with zipfile.ZipFile(path) as file:  # its directory stands at its end
+            broken = file.testzip() if thorough else None  # parts carry a CRC-32
     except (OSError, zipfile.BadZipFile) as error:
         return str(error)
     return f"{broken}: not the bytes that were written" if broken else None

@@ -1,0 +1,29 @@
+# Pretrain, then finetune: bash experiments/finetune_1b/run.sh OUT_FOLDER [OVERRIDES...]
+# Runs from the project's root on a machine with one NVIDIA GPU, or with four:
+#   GPUS=4 bash experiments/finetune_1b/run.sh OUT
+# STUDIES: finetune_350m, finetune_1b or finetune_1b_mini (which needs no GPU).
+# LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
+# pretraining from its last checkpoint; an arm's run that was cut, about a minute, starts over.
+# The archive leaves checkpoints out; `zpp-lab report` builds the report from it on any machine.
+set -u
+out="${1:?name a folder for the results}"
+shift
+source experiments/kernels/env.sh
+mkdir -p "$out"
+settings=(tracking.wandb=off)
+if [ "${GPUS:-1}" -gt 1 ]; then
+  export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
+  settings+=(engine=fsdp engine.ordered=true)
+fi
+if command -v nvidia-smi > /dev/null; then
+  python3 -m zpp_lab.cli build > "$out/build.log" 2>&1
+  tail -n 2 "$out/build.log"
+  settings+=(ops.backend=cuda)
+  nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "$out/machine.log"
+fi
+for study in ${STUDIES:-finetune_350m finetune_1b}; do
+  timeout -k 30 "${LIMIT:-3600}" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
+    "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
+  tar czf "$out/$study.tar.gz" --exclude=checkpoints -C runs "$study"
+  echo "$study: $SECONDS s so far"
+done

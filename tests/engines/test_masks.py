@@ -1,0 +1,141 @@
+"""Masked targets under both engines: the same bits, and a mean over all counted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.fsdp_jobs import masters
+from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_world import run_world
+from tests.engines.uneven import batch
+from tests.models.hf_cases import CASES as FAMILIES
+from tests.models.hf_cases import settings
+from zpp_lab.config import Config, ModelConfig
+from zpp_lab.engines.build import build_engine
+from zpp_lab.engines.losses import counted, token_losses
+from zpp_lab.models import build_model
+from zpp_lab.models.loss import IGNORED
+
+VOCAB, WORLD = 37, 2
+SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)
+CASES: dict[str, ModelConfig] = {
+    "zeropp_last": SMALL,  # bf16, three micro-steps
+    "weights4": replace(SMALL, loss_chunk=5),
+    "stage2": replace(SMALL, tied_head=True, checkpoint_activations=True),
+    "zero3_bf16_reduce": SMALL,
+}
+
+
+def masked(step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    """A prompt of another length in every sequence, and padding behind it."""
+    x, y = batch(step, rank, micro)
+    for row, targets in enumerate(y):
+        targets[: 1 + (step + 2 * rank + 3 * micro + row) % 6] = IGNORED
+    y[0, -1] = IGNORED
+    return x, y
+
+
+def batches(step: int, micros: int, rank: int, micro: int) -> tuple[Tensor, ...]:
+    turns = [(r, m) for r in range(WORLD) for m in range(micros)]
+    total = sum(counted(masked(step, *turn)[1]) for turn in turns)
+    return *masked(step, rank, micro), torch.tensor([WORLD * micros, total])
+
+
+def outcome(config: Config, engine: Any) -> Any:
+    named = replace(config, engine=replace(config.engine, name=engine))
+    made = build_engine(named, VOCAB, torch.device("cpu"))
+    micros = config.train.micro_steps
+    done = [made.step(s, 1e-2, partial(batches, s, micros), telemetry=False) for s in range(3)]
+    results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
+    held = made.token_losses(3, [masked(9, i, 0) for i in range(5)], wire=True).tolist()
+    held.append(made.evaluate(3, [masked(9, i, 0) for i in range(5)], wire=False))
+    return results, held, masters(made)
+
+
+def compared(folder: str) -> dict[str, str]:
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    models = {case: (case, model) for case, model in CASES.items()}
+    for kind in FAMILIES:
+        saved = settings(kind, path=f"{folder}/{kind}", weights="pretrained")
+        models[kind] = ("weights8", saved)
+    for name, (case, model) in models.items():
+        config = replace(configured(case, 1, WORLD, gather="hierarchical"), model=model)
+        found[name] = differs(outcome(config, "fsdp"), outcome(config, "virtual"))
+    return found
+
+
+def test_engines_agree_to_the_bit(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind in FAMILIES:
+        config = build_model(settings(kind), VOCAB, "meta").config
+        plain = transformers.AutoModelForCausalLM.from_config(config)
+        plain.save_pretrained(tmp_path / kind, max_shard_size="4KB")
+    assert run_world(WORLD, compared, str(tmp_path)) == dict.fromkeys([*CASES, *FAMILIES], "")
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_a_replayed_pass_sees_each_batchs_mask(chunk: int, device: str) -> None:
+    """Three steps of masks from a graph and lanes, against plain calls."""
+    said = []
+    for how in ({"graph": False}, {"graph": True, "lanes": 2}):
+        config = configured("zeropp_last", 1, WORLD, **{"device": device, **how, "name": "virtual"})
+        config = replace(config, model=replace(SMALL, loss_chunk=chunk))
+        engine = build_engine(config, VOCAB, torch.device(device))
+        done = [engine.step(s, 1e-2, partial(batches, s, 3), telemetry=False) for s in range(3)]
+        held = engine.token_losses(3, [masked(9, i, 0) for i in range(5)], wire=True).tolist()
+        said.append(([(r.loss, r.grad_norm) for r in done], held))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_the_step_is_the_mean_over_its_counted_tokens(chunk: int) -> None:
+    """Not a mean of means: one plain pass over all counted tokens has this loss and gradient."""
+    model = replace(SMALL, loss_chunk=chunk)
+    config = configured("zero3", 1, WORLD)
+    config = replace(config, model=model, train=replace(config.train, micro_steps=2, clip=0.0))
+    engine = build_engine(
+        replace(config, engine=replace(config.engine, name="virtual")), VOCAB, torch.device("cpu")
+    )
+    result = engine.step(0, 1e-2, partial(batches, 0, 2), telemetry=False)
+
+    plain = build_model(replace(model, loss_chunk=0), VOCAB, seed=config.seed)
+    turns = [masked(0, rank, micro) for rank in range(WORLD) for micro in range(2)]
+    x, y = (torch.cat(side) for side in zip(*turns, strict=True))
+    loss = torch.nn.functional.cross_entropy(
+        plain(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED
+    )
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_held_out_losses_are_those_of_counted_targets() -> None:
+    for model in (SMALL, replace(SMALL, loss_chunk=5)):
+        made = build_model(model, VOCAB, seed=1)
+
+        x, y = masked(0, 0, 0)
+        whole = token_losses(made, *batch(0, 0, 0))
+        some = token_losses(made, x, y)
+        assert torch.equal(some, whole[y.flatten() != IGNORED])
+
+
+def test_a_full_mask_of_ones_changes_rounding_alone() -> None:
+    """Share 1 / tokens against today's mean, whose bits stay what they are."""
+    for chunk in (0, 5):
+        made = build_model(replace(SMALL, loss_chunk=chunk), VOCAB, seed=1)
+        x, y = batch(0, 0, 0)
+        mean, same = made(x, y), made(x, y, torch.tensor([1, y.numel()]))
+        assert same.item() == pytest.approx(mean.item(), rel=1e-6)

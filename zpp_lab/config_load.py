@@ -1,0 +1,59 @@
+"""Nested mappings as validated dataclasses, with messages that name the place and the choices."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+T = typing.TypeVar("T")
+
+
+def load(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
+    try:
+        return TypeAdapter(cls).validate_python(dict(values))
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(cls, e) for e in error.errors())) from None
+
+
+def _explain(cls: type, error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "unexpected_keyword_argument":
+        return unknown_key(cls, place)
+    if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
+        return str(error["ctx"]["error"])
+    return f"{place}={error['input']!r}: {error['msg']}"
+
+
+def unknown_key(cls: type, place: str) -> str:
+    """The message for a dotted key that `cls` does not have."""
+    *parents, key = place.split(".")
+    while parents and not valid_names(cls, parents):  # the group itself is unknown
+        *parents, key = parents
+    valid = sorted(valid_names(cls, parents))
+    near = difflib.get_close_matches(key, valid, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    where = ".".join(parents) or "the top level"
+    return f"{place}: no such setting.{hint} Valid names in {where}: {', '.join(valid)}"
+
+
+def valid_names(cls: Any, path: list[str]) -> list[str]:
+    """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
+    for part in path:
+        if part.isdigit():
+            continue
+        hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
+        cls = _dataclass_in(hints.get(part))
+    return [f.name for f in fields(cls)] if is_dataclass(cls) else []
+
+
+def _dataclass_in(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
+        return next((a for a in get_args(hint) if is_dataclass(a)), None)
+    return hint

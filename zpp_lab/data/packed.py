@@ -1,0 +1,169 @@
+"""Records as a run sees them: whole records in sequences, and which of their tokens count.
+
+Every record follows an end marker, that of the record before it or one in its place, so each of its
+tokens has something to be predicted from. A sequence takes the records that come next for as long
+as they fit; what is left of it is padding, which never counts. An epoch is every sequence once, in
+an order that follows from the seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zpp_lab.config import DataConfig
+from zpp_lab.data.fit import Fit, fit
+from zpp_lab.models.loss import IGNORED
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One split. tokens, mask: memory-mapped [tokens]; fitted: the records that are used, as
+    pieces of them; first: int64 [sequences + 1], the first record of each, then their number;
+    counted: int64 [sequences], how many of each one's targets the loss counts."""
+
+    tokens: np.ndarray
+    mask: np.ndarray | None  # None: everything counts
+    fitted: Fit
+    first: np.ndarray
+    counted: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.counted)
+
+    def row(self, place: int, seq_len: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(inputs, targets, record of each counted target): int64 [seq_len], [seq_len], [c]."""
+        inputs = np.full(seq_len, end, np.int64)
+        targets = np.full(seq_len, IGNORED, np.int64)
+        records = np.full(seq_len, -1, np.int64)
+        at = 0
+        for i in range(self.first[place], self.first[place + 1]):
+            piece = slice(self.fitted.starts[i], self.fitted.stops[i])
+            own = self.tokens[piece].astype(np.int64)
+            inputs[at + 1 : at + len(own)] = own[:-1]
+            counts = True if self.mask is None else self.mask[piece] == 1
+            targets[at : at + len(own)] = np.where(counts, own, IGNORED)
+            records[at : at + len(own)] = self.fitted.records[i]
+            at += len(own)
+        return inputs, targets, records[targets != IGNORED]
+
+
+@dataclass(frozen=True)
+class PackedData:
+    """Training and held-out records; stands where `TokenData` does, for windows of `seq_len`."""
+
+    vocab_size: int
+    end: int
+    hash: str
+    tokenizer: str
+    files: int
+    seq_len: int
+    train: Sequences
+    held: Sequences
+    notes: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all training records."""
+        return len(self.train.tokens)
+
+    @property
+    def heldout_tokens(self) -> int:
+        return len(self.held.tokens)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a summary says beside name, hash and tokens."""
+        used = self.train.fitted
+        room = len(self.train) * self.seq_len
+        return {
+            "records": len(used.records),
+            "sequences": len(self.train),
+            "counted": int(self.train.counted.sum()),
+            "padding": 1 - int((used.stops - used.starts).sum()) / room,
+            "cut": used.cut_prompts + used.cut_completions,
+            "dropped": used.dropped,
+        }
+
+    def step(
+        self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
+    ) -> Callable[[int, int], Batch]:
+        """(rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and the share, int64
+        [2]: `world` · `micros` over the counted targets of the whole step. See models/loss.py."""
+        assert seq_len == self.seq_len
+        places = self._places(seed, step * world * micros * batch_size, world * micros * batch_size)
+        share = torch.tensor([world * micros, int(self.train.counted[places].sum())])
+        turns = places.reshape(micros, world, batch_size)
+        return lambda rank, micro: (*self._batch(self.train, turns[micro, rank]), share)
+
+    def heldout(
+        self, tokens: int, batch_size: int, seq_len: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same held-out sequences every time: about `tokens` places, spread evenly."""
+        assert seq_len == self.seq_len
+        places = self._held_places(tokens)
+        for first in range(0, len(places), batch_size):
+            yield self._batch(self.held, places[first : first + batch_size])
+
+    def heldout_documents(self, tokens: int, seq_len: int) -> np.ndarray:
+        """The record of each counted target of `heldout`, int64, in the same order."""
+        rows = (self.held.row(p, seq_len, self.end)[2] for p in self._held_places(tokens))
+        return np.concatenate(list(rows))
+
+    def _held_places(self, tokens: int) -> np.ndarray:
+        wanted = min(len(self.held), max(1, tokens // self.seq_len))
+        return np.arange(wanted) * len(self.held) // wanted
+
+    def _places(self, seed: int, first: int, count: int) -> np.ndarray:
+        """Which sequences the `count` turns from `first` on take, int64 [count]."""
+        epochs, at = np.divmod(np.arange(first, first + count), len(self.train))
+        orders = {int(e): _order(seed, int(e), len(self.train)) for e in np.unique(epochs)}
+        return np.array([orders[int(e)][i] for e, i in zip(epochs, at, strict=True)])
+
+    def _batch(self, split: Sequences, places: np.ndarray) -> tuple[Tensor, Tensor]:
+        rows = [split.row(place, self.seq_len, self.end)[:2] for place in places]
+        inputs, targets = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
+        return inputs, targets
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """A permutation by sorting raw bits, which NumPy keeps the same in every version."""
+    bits = np.random.Philox(key=seed, counter=[1, epoch, 0, 0]).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+def pack(
+    tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, cfg: DataConfig, split: str
+) -> Sequences:
+    """The sequences of one split; ValueError when no record is left for one, see `fit`."""
+    fitted = fit(offsets, mask, cfg, split)
+    if not len(fitted.records):
+        raise ValueError(
+            f"data: no {split} record fits data.seq_len={cfg.seq_len}: raise it, or set "
+            "data.records.too_long=truncate"
+        )
+    lengths = fitted.stops - fitted.starts
+    first = _next_fit(lengths, cfg.seq_len) if cfg.records.pack else np.arange(len(lengths) + 1)
+    each = fitted.counted if cfg.mask_prompt else lengths
+    counted = np.add.reduceat(each, first[:-1])
+    return Sequences(tokens, mask if cfg.mask_prompt else None, fitted, first, counted)
+
+
+def _next_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+    """The first record of each sequence, then the number of records."""
+    first, used = [0], 0
+    for i, length in enumerate(lengths.tolist()):
+        if used + length > room:
+            first.append(i)
+            used = 0
+        used += length
+    return np.array([*first, len(lengths)])

@@ -1,0 +1,48 @@
+"""What a run knows of its data, kept beside its checkpoints: whoever starts from them must read
+text with the same tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from zpp_lab.config import DataConfig
+from zpp_lab.data import PackedData, TokenData
+from zpp_lab.data.corpus import open_corpus
+from zpp_lab.data.prepare import trained_tokenizer
+from zpp_lab.data.tokenizer import END
+from zpp_lab.files import write_atomic
+
+FILE = "data.json"
+
+
+def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> None:
+    """Write data.json: the data's hash, the tokenizer's identity and its number of tokens. A BPE
+    of the run's own is kept beside it, for data.tokenizer=hf to read."""
+    said = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
+    write_atomic(folder / FILE, json.dumps(said, indent=1) + "\n")
+    if cfg.tokenizer == "bpe":
+        trained = trained_tokenizer(open_corpus(cfg), cfg)
+        assert trained is not None, "the data have just been prepared"
+        write_atomic(folder / "tokenizer.json", trained.read_text(encoding="utf-8"))
+        write_atomic(folder / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
+
+
+def check_start(start: Path, data: TokenData | PackedData) -> None:
+    """ValueError when the run of the checkpoint `start` had another tokenizer than `data`.
+
+    A checkpoint without its run's data.json cannot be checked, which stderr is told.
+    """
+    file = next((f / FILE for f in (start, *start.parents[:2]) if (f / FILE).is_file()), None)
+    if file is None:
+        print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
+        return
+    said = json.loads(file.read_text(encoding="utf-8"))
+    if said["tokenizer"] != data.tokenizer:
+        raise ValueError(
+            f"model.start={start} was trained with another tokenizer ({said['vocab_size']} tokens, "
+            f"here {data.vocab_size}): its weights would read noise. Set data.tokenizer as its "
+            "config.yaml has it; for a BPE of its own data.tokenizer=hf with "
+            "data.tokenizer_path=RUN_FOLDER"
+        )
