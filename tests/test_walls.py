@@ -15,7 +15,17 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 LAYERS: list[set[str]] = [
     {"config", "paths", "files", "numerics"},
     {"factors"},
-    {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "data"},
+    {
+        "compose",
+        "place",
+        "runconfig",
+        "machine",
+        "activations",
+        "codecs",
+        "models",
+        "data",
+        "emulate",
+    },
     {"layout"},
     {"ops"},
     {"recipe", "optim", "divergence"},
@@ -30,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"dashboard", "planner"},
     {"cli"},
 ]
-TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "study", "cli"]
+TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]
 
 
 def layer(module: str) -> int:
