@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from zpp_lab.emulate import marks
@@ -93,12 +93,7 @@ class _Owner:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
     def _make(self) -> None:
@@ -132,7 +127,10 @@ class _Owner:
 class OneHost(_Owner):
     """This host, as it is."""
 
-    nodes, interface = 1, None
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = 1
+        self.interface: str | None = None
 
     def address(self, node: int) -> str:
         return "127.0.0.1"

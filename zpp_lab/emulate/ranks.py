@@ -7,7 +7,6 @@ transport and of a gather reads the same variable (`collectives/choose.py`).
 
 from __future__ import annotations
 
-
 import socket
 from collections.abc import Mapping
 
@@ -15,8 +14,8 @@ from zpp_lab.config import ClusterConfig
 from zpp_lab.emulate.nodes import Hosts
 from zpp_lab.emulate.tools import network_environment
 
-# Several sockets and threads for each connection: one thread copies about 20 Gb/s. The variables
-# of the environment win over these.
+# Several sockets and threads for each connection, since one thread's copies would bound a fast
+# link. The variables of the environment win over these.
 SOCKETS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
