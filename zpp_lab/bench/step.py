@@ -11,7 +11,8 @@ its name. Arms take turns in the same processes, so that what slows the machine 
 
 Into --out go results.csv (a row an arm and link, with its floor), bench.json (for the report of a
 study), one JSON file a shape with every step, and the ranks' logs. An arm that fails or exceeds
---limit costs only itself; what was measured stays.
+--limit costs only itself; what was measured stays. --apart gives each arm processes of its own,
+for models of which a GPU cannot hold several.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zpp_lab.bench.step_arms import arms, with_compute
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--turn-seconds", type=float, default=8.0, help="fewer steps beyond that")
     made.add_argument("--limit", type=float, default=120.0, help="seconds for a turn, or a start")
     made.add_argument("--budget", type=float, default=3600.0, help="seconds in all; then it stops")
+    made.add_argument("--apart", action="store_true", help="one arm at a time: less memory")
     made.add_argument("--no-compute", action="store_true", help="no step without communication")
     made.add_argument("--no-probe", action="store_true", help="take the links at their word")
     made.add_argument("--cpu", action="store_true", help="gloo and CPU processes")
@@ -78,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     every = arms(words, [*args.overrides, *shape, *device])
     if not args.no_compute:
         every = with_compute(every)
+    if args.apart:
+        every = [replace(arm, session=arm.name) for arm in every]
     pace = Pace(args.steps, args.rounds, args.turn_seconds, args.limit, args.budget)
     with hosts(args.nodes, args.iproute) as made:
         bench = StepBench(made, cluster, every, pace, args.out, probes=not args.no_probe)

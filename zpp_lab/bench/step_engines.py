@@ -152,7 +152,9 @@ def plain(config: Config, device: torch.device) -> Timed:
 
 
 def plain_node(config: Config, device: torch.device) -> Timed:
-    return PlainFsdp2(config, device, reshard=config.cluster.gpus_per_node)
+    local, nodes = config.cluster.gpus_per_node, config.cluster.nodes
+    reshard: bool | int = local if local > 1 and nodes > 1 else local > 1
+    return PlainFsdp2(config, device, reshard)  # FSDP2 has words for one rank and for all
 
 
 def plain_groups(config: Config, device: torch.device) -> Timed:
