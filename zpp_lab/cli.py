@@ -94,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     pages.add_argument("--out", type=Path, help="where to write their specification")
     pages.add_argument("--project", help="wandb's project (default: the runs' own)")
     pages.add_argument("--entity", help="wandb's user or team (default: the runs' own)")
-    bench = add("bench", "measure kernels, collectives or engines", _bench, passes_on=True)
+    bench = add(
+        "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
+    )
     bench.add_argument(
         "what", choices=["kernels", "collectives", "virtual", "deterministic", "step"]
     )

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from zpp_lab.bench.step_results import Cell, bytes_sent, floor, seconds_on_link
 from zpp_lab.bench.step_run import Pace, StepBench
 from zpp_lab.bench.step_session import SessionError
 from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate import marks
 from zpp_lab.emulate.nodes import OneHost
 from zpp_lab.study.speeds import read_bench
 
@@ -197,6 +200,37 @@ def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "2x2.json").read_text())
     assert facts["network"]["nccl"]["NCCL_IB_DISABLE"] == "1"
     assert set(read_rows(tmp_path)) == {COMPUTE, "zeropp"}
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_nothing_is_left_of_a_bench_that_is_killed(tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--gpus-per-node", "1", "--recipes", "zeropp", "--no-probe", "--cpu"]
+    bench = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "zpp_lab.cli",
+            "bench",
+            "step",
+            *words,
+            "--out",
+            str(tmp_path),
+            *TINY,
+        ],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    owner = marks.mark(bench.pid)
+    ours = partial(marks.marked, lambda mark: mark == owner)
+    deadline = time.monotonic() + 120
+    while len(ours()) < 4:  # two holders and two ranks
+        assert bench.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    bench.kill()
+    bench.wait()
+    while ours():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_one_node_needs_no_rights(tmp_path: Path, fake: type[Fake]) -> None:

@@ -22,7 +22,7 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank()])
 dist.all_reduce(total)
 place = os.environ["GROUP_RANK"], os.environ["NCCL_HOSTID"].split("-")[1]
-print("found", dist.get_rank(), *place, int(total), flush=True)
+os.write(1, f"found {dist.get_rank()} {' '.join(place)} {int(total)}\\n".encode())  # in one piece
 os._exit(0)
 """
 

@@ -98,6 +98,9 @@ def test_missing_tools_and_kernel_parts_name_the_fix(
     script.chmod(0o755)
     with pytest.raises(EmulationError, match=r"qdisc kind is unknown.*modprobe sch_tbf"):
         Tools.find().run(Command(0, ("tc", "qdisc"), TBF), 0)
+    script.write_text("#!/bin/sh\necho 'RTNETLINK answers: Operation not permitted' >&2\nexit 2\n")
+    with pytest.raises(EmulationError, match=r"It needs the right to configure a network \(root"):
+        Tools.find().run(Command(0, ("tc", "qdisc"), TBF), 0)
     with pytest.raises(EmulationError, match="no such folder"):
         Tools.find(recorder / "nowhere")
     assert "modprobe veth" in VETH

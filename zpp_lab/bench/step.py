@@ -12,7 +12,7 @@ its name. Arms take turns in the same processes, so that what slows the machine 
 Into --out go results.csv (a row an arm and link, with its floor), bench.json (for the report of a
 study), one JSON file a shape with every step, and the ranks' logs. An arm that fails or exceeds
 --limit costs only itself; what was measured stays. --apart gives each arm processes of its own,
-for models of which a GPU cannot hold several.
+for models of which a GPU cannot hold several; engine.compile=true does so too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     every = arms(words, [*args.overrides, *shape, *device])
     if not args.no_compute:
         every = with_compute(every)
-    if args.apart:
+    if args.apart or any(arm.config.engine.compile for arm in every):  # compiled code is shared
         every = [replace(arm, session=arm.name) for arm in every]
     pace = Pace(args.steps, args.rounds, args.turn_seconds, args.limit, args.budget)
     with hosts(args.nodes, args.iproute) as made:

@@ -80,6 +80,7 @@ def _per_node(
             "PET_MASTER_ADDR": made.address(0),
             "PET_MASTER_PORT": str(port),
             "PET_LOCAL_ADDR": made.address(node),
+            "PET_RDZV_CONF": f"is_host={int(node == 0)}",  # it cannot tell by the host's name
         }
         started.append(made.start(node, command, environment))
     return started

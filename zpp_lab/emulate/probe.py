@@ -42,7 +42,7 @@ class LinkReport:
         off = {k: v for k, v in found.items() if abs(v / self.named_gbps - 1) > TOLERANCE}
         if not off:
             return None
-        text = ", ".join(f"{name} {value:.2f}" for name, value in off.items())
+        text = ", ".join(f"{name} {value:.3g}" for name, value in off.items())
         return (
             f"a link named {self.named_gbps:g} Gb/s carried {text} Gb/s, more than "
             f"{TOLERANCE:.0%} off: figures at this speed are for what it carried"

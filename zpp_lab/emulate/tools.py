@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zpp_lab.emulate.network import Command
+from zpp_lab.emulate.network import NET, Command
 
 FOLDER = "ZPP_LAB_IPROUTE"
 ENTER = [sys.executable, "-m", "zpp_lab.emulate.enter"]
@@ -68,9 +68,8 @@ class Tools:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
         if done.returncode:
             said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-            raise EmulationError(
-                f"`{' '.join(command.words)}` failed: {said}. It needs {command.needs}"
-            )
+            needs = NET if "not permitted" in said else command.needs
+            raise EmulationError(f"`{' '.join(command.words)}` failed: {said}. It needs {needs}")
         return done.stdout
 
     def _loaded(self) -> list[str]:
