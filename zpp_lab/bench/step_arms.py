@@ -25,8 +25,8 @@ from zpp_lab.config import Config
 # By word: maker, the engine's name in the results, the recipe's there.
 OWN = {
     "fsdp2": ("plain", "fsdp2", "zero3"),
-    "fsdp2+node": ("plain_node", "fsdp2", "zero3, reshard to node"),
-    "fsdp2+groups": ("plain_groups", "fsdp2", "zero3, separate groups"),
+    "fsdp2+node": ("plain_node", "fsdp2", "zero3 + reshard to node"),
+    "fsdp2+groups": ("plain_groups", "fsdp2", "zero3 + separate groups"),
     "compute": ("compute", "none", "compute only"),
 }
 COMPUTE = "compute"

@@ -19,6 +19,7 @@ from zpp_lab.emulate.tools import network_environment
 SOCKETS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
+    "NCCL_SOCKET_FAMILY": "AF_INET",
     "NCCL_SOCKET_NTHREADS": "4",
     "NCCL_NSOCKS_PERTHREAD": "4",
 }
