@@ -195,7 +195,7 @@ def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
     ledger, measured = float(row["gb_sent_ledger"]), float(row["gb_sent_measured"])
     assert ledger == pytest.approx(sum(t.inter for t in planned.values()) / 2 / 1e9, rel=1e-4)
     assert ledger < measured < 3 * ledger  # headers, losses, the norm
-    assert float(row["measured_gbps"]) < 0.22
+    assert float(row["measured_gbps"]) < 0.4
     assert float(row["link_s"]) == pytest.approx(ledger * 8 / 0.2, rel=1e-4)
     facts = json.loads((tmp_path / "2x2.json").read_text())
     assert facts["network"]["nccl"]["NCCL_IB_DISABLE"] == "1"
@@ -237,3 +237,22 @@ def test_one_node_needs_no_rights(tmp_path: Path, fake: type[Fake]) -> None:
     words = ["--nodes", "1", "--gpus-per-node", "2", "--recipes", "zeropp", "--cpu"]
     assert main([*words, "--no-compute", "--out", str(tmp_path), *TINY]) == 0
     assert list(read_rows(tmp_path)) == ["zeropp"]
+
+
+def test_compute_only_updates_a_ranks_part_from_the_gradient_of_its_batch() -> None:
+    """The step that the floor is made of: forward, backward and AdamW on 1/W of each parameter."""
+    import torch
+
+    from zpp_lab.bench.step_engines import ComputeOnly
+    from zpp_lab.bench.step_rank import random_batch
+
+    config = with_compute(arms(["zeropp"], [*TINY, "cluster=1x2"]))[0].config
+    made = ComputeOnly(config, torch.device("cpu"))
+    before = {name: p.detach().clone() for name, p in made.weights.items()}
+    made.step(0, lambda rank, micro: random_batch(config, 0, rank, micro))
+    for name, p in made.weights.items():
+        own = -(-p.numel() // 2)
+        changed = (p.detach() != before[name]).view(-1)
+        assert changed[:own].any(), name
+        assert not changed[own:].any(), name
+        assert p.grad is None
