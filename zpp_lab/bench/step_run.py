@@ -102,7 +102,7 @@ class StepBench:
 
     def _session(self, arms: list[Arm], links: Sequence[Link]) -> list[Arm]:
         """Time the arms in processes of their own; those that are left when one has failed."""
-        self._limit(None)
+        self.hosts.limit(None)  # until the arms are built
         active: list[str] = [arms[0].name]  # who is to blame
         try:
             session = Session(
