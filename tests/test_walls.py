@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"config", "paths", "files", "numerics", "text"},
     {"factors", "dcp"},
     {"saved"},
-    {"compose", "place", "runconfig", "machine", "activations", "codecs", "models"},
+    {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "emulate"},
     {"data"},
     {"layout"},
     {"ops"},
@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"dashboard", "planner"},
     {"cli"},
 ]
-TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "study", "cli"]
+TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]
 
 
 def layer(module: str) -> int:

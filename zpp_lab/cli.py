@@ -112,8 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     pages.add_argument("--out", type=Path, help="where to write their specification")
     pages.add_argument("--project", help="wandb's project (default: the runs' own)")
     pages.add_argument("--entity", help="wandb's user or team (default: the runs' own)")
-    bench = add("bench", "measure kernels, collectives or engines", _bench, passes_on=True)
-    bench.add_argument("what", choices=["kernels", "collectives", "virtual", "deterministic"])
+    bench = add(
+        "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
+    )
+    bench.add_argument(
+        "what", choices=["kernels", "collectives", "virtual", "deterministic", "step"]
+    )
+    add(
+        "emulate",
+        "run a command on emulated nodes of this host: zpp-lab emulate --nodes 2 -- COMMAND",
+        _emulate,
+        passes_on=True,
+    )
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
     return parser
 
@@ -307,6 +317,12 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
     from importlib import import_module
 
     return int(import_module(f"zpp_lab.bench.{args.what}").main(rest))
+
+
+def _emulate(_: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.emulate import command
+
+    return command.main(rest)
 
 
 def _build(_: argparse.Namespace, rest: list[str]) -> int:

@@ -63,6 +63,7 @@ def checks() -> list[Check]:
         compiler,
         distributed,
         peer_memory,
+        emulated_nodes,
         wandb,
     ]
     return [probe() for probe in probes] + extras()
@@ -199,6 +200,20 @@ def peer_memory() -> Check:
     if apart:
         return Check("peer memory", "absent", f"GPUs apart: {', '.join(apart)}", fix)
     return Check("peer memory", "ok", f"all {count} GPUs reach each other")
+
+
+def emulated_nodes() -> Check:
+    """What `bench step` and `emulate` need for several nodes on one host."""
+    from zpp_lab.emulate.nodes import EmulatedNodes
+    from zpp_lab.emulate.tools import EmulationError, Tools
+
+    try:
+        with EmulatedNodes(2, Tools.find()) as nodes:
+            nodes.limit(1.0)
+    except EmulationError as error:
+        fix = "nothing else needs them; bench step --nodes 1 runs without"
+        return Check("emulated nodes", "absent", str(error), fix)
+    return Check("emulated nodes", "ok", "network namespaces, veth pairs and tc's limits work")
 
 
 def wandb() -> Check:

@@ -1,0 +1,133 @@
+"""Nodes that are made, used and gone again, however their owner ends. Needs root."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.emulate.shared import refusal
+from zpp_lab.emulate import marks
+from zpp_lab.emulate.kernel import inside
+from zpp_lab.emulate.network import Command
+from zpp_lab.emulate.nodes import EmulatedNodes
+from zpp_lab.emulate.probe import LinkReport, probe
+from zpp_lab.emulate.tools import EmulationError, Tools
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
+JOB = Path(__file__).with_name("job.py")
+
+
+def gone(pids: list[int], patience: float = 20.0) -> bool:
+    deadline = time.monotonic() + patience
+    while any(Path(f"/proc/{pid}/ns/net").exists() and running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def running(pid: int) -> bool:
+    return bool(marks._started(pid))
+
+
+def own_mark(owner: str) -> bool:
+    return owner == marks.mark()
+
+
+def test_nodes_reach_each_other_at_the_named_speed_and_nothing_else() -> None:
+    with EmulatedNodes(2, Tools.find()) as nodes:
+        nodes.limit(0.1)
+        before = nodes.sent(0)
+        report = probe(nodes, 0.1, seconds=0.4, streams=2)
+        assert (
+            max(report.gbps_there, report.gbps_back, report.gbps_both) < 0.2
+        )  # far from what a free link gives
+        assert report.latency_us > 0
+        assert nodes.sent(0) - before > 2**18
+        with pytest.raises(OSError):  # no way out of the nodes
+            inside(nodes.places[0], lambda: socket.create_connection(("192.0.2.1", 9), 0.2))
+        nodes.limit(None)
+        names = os.listdir("/sys/class/net")
+        assert nodes.interface not in names  # the host itself sees nothing of it
+        pids = [process.pid for process in nodes.processes]
+    assert gone(pids, 0.0)
+    assert marks.marked(own_mark) == []
+
+
+def test_three_nodes_meet_on_a_bridge() -> None:
+    with EmulatedNodes(3, Tools.find()) as nodes:
+        nodes.limit(0.5)
+        server = inside(nodes.places[2], lambda: socket.create_server((nodes.address(2), 0)))
+        port = server.getsockname()[1]
+        for node in (0, 1):
+            target = (nodes.address(2), port)
+            inside(nodes.places[node], lambda t=target: socket.create_connection(t, 5)).close()
+        server.close()
+
+
+def test_a_warning_names_the_direction_that_is_off() -> None:
+    assert LinkReport(10.0, 9.9, 9.6, 9.8, 20.0, 8).warning is None
+    assert "back 8 Gb/s" in str(LinkReport(10.0, 9.9, 8.0, 9.8, 20.0, 8).warning)
+    assert LinkReport(None, 1.0, 2.0, 1.0, 20.0, 8).warning is None
+
+
+class Refuses:
+    """Tools whose third command fails, as on a kernel without some part."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def run(self, command: Command, pid: int) -> str:
+        self.calls += 1
+        if self.calls == 3:
+            raise EmulationError("no such part")
+        return ""
+
+
+def test_a_failure_half_way_leaves_nothing() -> None:
+    nodes = EmulatedNodes(4, Refuses())
+    with pytest.raises(EmulationError, match="no such part"), nodes:
+        pass
+    assert marks.marked(own_mark) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_owner_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    root = str(JOB.parents[2])
+    owner = subprocess.Popen(
+        [sys.executable, str(JOB), str(tmp_path)], env={**os.environ, "PYTHONPATH": root}
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids").exists():
+        assert owner.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) >= 4
+    assert all(running(pid) for pid in pids)
+    owner.send_signal(number)
+    owner.wait(30)
+    assert gone(pids)
+
+
+def test_a_later_start_ends_what_a_dead_owner_left() -> None:
+    dead = "4194304:1"
+    left = subprocess.Popen(["sleep", "600"], env={**os.environ, marks.VARIABLE: dead})
+    mine = subprocess.Popen(["sleep", "600"], env={**os.environ, marks.VARIABLE: marks.mark()})
+    try:
+        while left.poll() is None and left.pid not in marks.marked(lambda owner: owner == dead):
+            time.sleep(0.02)  # until exec has given it its environment
+        marks.end_orphans()
+        assert left.wait(10) == -signal.SIGKILL
+        assert mine.poll() is None  # a living owner's stay
+    finally:
+        for process in (left, mine):
+            process.kill()
+            process.wait()

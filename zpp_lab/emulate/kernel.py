@@ -1,0 +1,62 @@
+"""The few calls to the kernel that Python 3.11 has no names for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
+
+
+def new_network() -> None:
+    """Move this thread into a network namespace of its own. OSError when the kernel refuses."""
+    _call("unshare", CLONE_NEWNET)
+
+
+def enter_network(pid: int) -> None:
+    """Move this thread into the network namespace of a process. OSError when it cannot."""
+    descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    try:
+        _call("setns", descriptor, CLONE_NEWNET)
+    finally:
+        os.close(descriptor)
+
+
+def inside(pid: int, work: Callable[[], T]) -> T:
+    """`work()` in a process's network namespace. Sockets that it makes stay there for good."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def enter_and_work() -> None:
+        try:
+            enter_network(pid)  # moves this thread alone
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter_and_work, name="inside a namespace")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent`, which started it, ends."""
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _call(name: str, *arguments: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,0 +1,121 @@
+"""Which `ip` and `tc` commands join nodes: names, addresses, links and their limits.
+
+Two nodes are the ends of one veth pair. Three or more hang on a bridge in a namespace of its
+own, the hub, like machines on a switch. Every link is limited at both ends, so that a node sends
+and receives at most the named speed. Everything lies inside private namespaces; the names carry
+the owner's process id all the same, so that whoever finds one knows whose it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HUB = -1  # in place of a node's number
+MTU = 9000  # bytes: headers take 0.7 % of a link, not 4.4 %
+QUEUE_SECONDS = 2e-3  # of traffic that may wait at a limit
+BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late timers are
+LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
+MOST_NODES = 250  # addresses in one network
+
+VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
+BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
+TBF = "tc's token bucket (CONFIG_NET_SCH_TBF; modprobe sch_tbf)"
+NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
+
+
+@dataclass(frozen=True)
+class Command:
+    """`words` run in the namespace of node `at` (or HUB). needs: what the kernel must have."""
+
+    at: int
+    words: tuple[str, ...]
+    needs: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes of one owner. ValueError for a number of them that cannot be joined."""
+
+    nodes: int
+    owner: int  # process id
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"{self.nodes} emulated nodes: use 2 to {MOST_NODES}")
+
+    @property
+    def interface(self) -> str:
+        """The same in every node; at most 15 characters."""
+        return f"zpp{self.owner}"
+
+    @property
+    def needs_hub(self) -> bool:
+        return self.nodes > 2
+
+    def address(self, node: int) -> str:
+        return f"10.77.0.{node + 1}"
+
+    def port(self, node: int) -> str:
+        """The hub's end of a node's link."""
+        return f"zpp{self.owner}p{node}"
+
+    def join(self, places: dict[int, int]) -> list[Command]:
+        """Links between the namespaces of the processes `places` (node or HUB → process id)."""
+        made = self._through_hub(places) if self.needs_hub else [self._pair(places[1])]
+        for node in range(self.nodes):
+            made += self._bring_up(node)
+        return made
+
+    def _pair(self, other: int) -> Command:
+        return _ip(0, f"link add {self.interface} type veth peer {self.interface} netns {other}")
+
+    def _through_hub(self, places: dict[int, int]) -> list[Command]:
+        bridge = f"zpp{self.owner}b"
+        made = [
+            _ip(HUB, f"link add {bridge} mtu {MTU} type bridge", BRIDGE),
+            _ip(HUB, f"link set {bridge} up", BRIDGE),
+        ]
+        for node in range(self.nodes):
+            port, to = self.port(node), f"peer {self.interface} netns {places[node]}"
+            made += [
+                _ip(HUB, f"link add {port} mtu {MTU} type veth {to}"),
+                _ip(HUB, f"link set {port} master {bridge} up", BRIDGE),
+            ]
+        return made
+
+    def _bring_up(self, node: int) -> list[Command]:
+        return [
+            _ip(node, "link set lo up", NET),
+            _ip(node, f"addr add {self.address(node)}/24 dev {self.interface}", NET),
+            _ip(node, f"link set {self.interface} mtu {MTU} up", NET),
+        ]
+
+    def limit(self, gbps: float | None, limited: bool) -> list[Command]:
+        """Set every link's speed in gigabits per second; None takes the limits away.
+
+        limited: whether there are limits now.
+        """
+        ends = [(node, self.interface) for node in range(self.nodes)]
+        if self.needs_hub:
+            ends += [(HUB, self.port(node)) for node in range(self.nodes)]
+        if gbps is None:
+            return [_tc(at, f"qdisc del dev {end} root") for at, end in ends if limited]
+        return [_tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]
+
+
+def bucket(gbps: float) -> str:
+    """tc's token bucket for a link of `gbps`. ValueError for a speed that is none."""
+    if not 0.001 <= gbps <= 1000:
+        raise ValueError(f"a link of {gbps:g} Gb/s: use 0.001 to 1000, or max")
+    per_second = gbps * 1e9 / 8
+    burst = max(LEAST_BURST, int(per_second * BURST_SECONDS))
+    queue = burst + max(4 * LEAST_BURST, int(per_second * QUEUE_SECONDS))
+    return f"tbf rate {round(gbps * 1e6)}kbit burst {burst} limit {queue}"
+
+
+def _ip(at: int, words: str, needs: str = VETH) -> Command:
+    return Command(at, ("ip", *words.split()), needs)
+
+
+def _tc(at: int, words: str) -> Command:
+    return Command(at, ("tc", *words.split()), TBF)
