@@ -16,7 +16,7 @@ LAYERS: list[set[str]] = [
     {"config", "paths", "files", "numerics"},
     {"factors"},
     {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "data"},
-    {"layout"},
+    {"layout", "optimizers", "stream"},
     {"ops"},
     {"recipe", "optim", "divergence"},
     {"collectives", "dcp", "pulse"},

@@ -163,8 +163,23 @@ def saved_step(path: Path) -> int:
 
 def saved_names(path: Path) -> dict[str, torch.Size]:
     """Every saved tensor's dotted name and whole shape."""
+    return {n: m.size for n, m in _tensors(path).items()}
+
+
+def saved_states(path: Path) -> dict[str, dict[str, torch.dtype]]:
+    """How a checkpoint keeps optimizer states: {key: {parameter: dtype}}; {} when it has none."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for dotted, tensor in _tensors(path).items():
+        kind, _, rest = dotted.partition(".")
+        if kind == "optimizer":
+            key, _, name = rest.partition(".")
+            found.setdefault(key, {})[name] = tensor.properties.dtype
+    return found
+
+
+def _tensors(path: Path) -> dict[str, Any]:
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {n: m.size for n, m in metadata.items() if hasattr(m, "size")}
+    return {n: m for n, m in metadata.items() if hasattr(m, "size")}
 
 
 def read_into(path: Path, state: State) -> None:
@@ -187,7 +202,9 @@ def read_whole(path: Path) -> State:
     fault = damage(path)
     if fault:
         raise ValueError(f"{path} is damaged: {fault}; use another checkpoint")
-    flat: dict[str, Tensor] = {n: torch.empty(s) for n, s in saved_names(path).items()}
+    flat: dict[str, Tensor] = {
+        n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in _tensors(path).items()
+    }
     dcp.load(flat, checkpoint_id=path, no_dist=True)
     state: State = {"step": saved_step(path), "weights": {}, "optimizer": {}}
     for dotted, tensor in flat.items():
