@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from zpp_lab.config import TrainConfig
 from zpp_lab.optimizers import DTYPES, CompactAdamW, kind_of
 
-
 AdamW = torch.optim.AdamW | CompactAdamW
 
 

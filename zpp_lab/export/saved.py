@@ -37,7 +37,7 @@ class OneFile:
         self.shapes = {n: tuple(t.shape) for n, t in self.weights.items()}
 
     def read(self, name: str) -> Tensor:
-        return self.weights[name]
+        return self.weights[name].float()
 
 
 class Shards:
