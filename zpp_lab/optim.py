@@ -18,7 +18,7 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     """AdamW with weight decay on matrices only (norms and biases have one dimension).
 
     With states in fp32 torch's own, on a GPU the fused one. `guarded_step` can hold back that and
-    ours without asking the host. `seed`: of the rounding of states in bf16.
+    ours without asking the host. `seed`: of the rounding of smaller states.
     """
     trained = [p for p in parameters.values() if p.requires_grad]
     if not trained:
@@ -119,8 +119,8 @@ def check_state(
         if name not in parameters:
             raise ValueError(f"the checkpoint is of another model; it differs in {name}")
         wanted = DTYPES[kind_of(parameters[name].shape, kind)]
-        if dtype != wanted:
-            there = next(k for k, d in DTYPES.items() if d == dtype)
+        there = next((k for k, d in DTYPES.items() if d == dtype), kind)
+        if dtype != wanted and there != kind:
             raise ValueError(
                 f"the checkpoint keeps optimizer states in {there}, this run in {kind}: set "
                 f"train.optimizer_state={there}, or begin a new run from its weights alone "

@@ -47,14 +47,14 @@ class Piece:
     rate: Tensor  # fp32 scalar: the learning rate over the first moment's bias correction
     root: Tensor  # fp32 scalar: root of the second moment's bias correction
     state: dict[str, Tensor]
-    noise: Tensor | None
+    noise: Tensor  # int32 [n]
 
 
 class CompactAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
 
     Parameters are fp32 tensors or DTensors cut along dimension 0. `step` needs the number of the
-    training step, which with `seed` decides how bf16 moments are rounded.
+    training step, which with `seed` decides how moments are rounded.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CompactAdamW(torch.optim.Optimizer):
             return
         done = 1.0 if ok is None else ok.to(torch.float32)
         torch._foreach_add_([self.state[p]["step"] for p in every], done)
-        noise = self._noise(number) if self.kind == "bf16" else None
+        noise = self._noise(number)
         for i, parameters in trained.items():
             for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):
                 _update(batch, ok)
@@ -116,7 +116,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return row_noise(self.seed, number, SPREAD + self.widest, self.device)
 
     def _pieces(
-        self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor | None
+        self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor
     ) -> Iterator[Piece]:
         if not parameters:
             return
@@ -128,14 +128,14 @@ class CompactAdamW(torch.optim.Optimizer):
             yield from self._rows(group, p, rate, root, noise)
 
     def _rows(
-        self, group: dict[str, Any], p: Tensor, rate: Tensor, root: Tensor, noise: Tensor | None
+        self, group: dict[str, Any], p: Tensor, rate: Tensor, root: Tensor, noise: Tensor
     ) -> Iterator[Piece]:
         kind = kind_of(p.shape, self.kind)
         n = prod(p.shape[1:])
         weight, grad = local(p.detach()), local(p.grad)
         state = {k: local(v) for k, v in self.state[p].items() if k != "step"}
         wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
-        own = noise[self.offsets[p] :][:n] if noise is not None and kind == "bf16" else None
+        own = noise[self.offsets[p] :][:n]
         rows = weight.numel() // wide
         flat = {k: v.reshape(rows, -1) for k, v in state.items()} if rows else {}
         each = max(1, BATCH // wide)
@@ -233,12 +233,12 @@ def _moment(piece: Piece, name: str) -> Tensor:
 def _keep(piece: Piece, name: str, value: Tensor, ok: Tensor | None) -> None:
     """Write a moment back as its state keeps it. Overwrites `value`."""
     if piece.kind == "8bit":
-        codes, scale = encode(value, signed=name == MOMENTS[0])
+        first = name == MOMENTS[0]
+        codes, scale = encode(value, signed=first, noise=None if first else piece.noise)
         _put(piece.state[name], codes, ok)
         _put(piece.state[name + SCALE], scale, ok)
         return
     if piece.kind == "bf16":
-        assert piece.noise is not None
         value = to_bf16(value, piece.noise)
     _put(piece.state[name], value, ok)
 

@@ -11,9 +11,9 @@ bf16
 8bit, block-wise as Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
 Quantization" (2022), with other codes
     scale s = max|x| of the block, fp32; y = |x| / s in [0, 1]
-    y is rounded to nearest (halves up) with three mantissa bits. Codes are the steps below 1.0:
-    second moments take 255 and reach 1.1 * 2^-32, first moments take 126 either side of zero and
-    reach 1.25 * 2^-16. The scale moves at every update, which keeps moments from sticking.
+    y keeps three mantissa bits: first moments to nearest (halves up), second ones at random as in
+    bf16, and for the same reason. Codes are the steps below 1.0: second moments take 255 and reach
+    1.1 * 2^-32, first moments take 126 either side of zero and reach 1.25 * 2^-16.
 A second moment never becomes zero in a block that is not: a zero under the root would turn the
 first moment into a huge update.
 """
@@ -82,8 +82,10 @@ def to_bf16(x: Tensor, noise: Tensor) -> Tensor:
     return bits.add_(noise).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
 
 
-def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """fp32 [rows, n] → codes uint8 [rows, n], scales fp32 [rows, k], a block's largest each.
+
+    Without noise (int32 [n] of 16 bits each) rounded to nearest.
 
     A block with a NaN or Inf gets a scale that is not finite. Overwrites x.
     """
@@ -91,7 +93,8 @@ def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     scale = _amax(x.abs_())
     _by_block(x, scale.clamp_min(TINY), torch.Tensor.div_)
     levels = 127 if signed else 255
-    bits = x.view(torch.int32).add_(1 << (CUT - 1)).bitwise_right_shift_(CUT)
+    more = 1 << (CUT - 1) if noise is None else noise << (CUT - 16)
+    bits = x.view(torch.int32).add_(more).bitwise_right_shift_(CUT)
     codes = bits.sub_(ONE - levels).clamp_(0, levels).to(torch.uint8)
     if negative is not None:
         codes += negative.to(torch.uint8) << 7
