@@ -1,5 +1,7 @@
-"""AdamW that keeps its moments as `states.py` says, on plain torch operators.
+"""AdamW that keeps its moments as `states.py` says.
 
+Plain torch operators define it; on a GPU a kernel (cuda/adamw.cu) takes the 8-bit moments, with
+the same bits in one pass over memory where the operators take tens.
 Every operation is elementwise or stays inside a block of a row, and each rounds by itself, so a
 shard's update is the whole tensor's to the bit. The host never waits for the device: step numbers
 and the decision whether an update happens are tensors. Rows are worked through in batches, so
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zpp_lab.ops.backend import use_kernels
 from zpp_lab.optimizers.states import (
     DTYPES,
     StateKind,
@@ -36,7 +39,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # the first is signed
 SCALE = "_scale"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """Some rows of a parameter on this rank; all tensors are views [rows, n] or [rows, k]."""
 
@@ -109,7 +112,12 @@ class CompactAdamW(torch.optim.Optimizer):
         noise = self._noise(number)
         for i, parameters in trained.items():
             for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):
-                _update(batch, ok)
+                with_kernel = [p for p in batch if p.kind == "8bit" and use_kernels(p.weight)]
+                for piece in with_kernel:
+                    _launch(piece, ok)
+                rest = [p for p in batch if p not in with_kernel] if with_kernel else batch
+                if rest:
+                    _update(rest, ok)
 
     def _noise(self, number: int) -> Tensor:
         """One strip of noise a step; each parameter's rows read it from a place of their own."""
@@ -220,6 +228,23 @@ def _update(batch: list[Piece], ok: Tensor | None) -> None:
         return
     for w, u in zip(weights, update, strict=True):
         _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
+
+
+def _launch(piece: Piece, ok: Tensor | None) -> None:
+    """`_update` of one piece by the kernel."""
+    group, state = piece.group, piece.state
+    torch.ops.zpp_lab.adamw8.default(
+        piece.weight,
+        piece.grad.contiguous(),
+        *(state[key] for moment in MOMENTS for key in (moment, moment + SCALE)),
+        piece.noise,
+        piece.rate,
+        piece.root,
+        ok,
+        *group["betas"],
+        group["eps"],
+        1 - group["lr"] * group["weight_decay"],
+    )
 
 
 def _moment(piece: Piece, name: str) -> Tensor:
