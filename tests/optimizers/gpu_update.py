@@ -13,12 +13,13 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zpp_lab import ops
 from zpp_lab.config import TrainConfig
 from zpp_lab.dcp import Saving, ShardedCheckpoints, read_whole
 from zpp_lab.optim import adamw, optimizer_state, update
@@ -65,8 +66,9 @@ def bits() -> None:
             say(bits=kind, world=world, equal=all(torch.equal(t, torch.cat(p)) for t, *p in parts))
 
 
-def speed(kind: StateKind, millions: int) -> None:
+def speed(kind: StateKind, millions: int, backend: Literal["auto", "reference"] = "auto") -> None:
     """Of `millions` 10^6 elements in matrices of 16 x 10^6."""
+    ops.configure(backend)
     parameters = {
         str(i): nn.Parameter(torch.zeros(3125, 5120, device=DEVICE))
         for i in range(max(1, millions // 16))
@@ -91,7 +93,7 @@ def speed(kind: StateKind, millions: int) -> None:
     numel = sum(p.numel() for p in parameters.values())
     each = (time.perf_counter() - began) / 5 / numel * 1e9
     more = (torch.cuda.max_memory_allocated() - before) >> 20 if DEVICE.type == "cuda" else None
-    say(update=kind, ms_per_1e9=each * 1e3, host_ms=host * 1e3, temporary_mib=more)
+    say(update=kind, backend=backend, ms_per_1e9=each * 1e3, host_ms=host * 1e3, temporary_mib=more)
 
 
 def save(folder: Path, millions: int) -> None:
@@ -125,6 +127,7 @@ def main() -> None:
     bits()
     for kind in KINDS:
         speed(kind, asked.millions)
+    speed("8bit", asked.millions, "reference")
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         save(Path(folder), asked.millions)
 

@@ -112,7 +112,7 @@ class CompactAdamW(torch.optim.Optimizer):
         noise = self._noise(number)
         for i, parameters in trained.items():
             for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):
-                with_kernel = [p for p in batch if p.kind == "8bit" and use_kernels(p.weight)]
+                with_kernel = [p for p in batch if _has_kernel(p)]
                 for piece in with_kernel:
                     _launch(piece, ok)
                 rest = [p for p in batch if p not in with_kernel] if with_kernel else batch
@@ -228,6 +228,10 @@ def _update(batch: list[Piece], ok: Tensor | None) -> None:
         return
     for w, u in zip(weights, update, strict=True):
         _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
+
+
+def _has_kernel(piece: Piece) -> bool:
+    return piece.kind == "8bit" and piece.weight.is_cuda and use_kernels(piece.weight)
 
 
 def _launch(piece: Piece, ok: Tensor | None) -> None:
