@@ -98,8 +98,7 @@ def speed(kind: StateKind, millions: int, backend: Literal["auto", "reference"] 
 
 def save(folder: Path, millions: int) -> None:
     """One rank's fp32 weights, streamed."""
-    with tempfile.TemporaryDirectory() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store}/s", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     shape = (3125, 5120)
     weights = {f"w{i}": torch.randn(shape, device=DEVICE) for i in range(max(1, millions // 16))}
     wait()
@@ -108,7 +107,7 @@ def save(folder: Path, millions: int) -> None:
     before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
     for weights_only in (False, True):
         saving = Saving(host=0, weights_only=weights_only)
-        checkpoints = ShardedCheckpoints(folder, 1, saving, str(DEVICE))
+        checkpoints = ShardedCheckpoints(folder / "saved", 1, saving, str(DEVICE))
         began = time.perf_counter()
         checkpoints.save(1, {"weights": weights})
         seconds = time.perf_counter() - began
