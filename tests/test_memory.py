@@ -30,6 +30,7 @@ from zpp_lab.models.loss import chunked_losses
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
 CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
+CASES += ["bf16_states", "8bit_states"]
 
 # ---------------------------------------------------------------------- a real run
 
@@ -67,7 +68,7 @@ def counted(config: Config) -> dict[str, Any]:
     found["weights"] = nbytes(engine.parameters.values())
     state = engine.optimizer.state.values()
     found["optimizer"] = sum(
-        s[k].to_local().nbytes for s in state for k in ("exp_avg", "exp_avg_sq")
+        value.to_local().nbytes for s in state for key, value in s.items() if key != "step"
     )
     kept = [u.gather.secondary for u in engine.wrapped.installed]
     found["secondary"] = sum(t.nbytes for t in kept if t is not None)
@@ -84,7 +85,9 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     plan = build_plan(build_model(SMALL, VOCAB, "meta"), config)
     planned = estimate(plan, config, VOCAB)
     assert found["weights"] == planned.item("master weights, fp32").most
-    assert found["optimizer"] == planned.item("optimizer state, fp32").most
+    assert (
+        found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
+    )
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
     for unit in plan.units:
@@ -230,6 +233,14 @@ def test_offload_leaves_the_state_in_host_memory() -> None:
     state = sum(i.most for i in here.items if i.name.endswith("fp32"))
     assert there.host == state > 48 * GIB
     assert there.peak < here.peak - 40 * GIB
+
+
+def test_smaller_optimizer_states() -> None:
+    found = {k: big("32_5b", 1, train={"optimizer_state": k}) for k in ("fp32", "bf16", "8bit")}
+    each = {k: e.item(f"optimizer state, {k}").most / (32.5e9 / 4) for k, e in found.items()}
+    assert each == pytest.approx({"fp32": 8, "bf16": 4, "8bit": 2 * (1 + 4 / 256)}, rel=0.01)
+    saved = found["fp32"].peak - found["8bit"].peak
+    assert saved / GIB == pytest.approx((8 - 2.03) * 32.5e9 / 4 / GIB, rel=0.02)
 
 
 def test_what_recipes_and_stages_add() -> None:

@@ -55,6 +55,17 @@ def test_advice_keeps_the_tokens_of_a_step() -> None:
         assert train.batch_size * train.micro_steps == 16
 
 
+def test_smaller_states_come_before_offload() -> None:
+    outlook = Outlook.of(compose([*LARGE, "model=32_5b", "train.batch_size=1"]), 85 * GIB)
+    found = list(advise(outlook))
+    assert [a.overrides for a in found[-2:]] == [
+        ("train.optimizer_state=bf16",),
+        ("train.optimizer_state=8bit",),
+    ]
+    assert found[-1].outlook.fits
+    assert not found[-2].outlook.fits
+
+
 def test_offload_and_more_ranks_are_alternatives() -> None:
     outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 24 * GIB)
     offloaded, more = list(advise(outlook))[-2:]

@@ -6,43 +6,72 @@ or the new file and never half of one. The same state always gives the same byte
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from zpp_lab.files import is_full, need_space
 
 
 class Checkpoints:
-    """The `keep` newest checkpoints of a run, in `folder`."""
+    """The `keep` newest checkpoints of a run, in `folder`.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    weights_only: weights alone, in bf16; skip_full: a full disk costs the checkpoint only.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, weights_only: bool = False, skip_full: bool = False
+    ) -> None:
         self.folder, self.keep = folder, keep
+        self.weights_only, self.skip_full = weights_only, skip_full
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write the state after `step` steps; OSError says which file when the disk is full."""
+    def save(self, step: int, state: dict[str, Any]) -> Path | None:
+        """Write the state after `step` steps; OSError says which file when the disk is full, or
+        with `skip_full` stderr does, and None is returned."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.weights_only:
+            weights = state["weights"].items()
+            state = {"weights": {n: t.to(torch.bfloat16) for n, t in weights}}
         path = self.path(step)
-        partial = path.with_suffix(".partial")
         try:
-            with partial.open("wb") as file:
-                torch.save({"step": step, **state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            partial.unlink(missing_ok=True)
-            raise OSError(
-                f"could not write {path}: {error}; free some space and start again"
-            ) from error
-        partial.rename(path)
+            self._write(path, {"step": step, **state})
+        except OSError as error:
+            text = f"could not write {path}: {error}"
+            if not (self.skip_full and is_full(error)):
+                raise OSError(
+                    f"{text}; free some space and start again, or train on without it "
+                    "(train.checkpoint_full_disk=skip)"
+                ) from error
+            print(f"{text}; training goes on (train.checkpoint_full_disk=skip)", file=sys.stderr)
+            return None
         _sync_folder(self.folder)
         for old in self.saved()[: -self.keep]:
             old.unlink(missing_ok=True)
         return path
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        """Write, flush, rename; OSError leaves nothing behind."""
+        need_space(self.folder, _nbytes(state))
+        partial = path.with_suffix(".partial")
+        try:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise
+            raise OSError(errno.ENOSPC, str(error)) from error
+        partial.rename(path)
 
     def saved(self) -> list[Path]:
         """Checkpoint files, oldest first."""
@@ -67,3 +96,10 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _nbytes(state: Any) -> int:
+    """Of all tensors in nested dictionaries."""
+    if isinstance(state, dict):
+        return sum(_nbytes(value) for value in state.values())
+    return state.nbytes if isinstance(state, Tensor) else 0

@@ -302,10 +302,15 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0  # 0 does not clip
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"  # AdamW's moments; masters stay fp32
     eval_every: int = 50
     eval_tokens: int = 32768
     checkpoint_every: int = 100  # 0 saves at the end only
     keep_checkpoints: int = 2  # 0: none once the run has finished
+    checkpoint_weights_only: bool = False  # weights alone, in bf16: to export, not to resume
+    checkpoint_host_gib: float = 8.0  # fsdp: a rank's copy up to so large is written meanwhile
+    checkpoint_staging_mib: int = 1024  # fsdp: a rank's buffers on the way to the disk
+    checkpoint_full_disk: Literal["stop", "skip"] = "stop"  # skip: train on without a checkpoint
     diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
     diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
 
@@ -322,6 +327,11 @@ class TrainConfig:
         ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
         _need(self.keep_checkpoints >= 0, "train.keep_checkpoints: use 0 or more")
+        _need(
+            self.checkpoint_staging_mib >= 1 and self.checkpoint_host_gib >= 0,
+            "train.checkpoint_staging_mib: use 1 or more; train.checkpoint_host_gib: 0 (never "
+            "copy) or more",
+        )
         _need(self.diverge_steps >= 1, "train.diverge_steps: use 1 or more")
         for key in ("beta1", "beta2"):
             _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")

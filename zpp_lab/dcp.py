@@ -1,7 +1,7 @@
 """Checkpoints of a run on several ranks, through torch.distributed.checkpoint.
 
     checkpoints/step-00000100/
-      __0_0.distcp, __1_0.distcp ...   each rank's shards
+      __0_0.distcp, __1_0.distcp ...   each rank's shards, up to four files a rank (`stream.py`)
       .metadata                        where each piece of each tensor lies
       whole.json                       the step, and size and CRC-32 of every file
 
@@ -9,6 +9,9 @@ Ranks write into a folder under another name. When every file is on the disk, ra
 whole.json and renames the folder: a kill leaves the old checkpoints and never half a new one.
 A folder whose files do not match whole.json is damaged, is named on stderr and passed over.
 Tensors are found by name, so any number of ranks, or one process, can read them.
+
+Where every rank's part is small enough for a copy in host memory, training goes on while a thread
+writes the copy. Else training waits while the tensors stream to the disk through staging memory.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import os
 import shutil
 import sys
 import threading
+import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +40,45 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zpp_lab.files import sync_folder, write_atomic
+from zpp_lab.files import is_full, sync_folder, write_atomic
+from zpp_lab.stream import CastPlanner, HostCopy, StreamReader, StreamWriter, local_bytes
 
 MARKER = "whole.json"
+RAW = "raw"  # the format of stream.py; older checkpoints have torch's own and say nothing
 State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How checkpoints are written: the settings of `train.checkpoint_*`, in bytes.
+
+    host: the largest part of a rank that is copied; staging: memory of a rank's pieces on their
+    way; weights_only: weights alone, in bf16; skip_full: a full disk costs the checkpoint only.
+    """
+
+    host: int = 2**33
+    staging: int = 2**30
+    weights_only: bool = False
+    skip_full: bool = False
 
 
 class ShardedCheckpoints:
     """The `keep` newest checkpoints of a run, in `folder`, which all ranks see.
 
-    Every rank must make every call, with the same arguments but for its own shards.
+    Every rank must make every call, with the same arguments but for its own shards. `device` is
+    where the tensors are.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(
+        self, folder: Path, keep: int, saving: Saving | None = None, device: str = "cpu"
+    ) -> None:
+        self.folder, self.keep, self.saving = folder, keep, saving or Saving()
+        self.device = torch.device(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo")  # the writing thread's own
+        self.copy = HostCopy()
         self.writing: threading.Thread | None = None
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -62,59 +88,115 @@ class ShardedCheckpoints:
         return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
 
     def save(self, step: int, state: State) -> None:
-        """Write the state after `step` steps. Returns when it is copied; a thread does the rest.
+        """Write the state after `step` steps. Returns when the tensors may change: copied, and a
+        thread does the rest, or streamed to the disk.
 
-        OSError, here or in the next call, names the folder when the disk is full.
+        OSError, here or in the next call, names the folder, and the bytes when the disk is full.
         """
         self.wait()
+        if self.saving.weights_only:
+            state = {"weights": state["weights"]}
         partial = self.folder / f".partial-{step:08d}"
         if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.folder.glob(".partial-*"):  # by a kill
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        written = dcp.async_save(state, checkpoint_id=partial, process_group=self.group)
-        self.writing = threading.Thread(
-            target=self._finish, args=(step, partial, written), name="checkpoint", daemon=True
+        if self._most(local_bytes(state)) <= self.saving.host:
+            self.writing = threading.Thread(
+                target=self._write,
+                args=(step, partial, self.copy.take(state), torch.device("cpu")),
+                name="checkpoint",
+                daemon=True,
+            )
+            self.writing.start()
+        else:
+            began = time.perf_counter()
+            self._write(step, partial, state, self.device)
+            self._say_waited(step, time.perf_counter() - began)
+            self.wait()
+
+    def _most(self, nbytes: int) -> int:
+        """The largest of all ranks' parts."""
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, nbytes, group=self.group)
+        return int(max(parts))
+
+    def _say_waited(self, step: int, seconds: float) -> None:
+        if self.rank or self.fault is not None:
+            return
+        size = sum(entry[0] for entry in _marker(self.path(step))["files"].values())
+        print(
+            f"checkpoint of step {step}: training waited {seconds:.1f} s while {size / 2**30:.2f} "
+            f"GiB were written; a copy would have taken more than "
+            f"train.checkpoint_host_gib={self.saving.host / 2**30:g} of a rank's host memory",
+            file=sys.stderr,
         )
-        self.writing.start()
 
     def wait(self) -> None:
-        """Until the last checkpoint is whole; OSError when it could not be written."""
+        """Until the last checkpoint is whole; OSError when it could not be written, unless it is
+        to be skipped when the disk is full."""
         if self.writing is not None:
             self.writing.join()
             self.writing = None
-        if self.fault is not None:
-            fault, self.fault = self.fault, None
+        if self.fault is None:
+            return
+        fault, self.fault = self.fault, None
+        text = f"could not write a checkpoint to {self.folder}: {fault}"
+        if not (self.saving.skip_full and is_full(fault)):
             raise OSError(
-                f"could not write a checkpoint to {self.folder}: {fault}; free some space and "
-                "start again"
+                f"{text}; free some space and start again, keep fewer or smaller ones "
+                "(train.keep_checkpoints, train.optimizer_state, train.checkpoint_weights_only), "
+                "or train on without them (train.checkpoint_full_disk=skip)"
+                if is_full(fault)
+                else text
             ) from fault
-
-    def _finish(self, step: int, partial: Path, written: Any) -> None:
-        try:
-            written.result()
-            self._seal(step, partial, self.path(step))
-        except Exception as error:  # whatever it was, the training thread must hear of it
-            self.fault = error
-
-    def _seal(self, step: int, partial: Path, path: Path) -> None:
-        """Put everything on the disk, write the marker, and give the folder its name."""
-        own = [".metadata"] if self.rank == 0 else []
-        own += [p.name for p in partial.glob(f"__{self.rank}_*.distcp")]
-        sums: list[Any] = [None] * self.world
-        flushed = {name: _flushed(partial / name) for name in own}
-        dist.all_gather_object(sums, flushed, group=self.group)
         if self.rank == 0:
-            files = {name: entry for part in sums for name, entry in sorted(part.items())}
-            marker = {"step": step, "world": self.world, "files": files}
-            write_atomic(partial / MARKER, json.dumps(marker, indent=1) + "\n")
-            if path.exists():
-                shutil.rmtree(path)
-            partial.rename(path)
-            sync_folder(self.folder)
-            for old in self.saved()[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-        dist.barrier(group=self.group)
+            print(f"{text}; training goes on (train.checkpoint_full_disk=skip)", file=sys.stderr)
+
+    def _write(self, step: int, partial: Path, state: State, device: torch.device) -> None:
+        """Write and seal; `fault` keeps what went wrong, alike on all ranks."""
+        writer = StreamWriter(partial, self.saving.staging, device)
+        planner = CastPlanner(torch.bfloat16) if self.saving.weights_only else None
+        try:
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
+            self._seal(step, partial, writer.sums)
+        except (Exception, dcp.CheckpointException) as error:  # the training thread must hear
+            self.fault = _cause(error)
+            if self.rank == 0:  # nobody writes any more, and the space may be needed
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _seal(self, step: int, partial: Path, sums: dict[str, tuple[int, int]]) -> None:
+        """Write the marker, and give the folder its name."""
+        path, every = self.path(step), [None] * self.world
+        dist.all_gather_object(every, sums, group=self.group)
+        fault: list[BaseException | None] = [None]
+        if self.rank == 0:
+            try:
+                self._finish(step, partial, path, every)
+            except OSError as error:
+                fault = [error]
+        dist.broadcast_object_list(fault, group=self.group)
+        if fault[0] is not None:
+            raise fault[0]
+
+    def _finish(self, step: int, partial: Path, path: Path, sums: list[Any]) -> None:
+        files = {name: entry for part in sums for name, entry in sorted(part.items())}
+        files[".metadata"] = _flushed(partial / ".metadata")
+        marker = {
+            "step": step,
+            "world": self.world,
+            "format": RAW,
+            "weights_only": self.saving.weights_only,
+            "files": files,
+        }
+        write_atomic(partial / MARKER, json.dumps(marker, indent=1) + "\n")
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+        sync_folder(self.folder)
+        for old in self.saved()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, the same on all ranks, each of which reads its part."""
@@ -132,6 +214,13 @@ class ShardedCheckpoints:
                     file=sys.stderr,
                 )
         return None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What one rank met, out of torch's report of all ranks."""
+    if isinstance(error, dcp.CheckpointException):
+        return next((failure[0] for _, failure in sorted(error.failures.items())), error)
+    return error
 
 
 def _flushed(path: Path) -> tuple[int, int]:
@@ -152,7 +241,7 @@ def _sum(path: Path) -> tuple[int, int]:
 def damage(path: Path, rank: int = 0, world: int = 1) -> str | None:
     """What is wrong with every `world`-th file of a checkpoint from `rank` on; None: nothing."""
     try:
-        files = json.loads((path / MARKER).read_text())["files"]
+        files = _marker(path)["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MARKER}: {error}"
     for name in sorted(files)[rank::world]:
@@ -168,32 +257,60 @@ def damage(path: Path, rank: int = 0, world: int = 1) -> str | None:
 def wrong_size(path: Path) -> str | None:
     """Which file of a checkpoint is missing or of another size; None: none is."""
     try:
-        files = json.loads((path / MARKER).read_text())["files"]
+        files = _marker(path)["files"]
         wrong = [name for name, (size, _) in files.items() if (path / name).stat().st_size != size]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MARKER}: {error}"
     return f"{wrong[0]}: not as many bytes as were written" if wrong else None
 
 
+def _marker(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / MARKER).read_text())
+    return found
+
+
 def saved_step(path: Path) -> int:
-    return int(json.loads((path / MARKER).read_text())["step"])
+    return int(_marker(path)["step"])
+
+
+def holds_weights_only(path: Path) -> bool:
+    return bool(_marker(path).get("weights_only"))
+
+
+def _reader(path: Path) -> dcp.FileSystemReader:
+    return StreamReader(path) if _marker(path).get("format") == RAW else dcp.FileSystemReader(path)
 
 
 def saved_names(path: Path) -> dict[str, torch.Size]:
     """Every saved tensor's dotted name and whole shape."""
+    return {n: m.size for n, m in _tensors(path).items()}
+
+
+def saved_states(path: Path) -> dict[str, dict[str, torch.dtype]]:
+    """How a checkpoint keeps optimizer states: {key: {parameter: dtype}}; {} when it has none."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for dotted, tensor in _tensors(path).items():
+        kind, _, rest = dotted.partition(".")
+        if kind == "optimizer":
+            key, _, name = rest.partition(".")
+            found.setdefault(key, {})[name] = tensor.properties.dtype
+    return found
+
+
+def _tensors(path: Path) -> dict[str, Any]:
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {n: m.size for n, m in metadata.items() if hasattr(m, "size")}
+    return {n: m for n, m in metadata.items() if hasattr(m, "size")}
 
 
 def read_into(path: Path, state: State) -> None:
     """Fill the tensors of `state`, sharded or whole, from a checkpoint. Its names must exist."""
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    dcp.load(state, storage_reader=_reader(path), no_dist=not dist.is_initialized())
 
 
 def read_tensor(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     """One whole fp32 tensor of a checkpoint by its dotted name, on the CPU, for one process."""
     found = {name: torch.empty(shape)}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
+    dcp.load(found, storage_reader=_reader(path), no_dist=True)
     return found[name]
 
 
@@ -202,7 +319,7 @@ class RowReader:
     hold some of them."""
 
     def __init__(self, path: Path) -> None:
-        self.reader = dcp.FileSystemReader(path)
+        self.reader = _reader(path)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
@@ -238,8 +355,10 @@ def read_whole(path: Path) -> State:
     fault = damage(path)
     if fault:
         raise ValueError(f"{path} is damaged: {fault}; use another checkpoint")
-    flat: dict[str, Tensor] = {n: torch.empty(s) for n, s in saved_names(path).items()}
-    dcp.load(flat, checkpoint_id=path, no_dist=True)
+    flat: dict[str, Tensor] = {
+        n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in _tensors(path).items()
+    }
+    dcp.load(flat, storage_reader=_reader(path), no_dist=True)
     state: State = {"step": saved_step(path), "weights": {}, "optimizer": {}}
     for dotted, tensor in flat.items():
         kind, _, name = dotted.partition(".")

@@ -7,7 +7,9 @@ works: whoever opens `summary.json` must find all of it or none.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 from pathlib import Path
 
 
@@ -38,3 +40,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def need_space(folder: Path, nbytes: int) -> None:
+    """OSError (ENOSPC) with both numbers when `folder`'s disk has less than `nbytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{nbytes:,} bytes ({nbytes / 2**30:.2f} GiB) are needed in {folder} and {free:,} "
+            f"({free / 2**30:.2f} GiB) are free",
+        )
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk, or the user's share of it, was full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -27,6 +27,7 @@ from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.engines.norm import FOLD_NUMEL
 from zpp_lab.layout import Parameter
+from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
 Moment = Literal["loss", "early", "late", "root", "update"]
@@ -104,6 +105,12 @@ def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
     return itemsize * sum(p.shard_numel for p in parameters)
 
 
+def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
+    """Both moments of rank 0's shards, scales included."""
+    shards = ((-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,) for p in parameters)
+    return sum(state_bytes(shard, kind) for shard in shards)
+
+
 def secondary_bytes(plan: Plan) -> int:
     """hpZ: of every unit that is gathered again, one forward payload row a node."""
     if not plan.recipe.config.secondary:
@@ -138,13 +145,14 @@ class _Rank:
         every = [p for u in self.plan.units for p in u.unit.parameters]
         trained = [p for u in self.plan.units for p in u.unit.parameters if _trains(u, p)]
         place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
+        kind = self.config.train.optimizer_state
         grads = _always(shard_bytes(trained))
         if self.plan.reductions == 1:  # else earlier micro-steps have left theirs
             coming = shard_bytes(p for u in (self.root, self.block) for p in u.unit.parameters)
             grads |= {"loss": 0, "early": 0, "late": max(0, grads["late"] - coming)}
         return [
             Item("master weights, fp32", _always(shard_bytes(every)), place),
-            Item("optimizer state, fp32", _always(2 * shard_bytes(trained)), place),
+            Item(f"optimizer state, {kind}", _always(optimizer_bytes(trained, kind)), place),
             Item("gradients, fp32", grads, place),
             Item("secondary partition", _always(secondary_bytes(self.plan))),
         ]
@@ -233,13 +241,19 @@ class _Rank:
         acts = self.acts
         shards = [p.shard_numel for u in self.plan.units for p in u.unit.parameters]
         squared = min(sum(shards), max(*shards, FOLD_NUMEL))
-        norm = 0 if self.config.engine.offload else SQUARED * squared
+        norm = 0 if self.config.engine.offload else max(SQUARED * squared, self._updating(shards))
         return [
             Item("activations", _moments(acts.kept, acts.kept + acts.recomputed, acts.block)),
             Item("logits and loss", _moments(loss=acts.loss)),
             Item("temporaries of a block", _moments(early=acts.temporaries, late=acts.temporaries)),
-            Item("gradient norm", _moments(update=norm)),
+            Item("gradient norm or update", _moments(update=norm)),
         ]
+
+    def _updating(self, shards: list[int]) -> int:
+        """What our own AdamW needs; torch's fused one needs nothing."""
+        if self.config.train.optimizer_state == "fp32":
+            return 0
+        return SCRATCH * min(BATCH, sum(shards))
 
     def constants(self) -> list[Item]:
         world = self.plan.recipe.cluster.world

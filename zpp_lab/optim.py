@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.config import TrainConfig
+from zpp_lab.optimizers import DTYPES, CompactAdamW, kind_of
+
+AdamW = torch.optim.AdamW | CompactAdamW
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
+def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
     """AdamW with weight decay on matrices only (norms and biases have one dimension).
 
-    On a GPU the fused one, which `guarded_step` can hold back without asking the host.
+    With states in fp32 torch's own, on a GPU the fused one. `guarded_step` can hold back that and
+    ours without asking the host. `seed`: of the rounding of smaller states.
     """
     trained = [p for p in parameters.values() if p.requires_grad]
     if not trained:
@@ -23,13 +27,11 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.o
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        **_kind(trained),
-    )
+    groups = [g for g in groups if g["params"]]
+    betas = (train.beta1, train.beta2)
+    if train.optimizer_state != "fp32":
+        return CompactAdamW(groups, train.optimizer_state, seed, train.lr, betas, train.eps)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(trained))
 
 
 def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:
@@ -37,49 +39,93 @@ def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:
     return {"fused": True} if fused else {"foreach": True}
 
 
-def guarded_step(optimizer: torch.optim.AdamW, ok: Tensor) -> None:
-    """Update the weights, or leave weights and state as they are where `ok` (bool scalar) is
-    false. On a GPU the host does not wait to learn which."""
-    if optimizer.defaults["fused"]:
+def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
+    """Update the weights in training step `number`, unless `ok` (bool scalar) is false on the
+    device, which the host does not wait to learn."""
+    if isinstance(optimizer, CompactAdamW):
+        optimizer.step(number=number, ok=ok)
+        return
+    if ok is not None:
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = (~ok).float()  # type: ignore[attr-defined]
-        optimizer.step()
+    optimizer.step()
+
+
+def guarded_step(optimizer: AdamW, ok: Tensor, number: int = 0) -> None:
+    """`update`, or leave weights and state as they are where `ok` is false. Where weights lie on
+    the CPU the host asks."""
+    if on_device(optimizer):
+        update(optimizer, number, ok)
     elif bool(ok):
-        optimizer.step()
+        update(optimizer, number)
 
 
-def zero_state(p: Tensor, fused: bool) -> dict[str, Tensor]:
+def on_device(optimizer: AdamW) -> bool:
+    """Whether the optimizer's kernels take the decision themselves."""
+    if isinstance(optimizer, CompactAdamW):
+        return optimizer.device.type == "cuda"
+    return bool(optimizer.defaults["fused"])
+
+
+def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
     """A parameter's state before its first update."""
-    step = torch.zeros((), device=p.device if fused else "cpu")
+    if isinstance(optimizer, CompactAdamW):
+        return optimizer.zero_state(p)
+    step = torch.zeros((), device=p.device if on_device(optimizer) else "cpu")
     return {"step": step} | {key: torch.zeros_like(p) for key in STATE if key != "step"}
 
 
-# AdamW's state of a parameter, as checkpoints name it.
+# AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
 STATE = ("step", "exp_avg", "exp_avg_sq")
+
+OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, Tensor]]:
-    """{state: {parameter name: tensor}}; parameters that were never updated have none."""
-    return {
-        key: {n: optimizer.state[p][key] for n, p in parameters.items() if p in optimizer.state}
-        for key in STATE
-    }
+) -> OptimizerState:
+    """Tensors by key and parameter; parameters that were never updated have none."""
+    found: OptimizerState = {key: {} for key in STATE}
+    for name, p in parameters.items():
+        for key, value in optimizer.state[p].items() if p in optimizer.state else ():
+            found.setdefault(key, {})[name] = value
+    return found
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,
     parameters: Mapping[str, nn.Parameter],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """The inverse of `optimizer_state`."""
+    """The inverse of `optimizer_state`. ValueError when the states are kept otherwise."""
+    dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in state.items()}
+    check_state(optimizer, parameters, dtypes)
     optimizer.state.clear()
     for name, p in parameters.items():
-        if name in state["step"]:
-            places = {key: state[key][name].to(p.device) for key in STATE if key != "step"}
-            step = state["step"][name].to(p.device if optimizer.defaults["fused"] else "cpu")
-            optimizer.state[p] = {"step": step, **places}
+        if name in state.get("step", {}):
+            own = zero_state(optimizer, p.detach())
+            optimizer.state[p] = {k: state[k][name].to(own[k].device) for k in own}
+
+
+def check_state(
+    optimizer: AdamW,
+    parameters: Mapping[str, nn.Parameter],
+    found: Mapping[str, Mapping[str, torch.dtype]],
+) -> None:
+    """ValueError when a checkpoint with these dtypes of states {key: {parameter: dtype}} keeps
+    them otherwise than `optimizer`; nothing is ever converted."""
+    kind = optimizer.kind if isinstance(optimizer, CompactAdamW) else "fp32"
+    for name, dtype in found.get("exp_avg", {}).items():
+        if name not in parameters:
+            raise ValueError(f"the checkpoint is of another model; it differs in {name}")
+        wanted = DTYPES[kind_of(parameters[name].shape, kind)]
+        there = next((k for k, d in DTYPES.items() if d == dtype), kind)
+        if dtype != wanted and there != kind:
+            raise ValueError(
+                f"the checkpoint keeps optimizer states in {there}, this run in {kind}: set "
+                f"train.optimizer_state={there}, or begin a new run from its weights alone "
+                "(model.start=CHECKPOINT)"
+            )
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -94,7 +95,8 @@ def plan_command(overrides: Sequence[str], gpu_gib: float | None, as_json: bool)
 def advise(outlook: Outlook) -> Iterator[Advice]:
     """What to change, the cheapest first, each on top of those before it, until the run fits.
 
-    The last two are alternatives: offload costs time, more ranks cost GPUs.
+    Smaller optimizer states are the first to change what is learnt. The last two are
+    alternatives: offload costs time, more ranks cost GPUs.
     """
     for overrides in _cheap(outlook.config):
         tried = _with(outlook, overrides)
@@ -121,6 +123,9 @@ def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
     while batch % 2 == 0:  # each takes the place of the one before it
         batch, micro = batch // 2, micro * 2  # as many tokens a step as before
         yield (f"train.batch_size={batch}", f"train.micro_steps={micro}")
+    kinds = ("fp32", "bf16", "8bit")
+    for kind in kinds[kinds.index(config.train.optimizer_state) + 1 :]:
+        yield (f"train.optimizer_state={kind}",)
 
 
 def _more_ranks(outlook: Outlook) -> Advice | None:
@@ -140,7 +145,7 @@ def _with(outlook: Outlook, overrides: Sequence[str]) -> Outlook:
     for override in overrides:
         name, _, text = override.partition("=")
         group, _, key = name.partition(".")
-        groups.setdefault(group, {})[key] = json.loads(text)
+        groups.setdefault(group, {})[key] = yaml.safe_load(text)
     parts = {g: replace(getattr(outlook.config, g), **changes) for g, changes in groups.items()}
     return Outlook.of(replace(outlook.config, **parts), outlook.device)
 

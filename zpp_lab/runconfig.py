@@ -17,6 +17,10 @@ FREE = (
     "engine.threads",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.checkpoint_weights_only",
+    "train.checkpoint_host_gib",
+    "train.checkpoint_staging_mib",
+    "train.checkpoint_full_disk",
     "engine.timeout_seconds",
     "engine.silence_seconds",
 )

@@ -42,10 +42,10 @@ class OneFile:
         self.shapes = {n: tuple(t.shape) for n, t in self.weights.items()}
 
     def read(self, name: str) -> Tensor:
-        return self.weights[name]
+        return self.weights[name].float()
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        return self.weights[name][first:last]
+        return self.weights[name][first:last].float()
 
 
 class Shards:

@@ -24,7 +24,7 @@ from zpp_lab import ops
 from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.config import Config
 from zpp_lab.data import PackedData, TokenData, open_data
-from zpp_lab.dcp import ShardedCheckpoints, read_whole
+from zpp_lab.dcp import Saving, ShardedCheckpoints, holds_weights_only, read_whole
 from zpp_lab.divergence import DivergedError, DivergenceRule
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
@@ -75,7 +75,7 @@ class Trainer:
         ops.configure(config.ops.backend)
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
-        self.checkpoints = _checkpoints(config, folder / "checkpoints")
+        self.checkpoints = _checkpoints(config, folder / "checkpoints", self.device)
         self.step = 0  # steps done
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
 
@@ -238,24 +238,29 @@ class Trainer:
         if isinstance(self.checkpoints, ShardedCheckpoints):
             path = self.checkpoints.newest()
             if path is not None:
+                _check_resumes(not holds_weights_only(path), path)
                 self.step = cast("FsdpEngine", engine).load_checkpoint(path)
             return path is not None
         state = self.checkpoints.load(self.device)
         if state is not None:
+            _check_resumes("optimizer" in state, self.folder)
             self.step = int(state.pop("step"))
             engine.load_state_dict(state)
         return state is not None
 
     def _start_from(self, engine: Engine, path: Path) -> None:
-        """Weights and optimizer of any engine and cluster; steps count from 0 again."""
+        """Weights and optimizer of any engine and cluster; steps count from 0."""
         if not path.exists():
             raise FileNotFoundError(f"run.start_from={path}: there is no such checkpoint")
-        if path.is_file():
-            engine.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        elif self.config.engine.name == "fsdp":
+        if path.is_dir():
+            _check_resumes(not holds_weights_only(path), path)
+        if path.is_dir() and self.config.engine.name == "fsdp":
             cast("FsdpEngine", engine).load_checkpoint(path)
-        else:
-            engine.load_state_dict(read_whole(path))
+            return
+        whole = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
+        state = whole or read_whole(path)
+        _check_resumes("optimizer" in state, path)
+        engine.load_state_dict({"weights": state["weights"], "optimizer": state["optimizer"]})
 
     def _fail(self, error: BaseException, tracker: Tracker | None) -> None:
         failure = {
@@ -270,10 +275,31 @@ class Trainer:
             write_failure(self.folder, failure)
 
 
-def _checkpoints(config: Config, folder: Path) -> Checkpoints | ShardedCheckpoints:
-    keep = max(1, config.train.keep_checkpoints)  # 0: none after the end
-    several = config.engine.name == "fsdp"
-    return ShardedCheckpoints(folder, keep) if several else Checkpoints(folder, keep)
+def _checkpoints(
+    config: Config, folder: Path, device: torch.device
+) -> Checkpoints | ShardedCheckpoints:
+    train = config.train
+    keep = max(1, train.keep_checkpoints)  # 0: none after the end
+    skip = train.checkpoint_full_disk == "skip"
+    if config.engine.name != "fsdp":
+        return Checkpoints(folder, keep, train.checkpoint_weights_only, skip)
+    saving = Saving(
+        int(train.checkpoint_host_gib * 2**30),
+        train.checkpoint_staging_mib * 2**20,
+        train.checkpoint_weights_only,
+        skip,
+    )
+    where = "cpu" if config.engine.offload else str(device)
+    return ShardedCheckpoints(folder, keep, saving, where)
+
+
+def _check_resumes(whole: bool, path: Path) -> None:
+    if not whole:
+        raise ValueError(
+            f"{path} holds weights only (train.checkpoint_weights_only), from which no run can go "
+            "on: start over with run.resume=false, or begin another run from it "
+            "(model.start=CHECKPOINT)"
+        )
 
 
 def _facts(data: Data) -> Record:

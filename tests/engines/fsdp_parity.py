@@ -65,6 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hadamard_left": ({"hops": 2, "grads_intra": H4, "grads_inter": Q8}, {}),
     "hadamard_signs": ({"grads": {**H4, "random_signs": True, "rounding": "stochastic"}}, BF16),
     "reversed_two_hops": ({"hops": 2, "order": "reversed", "grads": Q4}, {}),
+    "bf16_states": (ZEROPP, {**BF16, "optimizer_state": "bf16"}),
+    "8bit_states": ({}, {"optimizer_state": "8bit", "micro_steps": 2}),
     "everything": (
         {
             "hops": 2,

@@ -9,9 +9,17 @@ from tests.engines.fsdp_parity import CASES, applies, compare
 from tests.engines.fsdp_world import run_world
 
 QUICK = {
-    (1, 2): ["zero3_bf16_reduce", "zeropp_last", "stochastic", "stage1"],
-    (2, 2): ["zero3", "zeropp", "zeropp_every", "hadamard_kept", "stage2", "reversed_two_hops"],
-    (1, 3): ["asymmetric_bf16_scales", "backward_other_codec"],
+    (1, 2): ["zero3_bf16_reduce", "zeropp_last", "stochastic", "stage1", "8bit_states"],
+    (2, 2): [
+        "zero3",
+        "zeropp",
+        "zeropp_every",
+        "hadamard_kept",
+        "stage2",
+        "reversed_two_hops",
+        "8bit_states",
+    ],
+    (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
 }
 CLUSTERS = [(1, 2), (2, 2), (1, 3), (3, 2), (2, 4)]
 

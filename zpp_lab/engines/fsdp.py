@@ -27,7 +27,7 @@ from zpp_lab.collectives.choose import connect
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
-from zpp_lab.dcp import read_into, saved_names, saved_step
+from zpp_lab.dcp import read_into, saved_names, saved_states, saved_step
 from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp_ledger import check_unit
 from zpp_lab.engines.fsdp_watch import Finding, RankWatch, merged_telemetry
@@ -38,7 +38,7 @@ from zpp_lab.engines.prefetch import InVain, Prefetch
 from zpp_lab.engines.usage import Usage
 from zpp_lab.models.start import fill, materialize
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.optim import adamw, guarded_step, optimizer_state, zero_state
+from zpp_lab.optim import adamw, check_state, guarded_step, optimizer_state, zero_state
 from zpp_lab.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 
 
@@ -87,7 +87,7 @@ class FsdpEngine:
         self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
         self.clock = self.wrapped.clock
         self.parameters = dict(model.named_parameters())
-        self.optimizer = adamw(self.parameters, config.train)
+        self.optimizer = adamw(self.parameters, config.train, config.seed)
 
     def _initialize(self) -> None:
         """Fill this rank's shards, one whole parameter at a time."""
@@ -110,7 +110,7 @@ class FsdpEngine:
         grads = self._grads()
         sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
         losses, norm = self._totals(own, grads)
-        self._update(lr, norm, list(grads.values()))
+        self._update(step, lr, norm, list(grads.values()))
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
             self._explain(step, batches)
@@ -211,14 +211,14 @@ class FsdpEngine:
             add_bytes(total, sent)
         return total
 
-    def _update(self, lr: float, norm: Tensor, grads: list[Tensor]) -> None:
+    def _update(self, step: int, lr: float, norm: Tensor, grads: list[Tensor]) -> None:
         """Clip and update, or change nothing when the norm is not finite; the device decides."""
         if self.config.train.clip and grads:
             factor = clip_factor(norm, self.config.train.clip)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        guarded_step(self.optimizer, torch.isfinite(norm))
+        guarded_step(self.optimizer, torch.isfinite(norm), step)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _explain(self, step: int, batches: Batches) -> None:
@@ -290,23 +290,31 @@ class FsdpEngine:
         differing = sorted(set(self.parameters) ^ set(state["weights"]))
         if differing:
             raise ValueError(f"the checkpoint is of another model; it differs in {differing[0]}")
+        kept = state["optimizer"]
+        dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
+        check_state(self.optimizer, self.parameters, dtypes)
         self.wrapped.reshard()
-        self._make_optimizer_state(state["optimizer"]["step"])
+        self._make_optimizer_state(kept.get("step", {}))
         with torch.no_grad():
             for name, p in self.parameters.items():
                 self._put(p, state["weights"][name])
-            for key, values in state["optimizer"].items():
+            for key, values in kept.items():
                 for name, value in values.items():
                     self._put(self.optimizer.state[self.parameters[name]][key], value)
 
     def load_checkpoint(self, path: Path) -> int:
-        """Read this rank's part of a checkpoint that any cluster wrote; returns its step."""
+        """Read this rank's part of a checkpoint that any cluster wrote; returns its step.
+
+        ValueError when the checkpoint is another model's, or keeps optimizer states otherwise.
+        """
         names = saved_names(path)
         own = {f"weights.{n}" for n in self.parameters}
         differing = sorted(own ^ {n for n in names if n.startswith("weights.")})
         if differing:
             raise ValueError(f"{path} is of another model; it differs in {differing[0]}")
-        self._make_optimizer_state(n for n in self.parameters if f"optimizer.step.{n}" in names)
+        states = saved_states(path)
+        check_state(self.optimizer, self.parameters, states)
+        self._make_optimizer_state(states.get("step", {}))
         self.wrapped.reshard()
         read_into(path, self.state_dict())
         return saved_step(path)
@@ -316,7 +324,7 @@ class FsdpEngine:
         self.optimizer.state.clear()
         for name in names:
             p = self.parameters[name]
-            self.optimizer.state[p] = zero_state(p.detach(), self.optimizer.defaults["fused"])
+            self.optimizer.state[p] = zero_state(self.optimizer, p.detach())
 
     def _put(self, into: Tensor, value: Tensor) -> None:
         whole = isinstance(into, DTensor) and not isinstance(value, DTensor)

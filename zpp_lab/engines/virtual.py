@@ -29,7 +29,7 @@ from zpp_lab.engines.reduction import Reduction, together
 from zpp_lab.engines.usage import Usage
 from zpp_lab.engines.watch import Watch
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state
+from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, update
 from zpp_lab.plan import PassUse, Plan, StepUse
 from zpp_lab.recipe import DTYPES
 
@@ -50,7 +50,7 @@ class VirtualEngine:
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
         self.device = next(iter(self.weights.values())).device
-        self.optimizer = adamw(self.master, config.train)
+        self.optimizer = adamw(self.master, config.train, config.seed)
         self.usage = Usage({**dict(model.units()), "root": model})  # type: ignore[operator]
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
@@ -85,7 +85,7 @@ class VirtualEngine:
         if self.config.train.clip:
             factor = clip_factor(norm, self.config.train.clip)
             torch._foreach_mul_(list(grads.values()), factor)
-        self._update(grads, lr)
+        self._update(grads, lr, step)
         loss = fold_sum(losses.flatten()) / losses.numel()
         errors = watch.errors.telemetry() if watch.errors else None
         return StepResult(float(loss), float(norm), dict(self.ledger.step), errors)
@@ -160,12 +160,12 @@ class VirtualEngine:
     def _norm(self, grads: Grads) -> Tensor:
         return total_norm(rank_squares(grads, self.plan, self.device))
 
-    def _update(self, grads: Grads, lr: float) -> None:
+    def _update(self, grads: Grads, lr: float, step: int) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         for name, p in self.master.items():
             p.grad = grads.get(name)
-        self.optimizer.step()
+        update(self.optimizer, step)
         self.optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------------ weights

@@ -1,0 +1,135 @@
+"""Moments in bf16 and 8 bits on this machine's GPU: bits, host waits, speed, memory, and a save.
+
+    python -m tests.optimizers.gpu_update [--millions 1024] [--folder FOLDER]
+
+Prints one JSON line a fact. On a machine without a GPU it runs on the CPU, without the facts
+about waiting and device memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zpp_lab import ops
+from zpp_lab.config import TrainConfig
+from zpp_lab.dcp import Saving, ShardedCheckpoints, read_whole
+from zpp_lab.optim import adamw, optimizer_state, update
+from zpp_lab.optimizers import StateKind
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS: tuple[StateKind, ...] = ("fp32", "bf16", "8bit")
+
+
+def say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def wait() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def trained(kind: StateKind, rank: int, world: int) -> list[torch.Tensor]:
+    """Weights and states of one shard after some steps."""
+    shapes, steps = [(13, 5120), (7, 333), (9,)], 4
+    rows = [slice(rank * -(-s[0] // world), (rank + 1) * -(-s[0] // world)) for s in shapes]
+    make = torch.Generator().manual_seed(0)
+    whole = [[torch.randn(s, generator=make) for s in shapes] for _ in range(steps + 1)]
+    start = (t[r].to(DEVICE) for t, r in zip(whole[0], rows, strict=True))
+    parameters = {str(i): nn.Parameter(t) for i, t in enumerate(start)}
+    optimizer = adamw(parameters, TrainConfig(optimizer_state=kind), seed=3)
+    for step in range(steps):
+        for p, t, r in zip(parameters.values(), whole[step + 1], rows, strict=True):
+            p.grad = t[r].to(DEVICE)
+        update(optimizer, step, torch.tensor(True, device=DEVICE))
+    state = optimizer_state(optimizer, parameters)
+    return [*(p.detach() for p in parameters.values())] + [
+        t for key in sorted(state) if key != "step" for t in state[key].values()
+    ]
+
+
+def bits() -> None:
+    for kind in ("bf16", "8bit"):
+        whole = trained(kind, 0, 1)
+        for world in (2, 3, 4):
+            shards = [trained(kind, rank, world) for rank in range(world)]
+            parts = zip(whole, *shards, strict=True)
+            say(bits=kind, world=world, equal=all(torch.equal(t, torch.cat(p)) for t, *p in parts))
+
+
+def speed(kind: StateKind, millions: int, backend: Literal["auto", "reference"] = "auto") -> None:
+    """Of `millions` 10^6 elements in matrices of 16 x 10^6."""
+    ops.configure(backend)
+    parameters = {
+        str(i): nn.Parameter(torch.zeros(3125, 5120, device=DEVICE))
+        for i in range(max(1, millions // 16))
+    }
+    for p in parameters.values():
+        p.grad = torch.randn_like(p)
+    optimizer, ok = adamw(parameters, TrainConfig(optimizer_state=kind)), torch.tensor(True)
+    ok = ok.to(DEVICE) if DEVICE.type == "cuda" or kind != "fp32" else None
+    update(optimizer, 0, ok)
+    wait()
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")  # the host must not wait
+    began = time.perf_counter()
+    for step in range(1, 6):
+        update(optimizer, step, ok)
+    host = (time.perf_counter() - began) / 5
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    wait()
+    numel = sum(p.numel() for p in parameters.values())
+    each = (time.perf_counter() - began) / 5 / numel * 1e9
+    more = (torch.cuda.max_memory_allocated() - before) >> 20 if DEVICE.type == "cuda" else None
+    say(update=kind, backend=backend, ms_per_1e9=each * 1e3, host_ms=host * 1e3, temporary_mib=more)
+
+
+def save(folder: Path, millions: int) -> None:
+    """One rank's fp32 weights, streamed."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    shape = (3125, 5120)
+    weights = {f"w{i}": torch.randn(shape, device=DEVICE) for i in range(max(1, millions // 16))}
+    wait()
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+    for weights_only in (False, True):
+        saving = Saving(host=0, weights_only=weights_only)
+        checkpoints = ShardedCheckpoints(folder / "saved", 1, saving, str(DEVICE))
+        began = time.perf_counter()
+        checkpoints.save(1, {"weights": weights})
+        seconds = time.perf_counter() - began
+        size = sum(f.stat().st_size for f in checkpoints.path(1).iterdir())
+        more = torch.cuda.max_memory_allocated() - before if DEVICE.type == "cuda" else None
+        kept = read_whole(checkpoints.path(1))["weights"]
+        same = all(torch.equal(weights[n].to(t.dtype).cpu(), t) for n, t in kept.items())
+        say(saved=size, seconds=seconds, gb_s=size / seconds / 1e9, more_gpu=more, equal=same)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--millions", type=int, default=1024)
+    parser.add_argument("--folder", type=Path)
+    asked = parser.parse_args()
+    bits()
+    for kind in KINDS:
+        speed(kind, asked.millions)
+    speed("8bit", asked.millions, "reference")
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        save(Path(folder), asked.millions)
+
+
+if __name__ == "__main__":
+    main()

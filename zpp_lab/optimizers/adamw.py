@@ -1,0 +1,276 @@
+"""AdamW that keeps its moments as `states.py` says.
+
+Plain torch operators define it; on a GPU a kernel (cuda/adamw.cu) takes the 8-bit moments, with
+the same bits in one pass over memory where the operators take tens.
+Every operation is elementwise or stays inside a block of a row, and each rounds by itself, so a
+shard's update is the whole tensor's to the bit. The host never waits for the device: step numbers
+and the decision whether an update happens are tensors. Rows are worked through in batches, so
+temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zpp_lab.ops.backend import use_kernels
+from zpp_lab.optimizers.states import (
+    DTYPES,
+    StateKind,
+    blocks_of,
+    decode,
+    encode,
+    kind_of,
+    row_noise,
+    to_bf16,
+)
+
+BATCH = 2**23
+SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
+SPREAD = 2**16  # rows start at so many places of a step's noise
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the first is signed
+SCALE = "_scale"
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of a parameter on this rank; all tensors are views [rows, n] or [rows, k]."""
+
+    kind: StateKind
+    group: dict[str, Any]
+    weight: Tensor
+    grad: Tensor
+    rate: Tensor  # fp32 scalar: the learning rate over the first moment's bias correction
+    root: Tensor  # fp32 scalar: root of the second moment's bias correction
+    state: dict[str, Tensor]
+    noise: Tensor  # int32 [n]
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
+
+    Parameters are fp32 tensors or DTensors cut along dimension 0. `step` needs the number of the
+    training step, which with `seed` decides how moments are rounded.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        kind: StateKind,
+        seed: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self.kind, self.seed = kind, seed
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
+        self.widest = max(prod(p.shape[1:]) for p in every)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters and states lie; all in one place."""
+        return local(self.param_groups[0]["params"][0]).device
+
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        """A parameter's state before its first update, sharded as it is."""
+        kind, blocks = kind_of(p.shape, self.kind), blocks_of(p.shape)
+        state = {"step": torch.zeros((), device=local(p).device)}
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(p, dtype=DTYPES[kind], requires_grad=False)
+            if kind == "8bit":
+                state[moment + SCALE] = _scales_like(p, blocks)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, number: int = 0, ok: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update with the gradients that are there. `number`: of the training step.
+        Where `ok` (bool scalar on the parameters' device) is false, nothing changes."""
+        assert closure is None
+        trained = {
+            i: [p for p in group["params"] if p.grad is not None]
+            for i, group in enumerate(self.param_groups)
+        }
+        every = [p for ps in trained.values() for p in ps]
+        for p in every:
+            if p not in self.state:
+                self.state[p] = self.zero_state(p.detach())
+        if not every:
+            return
+        done = 1.0 if ok is None else ok.to(torch.float32)
+        torch._foreach_add_([self.state[p]["step"] for p in every], done)
+        noise = self._noise(number)
+        for i, parameters in trained.items():
+            for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):
+                with_kernel = [p for p in batch if _has_kernel(p)]
+                for piece in with_kernel:
+                    _launch(piece, ok)
+                rest = [p for p in batch if p not in with_kernel] if with_kernel else batch
+                if rest:
+                    _update(rest, ok)
+
+    def _noise(self, number: int) -> Tensor:
+        """One strip of noise a step; each parameter's rows read it from a place of their own."""
+        return row_noise(self.seed, number, SPREAD + self.widest, self.device)
+
+    def _pieces(
+        self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor
+    ) -> Iterator[Piece]:
+        if not parameters:
+            return
+        steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
+        beta1, beta2 = group["betas"]
+        rates = (group["lr"] / (1 - beta1**steps)).float().unbind()
+        roots = (1 - beta2**steps).sqrt().float().unbind()
+        for p, rate, root in zip(parameters, rates, roots, strict=True):
+            yield from self._rows(group, p, rate, root, noise)
+
+    def _rows(
+        self, group: dict[str, Any], p: Tensor, rate: Tensor, root: Tensor, noise: Tensor
+    ) -> Iterator[Piece]:
+        kind = kind_of(p.shape, self.kind)
+        n = prod(p.shape[1:])
+        weight, grad = local(p.detach()), local(p.grad)
+        state = {k: local(v) for k, v in self.state[p].items() if k != "step"}
+        wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
+        own = noise[self.offsets[p] :][:n]
+        rows = weight.numel() // wide
+        flat = {k: v.reshape(rows, -1) for k, v in state.items()} if rows else {}
+        each = max(1, BATCH // wide)
+        for first in range(0, rows, each):
+            part = slice(first, first + each)
+            yield Piece(
+                kind,
+                group,
+                weight.view(rows, wide)[part],
+                grad.reshape(rows, wide)[part],
+                rate,
+                root,
+                {k: v[part] for k, v in flat.items()},
+                own,
+            )
+
+
+def _scales_like(p: Tensor, blocks: int) -> Tensor:
+    """Zeros fp32 [rows of p, blocks], on this rank as many rows as p has here."""
+    own = torch.zeros(local(p).shape[0], blocks, device=local(p).device)
+    if not isinstance(p, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=torch.Size((p.shape[0], blocks)),
+        stride=(blocks, 1),
+    )
+
+
+def local(t: Any) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces together, at most BATCH elements where several are."""
+    batch: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        size = piece.weight.numel()
+        if batch and numel + size > BATCH:
+            yield batch
+            batch, numel = [], 0
+        batch.append(piece)
+        numel += size
+    if batch:
+        yield batch
+
+
+def _update(batch: list[Piece], ok: Tensor | None) -> None:
+    """torch.optim.AdamW's formula, each product and sum rounded by itself."""
+    group = batch[0].group
+    beta1, beta2 = group["betas"]
+    grads = [p.grad for p in batch]
+    first = [_moment(p, MOMENTS[0]) for p in batch]
+    second = [_moment(p, MOMENTS[1]) for p in batch]
+    torch._foreach_mul_(first, beta1)
+    update = torch._foreach_mul(grads, 1 - beta1)
+    torch._foreach_add_(first, update)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_copy_(update, grads)
+    torch._foreach_mul_(update, grads)
+    torch._foreach_mul_(update, 1 - beta2)
+    torch._foreach_add_(second, update)
+    torch._foreach_copy_(update, second)
+    torch._foreach_sqrt_(update)
+    for u, piece in zip(update, batch, strict=True):
+        u.div_(piece.root)
+    torch._foreach_add_(update, group["eps"])
+    for u, m, piece in zip(update, first, batch, strict=True):
+        torch.div(m, u, out=u).mul_(piece.rate)
+    for piece, m, v in zip(batch, first, second, strict=True):
+        _keep(piece, MOMENTS[0], m, ok)
+        _keep(piece, MOMENTS[1], v, ok)
+    del first, second
+    weights = [p.weight for p in batch]
+    if ok is None:
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(weights, update)
+        return
+    for w, u in zip(weights, update, strict=True):
+        _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
+
+
+def _has_kernel(piece: Piece) -> bool:
+    return piece.kind == "8bit" and piece.weight.is_cuda and use_kernels(piece.weight)
+
+
+def _launch(piece: Piece, ok: Tensor | None) -> None:
+    """`_update` of one piece by the kernel."""
+    group, state = piece.group, piece.state
+    torch.ops.zpp_lab.adamw8.default(
+        piece.weight,
+        piece.grad.contiguous(),
+        *(state[key] for moment in MOMENTS for key in (moment, moment + SCALE)),
+        piece.noise,
+        piece.rate,
+        piece.root,
+        ok,
+        *group["betas"],
+        group["eps"],
+        1 - group["lr"] * group["weight_decay"],
+    )
+
+
+def _moment(piece: Piece, name: str) -> Tensor:
+    """A fresh fp32 tensor [rows, n]."""
+    kept = piece.state[name]
+    if piece.kind == "8bit":
+        return decode(kept, piece.state[name + SCALE], signed=name == MOMENTS[0])
+    return kept.to(torch.float32, copy=True)
+
+
+def _keep(piece: Piece, name: str, value: Tensor, ok: Tensor | None) -> None:
+    """Write a moment back as its state keeps it. Overwrites `value`."""
+    if piece.kind == "8bit":
+        first = name == MOMENTS[0]
+        codes, scale = encode(value, signed=first, noise=None if first else piece.noise)
+        _put(piece.state[name], codes, ok)
+        _put(piece.state[name + SCALE], scale, ok)
+        return
+    if piece.kind == "bf16":
+        value = to_bf16(value, piece.noise)
+    _put(piece.state[name], value, ok)
+
+
+def _put(into: Tensor, value: Tensor, ok: Tensor | None) -> None:
+    into.copy_(value if ok is None else torch.where(ok, value, into))
