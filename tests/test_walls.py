@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
+    {"codec_config"},
+    {"lora_config"},
     {"config", "paths", "files", "numerics"},
     {"factors"},
     {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "data"},
@@ -21,6 +23,7 @@ LAYERS: list[set[str]] = [
     {"recipe", "optim", "divergence"},
     {"collectives", "dcp", "pulse"},
     {"plan"},
+    {"frozen"},
     {"engines"},
     {"tracking", "checkpoint", "heldout", "memory"},
     {"trainer", "api", "export"},

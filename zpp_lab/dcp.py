@@ -30,7 +30,8 @@ from torch import Tensor
 from zpp_lab.files import sync_folder, write_atomic
 
 MARKER = "whole.json"
-State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}
+State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
+_BASE = "base."
 
 
 class ShardedCheckpoints:
@@ -179,15 +180,26 @@ def read_tensor(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     return found[name]
 
 
+def saved_marks(path: Path) -> dict[str, Tensor]:
+    """The marks of the frozen base on which a checkpoint's adapters stand; none for most."""
+    sizes = {n: size for n, size in saved_names(path).items() if n.startswith(_BASE)}
+    found = {n: torch.empty(size, dtype=torch.int64) for n, size in sizes.items()}
+    if found:
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+    return {n.removeprefix(_BASE): t for n, t in found.items()}
+
+
 def read_whole(path: Path) -> State:
-    """A checkpoint's whole tensors on the CPU: `step`, `weights`, `optimizer`.
+    """A checkpoint's whole tensors on the CPU: `step`, `weights`, `optimizer`, and `base` where
+    adapters stand on one.
 
     For one process, or for every rank alike. ValueError when the checkpoint is damaged.
     """
     fault = damage(path)
     if fault:
         raise ValueError(f"{path} is damaged: {fault}; use another checkpoint")
-    flat: dict[str, Tensor] = {n: torch.empty(s) for n, s in saved_names(path).items()}
+    marks, sizes = saved_marks(path), saved_names(path)
+    flat = {n: torch.empty(s) for n, s in sizes.items() if not n.startswith(_BASE)}
     dcp.load(flat, checkpoint_id=path, no_dist=True)
     state: State = {"step": saved_step(path), "weights": {}, "optimizer": {}}
     for dotted, tensor in flat.items():
@@ -197,4 +209,4 @@ def read_whole(path: Path) -> State:
         else:
             key, _, name = name.partition(".")
             state["optimizer"].setdefault(key, {})[name] = tensor
-    return state
+    return state | ({"base": marks} if marks else {})
