@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config import Config, load
+from zpp_lab.export.merged import merge_adapters
 from zpp_lab.export.saved import SavedWeights, newest
 from zpp_lab.export.shards import LIMIT, write_safetensors
 from zpp_lab.export.tokenizer import closing_token, write_tokenizer
@@ -48,6 +49,7 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
     """Write the newest weights of the run in `run` to the new folder `out`.
 
     dtype: fp32, bf16 or fp16; limit: bytes of one file. The folder appears when it is whole.
+    Adapters are added to their frozen base.
     ValueError when there is no run or checkpoint, or `out` is there already.
     """
     if out.exists():
@@ -55,7 +57,7 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is no run's folder: it has no {CONFIG}")
     config = load(Config, read_yaml(run / CONFIG))
-    saved = newest(run)
+    config, saved = merge_adapters(config, newest(run))
     target = (_hf if config.model.name == "hf" else _llama)(config, saved)
     partial_folder = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial_folder, ignore_errors=True)

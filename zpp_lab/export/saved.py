@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.dcp import damage, read_tensor, saved_names, saved_step
+from zpp_lab.dcp import damage, read_tensor, saved_marks, saved_names, saved_step
+from zpp_lab.frozen import Marks
 
 _PREFIX = "weights."
 
@@ -21,6 +22,7 @@ _PREFIX = "weights."
 class SavedWeights(Protocol):
     step: int
     shapes: dict[str, tuple[int, ...]]
+    marks: Marks  # of the frozen base that the weights, adapters then, stand on
 
     def read(self, name: str) -> Tensor:
         """A whole weight on the CPU, fp32."""
@@ -34,6 +36,7 @@ class OneFile:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         self.step = int(state["step"])
         self.weights: dict[str, Tensor] = state["weights"]
+        self.marks: Marks = state.get("base", {})
         self.shapes = {n: tuple(t.shape) for n, t in self.weights.items()}
 
     def read(self, name: str) -> Tensor:
@@ -44,7 +47,7 @@ class Shards:
     """A checkpoint of the fsdp engine: a folder with each rank's shards."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.step = path, saved_step(path)
+        self.path, self.step, self.marks = path, saved_step(path), saved_marks(path)
         names = {n: s for n, s in saved_names(path).items() if n.startswith(_PREFIX)}
         self.shapes = {n.removeprefix(_PREFIX): tuple(s) for n, s in names.items()}
 

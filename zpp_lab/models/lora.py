@@ -122,7 +122,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """GPT-2's linear layer in transformers, which holds its weight as [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
 def _adapt(name: str, module: Any, cfg: LoraConfig) -> None:
