@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.fsdp_world import run_world
-from tests.export.test_model import heldout_loss, loaded, trained_on_ranks
+from tests.export.test_model import heldout_loss, loaded
 from tests.lora.models import lora, on_base, save_base
 from tests.models.hf_cases import settings
 from tests.runs import small
@@ -80,14 +78,6 @@ def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
     with torch.no_grad():
         merged = loaded(tmp_path / "out", dtype=torch.float32)(tokens).logits
     assert float((own - merged).abs().max()) < 2e-5 * float(own.abs().max())
-
-
-def test_from_shards_of_ranks(tmp_path: Path) -> None:
-    config = llama(tmp_path, "q4", "engine=fsdp", "engine.device=cpu", "cluster=1x2")
-    loss = run_world(2, partial(trained_on_ranks, config), seconds=300)
-    export_hf(tmp_path / "run", tmp_path / "out")
-    model = loaded(tmp_path / "out", dtype=torch.float32)
-    assert heldout_loss(model, config) == pytest.approx(loss, rel=1e-6)
 
 
 # ---------------------------------------------------------------------- peft
