@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tests.engines.fsdp_jobs import masters, real, steps, virtual
-from tests.engines.fsdp_parity import differs
+from tests.engines.fsdp_parity import configured, differs
 from tests.engines.uneven import batch
-from tests.lora.models import build, lora, with_lora
+from tests.lora.models import VOCAB, build, lora, with_lora
+from zpp_lab.config import ModelConfig
+from zpp_lab.engines.build import build_engine
 
 # name → (row of the parity table, base, further settings of the adapters)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -40,5 +43,23 @@ def parity(nodes: int, local: int) -> dict[str, str]:
             done, _ = steps(engine)
             held = [engine.evaluate(3, HELD, wire) for wire in (True, False)]
             outcomes.append((done, held, masters(engine)))
+        found[name] = differs(*outcomes)
+    return found
+
+
+def pretrained(bases: dict[str, ModelConfig]) -> dict[str, str]:
+    """Models of folders, each engine built as a run builds it, from the meta device."""
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for name, base in bases.items():
+        config = configured("zeropp_bf16", 1, 2, gather="hierarchical")
+        config = replace(config, model=replace(base, lora=lora("q4")))
+        outcomes = []
+        for engine in ("fsdp", "virtual"):
+            own = replace(config, engine=replace(config.engine, name=engine))
+            made = build_engine(own, VOCAB, torch.device("cpu"))
+            done, _ = steps(made)
+            held = [made.evaluate(3, HELD, wire) for wire in (True, False)]
+            outcomes.append((done, held, masters(made)))
         found[name] = differs(*outcomes)
     return found

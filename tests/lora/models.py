@@ -11,6 +11,7 @@ import torch
 
 from tests.engines.fsdp_parity import configured
 from tests.engines.uneven import build_uneven
+from tests.models.hf_cases import settings
 from zpp_lab.config import Config, LoraConfig, ModelConfig, load
 from zpp_lab.export.shards import write_safetensors
 from zpp_lab.models import build_model
@@ -51,6 +52,15 @@ def save_base(folder: Path, vocab: int = VOCAB, **shape: Any) -> ModelConfig:
     write_safetensors(folder, shapes, own.__getitem__, torch.float32)
     (folder / "config.json").write_text(json.dumps(hf_config(cfg, vocab, 64, 0)))
     return replace(cfg, weights="pretrained", path=str(folder))
+
+
+def save_hf(folder: Path, kind: str, vocab: int = VOCAB) -> ModelConfig:
+    """A folder with a tiny model of `kind` as transformers saves it; its settings."""
+    options = settings(kind, {"vocab_size": vocab})
+    model = build_model(options, vocab, seed=3)
+    model.__class__ = type(model).__mro__[1]  # its own class again: save_pretrained is theirs
+    model.save_pretrained(folder)
+    return replace(options, options=None, path=str(folder), weights="pretrained")
 
 
 def on_base(config: Config, base: ModelConfig, cfg: LoraConfig) -> Config:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.export.test_model import heldout_loss, loaded
-from tests.lora.models import lora, on_base, save_base
-from tests.models.hf_cases import settings
+from tests.lora.models import lora, on_base, save_base, save_hf
 from tests.runs import small
 from zpp_lab.cli import main
 from zpp_lab.config import Config
@@ -22,7 +21,6 @@ from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.export import export_hf, export_peft
-from zpp_lab.models import build_model
 from zpp_lab.trainer import Trainer, run
 
 transformers = pytest.importorskip("transformers")
@@ -36,11 +34,7 @@ def llama(folder: Path, base: str, *more: str, **adapters: Any) -> Config:
 
 def of_transformers(folder: Path, kind: str) -> Config:
     """A saved model of `kind` and adapters of rank 2 on it."""
-    options = settings(kind, {"vocab_size": 256})
-    model = build_model(options, 256, seed=3)
-    model.__class__ = type(model).__mro__[1]  # its own class again: save_pretrained is theirs
-    model.save_pretrained(folder / "base")
-    made = replace(options, options=None, path=str(folder / "base"), weights="pretrained")
+    made = save_hf(folder / "base", kind, vocab=256)
     return replace(small(folder, "train.lr=0.03"), model=replace(made, lora=lora("q4", rank=2)))
 
 
