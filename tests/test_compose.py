@@ -8,14 +8,18 @@ from zpp_lab.compose import compose, load_study
 from zpp_lab.config import ClusterConfig, Config, StudyConfig, load
 from zpp_lab.paths import conf_dir
 
-NEEDED = {"model=hf": ["model.path=somewhere"]}  # what an option cannot do without
+SAVED = ["model.weights=pretrained", "model.path=somewhere"]
+# what an option cannot do without
+NEEDED = {"model=hf": ["model.path=somewhere"], "lora=raw": SAVED, "lora=q4": SAVED}
 
 
 def options(group: str) -> list[str]:
     return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("group", ["model", "cluster", "engine", "train", "tracking", "recipe"])
+@pytest.mark.parametrize(
+    "group", ["model", "lora", "cluster", "engine", "train", "tracking", "recipe"]
+)
 def test_every_option_composes(group: str) -> None:
     assert options(group)
     for name in options(group):

@@ -113,9 +113,6 @@ def mistakes(folder: str) -> dict[str, Any]:
     ShardedCheckpoints(root / "fp32", 1, STREAMED).save(1, state)
     other = engine_of("8bit_states", 1, 2)
     found["other kind"] = raised(lambda: other.load_checkpoint(root / "fp32" / "step-00000001"))
-    other.load_checkpoint(root / "fp32" / "step-00000001", weights_only=True)
-    found["weights"] = same(whole(state)["weights"], whole(other.state_dict())["weights"])
-    found["fresh"] = len(other.optimizer.state)
     for name, saving in {"streamed": STREAMED, "copied": Saving()}.items():
         found[f"full, {name}"] = on_full_disk(root / name, state, saving)
     found["late"] = late_fault(root / "late", state)
@@ -174,8 +171,6 @@ def late_fault(folder: Path, state: Any) -> str:
 def test_mistakes_and_weights_alone(tmp_path: Path) -> None:
     found = run_world(2, mistakes, str(tmp_path))
     assert "in fp32, this run in 8bit: set train.optimizer_state=fp32" in found["other kind"]
-    assert found["weights"]
-    assert found["fresh"] == 0
     for name in ("streamed", "copied"):
         stopped, skipped, went_on = found[f"full, {name}"]
         assert stopped[0].startswith("OSError: could not write a checkpoint")

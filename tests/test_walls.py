@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
-    {"record_config", "config_load"},
+    {"codec_config"},
+    {"lora_config", "record_config", "config_load"},
     {"config", "paths", "files", "numerics", "text"},
     {"factors", "stream"},
     {"dcp"},
@@ -26,6 +27,7 @@ LAYERS: list[set[str]] = [
     {"recipe", "optim", "divergence"},
     {"collectives", "pulse"},
     {"plan"},
+    {"frozen"},
     {"engines"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata"},
     {"trainer", "api", "export"},

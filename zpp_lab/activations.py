@@ -29,6 +29,8 @@ class Activations:
     tokens: int
     itemsize: int  # bytes of param_dtype
     compiled: bool = False
+    adapters: int = 0  # elements a token between the adapters' two products, of one block
+    head_trained: bool = True
 
     @classmethod
     def of(cls, config: Config, vocab: int) -> Activations:
@@ -42,6 +44,7 @@ class Activations:
         m = self.model
         keys = 2 * m.kv_heads * (m.dim // m.heads)
         wide = 4 * m.dim + keys + 2 * m.ffn if self.compiled else 6 * m.dim + keys + 4 * m.ffn
+        wide += self.adapters
         return self.tokens * (self.itemsize * wide + FP32 * (m.heads + 2))
 
     @property
@@ -74,7 +77,8 @@ class Activations:
         if not chunk:
             return 3 * FP32 * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
-        return at_once + (FP32 + self.itemsize) * self.vocab * m.dim + self._rows(m.dim)
+        head = (FP32 + self.itemsize) * self.vocab * m.dim if self.head_trained else 0
+        return at_once + head + self._rows(m.dim)
 
     def _rows(self, width: int) -> int:
         return self.tokens * width * self.itemsize

@@ -74,10 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
     out = add("export", "runs as one table, or a run's weights for transformers", _export)
-    out.add_argument("dir", type=Path, help="a folder with runs; for hf, a run's own")
-    out.add_argument("--to", choices=["table", "hf"], default="table", help="default: table")
+    out.add_argument("dir", type=Path, help="a folder with runs; for hf and peft, a run's own")
     out.add_argument(
-        "--out", type=Path, required=True, help="a .csv or .parquet file; for hf, a new folder"
+        "--to", choices=["table", "hf", "peft"], default="table", help="default: table"
+    )
+    out.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a .csv or .parquet file; for hf and peft, a new folder",
     )
     out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
@@ -236,6 +241,8 @@ def _compare(args: argparse.Namespace, _: list[str]) -> int:
 def _export(args: argparse.Namespace, _: list[str]) -> int:
     if args.to == "hf":
         return _export_quantized(args) if args.quantized else _export_hf(args)
+    if args.to == "peft":
+        return _export_peft(args)
     if args.dtype or args.quantized:
         raise ValueError(f"--{'dtype' if args.dtype else 'quantized'} is for --to hf")
     from zpp_lab.study.export import export
@@ -282,6 +289,16 @@ def _evaluate(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.evaluate import evaluate_command
 
     return evaluate_command(args.paths, args.data, args.codec, args.tokens, args.device, args.out)
+
+
+def _export_peft(args: argparse.Namespace) -> int:
+    if args.steps or args.dtype:
+        raise ValueError("--to peft takes no --steps and no --dtype: adapters stay in fp32")
+    from zpp_lab.export import export_peft
+
+    made = export_peft(args.dir, args.out)
+    print(f"step {made.step}: {made.tensors} adapters, {made.nbytes:,} bytes: {args.out}")
+    return 0
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -55,7 +55,7 @@ def _unknown_key(overrides: list[str]) -> str | None:
             continue
         parents, _, last = key.rpartition(".")
         names = valid_names(Config, parents.split(".") if parents else [])
-        if last not in names:
+        if last not in names and not (conf_dir() / key).is_dir():  # a group, such as lora
             return key
     return None
 

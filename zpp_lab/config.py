@@ -8,63 +8,25 @@ and the valid choices.
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from zpp_lab.codec_config import STRICT as _STRICT
+from zpp_lab.codec_config import CodecConfig as CodecConfig
+from zpp_lab.codec_config import Dtype as Dtype
+from zpp_lab.codec_config import ExemptConfig as ExemptConfig
+from zpp_lab.codec_config import Rounding as Rounding
+from zpp_lab.codec_config import need as _need
 from zpp_lab.config_load import load as load
 from zpp_lab.config_load import unknown_key as unknown_key
 from zpp_lab.config_load import valid_names as valid_names
+from zpp_lab.lora_config import LoraConfig as LoraConfig
 from zpp_lab.record_config import RecordConfig
 
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
-
-Rounding = Literal["nearest", "stochastic"]
-Dtype = Literal["fp32", "bf16"]
-
-_STRICT = ConfigDict(extra="forbid")
-
-
-def _need(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
-@dataclass(frozen=True, config=_STRICT)
-class CodecConfig:
-    """One wire's codec. In a recipe a field left at None is inherited.
-
-    `codec` is a registered name. For the built-in family `block`, `bits=None`
-    means that the tensor's own bytes are sent. `options` goes to codecs of
-    other packages as keyword arguments.
-    """
-
-    codec: str | None = None
-    bits: int | None = None
-    block_size: int | None = None
-    symmetric: bool | None = None
-    rounding: Rounding | None = None
-    scale_dtype: Dtype | None = None
-    hadamard: int | None = None
-    random_signs: bool | None = None
-    options: dict[str, Any] | None = None
-
-    def over(self, base: CodecConfig) -> CodecConfig:
-        """These settings, with `base` where one is None."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return CodecConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
-
-
-@dataclass(frozen=True, config=_STRICT)
-class ExemptConfig:
-    """Parameters whose own bytes travel on every wire."""
-
-    max_ndim: int = 1  # norms and biases have one dimension
-    names: list[str] = field(default_factory=list)  # glob patterns, such as "embed*"
-    below_numel: int = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -192,8 +154,14 @@ class ModelConfig:
     norm_eps: float = 1e-5
     checkpoint_activations: bool = False
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
+        _need(
+            not self.lora.on or self.weights == "pretrained" or bool(getattr(self, "start", None)),
+            "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
+            "its folder, or model.lora.rank=0 to train all parameters",
+        )
         changed = [k for k in ("units", "options") if getattr(self, k) is not None]
         _need(
             self.name == "hf" or not changed,
@@ -379,6 +347,11 @@ class Config:
 
     def __post_init__(self) -> None:
         _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
+        _need(
+            not (self.model.lora.on and self.engine.offload),
+            "engine.offload=true with model.lora: a frozen base stays on the GPU as its payload; "
+            "set engine.offload=false",
+        )
 
 
 Role = Literal["baseline", "arm", "negative_control", "order_control"]

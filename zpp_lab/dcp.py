@@ -45,7 +45,8 @@ from zpp_lab.stream import CastPlanner, HostCopy, StreamReader, StreamWriter, lo
 
 MARKER = "whole.json"
 RAW = "raw"  # the format of stream.py; older checkpoints have torch's own and say nothing
-State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}
+State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
+_BASE = "base."
 
 
 @dataclass(frozen=True)
@@ -347,16 +348,29 @@ class _RowPlanner(DefaultLoadPlanner):
         return self.rows
 
 
+def saved_marks(path: Path) -> dict[str, Tensor]:
+    """The marks of the frozen base on which a checkpoint's adapters stand; none for most."""
+    sizes = {n: size for n, size in saved_names(path).items() if n.startswith(_BASE)}
+    found = {n: torch.empty(size, dtype=torch.int64) for n, size in sizes.items()}
+    if found:
+        dcp.load(found, storage_reader=_reader(path), no_dist=True)
+    return {n.removeprefix(_BASE): t for n, t in found.items()}
+
+
 def read_whole(path: Path) -> State:
-    """A checkpoint's whole tensors on the CPU: `step`, `weights`, `optimizer`.
+    """A checkpoint's whole tensors on the CPU: `step`, `weights`, `optimizer`, and `base` where
+    adapters stand on one.
 
     For one process, or for every rank alike. ValueError when the checkpoint is damaged.
     """
     fault = damage(path)
     if fault:
         raise ValueError(f"{path} is damaged: {fault}; use another checkpoint")
+    marks = saved_marks(path)
     flat: dict[str, Tensor] = {
-        n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in _tensors(path).items()
+        n: torch.empty(m.size, dtype=m.properties.dtype)
+        for n, m in _tensors(path).items()
+        if not n.startswith(_BASE)
     }
     dcp.load(flat, storage_reader=_reader(path), no_dist=True)
     state: State = {"step": saved_step(path), "weights": {}, "optimizer": {}}
@@ -367,4 +381,4 @@ def read_whole(path: Path) -> State:
         else:
             key, _, name = name.partition(".")
             state["optimizer"].setdefault(key, {})[name] = tensor
-    return state
+    return state | ({"base": marks} if marks else {})

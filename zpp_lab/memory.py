@@ -18,7 +18,7 @@ although the last gradient comes when most activations have gone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zpp_lab.activations import FP32, Activations
@@ -27,6 +27,7 @@ from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.engines.norm import FOLD_NUMEL
 from zpp_lab.layout import Parameter
+from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
@@ -95,7 +96,10 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
             f"model={config.model.name}: only the built-in decoder's activations have a formula; "
             "take a model.* preset of the same shape"
         )
-    holder = _Rank(plan, config, Activations.of(config, vocab))
+    acts = Activations.of(config, vocab)
+    if plan.stored:
+        acts = replace(acts, adapters=_adapters(plan), head_trained=False)
+    holder = _Rank(plan, config, acts)
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
     return Estimate(tuple(i for i in items if i.most))
 
@@ -117,6 +121,11 @@ def secondary_bytes(plan: Plan) -> int:
         return 0
     rows = sum(u.forward.nbytes for u in plan.units if u.gathers_backward)
     return plan.recipe.cluster.nodes * rows
+
+
+def base_bytes(plan: Plan) -> int:
+    """A rank's payload rows of a frozen base."""
+    return sum(u.stored.nbytes for u in plan.units)
 
 
 def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
@@ -142,16 +151,17 @@ class _Rank:
     # ------------------------------------------------------------------ what stays
 
     def state(self) -> list[Item]:
-        every = [p for u in self.plan.units for p in u.unit.parameters]
-        trained = [p for u in self.plan.units for p in u.unit.parameters if _trains(u, p)]
+        every = [p for u in self.plan.units for p in u.unit.parameters if not _stored(u, p)]
+        trained = [p for u in self.plan.units for p in _trained(u)]
         place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
         kind = self.config.train.optimizer_state
         grads = _always(shard_bytes(trained))
         if self.plan.reductions == 1:  # else earlier micro-steps have left theirs
-            coming = shard_bytes(p for u in (self.root, self.block) for p in u.unit.parameters)
+            coming = shard_bytes(p for u in (self.root, self.block) for p in _trained(u))
             grads |= {"loss": 0, "early": 0, "late": max(0, grads["late"] - coming)}
         return [
             Item("master weights, fp32", _always(shard_bytes(every)), place),
+            Item("frozen base, as it travels", _always(base_bytes(self.plan))),
             Item(f"optimizer state, {kind}", _always(optimizer_bytes(trained, kind)), place),
             Item("gradients, fp32", grads, place),
             Item("secondary partition", _always(secondary_bytes(self.plan))),
@@ -191,16 +201,16 @@ class _Rank:
     def _whole_gradients(self) -> dict[Moment, int]:
         """A block's until it is reduced, and the root's: the head's from the loss on, all at the
         end. With one reduction for several micro-steps every unit's, in reduce_dtype."""
-        head = self.weight * self.acts.vocab * self.config.model.dim
-        root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
+        head = 0 if self.plan.stored else self.weight * self.acts.vocab * self.config.model.dim
+        root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.block)
         if not self.untouched:
             block *= 2  # ours are encoded from: they live as long as FSDP2's buffer would
         found = _moments(early=head + block, late=head + block, root=root)
         if self.config.model.tied_head:
             found["root"] += head  # the embedding's part, before the two are added
         if self.plan.accumulate_last and self.plan.micro_steps > 1:
-            root, block = self.grad * _numel(self.root), self.grad * _numel(self.block)
-            every = root + self.grad * sum(map(_numel, self.blocks))
+            root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.block)
+            every = root + self.grad * sum(map(_to_train, self.blocks))
             waiting = _moments(loss=every, early=every, late=root + block, root=root)
             found = {m: found[m] + waiting[m] for m in MOMENTS}
         return found
@@ -209,7 +219,7 @@ class _Rank:
         """Of one unit: what goes out and what comes in; sums that are not the gradients' own."""
         if self.plan.recipe.cluster.world == 1:
             return 0
-        sums = shard_bytes(unit.unit.parameters, self.grad)
+        sums = shard_bytes(_trained(unit), self.grad)
         extra = sums if self.plan.reductions > 1 or self.grad != FP32 else 0
         if self.untouched:
             return self.plan.recipe.shards * sums + extra
@@ -231,15 +241,20 @@ class _Rank:
         if not self._peer():
             return 0
         gather = max(max(u.forward.nbytes, u.backward.nbytes) for u in self.plan.units)
-        raw = max(shard_bytes(u.unit.parameters, self.weight) for u in self.plan.units)
+        raw = max(self._raw_row(u) for u in self.plan.units)
         exchange = max(sum(self._rows(u)) for u in self.plan.units)
         return SLOTS["gather"] * max(gather, raw) + SLOTS["exchange"] * exchange
+
+    def _raw_row(self, unit: UnitPlan) -> int:
+        """Of a gather of the master weights, and of a frozen base as it is."""
+        live = [p for p in unit.unit.parameters if not _stored(unit, p)]
+        return shard_bytes(live, self.weight) + unit.stored.nbytes
 
     # ------------------------------------------------------------------ what computes
 
     def compute(self) -> list[Item]:
         acts = self.acts
-        shards = [p.shard_numel for u in self.plan.units for p in u.unit.parameters]
+        shards = [p.shard_numel for u in self.plan.units for p in _trained(u)]
         squared = min(sum(shards), max(*shards, FOLD_NUMEL))
         norm = 0 if self.config.engine.offload else max(SQUARED * squared, self._updating(shards))
         return [
@@ -263,6 +278,12 @@ class _Rank:
         ]
 
 
+def _adapters(plan: Plan) -> int:
+    """Elements a token between the two adapters of every layer of the largest block."""
+    blocks = [u.unit.parameters for u in plan.units[:-1]]
+    return max(sum(p.shape[0] for p in b if p.name.endswith(LORA_A)) for b in blocks)
+
+
 def _always(nbytes: int) -> dict[Moment, int]:
     return dict.fromkeys(MOMENTS, nbytes)
 
@@ -277,5 +298,13 @@ def _numel(unit: UnitPlan) -> int:
     return sum(p.numel for p in unit.unit.parameters)
 
 
-def _trains(unit: UnitPlan, parameter: Parameter) -> bool:
-    return parameter.name in unit.unit.trainable
+def _trained(unit: UnitPlan) -> list[Parameter]:
+    return [p for p in unit.unit.parameters if p.name in unit.unit.trainable]
+
+
+def _to_train(unit: UnitPlan) -> int:
+    return sum(p.numel for p in _trained(unit))
+
+
+def _stored(unit: UnitPlan, parameter: Parameter) -> bool:
+    return parameter.name in unit.unit.stored

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from zpp_lab.codecs import Codec
 from zpp_lab.collectives.traffic import (
     Traffic,
     gather_traffic,
@@ -42,6 +43,7 @@ class Unit:
     parameters: tuple[Parameter, ...]
     trainable: frozenset[str]
     reshard: bool = True
+    stored: frozenset[str] = frozenset()  # a frozen base, kept and sent as one payload for good
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,12 @@ class UnitPlan:
         return Layout.build(
             [p.name for p in chosen],
             [p.shard_numel for p in chosen],
-            [self.recipe.codec(wire, p) for p in chosen],
+            [self._codec(wire, p) for p in chosen],
         )
+
+    def _codec(self, wire: Wire, parameter: Parameter) -> Codec:
+        stored = parameter.name in self.unit.stored
+        return self.recipe.base_codec(parameter) if stored else self.recipe.codec(wire, parameter)
 
     @cached_property
     def forward(self) -> Layout:
@@ -87,6 +93,16 @@ class UnitPlan:
     @cached_property
     def backward(self) -> Layout:
         return self._layout("weights_backward")
+
+    @cached_property
+    def stored(self) -> Layout:
+        """The frozen base alone, the same on both wires."""
+        return self.forward.select(self.unit.stored)
+
+    def live(self, wire: Wire) -> Layout:
+        """What a gather on `wire` encodes anew: all but the frozen base."""
+        layout = self.forward if wire == "weights_forward" else self.backward
+        return layout.select({s.name for s in layout.segments} - self.unit.stored)
 
     @cached_property
     def hops(self) -> tuple[Layout, ...]:
@@ -199,6 +215,11 @@ class Plan:
         for unit in self.units:
             add_bytes(total, unit.used_bytes(use))
         return total
+
+    @cached_property
+    def stored(self) -> frozenset[str]:
+        """Every parameter of a frozen base."""
+        return frozenset().union(*(u.unit.stored for u in self.units))
 
 
 def no_bytes() -> Bytes:

@@ -106,7 +106,7 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
         if outlook.fits:
             return
     offloaded = ("engine.offload=true",)
-    spared = not outlook.config.engine.offload
+    spared = not outlook.config.engine.offload and not outlook.config.model.lora.on
     if spared:
         yield Advice(offloaded, _with(outlook, offloaded))
     more = _more_ranks(outlook)

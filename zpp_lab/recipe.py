@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,6 +13,7 @@ from zpp_lab.config import (
     ClusterConfig,
     CodecConfig,
     ExemptConfig,
+    LoraConfig,
     RecipeConfig,
     RuleConfig,
     Wire,
@@ -31,6 +32,7 @@ class Recipe:
     cluster: ClusterConfig
     weights_dtype: torch.dtype = torch.float32  # of raw weights on the wire
     grads_dtype: torch.dtype = torch.float32  # of raw gradients on the wire
+    lora: LoraConfig = field(default_factory=LoraConfig)  # how a frozen base is stored
 
     def __post_init__(self) -> None:
         for wire in WIRES:
@@ -38,6 +40,7 @@ class Recipe:
         _check_reduction(self)
         _check_weights(self)
         _check_shard(self)
+        _check_base(self)
 
     @property
     def shards(self) -> int:
@@ -74,6 +77,12 @@ class Recipe:
             if _matches(rule, wire, parameter):
                 settings = RAW if rule.exempt else rule.set.over(self.wire(wire))
         return build_codec(settings, raw)
+
+    def base_codec(self, parameter: Parameter) -> Codec:
+        """The codec of `parameter` of a frozen base, on any cluster and on both weights' wires."""
+        if _exempt(self.lora.base_exempt, parameter):
+            return RawCodec(self.weights_dtype)
+        return build_codec(self.lora.base_codec, self.weights_dtype)
 
 
 def _exempt(exempt: ExemptConfig, parameter: Parameter) -> bool:
@@ -140,6 +149,22 @@ def _check_shard(recipe: Recipe) -> None:
         raise ValueError(
             f"recipe {name}: recipe.shard=node is a baseline without codecs, but "
             f"{', '.join(asked)} ask for one; use recipe.shard=world"
+        )
+
+
+def _check_base(recipe: Recipe) -> None:
+    """A frozen base is encoded once, and gathered by our collectives alone."""
+    if not recipe.lora.on:
+        return
+    if build_codec(recipe.lora.base_codec, recipe.weights_dtype).stochastic:
+        raise ValueError(
+            f"model.lora.base_codec.codec={recipe.lora.base_codec.codec} rounds stochastically, "
+            "but the base is encoded once: take a codec that rounds to nearest"
+        )
+    if recipe.config.shard == "node":
+        raise ValueError(
+            f"recipe {recipe.config.name}: recipe.shard=node is left to FSDP2, which cannot keep "
+            "a frozen base as a payload; use recipe.shard=world with model.lora"
         )
 
 

@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.dcp import RowReader, damage, read_tensor, saved_names, saved_step, wrong_size
+from zpp_lab.dcp import (
+    RowReader,
+    damage,
+    read_tensor,
+    saved_marks,
+    saved_names,
+    saved_step,
+    wrong_size,
+)
 
 _PREFIX = "weights."
 
@@ -21,6 +29,7 @@ _PREFIX = "weights."
 class SavedWeights(Protocol):
     step: int
     shapes: dict[str, tuple[int, ...]]
+    marks: dict[str, Tensor]  # of the frozen base that the weights, adapters then, stand on
 
     def read(self, name: str) -> Tensor:
         """A whole weight on the CPU, fp32."""
@@ -39,6 +48,7 @@ class OneFile:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         self.step = int(state["step"])
         self.weights: dict[str, Tensor] = state["weights"]
+        self.marks: dict[str, Tensor] = state.get("base", {})
         self.shapes = {n: tuple(t.shape) for n, t in self.weights.items()}
 
     def read(self, name: str) -> Tensor:
@@ -52,7 +62,7 @@ class Shards:
     """A checkpoint of the fsdp engine: a folder with each rank's shards."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.step = path, saved_step(path)
+        self.path, self.step, self.marks = path, saved_step(path), saved_marks(path)
         names = {n: s for n, s in saved_names(path).items() if n.startswith(_PREFIX)}
         self.shapes = {n.removeprefix(_PREFIX): tuple(s) for n, s in names.items()}
         self.reader = RowReader(path)

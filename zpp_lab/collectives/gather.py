@@ -34,7 +34,8 @@ NOTHING = Traffic(0, 0)
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """What a recipe asks of one unit's gathers. `secondary`: backward uses what hpZ kept."""
+    """What a recipe asks of one unit's gathers. `secondary`: backward uses what hpZ kept.
+    `stored`: the layouts' last segments so many are a frozen base, encoded once."""
 
     unit: str
     forward: Layout
@@ -42,6 +43,7 @@ class GatherSpec:
     dtype: torch.dtype  # of raw weights
     secondary: bool = False
     hierarchical: bool = False
+    stored: int = 0
 
 
 @dataclass(slots=True)
@@ -70,9 +72,12 @@ class Gather:
         self.cluster, self.rank = transport.cluster, transport.rank
         self.node, self.local = divmod(self.rank, self.cluster.gpus_per_node)
         self.secondary: Tensor | None = None  # hpZ's rows, from a forward to its backward
+        self.base: Tensor | None = None  # this rank's row of a frozen base, uint8 [1, n]
         segments = spec.forward.segments
-        raw = [RawCodec(spec.dtype)] * len(segments)
+        self.encoded = len(segments) - spec.stored  # segments that each gather encodes
+        raw = [RawCodec(spec.dtype)] * self.encoded + [s.codec for s in segments[self.encoded :]]
         self.raw = Layout.build([s.name for s in segments], [s.numel for s in segments], raw)
+        self.live: dict[int, Layout] = {}  # of a layout, what is encoded
         self.planned: dict[tuple[int, bool], Traffic] = {}  # by layout, and whether kept
         self.labels = {(w, k): self._label(w, k) for w in WEIGHTS for k in LINKS}
         self._reserve()
@@ -90,8 +95,12 @@ class Gather:
         packet = self._empty(wire, layout, shards[0].device)
         packet.first = self._first_leg(packet)
         row = packet.first.room
+        if self.spec.stored:
+            layout, row = self._put_base(layout, row)
+            shards = shards[: self.encoded]
         noise = self.clock.weights_noise(wire, self.rank) if layout.stochastic else None
-        ops.encode(layout, shards, noise, row)
+        if shards:
+            ops.encode(layout, shards, noise, row)
         if self.clock.observer is not None:
             self.clock.observer.weights(wire, layout, shards, row)
         return packet
@@ -116,6 +125,16 @@ class Gather:
         if self.clock.master:
             return self.raw
         return self.spec.forward if wire == "weights_forward" else self.spec.backward
+
+    def _put_base(self, layout: Layout, row: Tensor) -> tuple[Layout, Tensor]:
+        """Copy the frozen base into its end of the row; what is left to encode, and where."""
+        live = self.live.get(id(layout))
+        if live is None:
+            names = {s.name for s in layout.segments[: self.encoded]}
+            live = self.live[id(layout)] = layout.select(names)
+        assert self.base is not None, f"unit {self.spec.unit}: its frozen base was not loaded"
+        row[:, live.nbytes :].copy_(self.base)
+        return live, row[:, : live.nbytes]
 
     def _reserve(self) -> None:
         row = max(layout.nbytes for layout in (self.raw, self.spec.forward, self.spec.backward))

@@ -13,6 +13,7 @@ from zpp_lab.config import Config, EngineConfig
 from zpp_lab.engines.base import Engine
 from zpp_lab.engines.units import cut_units
 from zpp_lab.models import build_model
+from zpp_lab.models.lora import frozen_base
 from zpp_lab.plan import Plan, Unit
 from zpp_lab.recipe import DTYPES, Recipe
 
@@ -82,7 +83,11 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     """The recipe's data movement for this model on the configured cluster."""
     train = config.train
     recipe = Recipe(
-        config.recipe, config.cluster, DTYPES[train.param_dtype], DTYPES[train.reduce_dtype]
+        config.recipe,
+        config.cluster,
+        DTYPES[train.param_dtype],
+        DTYPES[train.reduce_dtype],
+        config.model.lora,
     )
     return Plan.build(
         units_of(model, recipe.shards),
@@ -95,4 +100,4 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
 
 def units_of(model: nn.Module, shards: int) -> list[Unit]:
     """The model's units: each of `model.units()`, then the root with what is left."""
-    return cut_units(model, model.units(), shards)  # type: ignore[operator]
+    return cut_units(model, model.units(), shards, frozen_base(model))  # type: ignore[operator]

@@ -27,8 +27,9 @@ from zpp_lab.collectives.choose import connect
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
-from zpp_lab.dcp import read_into, saved_names, saved_states, saved_step
+from zpp_lab.dcp import read_into, saved_marks, saved_names, saved_states, saved_step
 from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
+from zpp_lab.engines.fsdp_base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp_ledger import check_unit
 from zpp_lab.engines.fsdp_watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
@@ -36,7 +37,8 @@ from zpp_lab.engines.losses import counted, mean_loss, token_losses
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
 from zpp_lab.engines.usage import Usage
-from zpp_lab.models.start import fill, materialize
+from zpp_lab.frozen import check_marks
+from zpp_lab.models.start import Start, fill, materialize
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.optim import adamw, check_state, guarded_step, optimizer_state, zero_state
 from zpp_lab.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
@@ -66,6 +68,7 @@ class FsdpEngine:
         self.rank = self.transport.rank
         self.shards = plan.recipe.shards
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
+        self.base = FrozenBase(model, plan)
         self.wrapped: Wrapped = wrap(
             model,
             model.units(),  # type: ignore[operator]
@@ -77,8 +80,9 @@ class FsdpEngine:
             offload=config.engine.offload,
         )
         self.root = cast(FSDPModule, model)
-        if any(p.is_meta for p in model.parameters()):
-            self._initialize()
+        start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
+        rows = start.rows if start else None
+        self.base.load(self.wrapped.installed, rows, self.part, device)
         modules = self.wrapped.by_name
         self.usage = Usage({n: cast(nn.Module, m) for n, m in modules.items()})
         self.prefetch = Prefetch(modules, "root", config.engine.prefetch)
@@ -86,20 +90,19 @@ class FsdpEngine:
         self.started: set[str] = set()  # units that have run at least once
         self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
         self.clock = self.wrapped.clock
-        self.parameters = dict(model.named_parameters())
+        names = self.base.names  # not ours to train, or to save
+        self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.optimizer = adamw(self.parameters, config.train, config.seed)
 
-    def _initialize(self) -> None:
-        """Fill this rank's shards, one whole parameter at a time."""
+    def _initialize(self) -> Start | None:
+        """Fill this rank's shards; returns where their rows came from."""
         materialize(self.model, "cpu" if self.config.engine.offload else self.device)
-        start = self.model.start(self.config.seed)  # type: ignore[operator]
-        fill(self.model, start, self._own_rows, _local)
+        start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
+        fill(self.model, start, self._own_rows, _local, skip=self.base.names)
+        return start
 
     def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """FSDP2's cut along dimension 0: this rank's first row, and the one after its last."""
-        rows = -(-shape[0] // self.shards)
-        first = min(self.part * rows, shape[0])
-        return first, min(first + rows, shape[0])
+        return own_rows(shape, self.shards, self.part)
 
     # ------------------------------------------------------------------ one step
 
@@ -280,6 +283,7 @@ class FsdpEngine:
         return {
             "weights": {n: p.detach() for n, p in self.parameters.items()},
             "optimizer": optimizer_state(self.optimizer, self.parameters),
+            **({"base": dict(self.base.marks)} if self.base.marks else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -290,6 +294,7 @@ class FsdpEngine:
         differing = sorted(set(self.parameters) ^ set(state["weights"]))
         if differing:
             raise ValueError(f"the checkpoint is of another model; it differs in {differing[0]}")
+        check_marks(self.base.marks, state.get("base", {}))
         kept = state["optimizer"]
         dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
         check_state(self.optimizer, self.parameters, dtypes)
@@ -312,11 +317,12 @@ class FsdpEngine:
         differing = sorted(own ^ {n for n in names if n.startswith("weights.")})
         if differing:
             raise ValueError(f"{path} is of another model; it differs in {differing[0]}")
+        check_marks(self.base.marks, saved_marks(path))
         states = saved_states(path)
         check_state(self.optimizer, self.parameters, states)
         self._make_optimizer_state(states.get("step", {}))
         self.wrapped.reshard()
-        read_into(path, self.state_dict())
+        read_into(path, {k: v for k, v in self.state_dict().items() if k != "base"})
         return saved_step(path)
 
     def _make_optimizer_state(self, names: Iterable[str]) -> None:

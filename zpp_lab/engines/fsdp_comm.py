@@ -56,7 +56,15 @@ LEANS_ON = {
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
     "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
     "FSDPParamGroup": ("fsdp_params",),
-    "FSDPParam": ("sharded_param",),
+    "FSDPParam": (
+        "sharded_param",
+        # the rest in fsdp_base.py
+        "_sharded_param_data",
+        "padded_sharded_param_size",
+        "sharded_size",
+        "to_sharded_dtensor",
+        "_setattr_on_modules",
+    ),
     "operators": (
         "all_gather_copy_in",
         "split_with_sizes_copy",
@@ -181,7 +189,7 @@ def _copy_in(inputs: Any, output: Any, splits: Any, numel: int, rank: int) -> An
 def _copy_out(output: Any, splits: Any, dim: int = 0, *, out: Any) -> Any:
     if not isinstance(output, Packed) or output.box.packet is None or dim != 1:
         return NotImplemented
-    output.box.owner.gather.unpack(output.box.packet, out)  # type: ignore[union-attr]
+    output.box.owner.unpack(output.box.packet, out)  # type: ignore[union-attr]
     return None
 
 
@@ -208,8 +216,11 @@ HANDLERS: dict[str, Callable[..., Any]] = {
 class PackedGather(AllGather):
     """FSDP2's AllGather for one unit."""
 
-    def __init__(self, gather: Gather, fallbacks: Fallbacks) -> None:
-        self.gather, self.fallbacks = gather, fallbacks
+    def __init__(
+        self, gather: Gather, fallbacks: Fallbacks, places: Sequence[int] | None = None
+    ) -> None:
+        """`places`: where FSDP2 has each of the layout's parameters, if in another order."""
+        self.gather, self.fallbacks, self.places = gather, fallbacks, places
         self.peers = peers(gather.cluster, "world")
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -219,8 +230,14 @@ class PackedGather(AllGather):
         return Packed(Box(self, math.prod(size), dtype, device), size)
 
     def copy_in(self, output: Packed, shards: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        output.box.packet = self.gather.pack(shards, in_backward())
+        output.box.packet = self.gather.pack(self._ordered(shards), in_backward())
         return output, output
+
+    def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
+        self.gather.unpack(packet, self._ordered(outs))
+
+    def _ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors if self.places is None else [tensors[i] for i in self.places]
 
     def __call__(
         self,
@@ -349,11 +366,16 @@ def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
 
     `names`: id of each sharded parameter of the model → its full name.
     """
+    return tuple(names[id(p.sharded_param)] for p in managed(module))
+
+
+def managed(module: nn.Module) -> list[Any]:
+    """FSDP2's own parameter objects of a wrapped module, in its order."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]
-    return tuple(names[id(p.sharded_param)] for g in groups if g for p in g.fsdp_params)
+    return [p for g in groups if g for p in g.fsdp_params]
 
 
 def gather_spec(plan: UnitPlan) -> GatherSpec:
@@ -366,6 +388,7 @@ def gather_spec(plan: UnitPlan) -> GatherSpec:
         recipe.weights_dtype,
         secondary,
         plan.hierarchical,
+        len(plan.unit.stored),
     )
 
 
@@ -402,7 +425,8 @@ def install(
             Reduce(reduce_spec(own), transport, ledger, clock),
             Present(module, order, {n: n[cut + 1 if cut else 0 :] for n in order}),
         )
-        module.set_custom_all_gather(PackedGather(unit.gather, fallbacks))
+        places = [order.index(p.name) for p in own.unit.parameters] if own.unit.stored else None
+        module.set_custom_all_gather(PackedGather(unit.gather, fallbacks, places))
         module.set_custom_reduce_scatter(PackedReduce(unit.reduce, unit.present, fallbacks))
         module.set_force_sum_reduction_for_comms(True)
         done.append(unit)
@@ -412,4 +436,6 @@ def install(
 def _ordered(unit: Unit, order: Names) -> Unit:
     by_name = {p.name: p for p in unit.parameters}
     assert set(by_name) == set(order), f"unit {unit.name}: FSDP2 manages other parameters"
-    return Unit(unit.name, tuple(by_name[n] for n in order), unit.trainable, unit.reshard)
+    last = sorted(order, key=lambda n: n in unit.stored)  # a frozen base ends the payload
+    parameters = tuple(by_name[n] for n in last)
+    return Unit(unit.name, parameters, unit.trainable, unit.reshard, unit.stored)

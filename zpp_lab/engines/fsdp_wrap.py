@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.transport import Transport
+from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp_comm import Fallbacks, Installed, install
 from zpp_lab.plan import Plan
 from zpp_lab.recipe import Recipe, quantizes_any
@@ -44,6 +45,8 @@ class Wrapped:
 def is_untouched(plan: Plan, ordered: bool) -> bool:
     """Whether the recipe asks for nothing that FSDP2 itself does not do."""
     config = plan.recipe.config
+    if plan.stored:
+        return False
     if config.shard == "node":
         if ordered:
             raise ValueError(
@@ -82,6 +85,7 @@ def wrap(
     """
     recipe = plan.recipe
     mesh = _mesh(recipe, device)
+    in_param_dtype(model, plan.stored, recipe.weights_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=recipe.weights_dtype,
         reduce_dtype=recipe.grads_dtype,
@@ -99,6 +103,7 @@ def wrap(
             reshard_after_forward=reshard,
         )
     modules: dict[str, FSDPModule] = {n: m for n, m in wrapped_units if isinstance(m, FSDPModule)}
+    set_aside(model, [m for _, m in wrapped_units], plan.stored, device)
     wrapped = Wrapped(model, modules, Clock(seed), Fallbacks())
     if not is_untouched(plan, ordered):
         wrapped.installed = install(

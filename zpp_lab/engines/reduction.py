@@ -152,7 +152,8 @@ def together(units: Iterable[UnitPlan], limit: int = TOGETHER) -> list[UnitPlan]
 def _join(one: UnitPlan, other: UnitPlan) -> UnitPlan:
     a, b = one.unit, other.unit
     name = f"{a.name}+{b.name}"
-    return replace(one, unit=Unit(name, a.parameters + b.parameters, a.trainable | b.trainable))
+    parameters, trainable = a.parameters + b.parameters, a.trainable | b.trainable
+    return replace(one, unit=Unit(name, parameters, trainable, stored=a.stored | b.stored))
 
 
 def _numel(plan: UnitPlan) -> int:

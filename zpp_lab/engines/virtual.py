@@ -28,6 +28,7 @@ from zpp_lab.engines.passes import Grads, Passes
 from zpp_lab.engines.reduction import Reduction, together
 from zpp_lab.engines.usage import Usage
 from zpp_lab.engines.watch import Watch
+from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, update
 from zpp_lab.plan import PassUse, Plan, StepUse
@@ -45,16 +46,29 @@ class VirtualEngine:
         self.reduce_dtype = DTYPES[config.train.reduce_dtype]
         self.ledger = Ledger()
         self.weights = dict(model.named_parameters())
-        self.master = {n: nn.Parameter(p.detach().clone()) for n, p in self.weights.items()}
-        for name, p in self.weights.items():
+        self.device = next(iter(self.weights.values())).device
+        self.marks = self._store_base()
+        live = {n: p for n, p in self.weights.items() if n not in self.marks}
+        self.master = {n: nn.Parameter(p.detach().clone()) for n, p in live.items()}
+        for name, p in live.items():
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
-        self.device = next(iter(self.weights.values())).device
         self.optimizer = adamw(self.master, config.train, config.seed)
         self.usage = Usage({**dict(model.units()), "root": model})  # type: ignore[operator]
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self._make_buffers()
+
+    def _store_base(self) -> Marks:
+        """Put what every rank would decode of a frozen base in its place, for good."""
+        marks, world = {}, self.cluster.world
+        for segment in (s for u in self.plan.units for s in u.stored.segments):
+            p = self.weights[segment.name]
+            whole = p.detach()
+            marks[segment.name] = mark(whole, 0, tuple(p.shape))
+            p.data = torch.empty_like(whole, dtype=DTYPES[self.config.train.param_dtype])
+            decode_shards(segment, encode_shards(segment, whole, world), p.detach())
+        return marks
 
     def _make_buffers(self) -> None:
         """What every step writes anew, at places that stay."""
@@ -62,7 +76,12 @@ class VirtualEngine:
         self.sources = {n: p.detach() for n, p in self.master.items()}  # in param_dtype
         if dtype != torch.float32:
             self.sources = {n: p.to(dtype) for n, p in self.sources.items()}
-        own = [p.name for u in self.plan.units if u.own_backward for p in u.unit.parameters]
+        own = [
+            s.name
+            for u in self.plan.units
+            if u.own_backward
+            for s in u.live("weights_backward").segments
+        ]
         self.forward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
         self.backward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
         self.reductions = [
@@ -185,8 +204,8 @@ class VirtualEngine:
         if into:
             self._round_sources()
         for unit in self.plan.units:
-            layout = unit.forward if wire == "weights_forward" else unit.backward
-            if all(s.name in into for s in layout.segments):
+            layout = unit.live(wire)
+            if layout.segments and all(s.name in into for s in layout.segments):
                 sources = [self.sources[s.name] for s in layout.segments]
                 payload = torch.empty(world, layout.nbytes, dtype=torch.uint8, device=self.device)
                 errors = watch.room(layout, payload)
@@ -255,12 +274,14 @@ class VirtualEngine:
         return {
             "weights": {n: p.detach() for n, p in self.master.items()},
             "optimizer": optimizer_state(self.optimizer, self.master),
+            **({"base": self.marks} if self.marks else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         missing = sorted(set(self.master) ^ set(state["weights"]))
         if missing:
             raise ValueError(f"the checkpoint is of another model; it differs in {missing[0]}")
+        check_marks(self.marks, state.get("base", {}))
         with torch.no_grad():
             for name, p in self.master.items():
                 p.copy_(state["weights"][name])

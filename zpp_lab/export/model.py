@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config import Config, load
+from zpp_lab.export.merged import merge_adapters
 from zpp_lab.export.shards import LIMIT, write_safetensors
 from zpp_lab.export.target import Target, target_of
 from zpp_lab.export.tokenizer import write_tokenizer
@@ -39,6 +40,7 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
     """Write the newest weights of the run in `run` to the new folder `out`.
 
     dtype: fp32, bf16 or fp16; limit: bytes of one file. The folder appears when it is whole.
+    Adapters are added to their frozen base.
     ValueError when there is no run or checkpoint, or `out` is there already.
     """
     with new_folder(out) as folder:
@@ -57,7 +59,7 @@ def open_run(run: Path) -> tuple[Config, SavedWeights]:
     """The settings and the newest whole weights of a run; ValueError when either is missing."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is no run's folder: it has no {CONFIG}")
-    return load(Config, read_yaml(run / CONFIG)), newest(run)
+    return merge_adapters(load(Config, read_yaml(run / CONFIG)), newest(run))
 
 
 @contextmanager

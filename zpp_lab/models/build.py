@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.config import LoraConfig, ModelConfig
 from zpp_lab.models.llama import Llama
+from zpp_lab.models.lora import add_adapters
 from zpp_lab.models.start import fill, materialize, whole
 
 
@@ -17,7 +20,8 @@ def build_model(
     """The module that `cfg` describes, in fp32 on `device`, its weights from `seed` or a folder.
 
     It maps tokens and targets to the loss, and has `units()`, the modules whose parameters
-    travel together, and `start(seed)`, its first weights. `vocab_size` is the tokenizer's.
+    travel together, and `start(seed)`, its first weights. With `cfg.lora` the model is frozen
+    and adapters stand beside its linear layers. `vocab_size` is the tokenizer's.
     On the meta device the parameters have shapes only and nothing is initialised.
     Raises ValueError when the model's vocabulary is too small for the tokenizer.
     """
@@ -30,6 +34,15 @@ def build_model(
 
 
 def _on_meta(cfg: ModelConfig, vocab_size: int) -> Any:
+    if not cfg.lora.on:
+        return _plain(cfg, vocab_size)
+    base = partial(_plain, replace(cfg, lora=LoraConfig()), vocab_size)
+    model = base()
+    add_adapters(model, cfg.lora, base)
+    return model
+
+
+def _plain(cfg: ModelConfig, vocab_size: int) -> Any:
     if cfg.name == "hf":
         from zpp_lab.models.hf import build_hf
 

@@ -7,7 +7,7 @@ gives any rows of any parameter, and `materialize` makes room for them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 import torch
@@ -72,9 +72,18 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, start: Start, rows: Rows, local: Callable[[Tensor], Tensor]) -> None:
-    """Fill each parameter's local tensor with the rows that `rows` picks of its whole shape."""
+def fill(
+    model: nn.Module,
+    start: Start,
+    rows: Rows,
+    local: Callable[[Tensor], Tensor],
+    skip: Set[str] = frozenset(),
+) -> None:
+    """Fill each parameter's local tensor with the rows that `rows` picks of its whole shape, but
+    for those that `skip` names."""
     for name, p in model.named_parameters():
+        if name in skip:
+            continue
         shape = tuple(p.shape)
         local(p).copy_(start.rows(name, *rows(shape)).view(local(p).shape))
     for name, buffer in model.named_buffers():

@@ -1,0 +1,70 @@
+"""A run's adapters added to the frozen base that they were trained on, one tensor at a time.
+
+The base is what the run computed with: read from where the run started, encoded and decoded as
+its ranks keep it, in train.param_dtype. So the export has the run's own losses, and not those of
+the adapters on a base that they never saw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zpp_lab.config import Config, LoraConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mark
+from zpp_lab.models.build import build_model
+from zpp_lab.models.lora import adapters_of, inputs_first, merged
+from zpp_lab.models.start import whole
+from zpp_lab.saved import SavedWeights
+
+
+def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWeights]:
+    """The run without adapters: its config, and weights that hold them. Others as they are."""
+    if not config.model.lora.on:
+        return config, saved
+    plain = replace(config, model=replace(config.model, lora=LoraConfig()))
+    return plain, MergedWeights(config, saved)
+
+
+class MergedWeights:
+    """`SavedWeights` of the model that base and adapters are together.
+
+    ValueError when the weights that the run started from have changed or are gone.
+    """
+
+    marks: Marks = {}  # nothing stands on anything
+
+    def __init__(self, config: Config, adapters: SavedWeights) -> None:
+        self.config, self.adapters, self.step = config, adapters, adapters.step
+        if not adapters.marks:
+            raise ValueError("the checkpoint has no frozen base, but the run's config has adapters")
+        self.shapes = {n: tuple(m[1:].tolist()) for n, m in adapters.marks.items()}
+        vocabulary = self.shapes.get("embed.weight", (0,))[0]
+        self.model = build_model(config.model, vocabulary, "meta")
+        self.plan = build_plan(self.model, config)
+        self.segments = {s.name: s for u in self.plan.units for s in u.stored.segments}
+        self.start = self.model.start(config.seed)
+
+    def read(self, name: str) -> Tensor:
+        """A whole weight on the CPU, fp32, its adapters added."""
+        base, (a, b) = self._base(name), adapters_of(name)
+        if a not in self.adapters.shapes or not name.endswith(".weight"):
+            return base
+        parts = self.adapters.read(a), self.adapters.read(b)
+        return merged(base, *parts, self.config.model.lora.scale, inputs_first(self.model, name))
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of `read`, which takes the whole base to decode them."""
+        return self.read(name)[first:last]
+
+    def _base(self, name: str) -> Tensor:
+        shape, recipe = self.shapes[name], self.plan.recipe
+        value = self.start.rows(name, *whole(shape))
+        check_marks({name: mark(value, 0, shape)}, {name: self.adapters.marks[name]})
+        payload = encode_shards(self.segments[name], value, recipe.shards)
+        out = torch.empty(shape, dtype=recipe.weights_dtype)
+        decode_shards(self.segments[name], payload, out)
+        return out.float()

@@ -1,0 +1,156 @@
+"""Low-rank adapters on the linear layers of a frozen model (LoRA, Hu et al. 2021).
+
+A linear layer is changed in place: it keeps its class's forward, its parameters and their names,
+and gets two more, `lora_A` [rank, in] and `lora_B` [out, rank]. So a block is still one unit, and
+a start or an export finds the base's weights where they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zpp_lab.lora_config import LoraConfig
+from zpp_lab.models.start import Start
+
+A, B = "lora_A", "lora_B"
+_KINDS: dict[type, type] = {}  # class of a linear layer → the same with adapters
+
+
+def add_adapters(model: Any, cfg: LoraConfig, twin: Callable[[], Any]) -> None:
+    """Freeze `model` and give every linear layer that `cfg` names its adapters, in place.
+
+    `twin()` is the same model without adapters on the meta device: it knows the base's start.
+    ValueError when a name matches nothing, and for a rank that is no low one.
+    """
+    model.frozen_base = frozenset(n for n, _ in model.named_parameters())
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for name, module in _targets(model, cfg).items():
+        _adapt(name, module, cfg)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if is_adapter(n)}
+    model.start = lambda seed: AdapterStart(twin().start(seed), shapes, seed)
+
+
+def frozen_base(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that adapters stand beside; none for a model without any."""
+    names: frozenset[str] = getattr(model, "frozen_base", frozenset())
+    return names
+
+
+def is_adapter(name: str) -> bool:
+    return name.rpartition(".")[2] in (A, B)
+
+
+def adapters_of(name: str) -> tuple[str, str]:
+    """The names of A and B that stand beside the weight `name`."""
+    module = name.rpartition(".")[0]
+    return f"{module}.{A}", f"{module}.{B}"
+
+
+def adapter_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """An adapter at the start, fp32 on the CPU, a pure function of the arguments: B is zero, A
+    uniform in ± 1 / sqrt(in), which is Kaiming's rule with a = sqrt(5)."""
+    if name.endswith(B):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, inputs_first: bool) -> Tensor:
+    """weight + scale · B A, fp32; `inputs_first`: the weight is [in, out]."""
+    delta = (b @ a) * scale
+    return weight + (delta.t() if inputs_first else delta)
+
+
+def inputs_first(model: nn.Module, name: str) -> bool:
+    """Whether the weight `name` of `model` is held as [in, out]."""
+    return _is_conv1d(model.get_submodule(name.rpartition(".")[0]))
+
+
+class AdapterStart:
+    """The base's own start, and `adapter_value` for what stands beside it."""
+
+    def __init__(self, base: Start, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+        self.base, self.shapes, self.seed = base, shapes, seed
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        if name in self.shapes:
+            return adapter_value(name, self.shapes[name], self.seed)[first:last]
+        return self.base.rows(name, first, last)
+
+    def buffer(self, name: str) -> Tensor | None:
+        return self.base.buffer(name)
+
+
+# ---------------------------------------------------------------------- which layers
+
+
+def _targets(model: Any, cfg: LoraConfig) -> dict[str, nn.Module]:
+    """The linear layers that get adapters, by name: those of the units, where every one is
+    called as a module. Outside, the built-in decoder reads its head's weight itself."""
+    known = {
+        f"{unit}.{name}": module
+        for unit, block in model.units()
+        for name, module in block.named_modules()
+        if _is_linear(module)
+    }
+    for pattern in cfg.targets or ["*"]:
+        if not any(_matches(name, pattern) for name in known):
+            raise ValueError(
+                f"model.lora.targets: {pattern!r} matches no linear layer of a block; there are: "
+                f"{', '.join(sorted({n.rpartition('.')[2] for n in known})) or 'none'}"
+            )
+    patterns = cfg.targets or ["*"]
+    return {n: m for n, m in known.items() if any(_matches(n, p) for p in patterns)}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer in transformers, which holds its weight as [in, out]."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
+
+
+def _adapt(name: str, module: Any, cfg: LoraConfig) -> None:
+    shape = tuple(module.weight.shape)
+    outs, ins = shape[::-1] if _is_conv1d(module) else shape
+    if cfg.rank > min(ins, outs):
+        raise ValueError(
+            f"model.lora.rank={cfg.rank} is above the full rank of {name} ({ins} to {outs}): use "
+            f"at most {min(ins, outs)}, or leave it out with model.lora.targets"
+        )
+    device = module.weight.device
+    module.register_parameter(A, nn.Parameter(torch.empty(cfg.rank, ins, device=device)))
+    module.register_parameter(B, nn.Parameter(torch.empty(outs, cfg.rank, device=device)))
+    module.lora_scale = cfg.scale
+    module.__class__ = _adapted(type(module))
+
+
+def _adapted(kind: Any) -> Any:
+    """`kind` with adapters in its forward; one class for all its layers, as compilers like it."""
+    if kind in _KINDS:
+        return _KINDS[kind]
+
+    class Adapted(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            low = F.linear(x, self.lora_A) * self.lora_scale
+            out: Tensor = kind.forward(self, x) + F.linear(low, self.lora_B)
+            return out
+
+    Adapted.__name__ = Adapted.__qualname__ = f"Lora{kind.__name__}"
+    _KINDS[kind] = Adapted
+    return Adapted
