@@ -176,6 +176,7 @@ class ModelConfig:
     name: Literal["llama", "hf"] = "llama"
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
+    init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
@@ -216,6 +217,11 @@ class ModelConfig:
             self.name != "hf" or self.loss_chunk == 0,
             f"model.loss_chunk={self.loss_chunk} is for the built-in decoder: models of "
             "transformers make their logits themselves, so set model.loss_chunk=0",
+        )
+        _need(
+            self.name != "hf" or self.init == "torch",
+            "model.init=philox is for the built-in decoder; models of transformers draw their "
+            "weights by their own rules, so set model.init=torch",
         )
         for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
             _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")

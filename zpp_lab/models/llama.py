@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from zpp_lab.config import ModelConfig
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import chunked_losses
-from zpp_lab.models.start import SeededStart, Start
+from zpp_lab.models.start import CounterStart, SeededStart, Start
 
 
 class Rope:
@@ -165,8 +165,9 @@ class Llama(nn.Module):
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def start(self, seed: int) -> Start:
-        """The first weights: every parameter from (seed, name, shape), see `initial_value`, or
+        """The first weights: every parameter from (seed, name, shape), see `init.py`, or
         from the folder that the config names."""
         if self.cfg.weights == "pretrained":
             return LlamaStart(self, self.cfg, self.vocab_size)
-        return SeededStart(self, seed, self.cfg.layers)
+        made = CounterStart if self.cfg.init == "philox" else SeededStart
+        return made(self, seed, self.cfg.layers)
