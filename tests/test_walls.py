@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
-    {"config", "paths", "files", "numerics", "philox"},
+    {"config", "paths", "files", "numerics", "philox", "piece"},
     {"factors"},
     {"compose", "place", "runconfig", "machine", "activations", "codecs", "models", "data"},
     {"layout"},

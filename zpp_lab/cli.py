@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from zpp_lab.config import Config, StudyConfig
+from zpp_lab.piece import PAUSED, UNFINISHED, seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
 
@@ -57,12 +60,15 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call, passes_on=passes_on)
         return sub
 
-    add("train", "one run, or several with -m; takes Hydra overrides", _train, passes_on=True)
+    train = add("train", "one run, or several with -m; takes Hydra overrides", _train, True)
+    train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     study = add("study", "all runs of conf/study/NAME.yaml, then the report", _study)
     study.add_argument("name", help="a study's name, or the path of a YAML file")
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    study.add_argument("--arms", help="these arms alone, such as zero3,w8")
+    study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     study.add_argument("--retry", action="store_true", help="also what diverged or gave up")
     study.add_argument("--dry-run", action="store_true", help="runs, cost and what is done already")
     study.add_argument("--watch", action="store_true", help="a live table of a study that runs")
@@ -100,27 +106,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(_: argparse.Namespace, overrides: list[str]) -> int:
+def _until(piece: str | None) -> float | None:
+    """The unix time that `--for` means, counted from now."""
+    return None if piece is None else time.time() + seconds(piece)
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     if any(word in ("-h", "--help") for word in overrides):
-        print("usage: zpp-lab train [-m] [setting=value ...]\n\n" + (__doc__ or ""))
+        print("usage: zpp-lab train [-m] [--for TIME] [setting=value ...]\n\n" + (__doc__ or ""))
         print("Settings: " + ", ".join(f.name for f in _fields(Config)) + "; see conf/")
         return 0
+    until = _until(args.piece)
+    times = [] if until is None else [f"run.until={until!r}"]
     if "-m" in overrides or "--multirun" in overrides:
         from zpp_lab.multirun import multirun
 
-        return multirun([o for o in overrides if o not in ("-m", "--multirun")])
+        return multirun([*(o for o in overrides if o not in ("-m", "--multirun")), *times])
     from zpp_lab.compose import compose
     from zpp_lab.launcher import RankFailed, launch, leave
 
     try:
-        summary = launch(compose(overrides))
+        summary = launch(compose([*overrides, *times]))
     except RankFailed as error:
         print(f"zpp-lab train: {error}", file=sys.stderr)
         return 1
-    if summary:  # rank 0, when somebody else started the ranks
+    paused = summary.get("outcome") == UNFINISHED
+    if paused:
+        print("out of time; the same command goes on from here")
+    elif summary:  # rank 0, when somebody else started the ranks
         print(f"held-out loss {summary['heldout_loss']:.4f} after {summary['steps']} steps")
     leave()
-    return 0
+    return PAUSED if paused else 0
 
 
 def _fields(cls: type):  # type: ignore[no-untyped-def]
@@ -147,7 +163,15 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         from zpp_lab.study.dry_run import dry_run
 
         return int(bool(dry_run(study, root, args.jobs or 0).faults))
-    outcome = run_study(study, root, args.jobs or 0, retry=args.retry, launcher=args.launcher)
+    outcome = run_study(
+        study,
+        root,
+        args.jobs or 0,
+        retry=args.retry,
+        launcher=args.launcher,
+        arms=args.arms.split(",") if args.arms else (),
+        until=_until(args.piece),
+    )
     if not outcome.unfinished:
         _finish(root, study)
     return outcome.exit_code

@@ -250,6 +250,8 @@ class DataConfig:
     tokenizer_path: str | None = None  # hf: a tokenizer.json, or its folder
     end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
     vocab_size: int = 256  # of a BPE to train
+    bpe_every: int = 1  # a BPE learns from every n-th training document
+    files: str = "*.py"  # glob pattern of names, `installation`
     seq_len: int = 64
     heldout_every: int = 20  # every n-th file is held out
     max_bytes: int = 0  # 0 reads all
@@ -258,6 +260,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
+        _need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
+        _need(
+            self.name == "installation" or self.files == "*.py",
+            f"data.files={self.files} is for data=installation; data=text takes every file",
+        )
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         _need(
             self.name in ("stdlib", "installation") or bool(self.path),
@@ -298,6 +305,7 @@ class TrainConfig:
     eval_every: int = 50
     eval_tokens: int = 32768
     checkpoint_every: int = 100  # 0 saves at the end only
+    checkpoint_last: bool = True  # false: a run that ends well leaves its figures alone
     keep_checkpoints: int = 2
     diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
     diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
@@ -344,6 +352,7 @@ class RunConfig:
     study: str | None = None
     arm: str | None = None
     resume: bool = True
+    until: float | None = None  # unix time before which to stop with a checkpoint; see --for
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
 
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import yaml
 
 from zpp_lab.config import Config, load
+from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import check_place, enter, placed
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, run_dir
@@ -89,6 +90,8 @@ def start(config: Config) -> Record:
             elastic_launch(settings, sys.executable)("-m", "zpp_lab.launcher", str(file))
         except ChildFailedError as error:
             _report(error, folder)
+    if not (folder / SUMMARY).is_file() and config.run.until is not None:
+        return {"outcome": UNFINISHED}
     summary: Record = from_json((folder / SUMMARY).read_text())
     return summary
 

@@ -16,6 +16,7 @@ FREE = (
     "tracking",
     "engine.threads",
     "train.checkpoint_every",
+    "train.checkpoint_last",
     "train.keep_checkpoints",
     "engine.timeout_seconds",
     "engine.silence_seconds",

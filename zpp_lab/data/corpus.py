@@ -12,6 +12,7 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     if cfg.name == "stdlib":
         return stdlib_corpus(cfg.max_bytes)
     if cfg.name == "installation":
-        return installation_corpus(Path(cfg.path) if cfg.path else None, cfg.max_bytes)
+        return installation_corpus(Path(cfg.path) if cfg.path else None, cfg.max_bytes, cfg.files)
     assert cfg.path is not None, "DataConfig asks for a path"
     if cfg.name == "text":
         return text_corpus(Path(cfg.path), cfg.max_bytes)
@@ -138,9 +139,11 @@ class JoinedCorpus:
                 yield f"{name}/{document}", content
 
 
-def installation_corpus(extra: Path | None = None, max_bytes: int = 0) -> JoinedCorpus:
-    """All Python source of the running installation: its standard library, the packages
-    installed beside it, and *.py below `extra`. Files that are no text are left out."""
+def installation_corpus(
+    extra: Path | None = None, max_bytes: int = 0, files: str = "*.py"
+) -> JoinedCorpus:
+    """All source of the running installation with names like `files`: of its standard library,
+    the packages installed beside it, and below `extra`. Files that are no text are left out."""
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     if extra is not None:
@@ -153,11 +156,14 @@ def installation_corpus(extra: Path | None = None, max_bytes: int = 0) -> Joined
         if max_bytes and used >= max_bytes:
             break
         skips = _STDLIB_SKIPS if name == "stdlib" else {"__pycache__"}
-        files = _scan(root, lambda n: n.endswith(".py"), partial(_not_in, skips))
-        kept = _cut(files, max_bytes - used if max_bytes else 0)
+        found = _scan(root, lambda n: fnmatchcase(n, files), partial(_not_in, skips))
+        kept = _cut(found, max_bytes - used if max_bytes else 0)
         parts.append((name, FileCorpus(root, kept, skip_binary=True)))
     if not any(part.files for _, part in parts):
-        raise ValueError("data.name=installation: no Python source found; use data=text data.path")
+        raise ValueError(
+            f"data.name=installation: no file {files!r} found; use another data.files, or "
+            "data=text with data.path"
+        )
     return JoinedCorpus(tuple(parts))
 
 

@@ -18,6 +18,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -38,10 +39,12 @@ from zpp_lab.files import sync_folder
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+Part = tuple[str, Split, bytes]  # a document's name, its split, and its text there
 
 _FORMAT = 1  # raise it when the files change, so that older ones are made anew
 _CHUNK = 1 << 20
 _CHUNKS = 64
+_TOGETHER = 16 << 20  # bytes of text that are encoded at once
 
 
 def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
@@ -84,6 +87,8 @@ def _key(corpus: Corpus, cfg: DataConfig) -> str:
     ]
     if cfg.tokenizer == "hf":  # by what it says, wherever it lies
         parts.append(open_outside(cfg).hash)
+    if cfg.tokenizer == "bpe" and cfg.bpe_every > 1:
+        parts.append(cfg.bpe_every)
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{cfg.name}-{cfg.tokenizer}-{digest[:16]}"
 
@@ -145,10 +150,10 @@ def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
     if cfg.tokenizer == "hf":
         return open_outside(cfg)
     texts = (text for _, split, text in _parts(corpus, cfg) if split == "train")
-    return BpeTokenizer.train(texts, cfg.vocab_size)
+    return BpeTokenizer.train(islice(texts, 0, None, cfg.bpe_every), cfg.vocab_size)
 
 
-def _parts(corpus: Corpus, cfg: DataConfig) -> Iterator[tuple[str, Split, bytes]]:
+def _parts(corpus: Corpus, cfg: DataConfig) -> Iterator[Part]:
     """(name, split, text): every n-th document is held out.
 
     Of fewer than n documents the last n-th of each one's bytes is held out instead.
@@ -169,10 +174,12 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
     files, last = 0, ""
     with open(work / "train.bin", "wb") as train, open(work / "heldout.bin", "wb") as heldout:
         writers = {"train": _Writer(train, tokenizer), "heldout": _Writer(heldout, tokenizer)}
-        for name, split, text in _parts(corpus, cfg):
-            digest.update(json.dumps([name, split, len(text)]).encode() + text)
-            writers[split].add(text)
-            files, last = files + (name != last), name
+        for group in _groups(_parts(corpus, cfg)):
+            encoded = tokenizer.encode_all([text for _, _, text in group])
+            for (name, split, text), tokens in zip(group, encoded, strict=True):
+                digest.update(json.dumps([name, split, len(text)]).encode() + text)
+                writers[split].add(tokens)
+                files, last = files + (name != last), name
         for kind, writer in writers.items():
             _flush(writer.stream)
             _write_file(work / f"{kind}.offsets.bin", np.array(writer.offsets, "<i8").tobytes())
@@ -185,17 +192,31 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
     }
 
 
+def _groups(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """The parts in order, some MiB of text at a time: enough for every core."""
+    group: list[Part] = []
+    size = 0
+    for part in parts:
+        group.append(part)
+        size += len(part[2])
+        if size >= _TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
 class _Writer:
     """Appends documents to one split's token file and remembers where they start."""
 
     def __init__(self, stream: BinaryIO, tokenizer: Tokenizer) -> None:
         self.stream = stream
-        self.tokenizer = tokenizer
+        self.end = tokenizer.end
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.offsets = array("q", [0])
 
-    def add(self, text: bytes) -> None:
-        tokens = np.append(self.tokenizer.encode(text), self.tokenizer.end).astype(self.dtype)
+    def add(self, tokens: np.ndarray) -> None:
+        tokens = np.append(tokens, self.end).astype(self.dtype)
         self.stream.write(tokens.data)
         self.offsets.append(self.offsets[-1] + len(tokens))
 

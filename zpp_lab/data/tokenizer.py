@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: bytes) -> np.ndarray:
         """Tokens of `text` without the end marker, as `token_dtype(vocab_size)` [tokens]."""
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """`encode` of each text, on as many cores as there are."""
 
     def dumps(self) -> str:
         """Everything that decides how text is encoded, as text."""
@@ -37,6 +40,9 @@ class ByteTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8)
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def dumps(self) -> str:
         return "bytes"
@@ -78,9 +84,10 @@ class BpeTokenizer:
         return cls(model.to_str())
 
     def encode(self, text: bytes) -> np.ndarray:
-        found = self.model.encode_batch(list(pieces(text)), add_special_tokens=False)
-        tokens = [token for piece in found for token in piece.ids]
-        return np.array(tokens, token_dtype(self.vocab_size))
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return encode_together(self.model, texts, token_dtype(self.vocab_size))
 
     def dumps(self) -> str:
         return self.model.to_str()
@@ -95,6 +102,14 @@ def library(setting: str) -> Any:
             f"{setting} needs the `tokenizers` package: pip install zpp_lab[hf]"
         ) from None
     return tokenizers
+
+
+def encode_together(model: Any, texts: Sequence[bytes], dtype: np.dtype) -> list[np.ndarray]:
+    """Tokens of each text; the library shares the pieces of all texts out to its threads."""
+    cut = [list(pieces(text)) for text in texts]
+    whole = [piece for own in cut for piece in own]
+    found = iter(model.encode_batch(whole, add_special_tokens=False))
+    return [np.array([t for _ in own for t in next(found).ids], dtype) for own in cut]
 
 
 def pieces(text: bytes) -> Iterator[str]:
