@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"collectives", "dcp", "pulse"},
     {"plan"},
     {"engines"},
-    {"tracking", "checkpoint", "heldout", "memory"},
+    {"tracking", "checkpoint", "heldout", "memory", "footprint"},
     {"trainer", "api", "export"},
     {"launcher"},
     {"multirun", "bench", "doctor"},

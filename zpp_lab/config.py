@@ -243,6 +243,7 @@ class ModelConfig:
 class DataConfig:
     name: Literal["stdlib", "installation", "text", "hf"] = "stdlib"
     path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
+    suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
     subset: str | None = None  # of an `hf` dataset
     split: str = "train"  # of an `hf` dataset
     column: str = "text"  # where a row of an `hf` dataset keeps its text
@@ -251,7 +252,6 @@ class DataConfig:
     end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
     vocab_size: int = 256  # of a BPE to train
     bpe_every: int = 1  # a BPE learns from every n-th training document
-    files: str = "*.py"  # glob pattern of names, `installation`
     seq_len: int = 64
     heldout_every: int = 20  # every n-th file is held out
     max_bytes: int = 0  # 0 reads all
@@ -261,11 +261,11 @@ class DataConfig:
         _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
         _need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
-        _need(
-            self.name == "installation" or self.files == "*.py",
-            f"data.files={self.files} is for data=installation; data=text takes every file",
-        )
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
+        _need(
+            all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
+            f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
+        )
         _need(
             self.name in ("stdlib", "installation") or bool(self.path),
             f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",

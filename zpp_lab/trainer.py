@@ -28,6 +28,7 @@ from zpp_lab.engines.base import Batch, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.losses import mean_loss
 from zpp_lab.files import write_atomic
+from zpp_lab.footprint import StartUp, peak_gib
 from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
@@ -75,6 +76,7 @@ class Trainer:
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints")
         self.piece = Piece(config.run.until)
+        self.start_up = StartUp()
         self.step = 0  # steps done
         self.saved = 0  # of them in the newest checkpoint
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
@@ -83,9 +85,12 @@ class Trainer:
         tracker: Tracker | None = None
         try:
             data = open_data(self.config.data)
+            self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
+            self.start_up.done("engine")
             self._resume(engine)
             self.saved = self.step
+            self.start_up.done("checkpoint")
             self.divergence = DivergenceRule(self.train, self._losses())
             if self.rank == 0:
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
@@ -97,9 +102,11 @@ class Trainer:
             master = engine.evaluate(self.step, self.heldout.batches, wire=False)
             if isinstance(self.checkpoints, ShardedCheckpoints):
                 self.checkpoints.wait()
+            peaks = peak_gib(self.device)
             if tracker is None:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)
+            summary |= {"peak_gib": peaks, "start_up": self.start_up.seconds}
             documents = self.heldout.by_document(losses)
             write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
@@ -118,6 +125,10 @@ class Trainer:
             began = time.perf_counter()
             result = self._step(engine, data)
             self.step += 1
+            if self.step == first:
+                self.start_up.done("first step")
+                if tracker is not None:
+                    print(self.start_up, flush=True)
             record = self._record(result)
             if self._due(self.train.eval_every):
                 record["heldout_loss"] = self._evaluate(engine)

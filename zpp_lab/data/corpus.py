@@ -12,7 +12,6 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +40,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     if cfg.name == "stdlib":
         return stdlib_corpus(cfg.max_bytes)
     if cfg.name == "installation":
-        return installation_corpus(Path(cfg.path) if cfg.path else None, cfg.max_bytes, cfg.files)
+        extra = Path(cfg.path) if cfg.path else None
+        return installation_corpus(extra, cfg.max_bytes, tuple(cfg.suffixes))
     assert cfg.path is not None, "DataConfig asks for a path"
     if cfg.name == "text":
         return text_corpus(Path(cfg.path), cfg.max_bytes)
@@ -140,10 +140,11 @@ class JoinedCorpus:
 
 
 def installation_corpus(
-    extra: Path | None = None, max_bytes: int = 0, files: str = "*.py"
+    extra: Path | None = None, max_bytes: int = 0, suffixes: tuple[str, ...] = (".py",)
 ) -> JoinedCorpus:
-    """All source of the running installation with names like `files`: of its standard library,
-    the packages installed beside it, and below `extra`. Files that are no text are left out."""
+    """All files of the running installation that end in one of `suffixes`: of its standard
+    library, of the packages installed beside it, and below `extra`. Files that are no text are
+    left out."""
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     if extra is not None:
@@ -156,13 +157,13 @@ def installation_corpus(
         if max_bytes and used >= max_bytes:
             break
         skips = _STDLIB_SKIPS if name == "stdlib" else {"__pycache__"}
-        found = _scan(root, lambda n: fnmatchcase(n, files), partial(_not_in, skips))
-        kept = _cut(found, max_bytes - used if max_bytes else 0)
+        files = _scan(root, lambda n: n.endswith(suffixes), partial(_not_in, skips))
+        kept = _cut(files, max_bytes - used if max_bytes else 0)
         parts.append((name, FileCorpus(root, kept, skip_binary=True)))
     if not any(part.files for _, part in parts):
         raise ValueError(
-            f"data.name=installation: no file {files!r} found; use another data.files, or "
-            "data=text with data.path"
+            f"data.name=installation: no files with data.suffixes=[{','.join(suffixes)}] found; "
+            "name others, or use data=text data.path"
         )
     return JoinedCorpus(tuple(parts))
 
