@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--dry-run", action="store_true", help="runs, cost and what is done already")
     study.add_argument("--watch", action="store_true", help="a live table of a study that runs")
     study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
+    tokens = add("prepare", "make a study's token files before its runs need them", _prepare)
+    tokens.add_argument("name", help="a study's name, or the path of a YAML file")
     report = add("report", "build the report of a folder of runs again", _report)
     report.add_argument("dir", type=Path)
     comparison = add("compare", "line up the arms of several studies", _compare)
@@ -175,6 +177,23 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     if not outcome.unfinished:
         _finish(root, study)
     return outcome.exit_code
+
+
+def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.compose import compose, load_study
+    from zpp_lab.data import open_data
+
+    study = load_study(args.name, {}, overrides)
+    arm = next(arm for arm in study.arms if arm.name == study.baseline)
+    config = compose([*study.overrides, *arm.overrides])
+    began = time.monotonic()
+    data = open_data(config.data)
+    print(
+        f"{data.files} documents, {data.tokens:,} training and {data.heldout_tokens:,} held-out "
+        f"tokens, vocabulary {data.vocab_size}, hash {data.hash[:16]}, "
+        f"{time.monotonic() - began:.1f} s"
+    )
+    return 0
 
 
 def _finish(root: Path, study: StudyConfig) -> None:
