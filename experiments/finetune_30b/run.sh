@@ -18,17 +18,19 @@ base() {  # pretraining with plain ZeRO-3, of the study's own model and speed se
 import sys
 from zpp_lab.compose import load_study
 small = sys.argv[1].endswith("_mini")
-found = [o for o in load_study(sys.argv[1]).overrides if not o.startswith("data.")]
+found = [o for o in load_study(sys.argv[1]).overrides if not o.startswith("data")]
 data = load_study("pretrain_13b_mini" if small else "pretrain_13b").overrides
 print(*found, *(o for o in data if o.startswith("data")), "recipe=zero3", sep="\n")
 END
   )
-  $zpp prepare "${STUDY/finetune_30b/pretrain_13b}" | tee "$out/prepare.log"
+  OMP_NUM_THREADS=16 $zpp prepare "${STUDY/finetune_30b/pretrain_13b}" 2>&1 | tee "$out/prepare.log"
+  mkdir -p "$first"
+  cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
+  $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
   timeout -k 20 "${BASE_LIMIT:-300}" $zpp train "${settings[@]}" run.dir="$first" \
     train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS / 6)) train.lr=1.5e-4 \
     train.eval_every="$BASE_STEPS" train.checkpoint_last=true \
     train.checkpoint_weights_only=true 2>&1 | tail -n 4
-  cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
   tar czf "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"
   say "base"
 }
