@@ -91,6 +91,24 @@ def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
+def test_other_tokens_are_no_place_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zpp_lab.trainer.Piece", lambda until: Steps(5))
+    run(small(tmp_path))
+    text = tmp_path / "texts" / "part0.py"
+    text.write_text(text.read_text() + "x = 1\n")
+    with pytest.raises(ValueError, match="trained on other tokens"):
+        run(compose_again(tmp_path))
+
+
+def compose_again(folder: Path) -> Config:
+    """`small` without writing the corpus anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.runs.corpus", lambda folder: folder / "texts")
+        return small(folder)
+
+
 def test_no_time_left_before_the_first_step(tmp_path: Path) -> None:
     ended = run(small(tmp_path, "run.until=1.0"))
     assert (ended["outcome"], ended["step"]) == ("unfinished", 0)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from zpp_lab.config import Config
+from zpp_lab.files import write_atomic
 
 # Settings that may differ between two starts of one run: they change no numbers.
 FREE = (
@@ -21,6 +22,9 @@ FREE = (
     "engine.timeout_seconds",
     "engine.silence_seconds",
 )
+
+
+DATA = "data.txt"  # the hash of a run's tokens
 
 
 def run_dir(config: Config) -> Path:
@@ -44,6 +48,23 @@ def check_same_run(config: Config, folder: Path) -> None:
             f"{folder} holds a run with other settings ({listed}). "
             "Give another run.dir, or delete the folder to start over"
         )
+
+
+def check_same_data(folder: Path, own: str, resumed: bool) -> None:
+    """ValueError when the run in `folder` had other tokens before: a corpus changes with the
+    machine it is read from. `own`: the data's hash now."""
+    path = folder / DATA
+    before = path.read_text().strip() if path.is_file() else own
+    if resumed and before != own:
+        raise ValueError(
+            f"{folder} was trained on other tokens (data {before[:16]} there, {own[:16]} now): go "
+            "on where the same files are, or start over in another folder"
+        )
+
+
+def note_data(folder: Path, own: str) -> None:
+    """Leave the data's hash for `check_same_data`; rank 0 alone calls it."""
+    write_atomic(folder / DATA, own + "\n")
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

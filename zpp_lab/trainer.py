@@ -34,7 +34,7 @@ from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece
-from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.runconfig import check_same_data, check_same_run, note_data, run_dir
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
 from zpp_lab.tracking.jsonl import from_json, read, to_json
@@ -91,9 +91,11 @@ class Trainer:
             self._resume(engine)
             self.saved = self.step
             self.start_up.done("checkpoint")
+            check_same_data(self.folder, data.hash, resumed=self.step > 0)
             self.divergence = DivergenceRule(self.train, self._losses())
             if self.rank == 0:
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
+                note_data(self.folder, data.hash)
             self.heldout = open_heldout(self.config, data)
             last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
