@@ -58,7 +58,7 @@ def in_pieces(config: Config, monkeypatch: pytest.MonkeyPatch, length: int) -> l
     """Run to the end, `length` steps at a start; the steps at which it stopped."""
     stops = []
     for _ in range(100):
-        monkeypatch.setattr("zpp_lab.trainer.Piece", lambda until: Steps(length))
+        monkeypatch.setattr("zpp_lab.trainer.Piece", lambda *_: Steps(length))
         ended = run(config)
         if ended["outcome"] == "finished":
             return stops
@@ -94,7 +94,7 @@ def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
 def test_other_tokens_are_no_place_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zpp_lab.trainer.Piece", lambda until: Steps(5))
+    monkeypatch.setattr("zpp_lab.trainer.Piece", lambda *_: Steps(5))
     run(small(tmp_path))
     text = tmp_path / "texts" / "part0.py"
     text.write_text(text.read_text() + "x = 1\n")
@@ -114,6 +114,15 @@ def test_no_time_left_before_the_first_step(tmp_path: Path) -> None:
     assert (ended["outcome"], ended["step"]) == ("unfinished", 0)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run
+
+
+def test_a_piece_of_some_steps(tmp_path: Path) -> None:
+    run(small(tmp_path, f"run.dir={tmp_path / 'whole'}"))
+    ended = run(small(tmp_path, "run.piece_steps=7"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 7)
+    assert run(small(tmp_path))["steps"] == 12
+    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
 
 
 def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:

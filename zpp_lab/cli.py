@@ -134,7 +134,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 1
     paused = summary.get("outcome") == UNFINISHED
     if paused:
-        print("out of time; the same command goes on from here")
+        print("stopped before the end; the same command goes on from here")
     elif summary:  # rank 0, when somebody else started the ranks
         print(f"held-out loss {summary['heldout_loss']:.4f} after {summary['steps']} steps")
     leave()

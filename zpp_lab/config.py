@@ -353,6 +353,7 @@ class RunConfig:
     arm: str | None = None
     resume: bool = True
     until: float | None = None  # unix time before which to stop with a checkpoint; see --for
+    piece_steps: int = 0  # steps of this start, after which to stop alike; 0: any number
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
 
 

@@ -90,7 +90,8 @@ def start(config: Config) -> Record:
             elastic_launch(settings, sys.executable)("-m", "zpp_lab.launcher", str(file))
         except ChildFailedError as error:
             _report(error, folder)
-    if not (folder / SUMMARY).is_file() and config.run.until is not None:
+    in_pieces = config.run.until is not None or config.run.piece_steps > 0
+    if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
     summary: Record = from_json((folder / SUMMARY).read_text())
     return summary

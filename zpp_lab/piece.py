@@ -23,17 +23,22 @@ def seconds(text: str) -> float:
 
 
 class Piece:
-    """Says when to stop: before a step that would probably end after `until` (unix seconds).
+    """Says when to stop: after `steps` steps of this start (0: any number), and before a step that
+    would probably end after `until` (unix seconds).
 
-    Rank 0's clock decides for all ranks of the default process group, if there is one. None never
-    stops and asks nobody.
+    Rank 0's clock decides for all ranks of the default process group, if there is one. An `until`
+    of None asks nobody.
     """
 
-    def __init__(self, until: float | None) -> None:
-        self.until = until
+    def __init__(self, until: float | None, steps: int = 0) -> None:
+        self.until, self.steps, self.asked = until, steps, 0
 
     def over(self, next_step: float = 0.0) -> bool:
-        """Whether to stop now; `next_step`: its likely seconds. Every rank must call it."""
+        """Whether to stop before the next step, which will probably take so many seconds. Every
+        rank must call it once a step."""
+        self.asked += 1
+        if self.steps and self.asked > self.steps:
+            return True
         if self.until is None:
             return False
         return _as_rank_0(time.time() + next_step >= self.until)

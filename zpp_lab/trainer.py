@@ -49,7 +49,7 @@ def run(config: Config, rank: int = 0) -> Record:
     """Train as `config` says, going on where a former start of the run stopped.
 
     Returns the summary, which is also in summary.json; a finished run returns at once. A run that
-    stopped before `run.until` returns its outcome, unfinished, and its step.
+    stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step.
     Raises what went wrong, after writing failure.json. An engine of several processes has
     each call this with its rank; rank 0 alone writes.
     """
@@ -75,7 +75,7 @@ class Trainer:
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints")
-        self.piece = Piece(config.run.until)
+        self.piece = Piece(config.run.until, config.run.piece_steps)
         self.start_up = StartUp()
         self.step = 0  # steps done
         self.saved = 0  # of them in the newest checkpoint
