@@ -5,7 +5,7 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
 export PYTORCH_CUDA_ALLOC_CONF="${ALLOC-expandable_segments:True}"
 zpp="python3 -m zpp_lab.cli"
 
-build() { if command -v nvcc > /dev/null; then $zpp build; else echo "no nvcc: no kernels"; fi; }
+build() { if nvidia-smi > /dev/null 2>&1; then $zpp build; else echo "no GPU: no kernels"; fi; }
 
 say() { echo "== $* ($SECONDS s)"; }
 
