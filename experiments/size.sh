@@ -20,7 +20,7 @@ ready() {  # study, overrides: kernels and token files, side by side; a second c
 arm() {  # study, arm, overrides: one arm within LIMIT seconds; what it wrote is packed either way
   local study=$1 arm=$2
   shift 2
-  timeout -k 20 "$LIMIT" $zpp study "$study" --arms "$arm" --seeds "${SEEDS:-1}" \
+  timeout -k 20 "$LIMIT" $zpp study "$study" --arms "$arm" --alone --seeds "${SEEDS:-1}" \
     --dir "runs/$study" "$@" 2>&1 | grep -v "no report" | tail -n 4
   for log in runs/"$study"/"$arm"/seed*/log.txt; do grep -h "start-up" "$log"; done
   pack "$study"

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+ALONE = "with --arms: without their baselines, which run elsewhere; the study keeps all arms"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
@@ -67,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
-    study.add_argument("--arms", help="these arms alone, such as zero3,w8")
+    study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
+    study.add_argument("--alone", action="store_true", help=ALONE)
     study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     study.add_argument("--retry", action="store_true", help="also what diverged or gave up")
     study.add_argument("--dry-run", action="store_true", help="runs, cost and what is done already")
@@ -150,11 +152,17 @@ def _fields(cls: type):  # type: ignore[no-untyped-def]
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.compose import load_study
     from zpp_lab.study import run_study
+    from zpp_lab.study.selection import matching, some_arms
 
     changes: dict[str, object] = {}
     if args.seeds:
         changes["seeds"] = _numbers(args.seeds)
     study = load_study(args.name, changes, overrides)
+    if args.alone and not args.arms:
+        raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
+    patterns = args.arms.split(",") if args.arms else []
+    if patterns and not args.alone:
+        study = some_arms(study, patterns)
     root = args.dir or Path("runs") / study.name
     if args.watch:
         from zpp_lab.study.watch import show
@@ -171,7 +179,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         args.jobs or 0,
         retry=args.retry,
         launcher=args.launcher,
-        arms=args.arms.split(",") if args.arms else (),
+        arms=matching(study, patterns) if args.alone else (),
         until=_until(args.piece),
     )
     if not outcome.unfinished:

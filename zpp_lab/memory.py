@@ -224,7 +224,8 @@ class _Rank:
             return 0
         gather = max(max(u.forward.nbytes, u.backward.nbytes) for u in self.plan.units)
         raw = max(shard_bytes(u.unit.parameters, self.weight) for u in self.plan.units)
-        return SLOTS * (max(gather, raw) + max(sum(self._rows(u)) for u in self.plan.units))
+        exchange = max(sum(self._rows(u)) for u in self.plan.units)
+        return SLOTS["gather"] * max(gather, raw) + SLOTS["exchange"] * exchange
 
     # ------------------------------------------------------------------ what computes
 

@@ -24,8 +24,8 @@ for part in "$@"; do
     table) run "${TABLE:-150}" table --parts table --sizes tiny --cases "${CASES:-all}" \
       --transport "${TRANSPORT:-auto}" ;;
     cost) run "${COST:-120}" cost --parts cost --cost-sizes "${SIZES:-125m,1b}" \
-      --priced "${PRICED:-auto}" --cost-steps "${STEPS:-40}" ;;
-    profile) run "${PROFILE:-60}" profile --parts profile ;;
+      --priced "${PRICED:-auto}" --cost-steps "${STEPS:-24}" --clusters "${CLUSTERS:-}" ;;
+    profile) run "${PROFILE:-60}" profile --parts profile --profile-size "${SIZE:-1b-long}" ;;
     race) run "${RACE:-130}" race --parts race ;;
     big) run "${BIG:-120}" big --parts table --sizes 125m ;;
     kills) timeout -k 5 "${KILLS:-120}" python3 experiments/parity/kills.py --out "$out/kills" 2>&1 |

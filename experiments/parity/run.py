@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto", help="engine.transport of all parts")
     parser.add_argument("--priced", default="auto", help="engine.transport in cost, several")
     parser.add_argument("--clusters", default="", help="shapes such as 2x2; all by default")
-    parser.add_argument("--cost-steps", type=int, default=40)
+    parser.add_argument("--cost-steps", type=int, default=24)
     args = parser.parse_args()
     lab = Lab(init(), args.out, args.transport)
     lab.priced = args.priced.split(",")

@@ -50,14 +50,14 @@ def cost(lab: Lab, sizes: list[str], steps: int) -> None:
                 found[key] = statistics.median(slowest.tolist())
                 plain = found[f"{size} {cluster.nodes}x{cluster.gpus_per_node} FSDP2"]
                 lab.say(f"cost {key}: {found[key]:.2f} ms ({found[key] / plain - 1:+.1%})")
+            lab.keep("cost", found)  # what is known, should time end here
             del engines, engine
             free()
-    lab.keep("cost", found)
 
 
 def timed(lab: Lab, engine: Any, shape: Shape, turn: int, steps: int) -> list[float]:
-    """Milliseconds of some steps, after two that are not counted (five in the first turn)."""
-    times, warm = [], 2 if turn else 5
+    """Milliseconds of some steps, after one that is not counted (five in the first turn)."""
+    times, warm = [], 1 if turn else 5
     for step in range(turn * (steps + 5), turn * (steps + 5) + warm + steps):
         dist.barrier()
         began = time.perf_counter()
@@ -168,8 +168,10 @@ def waits(prof: torch.profiler.profile) -> dict[str, list[float]]:
 def kind(kernel: str, in_lane: bool = False) -> str:
     """encode, decode (and sums), transfer, barrier, or model."""
     name = kernel.lower()
-    if "barrier_kernel" in name:
+    if "barrier_kernel" in name or "meet_kernel" in name:
         return "barrier"
+    if "zpp" in name and "copy_kernel" in name:
+        return "transfer"
     if "zpp" in name:
         return "encode" if "encode" in name else "decode"
     copies = "memcpy" in name or "multi_tensor" in name

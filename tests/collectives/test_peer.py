@@ -160,7 +160,7 @@ def test_small_shipments_and_lonely_links_take_the_groups() -> None:
     assert on_ranks(cluster, job, peers(Boards()))[0] == ["_Gathering", "_Pulls", "_Gathering"]
 
 
-@pytest.mark.parametrize("rule", ["read", "barrier", None])
+@pytest.mark.parametrize("rule", ["read", "barriers", None])
 def test_a_slow_reader_needs_both_rules(rule: str | None) -> None:
     """Where one rank reads slowly, the others overwrite it without either of the ring's waits."""
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
@@ -170,7 +170,7 @@ def test_a_slow_reader_needs_both_rules(rule: str | None) -> None:
         ring, found, wanted = transport.ring("gather", "world"), [], []
         for use in range(6):
             if rule is not None:
-                setattr(ring, rule, None)
+                setattr(ring, rule, None if rule == "read" else [None] * ring.slots)
             seen, _ = ship(transport, "gather", "world", 32, use)
             found.append(seen)
             wanted.append(expected(transport, "gather", "world", 32, use))

@@ -20,14 +20,16 @@ def tools() -> build.Toolchain:
 @pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_sm_90a(tmp_path: Path) -> None:
     objects = build.compile_kernels(tools(), ("90a",), tmp_path, jobs=2)
-    assert {o.stem for o in objects} == {"encode", "errors", "decode", "reduce", "reencode"}
+    assert {o.stem for o in objects} == {"encode", "errors", "decode", "reduce", "reencode", "ship"}
     assert all(o.stat().st_size > 10_000 for o in objects)
 
 
 def test_the_bindings_compile_against_this_torch(tmp_path: Path) -> None:
     if not (Path(torch.__file__).parent / "include" / "torch" / "csrc" / "stable").is_dir():
         pytest.skip("this torch has no stable headers")
-    assert build.compile_bindings(tools(), tmp_path).stat().st_size > 10_000
+    objects = build.compile_bindings(tools(), tmp_path)
+    assert [o.stem for o in objects] == ["bindings_cpp", "ship_cpp"]
+    assert all(o.stat().st_size > 10_000 for o in objects)
 
 
 def test_the_key_changes_with_the_architecture() -> None:

@@ -22,6 +22,7 @@ from zpp_lab.collectives.peer import MIB, PeerTransport, Shared
 from zpp_lab.collectives.transport import LINKS, Link, ProcessGroups, Transport, members
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import ClusterConfig
+from zpp_lab.ops.backend import use_kernels
 
 Choice = Literal["auto", "groups", "peer"]
 LEAST = 16 * MIB  # bytes that a shipment must bring for `auto` to take peer memory: below that
@@ -50,7 +51,8 @@ def connect(
         )
     if needed in problems:
         return groups
-    shared = {link: _maker(groups, link, device) for link in usable}
+    at_once = _everywhere(use_kernels(torch.empty(0, device=device)))
+    shared = {link: _maker(groups, link, device, at_once) for link in usable}
     transport = PeerTransport(groups, shared, LEAST if choice == "auto" else 0)
     if transport.rank == 0:
         print(f"zpp_lab: transport: {transport.describe()}", file=sys.stderr)
@@ -67,11 +69,20 @@ def gather_mode(asked: str) -> str:
     return "flat" if len(set(hosts)) == 1 else "auto"
 
 
-def _maker(groups: ProcessGroups, link: Link, device: torch.device) -> Callable[[], Shared]:
+def _everywhere(own: bool) -> bool:
+    """Whether it holds on all ranks: they must meet in the same way."""
+    every = [own] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return all(every)
+
+
+def _maker(
+    groups: ProcessGroups, link: Link, device: torch.device, at_once: bool
+) -> Callable[[], Shared]:
     from zpp_lab.collectives.symmetric import SymmetricMemory
 
     group = groups.gathers[link]
-    return partial(SymmetricMemory, group, device)  # type: ignore[arg-type]
+    return partial(SymmetricMemory, group, device, at_once)  # type: ignore[arg-type]
 
 
 def _problems(cluster: ClusterConfig, device: torch.device) -> dict[Link, str]:

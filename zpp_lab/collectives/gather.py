@@ -98,13 +98,13 @@ class Gather:
 
     def send(self, packet: Packet) -> None:
         """Move the rows; `packet.payload` is whole after it."""
-        sent = packet.first.send() if packet.first is not None else NOTHING
+        keep = self._keep(packet)
+        sent = packet.first.send(keep) if packet.first is not None else NOTHING
         if packet.held is not None:
             sent += self._pass_on(packet, packet.held)
         self.ledger.add(packet.wire, sent)
         if not self.clock.master:
             self._check(packet, sent)
-            self._keep(packet)
 
     def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
         """Decode into whole parameters, padded or not, one per segment."""
@@ -155,13 +155,17 @@ class Gather:
         label = self.labels[packet.wire, "local"]
         return self.transport.gathering(packet.payload, "local", label, held).send()
 
-    def _keep(self, packet: Packet) -> None:
-        """hpZ: after a forward that a backward will follow, keep this local rank's N rows."""
-        if packet.kept or not self.spec.secondary or not self.clock.grad:
-            return
-        if packet.held is None:
-            packet.held = packet.payload[self.local :: self.cluster.gpus_per_node].clone()
-        self.secondary = packet.held
+    def _keep(self, packet: Packet) -> Tensor | None:
+        """hpZ: of a forward that a backward will follow, this local rank's N rows stay. Where no
+        leg brings just them, room for them."""
+        wanted = self.spec.secondary and self.clock.grad and not self.clock.master
+        if packet.kept or not wanted:
+            return None
+        if packet.held is not None:
+            self.secondary = packet.held
+            return None
+        self.secondary = packet.payload.new_empty(self.cluster.nodes, packet.layout.nbytes)
+        return self.secondary
 
     def _check(self, packet: Packet, sent: Traffic) -> None:
         key = (id(packet.layout), packet.kept)

@@ -21,7 +21,8 @@ class Ledger:
         self.step = {wire: Traffic(0, 0) for wire in WIRES}
 
     def add(self, wire: Wire, traffic: Traffic) -> None:
-        self.step[wire] = self.step[wire] + traffic
+        before = self.step[wire]
+        self.step[wire] = Traffic(before[0] + traffic[0], before[1] + traffic[1])
 
     def check(self, planned: dict[Wire, Traffic]) -> None:
         """Compare the step with the plan; LedgerError names the first wire that differs."""

@@ -4,11 +4,11 @@ A rank encodes into a slot of shared memory. Once all members of the link have d
 barrier on the device tells, each copies its rows out of the others' slots. Copies take the copy
 engines, so that multiprocessors stay free, and nothing waits on the host.
 
-Slots form a ring of two. Use k of a ring lies in slot k mod 2, and two rules keep a slot from
-being overwritten while somebody still reads it:
+Use k of a ring of s slots lies in slot k mod s, and two rules keep a slot from being overwritten
+while somebody still reads it:
 
     a rank passes the barrier of use k only after its own reads of use k - 1;
-    it writes use k only after the barrier of use k - 1, hence after all reads of use k - 2.
+    it writes use k only after the barrier of use k - s + 1, hence after all reads of use k - s.
 
 All ranks make the same shipments in the same order, as with any collective.
 """
@@ -16,12 +16,14 @@ All ranks make the same shipments in the same order, as with any collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zpp_lab.collectives.express import Express
 from zpp_lab.collectives.streams import Streams
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import (
@@ -29,11 +31,15 @@ from zpp_lab.collectives.transport import (
     Link,
     ProcessGroups,
     Shipment,
+    kept_rows,
     members,
     traffic_of,
 )
+from zpp_lab.collectives.watchdog import Watch
 
-SLOTS = 2
+# With a third slot a gather's encode does not wait for the meeting of the gather before it, which
+# comes when the slowest rank does. A slot of an exchange is as large as a unit, so it has two.
+SLOTS: dict[Kind, int] = {"gather": 3, "exchange": 2}
 MIB = 2**20
 
 
@@ -47,6 +53,11 @@ class Shared(Protocol):
         them. What was allocated before is given up: nothing on this device may use it."""
         ...
 
+    def express(self) -> Express | None:
+        """For shipments over what was just allocated; None: they go step by step, by `barrier`
+        and `pull`. All members of a link have the same."""
+        ...
+
     def barrier(self) -> None:
         """The current stream goes on once every member's has come here."""
         ...
@@ -57,17 +68,22 @@ class Shared(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Part:
     """A shipment's place in a slot: this rank's room there, and where its rows come from.
 
-    sources: own rows first, then each other member's, so that at any time the ranks read from
-    different ones, as int64; `order` has their places in `out`, flat.
+    sources: the `own` rows first, then each other member's, so that at any time the ranks read
+    from different ones, as int64; `order` has their places in `out`, flat. `route`: the same for
+    `Express`.
     """
 
     room: Tensor
+    slot: int
+    own: int
     sources: tuple[Tensor, ...]
     order: tuple[int, ...]
+    route: Tensor | None = None
+    traffic: Traffic | None = None  # of every shipment from here
 
 
 class Ring:
@@ -78,8 +94,10 @@ class Ring:
         self.shared, self.kind, self.own, self.count = shared, kind, own, count
         self.wanted = self.size = 0
         self.use, self.opened = -1, True  # the latest use, and whether its barrier is under way
-        self.barrier: Any = None  # the mark behind the barrier of the latest use
+        self.slots = SLOTS[kind]
+        self.barriers: list[Any] = [None] * self.slots  # marks behind them, by slot
         self.read: Any = None  # the mark behind this rank's reads of the latest use
+        self.express: Express | None = None
         self.buffers: Sequence[Tensor] = ()
         self.parts: dict[tuple[int, ...], Part] = {}
 
@@ -87,22 +105,46 @@ class Ring:
         """A slot of at least `nbytes` that the current stream may write; where it starts."""
         if nbytes > self.size:
             self._grow(max(nbytes, self.wanted))
-        if self.barrier is not None:
-            self.shared.streams.wait(self.barrier)
         self.use += self.opened  # a use that nobody ever read is used again
         self.opened = False
-        return self.use % SLOTS * self.size
+        barrier = self.barriers[(self.use + 1) % self.slots]
+        if barrier is not None:
+            self.shared.streams.wait(barrier)
+        return self.use % self.slots * self.size
 
-    def publish(self) -> None:
+    def ship(
+        self,
+        part: Part,
+        out: Tensor,
+        held: Tensor | None,
+        keep: Tensor | None,
+        watched: AbstractContextManager[Watch | None],
+    ) -> None:
+        """The room of this use is filled, or shall have `held`: every member's rows → `out`,
+        some of which `keep` gets too. `watched`: around the meeting of the ranks."""
+        self.opened = True
+        if self.express is not None:
+            with watched as watch:
+                event = watch.own_event() if watch is not None else 0
+                self.express.ship(part, out, held, keep, event)
+            self.barriers[part.slot] = self.express.met[part.slot]
+            return
+        if held is not None:
+            part.room.copy_(held)
+        with watched:
+            self._meet(part.slot)
+        words = out.view(-1, part.room.shape[1]).view(torch.int64).unbind(0)
+        self.shared.pull([words[i] for i in part.order], part.sources, part.own)
+        if keep is not None:
+            kept_rows(keep, out, self.own)
+        self.read = self.shared.streams.mark(self.read)
+
+    def _meet(self, slot: int) -> None:
         """What this rank wrote on the current stream may be read, and so may the others'."""
         if self.read is not None:
             self.shared.streams.wait(self.read)
         self.shared.barrier()
-        self.barrier, self.opened = self.shared.streams.mark(self.barrier), True
-
-    def finish(self) -> None:
-        """All reads of this use have been given to the current stream."""
-        self.read = self.shared.streams.mark(self.read)
+        self.barriers[slot] = self.shared.streams.mark(self.barriers[slot])
 
     def part(self, at: int, shape: tuple[int, int, int]) -> Part:
         """The place of rows × columns × bytes that starts at `at`; made once."""
@@ -125,13 +167,16 @@ class Ring:
                     sources.append(room[row, self.own])
                     order.append(member * rows + row)
         mine = self.buffers[self.own][at : at + rows * columns * each]
-        return Part(mine.view(rows * columns, each), tuple(sources), tuple(order))
+        room = mine.view(rows * columns, each)
+        return Part(room, at // self.size, rows, tuple(sources), tuple(order))
 
     def _grow(self, nbytes: int) -> None:
         self.size = -(-nbytes // 256) * 256
         self.parts, self.buffers = {}, ()
-        self.buffers = self.shared.allocate(SLOTS * self.size)
-        self.use, self.opened, self.barrier, self.read = -1, True, None, None
+        self.buffers = self.shared.allocate(self.slots * self.size)
+        self.use, self.opened, self.read = -1, True, None
+        self.barriers = [None] * self.slots
+        self.express = self.shared.express()
 
 
 class PeerTransport:
@@ -188,7 +233,7 @@ class PeerTransport:
 class _Pulls:
     """A shipment whose room lies in this rank's slot, on the stream of its owner."""
 
-    __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room", "shape")
+    __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room")
 
     def __init__(
         self,
@@ -201,20 +246,16 @@ class _Pulls:
         held: Tensor | None,
     ) -> None:
         self.by, self.link, self.label, self.out, self.held = by, link, label, out, held
-        self.ring, self.shape = by.ring(kind, link), shape
+        self.ring = by.ring(kind, link)
         at = self.ring.claim(shape[0] * shape[1] * shape[2])
         self.part = self.ring.part(at, shape)
         self.room = self.part.room
 
-    def send(self) -> Traffic:
-        if self.held is not None:
-            self.room.copy_(self.held)
-        with self.by.groups.watched(self.label, self.out.device):
-            self.ring.publish()
-        rows, each = self.shape[0], self.shape[2]
-        out = self.out if self.out.dim() == 2 else self.out.view(-1, each)
-        words = out.view(torch.int64).unbind(0)
-        into = [words[i] for i in self.part.order]
-        self.ring.shared.pull(into, self.part.sources, rows)
-        self.ring.finish()
-        return traffic_of(self.by.cluster, self.link, rows * each)
+    def send(self, keep: Tensor | None = None) -> Traffic:
+        part = self.part
+        watched = self.by.groups.watched(self.label, self.out.device)
+        self.ring.ship(part, self.out, self.held, keep, watched)
+        if part.traffic is None:
+            nbytes = part.own * part.room.shape[1]
+            part.traffic = traffic_of(self.by.cluster, self.link, nbytes)
+        return part.traffic

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
+from zpp_lab.collectives.express import Express
 from zpp_lab.collectives.peer import MIB
 from zpp_lab.collectives.streams import CudaStreams, Streams
 
@@ -21,12 +22,17 @@ STREAMS = CudaStreams()
 
 
 class SymmetricMemory:
-    """`peer.Shared` of a process group on CUDA devices that reach each other."""
+    """`peer.Shared` of a process group on CUDA devices that reach each other.
+
+    at_once: all ranks have the kernels' library, so a shipment is one call of it.
+    """
 
     streams: Streams = STREAMS
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, at_once: bool = False
+    ) -> None:
+        self.group, self.device, self.at_once = group, device, at_once
         self.own: Tensor | None = None
         self.handle: symmetric._SymmetricMemory | None = None
 
@@ -41,6 +47,15 @@ class SymmetricMemory:
         self.handle = handle = symmetric.rendezvous(self.own, self.group.group_name)
         assert handle is not None, "the group has no symmetric memory"
         return [handle.get_buffer(i, (nbytes,), torch.uint8) for i in range(self.group.size())]
+
+    def express(self) -> Express | None:
+        if not self.at_once:
+            return None
+        assert self.handle is not None, "nothing is allocated"
+        with STREAMS.lane(f"{id(self)} own"):
+            lane = torch.cuda.current_stream()
+        place, count = self.group.rank(), self.group.size()
+        return Express(place, count, self.handle.signal_pad_ptrs_dev, lane)
 
     def barrier(self) -> None:
         assert self.handle is not None, "nothing is allocated"

@@ -54,9 +54,12 @@ class Shipment(Protocol):
         """What arrives."""
         ...
 
-    def send(self) -> Traffic:
+    def send(self, keep: Tensor | None = None) -> Traffic:
         """The room is filled: let it travel. The bytes that this rank hands over, inside its
-        node and beyond it."""
+        node and beyond it.
+
+        keep: see `kept_rows`; for gathers of one row over all ranks.
+        """
         ...
 
 
@@ -103,6 +106,13 @@ def members(cluster: ClusterConfig, link: Link, rank: int) -> list[int]:
         first = rank // local * local
         return list(range(first, first + local))
     return [node * local + rank % local for node in range(cluster.nodes)]
+
+
+def kept_rows(keep: Tensor, out: Tensor, place: int) -> None:
+    """`keep` uint8 [k, n] ← every (members / k)th row of `out`, from `place` modulo that on: with
+    k nodes the rows of this local rank."""
+    step = out.shape[0] // keep.shape[0]
+    keep.copy_(out[place % step :: step])
 
 
 def traffic_of(cluster: ClusterConfig, link: Link, each: int) -> Traffic:
@@ -163,10 +173,14 @@ class _Way:
 class _Gathering(_Way):
     __slots__ = ()
 
-    def send(self) -> Traffic:
+    def send(self, keep: Tensor | None = None) -> Traffic:
+        own, count = self.by.places[self.link]
         if self.room.shape[0] == 1:
-            return self.by.all_gather(self.out, self.room, self.link, self.label)
-        sent, count = Traffic(0, 0), self.by.places[self.link][1]
+            sent = self.by.all_gather(self.out, self.room, self.link, self.label)
+            if keep is not None:
+                kept_rows(keep, self.out, own)
+            return sent
+        sent = Traffic(0, 0)
         for out, row in zip(self.out.split(count), self.room.split(1), strict=True):
             sent += self.by.all_gather(out, row, self.link, self.label)
         return sent
@@ -175,7 +189,8 @@ class _Gathering(_Way):
 class _Exchanging(_Way):
     __slots__ = ()
 
-    def send(self) -> Traffic:
+    def send(self, keep: Tensor | None = None) -> Traffic:
+        assert keep is None, "nothing of an exchange is kept"
         parts, (count, rows, _) = self.room, self.out.shape
         if rows > 1:
             parts = parts.view(rows, count, -1).transpose(0, 1).contiguous()
@@ -254,8 +269,8 @@ class _Watched:
     def __init__(self, rank: int, label: str, watch: Watch) -> None:
         self.rank, self.label, self.watch = rank, label, watch
 
-    def __enter__(self) -> None:
-        self.watch.__enter__()
+    def __enter__(self) -> Watch:
+        return self.watch.__enter__()
 
     def __exit__(
         self,

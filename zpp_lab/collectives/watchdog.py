@@ -23,17 +23,26 @@ EXIT_CODE = 75  # "temporary failure": the same command goes on from the last ch
 class Watch:
     """A transfer that the body starts; on a GPU it goes on after the body."""
 
-    __slots__ = ("began", "by", "device", "ended", "event", "label")
+    __slots__ = ("began", "by", "device", "ended", "event", "label", "own")
 
     def __init__(self, by: Watchdog, label: str, device: torch.device) -> None:
         self.by, self.label, self.device = by, label, device
         self.began, self.ended = 0.0, False
         self.event: torch.cuda.Event | None = None
+        self.own: torch.cuda.Event | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Watch:
         if self.by.seconds > 0:
             self.began = time.monotonic()
             self.by.flying.append(self)
+        return self
+
+    def own_event(self) -> int:
+        """For a body that records the transfer's end by itself: a raw event, 0 for none."""
+        if self.by.seconds <= 0 or self.device.type != "cuda":
+            return 0
+        self.own = self.by.event()
+        return int(self.own.cuda_event)
 
     def __exit__(
         self,
@@ -44,9 +53,10 @@ class Watch:
         if kind is not None or self.by.seconds <= 0 or self.device.type != "cuda":
             self.ended = True
             return
-        event = self.by.spare.pop() if self.by.spare else torch.cuda.Event()
-        event.record()
-        self.event = event
+        if self.own is None:
+            self.own = self.by.event()
+            self.own.record()
+        self.event = self.own
 
     def finished(self) -> bool:
         return self.ended or (self.event is not None and self.event.query())
@@ -65,6 +75,14 @@ class Watchdog:
 
     def watch(self, label: str, device: torch.device) -> Watch:
         return Watch(self, label, device)
+
+    def event(self) -> torch.cuda.Event:
+        """One that nothing waits for."""
+        if self.spare:
+            return self.spare.pop()
+        event = torch.cuda.Event()
+        event.record()  # it does not exist before
+        return event
 
     def close(self) -> None:
         self.stop.set()

@@ -162,19 +162,22 @@ def compile_kernels(
     return objects
 
 
-def compile_bindings(tools: Toolchain, out: Path) -> Path:
+def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
+    """Every .cpp file → an object file in `out`."""
     include = Path(torch.__file__).parent / "include"
     flags = ["-O2", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TARGET}", "-isystem", str(include)]
-    target = out / "bindings.o"
-    _compile(tools, [*flags, "-I", str(tools.cutlass)], cuda_dir() / "bindings.cpp", target)
-    return target
+    sources = sorted(cuda_dir().glob("*.cpp"))
+    objects = [out / f"{s.stem}_cpp.o" for s in sources]
+    for source, target in zip(sources, objects, strict=True):
+        _compile(tools, [*flags, "-I", str(tools.cutlass)], source, target)
+    return objects
 
 
 def compile_library(tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: int = 0) -> Path:
     """cuda/ → a shared library in `out`, linked to this torch."""
     with ThreadPoolExecutor(1) as pool:
         bindings = pool.submit(compile_bindings, tools, out)
-        objects = [*compile_kernels(tools, archs, out, jobs), bindings.result()]
+        objects = [*compile_kernels(tools, archs, out, jobs), *bindings.result()]
     lib = Path(torch.__file__).parent / "lib"
     libs = [n for n in ("torch", "torch_cpu", "torch_cuda", "c10") if (lib / f"lib{n}.so").exists()]
     target = out / "zpp_lab_kernels.so"

@@ -13,6 +13,8 @@ from zpp_lab.files import write_atomic
 from zpp_lab.study.figures import Figure
 
 SUFFIXES = (".svg", ".pdf")
+# Texts are measured here with one font and shown with the reader's, which may be wider.
+ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
 
 
 def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]) -> list[Path]:
@@ -24,7 +26,9 @@ def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]
             (folder / f"{name}{suffix}").unlink(missing_ok=True)
     paths = []
     for figure in figures:
-        svg = vl_convert.vegalite_to_svg(figure.spec, vl_version=vegalite_version())
+        svg = vl_convert.vegalite_to_svg(
+            figure.spec | {"padding": ROOM}, vl_version=vegalite_version()
+        )
         write_atomic(folder / f"{figure.name}.svg", svg)
         (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
         paths += [folder / f"{figure.name}{suffix}" for suffix in SUFFIXES]

@@ -1,0 +1,13 @@
+# The controls of the studies whose settings differ from those of `bits`: bash experiments/bits/controls.sh OUT_FOLDER
+# WORLD, SCALE: seconds after which that study is asked to stop; the same command goes on from there.
+out="${1:?name a folder for the results}"
+mkdir -p "$out"
+python3 -m zpp_lab.cli build 2>&1 | tail -n 1
+study() {  # name, seconds, arms
+  timeout -k 20 "$2" python3 -m zpp_lab.cli study "$1" --arms "$3" --jobs 9 --dir "runs/$1" \
+    ops.backend=cuda tracking.wandb=off 2>&1 | tee "$out/$1.log"
+  tar czf "$out/$1.tar.gz" --exclude=checkpoints -C runs "$1"
+  echo "$1: $SECONDS s"
+}
+study world "${WORLD:-600}" zero3_64_global,zero3_reordered,broken
+study scale "${SCALE:-1200}" "${SIZES:-zero3_1*,zero3_reordered_1*,broken_1*}"
