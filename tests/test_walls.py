@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 LAYERS: list[set[str]] = [
     {"codec_config"},
     {"lora_config", "record_config", "config_load"},
-    {"config", "paths", "files", "numerics", "text"},
+    {"config", "paths", "files", "numerics", "text", "philox", "piece"},
     {"factors", "stream"},
     {"dcp"},
     {"saved"},
@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"plan"},
     {"frozen"},
     {"engines"},
-    {"tracking", "checkpoint", "heldout", "memory", "rundata"},
+    {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
     {"trainer", "api", "export"},
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from zpp_lab.config import Config, StudyConfig
+from zpp_lab.piece import PAUSED, UNFINISHED, seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+ALONE = "with --arms: without their baselines, which run elsewhere; the study keeps all arms"
+PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
 
@@ -57,17 +61,22 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call, passes_on=passes_on)
         return sub
 
-    add("train", "one run, or several with -m; takes Hydra overrides", _train, passes_on=True)
+    train = add("train", "one run, or several with -m; takes Hydra overrides", _train, True)
+    train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     study = add("study", "all runs of conf/study/NAME.yaml, then the report", _study)
     study.add_argument("name", help="a study's name, or the path of a YAML file")
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
     study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
+    study.add_argument("--alone", action="store_true", help=ALONE)
+    study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     study.add_argument("--retry", action="store_true", help="also what diverged or gave up")
     study.add_argument("--dry-run", action="store_true", help="runs, cost and what is done already")
     study.add_argument("--watch", action="store_true", help="a live table of a study that runs")
     study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
+    tokens = add("prepare", "make a study's token files before its runs need them", _prepare)
+    tokens.add_argument("name", help="a study's name, or the path of a YAML file")
     report = add("report", "build the report of a folder of runs again", _report)
     report.add_argument("dir", type=Path)
     comparison = add("compare", "line up the arms of several studies", _compare)
@@ -133,30 +142,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(_: argparse.Namespace, overrides: list[str]) -> int:
+def _until(piece: str | None) -> float | None:
+    """The unix time that `--for` means, counted from now."""
+    return None if piece is None else time.time() + seconds(piece)
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     if any(word in ("-h", "--help") for word in overrides):
-        print("usage: zpp-lab train [-m] [setting=value ...]\n\n" + (__doc__ or ""))
+        print("usage: zpp-lab train [-m] [--for TIME] [setting=value ...]\n\n" + (__doc__ or ""))
         print("Settings: " + ", ".join(f.name for f in _fields(Config)) + "; see conf/")
         return 0
+    until = _until(args.piece)
+    times = [] if until is None else [f"run.until={until!r}"]
     if "-m" in overrides or "--multirun" in overrides:
         from zpp_lab.multirun import multirun
 
-        return multirun([o for o in overrides if o not in ("-m", "--multirun")])
+        return multirun([*(o for o in overrides if o not in ("-m", "--multirun")), *times])
     from zpp_lab.compose import compose
     from zpp_lab.launcher import RankFailed, launch, leave
 
     try:
-        summary = launch(compose(overrides))
+        summary = launch(compose([*overrides, *times]))
     except RankFailed as error:
         print(f"zpp-lab train: {error}", file=sys.stderr)
         return 1
-    if summary:  # rank 0, when somebody else started the ranks
+    paused = summary.get("outcome") == UNFINISHED
+    if paused:
+        print("stopped before the end; the same command goes on from here")
+    elif summary:  # rank 0, when somebody else started the ranks
         loss = f"held-out loss {summary['heldout_loss']:.4f}"
         if "perplexity" in summary:  # runs of older versions have none
             loss += f", perplexity {summary['perplexity']:.4g},"
         print(f"{loss} after {summary['steps']} steps")
     leave()
-    return 0
+    return PAUSED if paused else 0
 
 
 def _fields(cls: type):  # type: ignore[no-untyped-def]
@@ -168,14 +187,17 @@ def _fields(cls: type):  # type: ignore[no-untyped-def]
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.compose import load_study
     from zpp_lab.study import run_study
-    from zpp_lab.study.selection import some_arms
+    from zpp_lab.study.selection import matching, some_arms
 
     changes: dict[str, object] = {}
     if args.seeds:
         changes["seeds"] = _numbers(args.seeds)
     study = load_study(args.name, changes, overrides)
-    if args.arms:
-        study = some_arms(study, args.arms.split(","))
+    if args.alone and not args.arms:
+        raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
+    patterns = args.arms.split(",") if args.arms else []
+    if patterns and not args.alone:
+        study = some_arms(study, patterns)
     root = args.dir or Path("runs") / study.name
     if args.watch:
         from zpp_lab.study.watch import show
@@ -186,10 +208,35 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         from zpp_lab.study.dry_run import dry_run
 
         return int(bool(dry_run(study, root, args.jobs or 0).faults))
-    outcome = run_study(study, root, args.jobs or 0, retry=args.retry, launcher=args.launcher)
+    outcome = run_study(
+        study,
+        root,
+        args.jobs or 0,
+        retry=args.retry,
+        launcher=args.launcher,
+        arms=matching(study, patterns) if args.alone else (),
+        until=_until(args.piece),
+    )
     if not outcome.unfinished and not outcome.waiting:
         _finish(root, study)
     return outcome.exit_code
+
+
+def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.compose import compose, load_study
+    from zpp_lab.data import open_data
+
+    study = load_study(args.name, {}, overrides)
+    arm = next(arm for arm in study.arms if arm.name == study.baseline)
+    config = compose([*study.overrides, *arm.overrides])
+    began = time.monotonic()
+    data = open_data(config.data)
+    print(
+        f"{data.files} documents, {data.tokens:,} training and {data.heldout_tokens:,} held-out "
+        f"tokens, vocabulary {data.vocab_size}, hash {data.hash[:16]}, "
+        f"{time.monotonic() - began:.1f} s"
+    )
+    return 0
 
 
 def _finish(root: Path, study: StudyConfig) -> None:

@@ -140,6 +140,7 @@ class ModelConfig:
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
     start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
+    init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
@@ -191,6 +192,11 @@ class ModelConfig:
             f"model.loss_chunk={self.loss_chunk} is for the built-in decoder: models of "
             "transformers make their logits themselves, so set model.loss_chunk=0",
         )
+        _need(
+            self.name != "hf" or self.init == "torch",
+            "model.init=philox is for the built-in decoder; models of transformers draw their "
+            "weights by their own rules, so set model.init=torch",
+        )
         for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
             _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
         _need(
@@ -221,6 +227,7 @@ class DataConfig:
     tokenizer_path: str | None = None  # hf: a tokenizer.json, or its folder
     end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
     vocab_size: int = 256  # of a BPE to train
+    bpe_every: int = 1  # a BPE learns from every n-th training document
     seq_len: int = 64
     heldout_every: int = 20  # every n-th file is held out
     max_bytes: int = 0  # 0 reads all
@@ -229,6 +236,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
         _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
+        _need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         _need(
             all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
@@ -329,6 +337,8 @@ class RunConfig:
     study: str | None = None
     arm: str | None = None
     resume: bool = True
+    until: float | None = None  # unix time before which to stop with a checkpoint; see --for
+    piece_steps: int = 0  # steps of this start, after which to stop alike; 0: any number
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
 
 

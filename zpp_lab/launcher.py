@@ -29,6 +29,7 @@ import torch.distributed as dist
 import yaml
 
 from zpp_lab.config import Config, load
+from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import check_place, enter, placed
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, run_dir
@@ -89,6 +90,9 @@ def start(config: Config) -> Record:
             elastic_launch(settings, sys.executable)("-m", "zpp_lab.launcher", str(file))
         except ChildFailedError as error:
             _report(error, folder)
+    in_pieces = config.run.until is not None or config.run.piece_steps > 0
+    if in_pieces and not (folder / SUMMARY).is_file():
+        return {"outcome": UNFINISHED}
     summary: Record = from_json((folder / SUMMARY).read_text())
     return summary
 

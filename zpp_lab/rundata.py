@@ -29,6 +29,20 @@ def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> No
         write_atomic(folder / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
 
 
+def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -> None:
+    """ValueError when the run in `folder` had other tokens before: a corpus changes with the
+    machine it is read from."""
+    path = folder / FILE
+    if not resumed or not path.is_file():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))["hash"]
+    if before != data.hash:
+        raise ValueError(
+            f"{folder} was trained on other tokens (data {before[:16]} there, {data.hash[:16]} "
+            "now): go on where the same files are, or start over in another folder"
+        )
+
+
 def check_start(start: Path, data: TokenData | PackedData) -> None:
     """ValueError when the run of the checkpoint `start` had another tokenizer than `data`.
 

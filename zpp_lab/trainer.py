@@ -30,12 +30,14 @@ from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.losses import mean_loss
 from zpp_lab.files import write_atomic
+from zpp_lab.footprint import StartUp, peak_gib
 from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
+from zpp_lab.piece import UNFINISHED, Piece
 from zpp_lab.runconfig import check_same_run, run_dir
-from zpp_lab.rundata import check_start, note_data
+from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
 from zpp_lab.tracking.jsonl import from_json, read, to_json
@@ -50,7 +52,8 @@ Data = TokenData | PackedData
 def run(config: Config, rank: int = 0) -> Record:
     """Train as `config` says, going on where a former start of the run stopped.
 
-    Returns the summary, which is also in summary.json; a finished run returns at once.
+    Returns the summary, which is also in summary.json; a finished run returns at once. A run that
+    stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step.
     Raises what went wrong, after writing failure.json. An engine of several processes has
     each call this with its rank; rank 0 alone writes.
     """
@@ -76,7 +79,10 @@ class Trainer:
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints", self.device)
+        self.piece = Piece(config.run.until, config.run.piece_steps)
+        self.start_up = StartUp()
         self.step = 0  # steps done
+        self.saved = 0  # of them in the newest checkpoint
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
 
     def run(self) -> Record:
@@ -84,20 +90,30 @@ class Trainer:
         try:
             data = open_data(self.config.data)
             self._look_at(data)
+            self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
+            self.start_up.done("engine")
             self._resume(engine)
+            self.saved = self.step
+            self.start_up.done("checkpoint")
+            check_same_data(self.folder, data, resumed=self.step > 0)
             self.divergence = DivergenceRule(self.train, self._losses())
             if self.rank == 0:
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
+                note_data(self.folder, self.config.data, data)
             self.heldout = open_heldout(self.config, data)
             last = self._loop(engine, data, tracker)
+            if self.step < self.train.steps:
+                return self._pause(tracker)
             losses = self._final_losses(engine)
             master = engine.evaluate(self.step, self.heldout.batches, wire=False)
             if isinstance(self.checkpoints, ShardedCheckpoints):
                 self.checkpoints.wait()
+            peaks = peak_gib(self.device)
             if tracker is None:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)
+            summary |= {"peak_gib": peaks, "start_up": self.start_up.seconds}
             documents = self.heldout.by_document(losses)
             write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
@@ -112,40 +128,61 @@ class Trainer:
         """Before anything is built: does the data fit the start, and what must a user know?"""
         if self.config.model.start:
             check_start(Path(self.config.model.start), data)
-        if self.rank == 0:
-            note_data(self.folder, self.config.data, data)
-            for note in data.notes:
-                print(note, file=sys.stderr)
+        for note in data.notes if self.rank == 0 else ():
+            print(note, file=sys.stderr)
 
     # ------------------------------------------------------------------ the loop
 
     def _loop(self, engine: Engine, data: Data, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
-        seconds = float(record.get("seconds", 0.0))
-        while self.step < self.train.steps:
+        seconds, longest, first = float(record.get("seconds", 0.0)), 0.0, self.step + 1
+        while self.step < self.train.steps and not self.piece.over(longest):
             began = time.perf_counter()
             result = self._step(engine, data)
             self.step += 1
+            if self.step == first:
+                self.start_up.done("first step")
+                if tracker is not None:
+                    print(self.start_up, flush=True)
             record = self._record(result)
             if self._due(self.train.eval_every):
                 record["heldout_loss"] = self._evaluate(engine)
-            seconds += time.perf_counter() - began
+            passed = time.perf_counter() - began
+            seconds += passed
+            if self.step > first:  # the first step here compiles, and says nothing of the next
+                longest = max(longest, passed)
             record["seconds"] = seconds
             if tracker is not None:
                 tracker.log(record)
             self.divergence.look(self.step, result.loss)
-            if self._saves() and self._due(self.train.checkpoint_every):
-                if tracker is not None:
-                    tracker.sync()  # a checkpoint never knows more steps than the metrics
-                self.checkpoints.save(self.step, engine.state_dict())
+            if self._saves():
+                self._save(engine, tracker)
+        if self.saved < self.step < self.train.steps:  # the piece is over
+            self._save(engine, tracker)
         return record
+
+    def _saves(self) -> bool:
+        if self.step == self.train.steps:
+            return self.train.keep_checkpoints > 0
+        return self._due(self.train.checkpoint_every)
+
+    def _save(self, engine: Engine, tracker: Tracker | None) -> None:
+        if tracker is not None:
+            tracker.sync()  # a checkpoint never knows more steps than the metrics
+        self.checkpoints.save(self.step, engine.state_dict())
+        self.saved = self.step
+
+    def _pause(self, tracker: Tracker | None) -> Record:
+        """The end of a piece: a checkpoint is there, and neither summary nor failure."""
+        if isinstance(self.checkpoints, ShardedCheckpoints):
+            self.checkpoints.wait()
+        if tracker is not None:
+            tracker.pause()
+        return {"outcome": UNFINISHED, "step": self.step}
 
     def _due(self, every: int) -> bool:
         return self.step == self.train.steps or (every > 0 and self.step % every == 0)
-
-    def _saves(self) -> bool:
-        return self.train.checkpoint_every > 0 or self.train.keep_checkpoints > 0
 
     def _step(self, engine: Engine, data: Data) -> StepResult:
         every = self.config.tracking.telemetry_every

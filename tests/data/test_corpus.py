@@ -58,6 +58,15 @@ def test_installation_is_all_python_source(tmp_path, monkeypatch):
     ]
 
 
+def test_installation_takes_other_files_when_asked(tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch)
+    more = fill(tmp_path / "mine", {"own.py": b"own", "own.h": b"#pragma once"})
+    corpus = open_corpus(DataConfig(name="installation", path=str(more), suffixes=[".h"]))
+    assert list(corpus.documents()) == [("extra/own.h", b"#pragma once")]
+    with pytest.raises(ValueError, match=r"no files with data.suffixes=\[.zig\] found"):
+        installation_corpus(None, suffixes=(".zig",))
+
+
 def test_installation_stops_at_max_bytes(tmp_path, monkeypatch):
     installed(tmp_path, monkeypatch)
     corpus = installation_corpus(None, max_bytes=5)

@@ -1,8 +1,12 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from zpp_lab.config import ModelConfig
 from zpp_lab.models import build_model, initial_value
+from zpp_lab.models.init import initial_rows
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=4, ffn=48)
 
@@ -61,3 +65,62 @@ def test_deviation(name: str, deviation: float):
 
 def test_norms_start_at_one():
     assert torch.equal(initial_value("norm.weight", (7,), 0, 2), torch.ones(7))
+
+
+PHILOX = replace(SMALL, init="philox")
+
+
+def rows_of(name: str, shape: tuple[int, ...], rows: tuple[int, int], seed: int) -> torch.Tensor:
+    return initial_rows(name, shape, rows, seed, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", [(13, 7), (5, 4), (64, 33)])
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_ranks_draw_the_whole_parameter_between_them(shape: tuple[int, int], world: int):
+    name, each = "layers.0.mlp.w_up.weight", -(-shape[0] // world)
+    whole = rows_of(name, shape, (0, shape[0]), 6)
+    cuts = [(min(r * each, shape[0]), min((r + 1) * each, shape[0])) for r in range(world)]
+    assert torch.equal(torch.cat([rows_of(name, shape, cut, 6) for cut in cuts]), whole)
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    whole = rows_of("embed.weight", (50, 11), (3, 47), 2)
+    monkeypatch.setattr("zpp_lab.models.init._PIECE", {"cpu": 8})
+    assert torch.equal(rows_of("embed.weight", (50, 11), (3, 47), 2), whole)
+
+
+def test_a_model_takes_philox_when_asked():
+    made = dict(build_model(PHILOX, 61, seed=4).named_parameters())
+    other = dict(build_model(SMALL, 61, seed=4).named_parameters())
+    for name, parameter in made.items():
+        shape = tuple(parameter.shape)
+        assert torch.equal(rows_of(name, shape, (0, shape[0]), 4), parameter), name
+        assert torch.equal(other[name], parameter) == (parameter.ndim == 1), name
+
+
+def test_philox_rows_are_normal():
+    name, shape = "layers.0.attention.wq.weight", (1000, 1000)
+    values = rows_of(name, shape, (0, 1000), 0).flatten().double() * 1000**0.5
+    assert values.mean().abs() < 0.005
+    for moment, expected in ((2, 1), (3, 0), (4, 3), (6, 15)):
+        assert (values**moment).mean().item() == pytest.approx(expected, abs=0.02 * 2**moment)
+    inside = [(values.abs() < x).double().mean().item() for x in (0.5, 1, 2, 3)]
+    assert inside == pytest.approx([math.erf(x / 2**0.5) for x in (0.5, 1, 2, 3)], abs=0.002)
+    neighbours = torch.corrcoef(torch.stack((values[:-1], values[1:])))[0, 1]
+    assert abs(neighbours.item()) < 0.005
+
+
+def test_philox_keeps_its_numbers_for_ever():
+    """A golden value: a change here is another start for every large run."""
+    found = rows_of("layers.3.attention.wq.weight", (8, 4), (5, 6), 7)
+    assert found.tolist() == [
+        [-0.372633159160614, 0.08794786036014557, -1.26717209815979, 0.06155897304415703]
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_philox_is_the_same_on_a_gpu():
+    name, shape, rows = "layers.0.mlp.w_up.weight", (4097, 999), (17, 4090)
+    own = rows_of(name, shape, rows, 3)
+    assert torch.equal(initial_rows(name, shape, rows, 3, 2, torch.device("cuda")).cpu(), own)

@@ -6,7 +6,7 @@ import pytest
 
 from zpp_lab.cli import main
 from zpp_lab.compose import load_study
-from zpp_lab.study.selection import some_arms
+from zpp_lab.study.selection import matching, some_arms
 
 
 def test_arms_come_with_their_baselines() -> None:
@@ -26,3 +26,9 @@ def test_arms_come_with_their_baselines() -> None:
 def test_a_pattern_without_an_arm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "bits", "--arms", "zero3,w5*", "--dry-run"]) == 2
     assert "--arms w5*: no such arm; there are: zero3, zero3_reordered" in capsys.readouterr().err
+
+
+def test_alone_needs_arms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "bits", "--alone", "--dry-run"]) == 2
+    assert "--alone goes with --arms" in capsys.readouterr().err
+    assert matching(load_study("bits"), ["w4*", "zero3"]) == ["zero3", "w4", "w4g4"]

@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs.noise import philox
+from zpp_lab.philox import philox
 
 SIZES = (16, 32, 64, 128, 256)
 

@@ -3,9 +3,8 @@
 A draw is a pure function of (seed, step, micro-step, wire, parameter, encoding rank, row,
 element), so runs, resumes, devices and engines reproduce it without any state.
 
-Bits come from Philox4x32 with 7 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). One block of 128 bits
-serves 8 neighbouring elements of a segment, 16 bits each:
+Bits come from Philox4x32 with 7 rounds (`philox.py`). One block of 128 bits serves 8
+neighbouring elements of a segment, 16 bits each:
 
     counter = (element // 8, row, rank, parameter id)      four 32-bit words
     key     = (low word, high word) of a 64-bit key made from seed, step, micro-step and wire
@@ -22,12 +21,9 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config import WIRES, Wire
+from zpp_lab.philox import philox
 
-ROUNDS = 7
 LANES = 8  # elements served by one counter
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32 multipliers
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # key increments
-_LOW = 0xFFFFFFFF
 
 
 def parameter_id(name: str) -> int:
@@ -65,21 +61,3 @@ class Noise:
         halves = torch.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], dim=-1)
         bits = halves.flatten(1)[:, :numel].to(torch.float32)
         return (bits + 0.5) * 2.0**-16
-
-
-def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-7 on int64 tensors that hold 32-bit words; broadcasts its inputs."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key & _LOW, key >> 32
-    for _ in range(ROUNDS):
-        p0, p1 = c0 * _M0, c2 * _M1  # int64 wraps; the 64 product bits are right
-        c0, c1, c2, c3 = (
-            (p1 >> 32) & _LOW ^ c1 ^ k0,
-            p1 & _LOW,
-            (p0 >> 32) & _LOW ^ c3 ^ k1,
-            p0 & _LOW,
-        )
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return c0, c1, c2, c3

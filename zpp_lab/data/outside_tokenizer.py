@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zpp_lab.config import DataConfig
-from zpp_lab.data.tokenizer import identity_of, library, pieces, token_dtype
+from zpp_lab.data.tokenizer import encode_together, identity_of, library, token_dtype
 
 _FILE = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
@@ -41,8 +42,11 @@ class OutsideTokenizer:
 
     def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
         self.model.encode_special_tokens = not marks
-        found = self.model.encode_batch(list(pieces(text)), add_special_tokens=False)
-        return np.array([t for piece in found for t in piece.ids], token_dtype(self.vocab_size))
+        return encode_together(self.model, [text], token_dtype(self.vocab_size))[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        self.model.encode_special_tokens = True
+        return encode_together(self.model, texts, token_dtype(self.vocab_size))
 
     def dumps(self) -> str:
         return f"{self.definition}\n{self.end}"

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,10 +40,12 @@ from zpp_lab.files import sync_folder
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+Part = tuple[str, Split, bytes]  # a document's name, its split, and its text there
 
 _FORMAT = 2  # raise it when the files change, so that older ones are made anew
 _CHUNK = 1 << 20
 _CHUNKS = 64
+_TOGETHER = 16 << 20  # bytes of text that are encoded at once
 
 
 def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
@@ -85,6 +88,8 @@ def _key(corpus: Corpus, cfg: DataConfig) -> str:
     ]
     if cfg.tokenizer == "hf":  # by what it says, wherever it lies
         parts.append(open_outside(cfg).hash)
+    if cfg.tokenizer == "bpe" and cfg.bpe_every > 1:
+        parts.append(cfg.bpe_every)
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{cfg.name}-{cfg.tokenizer}-{digest[:16]}"
 
@@ -149,10 +154,10 @@ def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
     if cfg.tokenizer == "hf":
         return open_outside(cfg)
     texts = (text for _, split, text in _parts(corpus, cfg) if split == "train")
-    return BpeTokenizer.train(texts, cfg.vocab_size)
+    return BpeTokenizer.train(islice(texts, 0, None, cfg.bpe_every), cfg.vocab_size)
 
 
-def _parts(corpus: Corpus, cfg: DataConfig) -> Iterator[tuple[str, Split, bytes]]:
+def _parts(corpus: Corpus, cfg: DataConfig) -> Iterator[Part]:
     """(name, split, text): every n-th document is held out.
 
     Of fewer than n documents the last n-th of each one's bytes is held out instead.
@@ -174,10 +179,12 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
     with open(work / "train.bin", "wb") as train, open(work / "heldout.bin", "wb") as heldout:
         writers = {"train": TokenWriter(train, tokenizer)}
         writers["heldout"] = TokenWriter(heldout, tokenizer)
-        for name, split, text in _parts(corpus, cfg):
-            digest.update(json.dumps([name, split, len(text)]).encode() + text)
-            writers[split].add(tokenizer.encode(text))
-            files, last = files + (name != last), name
+        for group in _groups(_parts(corpus, cfg)):
+            encoded = tokenizer.encode_all([text for _, _, text in group])
+            for (name, split, text), tokens in zip(group, encoded, strict=True):
+                digest.update(json.dumps([name, split, len(text)]).encode() + text)
+                writers[split].add(tokens)
+                files, last = files + (name != last), name
         for kind, writer in writers.items():
             writer.close(work / f"{kind}.offsets.bin")
     return {
@@ -185,3 +192,17 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
         "files": files,
         "tokens": {kind: writer.offsets[-1] for kind, writer in writers.items()},
     }
+
+
+def _groups(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """The parts in order, some MiB of text at a time: enough for every core."""
+    group: list[Part] = []
+    size = 0
+    for part in parts:
+        group.append(part)
+        size += len(part[2])
+        if size >= _TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

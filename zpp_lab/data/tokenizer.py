@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
 
         marks: special tokens that `text` spells out are those tokens, not text.
         """
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """`encode` of each text, on as many cores as there are."""
 
     def dumps(self) -> str:
         """Everything that decides how text is encoded, as text."""
@@ -46,6 +49,9 @@ class ByteTokenizer:
 
     def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
         return np.frombuffer(text, np.uint8)
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def dumps(self) -> str:
         return "bytes"
@@ -91,9 +97,11 @@ class BpeTokenizer:
 
     def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
         self.model.encode_special_tokens = not marks
-        found = self.model.encode_batch(list(pieces(text)), add_special_tokens=False)
-        tokens = [token for piece in found for token in piece.ids]
-        return np.array(tokens, token_dtype(self.vocab_size))
+        return encode_together(self.model, [text], token_dtype(self.vocab_size))[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        self.model.encode_special_tokens = True
+        return encode_together(self.model, texts, token_dtype(self.vocab_size))
 
     def dumps(self) -> str:
         return self.model.to_str()
@@ -119,6 +127,14 @@ def library(setting: str) -> Any:
             f"{setting} needs the `tokenizers` package: pip install zpp_lab[hf]"
         ) from None
     return tokenizers
+
+
+def encode_together(model: Any, texts: Sequence[bytes], dtype: np.dtype) -> list[np.ndarray]:
+    """Tokens of each text; the library shares the pieces of all texts out to its threads."""
+    cut = [list(pieces(text)) for text in texts]
+    whole = [piece for own in cut for piece in own]
+    found = iter(model.encode_batch(whole, add_special_tokens=False))
+    return [np.array([t for _ in own for t in next(found).ids], dtype) for own in cut]
 
 
 def pieces(text: bytes) -> Iterator[str]:

@@ -31,7 +31,7 @@ from zpp_lab.config import ModelConfig
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import IGNORED, chunked_losses, mean_of, times
 from zpp_lab.models.run_start import RunStart
-from zpp_lab.models.start import SeededStart, Start
+from zpp_lab.models.start import CounterStart, SeededStart, Start
 
 
 class Rope:
@@ -181,10 +181,11 @@ class Llama(nn.Module):
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def start(self, seed: int) -> Start:
-        """The first weights: every parameter from (seed, name, shape), see `initial_value`, or
+        """The first weights: every parameter from (seed, name, shape), see `init.py`, or
         from the folder or the run that the config names."""
         if self.cfg.start:
             return RunStart(self, Path(self.cfg.start))
         if self.cfg.weights == "pretrained":
             return LlamaStart(self, self.cfg, self.vocab_size)
-        return SeededStart(self, seed, self.cfg.layers)
+        made = CounterStart if self.cfg.init == "philox" else SeededStart
+        return made(self, seed, self.cfg.layers)

@@ -13,14 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.models.init import initial_value
+from zpp_lab.models.init import initial_rows, initial_value
 
 Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row, last row + 1
 
 
 class Start(Protocol):
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of the parameter `name`: fp32 on the CPU."""
+        """Rows [first, last) of the parameter `name`: fp32, on the CPU or the model's device."""
         ...
 
     def buffer(self, name: str) -> Tensor | None:
@@ -37,6 +37,23 @@ class SeededStart:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         return initial_value(name, self.shapes[name], self.seed, self.layers)[first:last]
+
+    def buffer(self, name: str) -> Tensor | None:
+        return None
+
+
+class CounterStart:
+    """As `SeededStart`, but every element by itself (model.init=philox), drawn where the model's
+    parameters are: rows cost what they are, not what the parameter is."""
+
+    def __init__(self, model: nn.Module, seed: int, layers: int) -> None:
+        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        self.seed, self.layers = seed, layers
+        self.device = next(model.parameters()).device
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        shape, rows = self.shapes[name], (first, last)
+        return initial_rows(name, shape, rows, self.seed, self.layers, self.device)
 
     def buffer(self, name: str) -> Tensor | None:
         return None

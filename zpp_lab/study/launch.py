@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.piece import UNFINISHED
 from zpp_lab.study import attempts
 from zpp_lab.study.locks import only_one
 from zpp_lab.study.memory import Memory
@@ -36,6 +39,8 @@ def run_study(
     *,
     retry: bool = False,
     launcher: str | None = None,
+    arms: Sequence[str] = (),
+    until: float | None = None,
     compose: Compose | None = None,
     entry: str = ENTRY,
     stream: TextIO | None = None,
@@ -47,19 +52,23 @@ def run_study(
     jobs: runs side by side; 0 takes study.jobs, and if that is 0 too as many as fit.
     retry: also start the runs again that diverged or failed too often.
     launcher: a Hydra launcher (conf/hydra/launcher, such as slurm) in place of this machine.
+    arms: those to run now; the study keeps the others, and adds no seeds. Empty: all.
+    until: unix time before which running runs stop, each with a checkpoint; for this machine.
     compose, entry: other than Hydra's compose and the trainer only in tests.
     Raises ValueError before anything runs for a config that does not compose, for a folder
     with other settings or another study, and when a study is running in `root` already; OSError
     when the disk is full.
     """
     planner = Planner(study, root, compose or _compose())
+    if until is not None and launcher is not None:
+        raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
     first = planner.prepare()
-    runs = [*first, *planner.plan({arm.name: study.seeds for arm in study.arms})]
+    runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), study.seeds))]
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
         progress = Progress(len(runs), todo, stream)
-        executor, where = _executor(study, root, runs, jobs, launcher, entry, progress)
+        executor, where = _executor(study, root, runs, jobs, launcher, entry, progress, until)
         write_study(root, study)
         progress.say(f"Study {study.name}: {_intent(runs, todo, lost)}, {where}.")
         tracking = runs[0].config.tracking
@@ -67,15 +76,20 @@ def run_study(
         executor.run([run for run in todo if run.prepares], stop)
         ready = _ready(first, progress, stop)
         executor.run([run for run in todo if ready and not run.prepares], stop)
-        while ready and not stop.requested and (more := _more(planner, root)):
+        while ready and not (arms or stop.requested or _over(until, executor)):
+            more = _more(planner, root)
+            if not more:
+                break
             progress.add(more)
             progress.say(f"Undecided still: {len(more)} runs more ({_seeds(more)}).")
             runs, todo = [*runs, *more], [*todo, *more]
             executor.run(more, stop)
         if tracking.wait_seconds > 0:  # else its process goes on by itself
             sink.wait(tracking.wait_seconds)
-        waiting = [] if ready or stop.requested else [run for run in todo if not run.prepares]
-        outcome = _outcome(study, runs, todo, executor.outcomes, waiting)
+        late = not stop.requested and _over(until, executor)
+        held = [] if ready or stop.requested or late else [run for run in todo if not run.prepares]
+        outcome = _outcome(study, runs, todo, executor.outcomes, held)
+        outcome = replace(outcome, out_of_time=late)
         progress.say(outcome.message)
     return outcome
 
@@ -86,6 +100,21 @@ def _ready(first: Sequence[PlannedRun], progress: Progress, stop: Stop) -> bool:
     if open_runs and not stop.requested:
         progress.say(f"No arm starts before {', '.join(open_runs)} has finished.")
     return not open_runs
+
+
+def _chosen(study: StudyConfig, arms: Sequence[str]) -> list[str]:
+    """The names of the arms to run; ValueError for one that the study does not have."""
+    names = [arm.name for arm in study.arms]
+    unknown = [name for name in arms if name not in names]
+    if unknown:
+        raise ValueError(f"study {study.name} has no arm {unknown[0]!r}; arms: {', '.join(names)}")
+    return list(arms) or names
+
+
+def _over(until: float | None, executor: Executor) -> bool:
+    if until is None:
+        return False
+    return time.time() >= until or UNFINISHED in executor.outcomes.values()
 
 
 def _todo(
@@ -109,6 +138,7 @@ def _executor(
     launcher: str | None,
     entry: str,
     progress: Progress,
+    until: float | None,
 ) -> tuple[Executor, str]:
     """Where the runs go, and a phrase that says so."""
     if launcher is not None:
@@ -121,7 +151,7 @@ def _executor(
         if run.finished and places.gpus:
             memory.learn(run)
     side = f"{len(places)} {'GPUs' if places.gpus else 'side by side'}"
-    return Queue(entry, places, memory, progress), side
+    return Queue(entry, places, memory, progress, until), side
 
 
 def _more(planner: Planner, root: Path) -> list[PlannedRun]:

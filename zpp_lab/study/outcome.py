@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zpp_lab.files import write_atomic
+from zpp_lab.piece import PAUSED
 from zpp_lab.study.plan import PlannedRun, write_config
 from zpp_lab.study.runs import Run, read_run
 
@@ -28,13 +29,16 @@ class StudyOutcome:
     failed: Sequence[str]
     diverged: Sequence[str] = ()
     given_up: Sequence[str] = ()  # of those that failed: too often to be tried again
-    unfinished: Sequence[str] = ()  # left over by Ctrl-C or SIGTERM
+    unfinished: Sequence[str] = ()  # left over by Ctrl-C, SIGTERM or --for
+    out_of_time: bool = False  # by --for
     waiting: Sequence[str] = ()  # for a run that prepares the study
 
     @property
     def exit_code(self) -> int:
-        """For the shell: 0 all ended, 1 a run failed, 130 interrupted."""
-        return 130 if self.unfinished else int(bool(self.failed or self.waiting))
+        """For the shell: 0 all ended, 1 a run failed, 75 out of time, 130 interrupted."""
+        if self.unfinished:
+            return PAUSED if self.out_of_time else 130
+        return int(bool(self.failed or self.waiting))
 
     @property
     def message(self) -> str:
@@ -54,7 +58,8 @@ class StudyOutcome:
         if self.waiting:
             lines.append(f"{len(self.waiting)} runs wait for what prepares them.")
         if self.unfinished:
-            lines.append("Interrupted. The same command goes on from here; nothing is repeated.")
+            why = "Out of time" if self.out_of_time else "Interrupted"
+            lines.append(f"{why}. The same command goes on from here; nothing is repeated.")
         return "\n".join(lines)
 
 

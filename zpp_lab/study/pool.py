@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import Config
+from zpp_lab.piece import PAUSED, UNFINISHED
 from zpp_lab.study.locks import hold
 from zpp_lab.study.outcome import LOG
 from zpp_lab.study.plan import PlannedRun
@@ -46,11 +47,12 @@ class Ended:
 class Pool:
     """Processes for planned runs.
 
-    entry: "module:function", called with the run's Config in the child.
+    entry: "module:function", called with the run's Config in the child; it returns the run's
+    summary or outcome. until: unix time before which runs shall stop.
     """
 
-    def __init__(self, entry: str) -> None:
-        self._entry = entry
+    def __init__(self, entry: str, until: float | None = None) -> None:
+        self._entry, self._until = entry, until
         self._jobs: list[_Job] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([entry.partition(":")[0]])
@@ -64,6 +66,8 @@ class Pool:
         config = run.config
         if config.engine.threads == 0:
             config = replace(config, engine=replace(config.engine, threads=slot.threads))
+        if self._until is not None:
+            config = replace(config, run=replace(config.run, until=self._until))
         arguments = (self._entry, config, str(run.dir / LOG), slot)
         process = self._context.Process(target=_child, args=arguments, name=str(run))
         process.start()
@@ -99,10 +103,13 @@ def _child(entry: str, config: Config, log: str, slot: Slot) -> None:
     held = hold(Path(log).parent)
     try:
         module, _, function = entry.partition(":")
-        getattr(importlib.import_module(module), function)(config)
+        ended = getattr(importlib.import_module(module), function)(config)
+        if ended and ended.get("outcome") == UNFINISHED:
+            raise SystemExit(PAUSED)
     except BaseException as error:
-        traceback.print_exc()
         code = error.code if isinstance(error, SystemExit) else 1
+        if code != PAUSED:
+            traceback.print_exc()
         raise SystemExit(code if isinstance(code, int) else 1) from None
     finally:
         sys.stdout.flush()

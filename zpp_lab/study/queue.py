@@ -10,19 +10,21 @@ import errno
 import shutil
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from zpp_lab.machine import oom_kills
+from zpp_lab.piece import PAUSED, UNFINISHED
 from zpp_lab.study import attempts
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import ended_run, ending
 from zpp_lab.study.plan import PlannedRun
 from zpp_lab.study.pool import Ended, Pool
 from zpp_lab.study.progress import Progress
-from zpp_lab.study.runs import Run
+from zpp_lab.study.runs import Run, last_step
 from zpp_lab.study.slots import Places
 
 _POLL = 0.5  # seconds between looks at the running processes
@@ -31,10 +33,20 @@ _FULL = 8 * 2**20  # bytes left at which a disk counts as full
 
 class Queue:
     """Runs processes on `places` until nothing waits; `outcomes` maps a run's folder to how it
-    ended: finished, diverged, out_of_memory or crashed."""
+    ended: finished, diverged, out_of_memory, crashed, or unfinished.
 
-    def __init__(self, entry: str, places: Places, memory: Memory, progress: Progress) -> None:
-        self._pool, self._places = Pool(entry), places
+    until: unix time; none starts after it, and those that run stop before it with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        places: Places,
+        memory: Memory,
+        progress: Progress,
+        until: float | None = None,
+    ) -> None:
+        self._pool, self._places, self._until = Pool(entry, until), places, until
         self._memory, self._progress = memory, progress
         self._waiting: deque[PlannedRun] = deque()
         self._again: set[Path] = set()  # started twice in this call
@@ -49,6 +61,8 @@ class Queue:
         kills = oom_kills()
         try:
             while (self._waiting or self._pool.running) and not stop.requested:
+                if self._until is not None and time.time() >= self._until:
+                    self._waiting.clear()
                 self._start()
                 for ended in self._pool.wait(_POLL):
                     self._places.give(ended.slot)
@@ -70,6 +84,12 @@ class Queue:
             self._pool.start(run, slot)
 
     def _settle(self, ended: Ended, out_of_memory: bool) -> None:
+        if ended.code == PAUSED:
+            self._waiting.clear()  # what starts now would stop before its first step
+            self.outcomes[ended.run.dir] = UNFINISHED
+            step, steps = last_step(ended.run.dir), ended.run.config.train.steps
+            self._progress.say(f"{ended.run}: stopped after step {step} of {steps}")
+            return
         result = ended_run(ended.run, ended.code, out_of_memory)
         if result.outcome == "finished":
             self._memory.learn(ended.run, result)

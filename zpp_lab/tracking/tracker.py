@@ -73,6 +73,11 @@ class Tracker:
         if self._sink is not None and seconds > 0:
             self._guard("wandb", lambda: self._sink and self._sink.wait(seconds))
 
+    def pause(self) -> None:
+        """The run stops here for now, without a summary or a failure; another start goes on."""
+        self._metrics.sync()
+        self._close()
+
     def fail(self, info: dict[str, Any]) -> None:
         """Write failure.json. Never raises: the failure itself is what must be seen."""
         try:

@@ -1,0 +1,119 @@
+"""Plain ZeRO-3 (FSDP2, recipe zero3) step by step from the slowest settings to the fastest.
+
+Started by run.sh under torchrun, one process for a model. Settings build on those before them:
+
+    eager          no compiler, attention by plain matrix products, foreach AdamW, whole logits,
+                   every block's activations computed again in backward
+    fused_adamw    AdamW in one kernel, held back on the device
+    flash          flash attention
+    compile        torch.compile block by block
+    chunked_loss   logits of 2048 tokens at a time
+    keep           all activations kept
+    deterministic  kernels that repeat to the bit, as studies use them
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from steps import as_dict, keep, measure, start
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from zpp_lab.compose import compose
+
+SETTINGS: dict[str, list[str]] = {
+    "eager": ["model.loss_chunk=0", "model.checkpoint_activations=true"],
+    "fused_adamw": [],
+    "flash": [],
+    "compile": ["engine.compile=true"],
+    "chunked_loss": ["model.loss_chunk=2048"],
+    "keep": ["model.checkpoint_activations=false"],
+    "deterministic": ["engine.deterministic=true"],
+}
+TARGETS = {"13b": 1.01 / 1.15, "32_5b": 1.39 / 1.15}  # seconds a step on four H200s
+BATCH = {"32_5b": 1}  # sequences of a rank; others 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="those to time")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for every setting")
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("highest")
+    started = False
+    for name, overrides in cumulative(args.model):
+        if name not in args.settings.split(","):
+            continue
+        config = compose([*overrides, *args.overrides])
+        if not started:
+            start(config)
+            started = True
+        with attention(name):
+            found = measure(config, args.steps, prepare=foreach if name == "eager" else as_it_is)
+        report(args, name, found)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def cumulative(model: str) -> Iterator[tuple[str, list[str]]]:
+    """Each setting with the overrides of all before it; Hydra takes the last of a name."""
+    overrides = [f"model={model}", "engine=fsdp", "cluster=1x4", "recipe=zero3"]
+    overrides += ["engine.deterministic=false", "data.seq_len=2048", "tracking.wandb=off"]
+    overrides += ["train.param_dtype=bf16", "train.reduce_dtype=bf16", "train.clip=1.0"]
+    overrides += [f"train.batch_size={BATCH.get(model, 2)}"]
+    for name, more in SETTINGS.items():
+        overrides = [o for o in overrides if o.split("=")[0] not in {m.split("=")[0] for m in more}]
+        overrides += more
+        yield name, list(overrides)
+
+
+@contextmanager
+def attention(name: str) -> Iterator[None]:
+    """Plain products before the setting `flash`; after it torch chooses, flash where it can."""
+    names = list(SETTINGS)
+    if names.index(name) >= names.index("flash"):
+        yield
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+
+
+def foreach(engine: Any) -> None:
+    """The optimizer as it was before the fused one."""
+    groups = [
+        {k: v for k, v in group.items() if k in ("params", "lr", "betas", "eps", "weight_decay")}
+        for group in engine.optimizer.param_groups
+    ]
+    engine.optimizer = torch.optim.AdamW(groups, foreach=True)
+
+
+def as_it_is(engine: Any) -> None:
+    pass
+
+
+def report(args: argparse.Namespace, name: str, found: Any) -> None:
+    if dist.get_rank() == 0:
+        peak = max(found.peak_gib) if found.peak_gib else float("nan")
+        target = TARGETS.get(args.model)
+        against = f", target {target:.3f}" if target else ""
+        print(
+            f"{args.model} {name}: {found.seconds:.4f} s a step{against}, "
+            f"{found.tokens_per_second:,.0f} tokens/s, peak {peak:.2f} GiB, "
+            f"built {found.build_seconds:.1f} s, first step {found.first_seconds:.1f} s",
+            flush=True,
+        )
+    keep(args.out / f"{args.model}.json", name, as_dict(found))
+
+
+if __name__ == "__main__":
+    main()

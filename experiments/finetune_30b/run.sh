@@ -1,0 +1,44 @@
+# The runs of conf/study/finetune_30b.yaml: bash experiments/finetune_30b/run.sh OUT PART...
+# From the project's root on a machine with four NVIDIA GPUs of 140 GiB. The part `base` comes first
+# on each machine: a short pretraining on Python source, whose weights (65 GB) stay on its disk. The
+# other parts are arms, each within LIMIT seconds. OUT/finetune_30b.tar.gz is written after each.
+# STUDY=finetune_30b_mini tries all of it on a CPU.
+set -u
+out="${1:?name a folder for the results}"
+shift
+mkdir -p "$out"
+STUDY="${STUDY:-finetune_30b}"
+LIMIT="${LIMIT:-240}"
+BASE_STEPS="${BASE_STEPS:-60}"
+source experiments/size.sh
+first="runs/${STUDY}_base"
+
+base() {  # pretraining with plain ZeRO-3, of the study's own model and speed settings
+  mapfile -t settings < <(python3 - "$STUDY" << 'END'
+import sys
+from zpp_lab.compose import load_study
+small = sys.argv[1].endswith("_mini")
+found = [o for o in load_study(sys.argv[1]).overrides if not o.startswith("data")]
+data = load_study("pretrain_13b_mini" if small else "pretrain_13b").overrides
+print(*found, *(o for o in data if o.startswith("data")), "recipe=zero3", sep="\n")
+END
+  )
+  OMP_NUM_THREADS=16 $zpp prepare "${STUDY/finetune_30b/pretrain_13b}" 2>&1 | tee "$out/prepare.log"
+  mkdir -p "$first"
+  cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
+  $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
+  timeout -k 20 "${BASE_LIMIT:-300}" $zpp train "${settings[@]}" run.dir="$first" \
+    train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS / 6)) train.lr=1.5e-4 \
+    train.eval_every="$BASE_STEPS" train.keep_checkpoints=2 \
+    train.checkpoint_weights_only=true 2>&1 | tail -n 4
+  tar czf "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"
+  say "base"
+}
+
+build > "$out/build.log" 2>&1 &
+for part in "$@"; do
+  if [ "$part" = base ]; then base; continue; fi
+  wait
+  start=$(printf '%s\n' "$first"/checkpoints/step-* | tail -n 1)
+  arm "$STUDY" "$part" model.start="$start"
+done

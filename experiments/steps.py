@@ -1,0 +1,127 @@
+"""Seconds and memory of a few training steps of the real engine, for the experiments beside this.
+
+Every rank imports it under torchrun. Tokens are random: neither time nor memory depends on them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zpp_lab import ops
+from zpp_lab.config import Config
+from zpp_lab.engines.base import Batch
+from zpp_lab.engines.build import build_engine, pick_device
+from zpp_lab.footprint import GIB, peak_gib
+from zpp_lab.launcher import connect
+from zpp_lab.machine import commit, machine_facts, versions
+
+VOCAB = 32000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one setting. Seconds: median of the timed steps on the slowest rank."""
+
+    seconds: float
+    tokens_per_second: float
+    build_seconds: float  # model, shards, first weights
+    first_seconds: float  # the first step, compiling included
+    peak_gib: list[float] | None  # tensors of each rank; None on the CPU
+    used_gib: float | None  # of the device, all processes, after the last step
+    times: list[float]
+
+
+def start(config: Config) -> torch.device:
+    """Join the other ranks."""
+    connect(config)
+    ops.configure(config.ops.backend)
+    return pick_device(config.engine)
+
+
+def measure(
+    config: Config,
+    steps: int,
+    warm: int = 2,
+    prepare: Callable[[Any], None] = lambda engine: None,
+) -> Measured:
+    """Build `config`'s engine, take `warm` + `steps` steps. `prepare` may change the engine."""
+    device = pick_device(config.engine)
+    torch.use_deterministic_algorithms(config.engine.deterministic)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    vocab = config.model.vocab_size or VOCAB
+    engine = build_engine(config, vocab, device)
+    prepare(engine)
+    wait(device)
+    built = time.perf_counter() - began
+    times = [timed(engine, config, step, vocab, device) for step in range(warm + steps)]
+    seconds = statistics.median(times[warm:])
+    tokens = config.cluster.world * config.train.batch_size * config.data.seq_len
+    tokens *= config.train.micro_steps
+    peaks, used = peak_gib(device), used_gib(device)
+    del engine
+    free()
+    return Measured(seconds, tokens / seconds, built, times[0], peaks, used, times[warm:])
+
+
+def timed(engine: Any, config: Config, step: int, vocab: int, device: torch.device) -> float:
+    """Seconds of one step on the slowest rank."""
+
+    def batch(rank: int, micro: int) -> Batch:
+        size = (config.train.batch_size, config.data.seq_len + 1)
+        generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
+        tokens = torch.randint(0, vocab, size, generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    dist.barrier()
+    began = time.perf_counter()
+    engine.step(step, 1e-5, batch, False)
+    wait(device)
+    passed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(passed, op=dist.ReduceOp.MAX)
+    return float(passed)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def used_gib(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    left, whole = torch.cuda.mem_get_info(device)
+    return (whole - left) / GIB
+
+
+def free() -> None:
+    """FSDP2's reference cycles hold memory until they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def keep(path: Path, key: str, found: dict[str, Any]) -> None:
+    """Add one result to a JSON file; rank 0 alone writes, after every setting."""
+    if dist.get_rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
+    before = json.loads(path.read_text())["results"] if path.is_file() else {}
+    text = json.dumps({**facts, "results": {**before, key: found}}, indent=1)
+    path.write_text(text + "\n")
+
+
+def as_dict(measured: Measured) -> dict[str, Any]:
+    return asdict(measured)

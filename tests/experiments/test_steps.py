@@ -1,0 +1,48 @@
+"""The scripts that time steps and compare the plan, on two ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["engine.device=cpu", "data.seq_len=32", "engine.threads=1", "engine.compile=false"]
+
+
+def torchrun(script: str, *words: str) -> str:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "experiments")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "experiments" / script), *words]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_baseline_step_by_step(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--model", "tiny", "--steps", "1"]
+    words += ["--settings", "eager,chunked_loss", *SMALL, "cluster.gpus_per_node=2"]
+    said = torchrun("baseline/run.py", *words)
+    found = json.loads((tmp_path / "tiny.json").read_text())["results"]
+    assert list(found) == ["eager", "chunked_loss"]
+    assert all(one["seconds"] > 0 and len(one["times"]) == 1 for one in found.values())
+    assert "tiny eager:" in said
+
+
+@pytest.mark.slow
+def test_the_plan_beside_a_run(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--name", "tiny/w8", "--steps", "1", "model=tiny"]
+    words += ["recipe=w8", "cluster=1x2", *SMALL]
+    assert "tiny/w8: planned" in torchrun("plan/compare.py", *words)
+    found = json.loads((tmp_path / "plan.json").read_text())["results"]["tiny/w8"]
+    assert found["peak_gib"] is None
+    assert found["planned_gib"] > 0
+    assert sum(found["items"].values()) == pytest.approx(found["planned_device_gib"])

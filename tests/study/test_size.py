@@ -1,0 +1,151 @@
+"""The studies of size: what they promise, that they fit, and that their small twins run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.study.test_studies import config_of, study_of
+from zpp_lab.compose import compose
+from zpp_lab.config import Config
+from zpp_lab.data import open_data
+from zpp_lab.data.corpus import open_corpus
+from zpp_lab.data.prepare import trained_tokenizer
+from zpp_lab.engines.build import build_engine
+from zpp_lab.launcher import launch
+from zpp_lab.memory import GIB
+from zpp_lab.planner import Outlook
+from zpp_lab.study.launch import run_study
+from zpp_lab.study.settings import differences
+from zpp_lab.tracking import read
+
+H200 = 139.8  # GiB
+TWINS = {"pretrain_13b": "pretrain_13b_mini", "finetune_30b": "finetune_30b_mini"}
+SMALLER = (  # what a twin changes: sizes, the device, and the compiler
+    "model.",
+    "data.max_bytes",
+    "data.vocab_size",
+    "data.bpe_every",
+    "data.seq_len",
+    "data.tokenizer_path",
+    "engine.compile",
+    "engine.device",
+    "engine.threads",
+    "train.steps",
+    "train.batch_size",
+    "train.lr",
+    "train.warmup_steps",
+    "train.eval",
+    "tracking.telemetry_every",
+)
+
+
+def tokens_of(config: Config) -> int:
+    step = config.cluster.world * config.train.batch_size * config.train.micro_steps
+    return step * config.data.seq_len * config.train.steps
+
+
+@pytest.mark.parametrize(("large", "small"), TWINS.items())
+def test_a_twin_has_the_same_arms_and_path(large: str, small: str) -> None:
+    assert study_of(large).arms == study_of(small).arms
+    assert study_of(large).seeds == study_of(small).seeds
+    changed = differences(config_of(large, "zero3"), config_of(small, "zero3"))
+    assert not [key for key in changed if not key.startswith(SMALLER)]
+
+
+def test_what_was_promised() -> None:
+    pretrain, finetune, many = (
+        config_of(name, "zero3") for name in ("pretrain_13b", "finetune_30b", "pretrain_350m")
+    )
+    assert (pretrain.model.dim, pretrain.model.layers) == (5120, 40)
+    assert pretrain.train.steps >= 150
+    assert tokens_of(pretrain) >= 150 * 16_384
+    assert (finetune.model.dim, finetune.model.layers) == (6656, 60)
+    assert finetune.train.steps >= 60
+    assert (many.cluster.nodes, many.cluster.gpus_per_node) == (8, 8)
+    assert tokens_of(many) >= 20_000_000
+    assert len(study_of("pretrain_350m").seeds) >= 3
+    assert len(study_of("pretrain_350m").arms) >= 5
+    assert {c.train.reduce_dtype for c in (pretrain, finetune, many)} == {"bf16"}
+    assert not pretrain.train.keep_checkpoints  # 156 GB that nobody will read
+
+
+@pytest.mark.parametrize(("study", "arm"), [("pretrain_13b", "zeropp"), ("finetune_30b", "w2")])
+def test_four_gpus_hold_it(study: str, arm: str) -> None:
+    overrides = next(a.overrides for a in study_of(study).arms if a.name == arm)
+    # the GPUs of one host read each other's memory, and its links are alike
+    host = ["engine.transport=peer", "engine.gather=flat", "data.tokenizer=bytes"]
+    host += ["data.tokenizer_path=null", "data.end_token=null"]
+    config = compose([*study_of(study).overrides, *overrides, *host])
+    outlook = Outlook.of(config, int(H200 * GIB))
+    assert outlook.fits
+    assert outlook.estimate.peak < 0.95 * outlook.device  # room for the allocator's holes
+
+
+def small(name: str, arm: str, folder: Path, *more: str) -> Config:
+    study = study_of(name)
+    overrides = next(a.overrides for a in study.arms if a.name == arm)
+    cache = f"data.cache_dir={folder / 'cache'}"
+    return compose([*study.overrides, *overrides, cache, f"run.dir={folder / arm}", *more])
+
+
+def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path) -> None:
+    """One arm over gloo through the study's queue, then the same ranks in this process."""
+    study = study_of("pretrain_13b_mini")
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
+    outcome = run_study(with_cache, tmp_path / "study", arms=["zero3_reordered"])
+    folder = tmp_path / "study" / "zero3_reordered" / "seed1"
+    assert outcome.exit_code == 0, (folder / "log.txt").read_text()
+    real = read(folder / "metrics.jsonl")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["start_up"]) == {"data", "engine", "checkpoint", "first step"}
+    assert summary["peak_gib"] is None
+    assert not list(folder.glob("checkpoints/*"))
+    # gathers are flat where all ranks share a host
+    same = ("engine.name=virtual", "engine.gather=flat")
+    virtual = launch(small("pretrain_13b_mini", "zero3_reordered", tmp_path, *same))
+    assert virtual["heldout_loss"] == summary["heldout_loss"]
+    own = read(tmp_path / "zero3_reordered" / "metrics.jsonl")
+    assert [r["loss"] for r in own] == [r["loss"] for r in real]
+    assert [r["grad_norm"] for r in own] == [r["grad_norm"] for r in real]
+    assert [r["bytes"] for r in own] == [r["bytes"] for r in real]
+
+
+@pytest.mark.slow
+def test_every_arm_of_the_pretraining_twin_runs(tmp_path: Path) -> None:
+    study = study_of("pretrain_13b_mini")
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
+    outcome = run_study(with_cache, tmp_path / "study")
+    assert outcome.exit_code == 0
+    assert len(outcome.finished) == len(study.arms)
+
+
+@pytest.mark.slow
+def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) -> None:
+    """Virtual ranks: the real ones are the pretraining twin's."""
+    virtual = ("engine.name=virtual", "train.keep_checkpoints=2")
+    base = small("pretrain_13b_mini", "zero3", tmp_path, *virtual, "run.name=base")
+    before = launch(base)
+    tokenizer = trained_tokenizer(open_corpus(base.data), base.data)
+    start = tmp_path / "zero3" / "checkpoints" / "step-00000008.pt"
+    assert start.is_file()
+    for arm in study_of("finetune_30b_mini").arms:
+        more = (f"data.tokenizer_path={tokenizer}", f"run.start_from={start}", virtual[0])
+        folder = tmp_path / "finetune"
+        config = small("finetune_30b_mini", arm.name, folder, *more)
+        data = open_data(config.data)
+        assert data.vocab_size == 512
+        assert data.hash != before["data"]["hash"]
+        first = build_engine(config, data.vocab_size, _cpu())
+        assert first.plan.recipe.config.name == arm.overrides[0].partition("=")[2]
+        assert launch(config)["steps"] == 8
+
+
+def _cpu():  # type: ignore[no-untyped-def]
+    import torch
+
+    return torch.device("cpu")

@@ -1,0 +1,164 @@
+"""A run in pieces: it stops in time with a checkpoint, and ends as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import small
+from tests.test_trainer import last_checkpoint, without_times
+from zpp_lab.cli import main
+from zpp_lab.config import Config
+from zpp_lab.launcher import launch
+from zpp_lab.piece import PAUSED, Piece, seconds
+from zpp_lab.tracking import read
+from zpp_lab.trainer import run
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("480", 480), ("480s", 480), ("8m", 480), ("1.5h", 5400), (" 2m ", 120)]
+)
+def test_times(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "0m", "8 minutes", "-3m", "m"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 480"):
+        seconds(text)
+
+
+def test_a_piece_is_over_before_a_step_that_would_end_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    assert not Piece(None).over(1e9)
+    assert not Piece(1003.0).over(2.5)
+    assert Piece(1003.0).over(3.0)
+    assert Piece(999.0).over()
+
+
+class Steps:
+    """A clock for which every step lasts long enough that pieces are `length` steps."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.looks = length, 0
+
+    def over(self, *_: float) -> bool:
+        self.looks += 1
+        return self.looks > self.length
+
+
+def in_pieces(config: Config, monkeypatch: pytest.MonkeyPatch, length: int) -> list[int]:
+    """Run to the end, `length` steps at a start; the steps at which it stopped."""
+    stops = []
+    for _ in range(100):
+        monkeypatch.setattr("zpp_lab.trainer.Piece", lambda *_: Steps(length))
+        ended = run(config)
+        if ended["outcome"] == "finished":
+            return stops
+        stops.append(ended["step"])
+        folder = Path(str(config.run.dir))
+        assert not (folder / "failure.json").exists()
+        assert not (folder / "summary.json").exists()
+        assert len(read(folder / "metrics.jsonl")) == ended["step"]
+        _move(folder)
+    raise AssertionError("no end")
+
+
+def _move(folder: Path) -> None:
+    """As onto another machine: a copy of the folder, the old one gone."""
+    shutil.copytree(folder, folder.with_name("elsewhere"))
+    shutil.rmtree(folder)
+    folder.with_name("elsewhere").rename(folder)
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "qsdp"])
+@pytest.mark.parametrize("every", [0, 5])
+def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, every: int
+) -> None:
+    settings = (f"recipe={recipe}", f"train.checkpoint_every={every}")
+    run(small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}"))
+    cut = small(tmp_path, *settings, f"run.dir={tmp_path / 'cut'}")
+    assert in_pieces(cut, monkeypatch, 5) == [5, 10]
+    assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_other_tokens_are_no_place_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zpp_lab.trainer.Piece", lambda *_: Steps(5))
+    run(small(tmp_path))
+    text = tmp_path / "texts" / "part0.py"
+    text.write_text(text.read_text() + "x = 1\n")
+    with pytest.raises(ValueError, match="trained on other tokens"):
+        run(compose_again(tmp_path))
+
+
+def compose_again(folder: Path) -> Config:
+    """`small` without writing the corpus anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.runs.corpus", lambda folder: folder / "texts")
+        return small(folder)
+
+
+def test_no_time_left_before_the_first_step(tmp_path: Path) -> None:
+    ended = run(small(tmp_path, "run.until=1.0"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 0)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run
+
+
+def test_a_piece_of_some_steps(tmp_path: Path) -> None:
+    run(small(tmp_path, f"run.dir={tmp_path / 'whole'}"))
+    ended = run(small(tmp_path, "run.piece_steps=7"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 7)
+    assert run(small(tmp_path))["steps"] == 12
+    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
+    settings = ("train.keep_checkpoints=0", "train.checkpoint_every=0")
+    assert run(small(tmp_path, *settings))["outcome"] == "finished"
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_train_says_that_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path)  # makes the corpus
+    words = [f"data.path={config.data.path}", f"data.cache_dir={tmp_path / 'cache'}", "data=text"]
+    words += ["data.seq_len=16", "data.heldout_every=2", "model=tiny", "tracking.wandb=off"]
+    words += ["engine.device=cpu", f"run.dir={tmp_path / 'cli'}", "train.steps=100000"]
+    assert main(["train", "--for", "2s", *words]) == PAUSED
+    assert "the same command goes on" in capsys.readouterr().out
+    steps = len(read(tmp_path / "cli" / "metrics.jsonl"))
+    assert 0 < steps < 100000
+    saved = torch.load(last(tmp_path / "cli"), weights_only=True)
+    assert saved["step"] == steps
+
+
+def last(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").glob("*.pt"))[-1]
+
+
+@pytest.mark.slow
+def test_real_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
+    settings = ("engine=fsdp", "engine.device=cpu", "recipe=zeropp", "train.steps=1500")
+    settings += ("train.checkpoint_every=0", "cluster.nodes=1", "cluster.gpus_per_node=2")
+    launch(small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}"))
+    stops, window = 0, 10.0  # starting takes most of it
+    while not (tmp_path / "cut" / "summary.json").exists():
+        until, window = f"run.until={time.time() + window}", 1.5 * window
+        ended = launch(small(tmp_path, *settings, until, f"run.dir={tmp_path / 'cut'}"))
+        stops += ended["outcome"] == "unfinished"
+    assert stops >= 1
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    summaries = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("whole", "cut")]
+    assert summaries[0]["heldout_loss"] == summaries[1]["heldout_loss"]

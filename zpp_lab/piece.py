@@ -1,0 +1,55 @@
+"""A run in pieces: it stops between two steps, with a checkpoint, before a given time.
+
+The same command then goes on, here or on another machine that has the run's folder, and ends with
+the bytes of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+PAUSED = 75  # exit code of a process whose run stopped for want of time (EX_TEMPFAIL)
+UNFINISHED = "unfinished"  # the outcome of such a run
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(text: str) -> float:
+    """What `--for` says: 480, 480s, 8m or 1.5h. ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"--for {text}: give a time above 0, such as 480, 480s, 8m or 1.5h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+class Piece:
+    """Says when to stop: after `steps` steps of this start (0: any number), and before a step that
+    would probably end after `until` (unix seconds).
+
+    Rank 0's clock decides for all ranks of the default process group, if there is one. An `until`
+    of None asks nobody.
+    """
+
+    def __init__(self, until: float | None, steps: int = 0) -> None:
+        self.until, self.steps, self.asked = until, steps, 0
+
+    def over(self, next_step: float = 0.0) -> bool:
+        """Whether to stop before the next step, which will probably take so many seconds. Every
+        rank must call it once a step."""
+        self.asked += 1
+        if self.steps and self.asked > self.steps:
+            return True
+        if self.until is None:
+            return False
+        return _as_rank_0(time.time() + next_step >= self.until)
+
+
+def _as_rank_0(own: bool) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return own
+    said = torch.tensor([own])
+    dist.broadcast(said, src=0)
+    return bool(said)
