@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab import ops
-from zpp_lab.checkpoint import Checkpoints
+from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
 from zpp_lab.config import Config
 from zpp_lab.data import TokenData, open_data
 from zpp_lab.dcp import ShardedCheckpoints, read_whole
@@ -32,6 +32,7 @@ from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
+from zpp_lab.plan import Plan
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
@@ -71,7 +72,7 @@ class Trainer:
         ops.configure(config.ops.backend)
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
-        self.checkpoints = _checkpoints(config, folder / "checkpoints")
+        self.checkpoints = _checkpoints(config, folder / "checkpoints", rank)
         self.step = 0  # steps done
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
 
@@ -193,7 +194,7 @@ class Trainer:
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "bytes": totals,
-            "bytes_per_step": sum(sum(t) for t in plan.step_bytes().values()),
+            "bytes_per_step": _planned_bytes(plan) if totals else None,  # as `bytes`: {} is unknown
             "data": {"name": config.data.name, "hash": data.hash, "tokens": data.tokens},
             "peak_memory_bytes": self._peak_memory(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
@@ -251,10 +252,16 @@ class Trainer:
             write_failure(self.folder, failure)
 
 
-def _checkpoints(config: Config, folder: Path) -> Checkpoints | ShardedCheckpoints:
+def _checkpoints(config: Config, folder: Path, rank: int) -> Checkpoints | ShardedCheckpoints:
     keep = config.train.keep_checkpoints
-    several = config.engine.name == "fsdp"
-    return ShardedCheckpoints(folder, keep) if several else Checkpoints(folder, keep)
+    if config.engine.name == "fsdp":
+        return ShardedCheckpoints(folder, keep)
+    shared = config.engine.name == "deepspeed"
+    return SharedCheckpoints(folder, keep, rank) if shared else Checkpoints(folder, keep)
+
+
+def _planned_bytes(plan: Plan) -> int:
+    return sum(sum(traffic) for traffic in plan.step_bytes().values())
 
 
 def outcome_of(error: BaseException) -> str:
