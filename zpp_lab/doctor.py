@@ -63,6 +63,7 @@ def checks() -> list[Check]:
         compiler,
         distributed,
         peer_memory,
+        deepspeed,
         wandb,
     ]
     return [probe() for probe in probes] + extras()
@@ -199,6 +200,17 @@ def peer_memory() -> Check:
     if apart:
         return Check("peer memory", "absent", f"GPUs apart: {', '.join(apart)}", fix)
     return Check("peer memory", "ok", f"all {count} GPUs reach each other")
+
+
+def deepspeed() -> Check:
+    """What engine=deepspeed needs, without importing it: that takes seconds."""
+    version = _version("deepspeed")
+    if version is None:
+        fix = f"{install('deepspeed')}; only engine=deepspeed needs it"
+        return Check("deepspeed", "absent", "not installed", fix)
+    quantizes = nvcc().state == "ok" and cuda_device().state == "ok"
+    can = "ZeRO-3 and ZeRO++" if quantizes else "ZeRO-3; its quantizer needs a GPU and nvcc"
+    return Check("deepspeed", "ok", f"{version}, {can}")
 
 
 def wandb() -> Check:

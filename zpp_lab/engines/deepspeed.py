@@ -46,7 +46,8 @@ def load_deepspeed(device: torch.device) -> Any:
         import deepspeed
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"engine=deepspeed needs {error.name}: pip install 'zpp_lab[deepspeed]'"
+            f"engine=deepspeed needs {error.name}: DS_BUILD_OPS=0 pip install "
+            "--no-build-isolation 'zpp_lab[deepspeed]'"
         ) from None
     deepspeed.utils.logger.setLevel("WARNING")
     if device.type == "cpu":  # else it compiles collectives of its own for shared memory

@@ -19,7 +19,7 @@ from zpp_lab.recipe import Recipe
 WEIGHT_BITS, GRAD_BITS = 8, 4
 # What a codec may say beside its bits: DeepSpeed's own values, or nothing.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "codec": (None, "none", "block"),
+    "codec": (None, "block"),
     "block_size": (None,),
     "symmetric": (None, True),
     "rounding": (None, "nearest"),
@@ -75,8 +75,7 @@ def quantizes_grads(config: Config) -> bool:
 
 
 def _bits(recipe: Recipe, wire: Wire) -> int | None:
-    settings = recipe.wire(wire)
-    return None if settings.codec == "none" else settings.bits
+    return recipe.wire(wire).bits
 
 
 def _check_engine(engine: EngineConfig) -> None:
@@ -130,9 +129,10 @@ def _check_hops(checked: Recipe) -> None:
 
 
 def _check_codec(wire: str, codec: CodecConfig, bits: int) -> None:
-    quantized = codec.codec != "none" and codec.bits is not None
-    _need(not quantized or codec.bits == bits, f"{codec.bits} bits on {wire} (use {bits} or null)")
-    for key, allowed in _ONLY.items() if quantized else ():
+    if codec.bits is None and codec.codec in (None, "none", "block"):
+        return  # the tensor's own bytes
+    _need(codec.bits in (None, bits), f"{codec.bits} bits on {wire} (use {bits} or null)")
+    for key, allowed in _ONLY.items():
         value = getattr(codec, key)
         _need(value in allowed, f"{key}={value} on {wire} (leave it null)")
 
