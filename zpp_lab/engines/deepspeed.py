@@ -85,6 +85,9 @@ class DeepSpeedEngine:
     def _check_quantizers(self) -> None:
         """ValueError where DeepSpeed would not quantize what the recipe asks for."""
         config, on_gpu = self.config, self.device.type == "cuda"
+        frozen = [n for n, p in self.parameters.items() if not p.requires_grad]
+        if frozen:
+            raise ValueError(f"engine=deepspeed trains all parameters, but {frozen[0]} is frozen")
         if not on_gpu and (quantizes_weights(config) or quantizes_grads(config)):
             raise ValueError("DeepSpeed quantizes on GPUs alone: use engine.device=cuda")
         visible = torch.cuda.device_count() if on_gpu else config.cluster.gpus_per_node
