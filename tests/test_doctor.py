@@ -113,3 +113,12 @@ def test_compiling_for_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> No
     assert "Triton" in doctor.compiler().found
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: object())
     assert doctor.compiler().state == "ok"
+
+
+def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    assert doctor.deepspeed().state == "absent"
+    assert "[deepspeed]" in doctor.deepspeed().fix
+    monkeypatch.setattr(doctor, "_version", lambda _: "0.19.8")
+    monkeypatch.setattr(doctor, "nvcc", lambda: doctor.Check("nvcc", "absent", "none", "get it"))
+    assert "quantizer needs" in doctor.deepspeed().found

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zpp_lab.config import ClusterConfig
-from zpp_lab.place import check_place, enter, placed, slurm_place
+from zpp_lab.place import check_place, enter, placed, see_own_node, slurm_place
 
 STEP = {
     "SLURM_PROCID": "5",
@@ -73,3 +73,26 @@ def test_what_does_not_fit_the_cluster(changes: dict[str, Any], says: str) -> No
 
 def test_one_machine_may_stand_for_several_nodes() -> None:
     check_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("rank", "listed", "own", "local"),
+    [(0, None, "0,1", "0"), (3, None, "2,3", "1"), (2, "4,5,6,7", "6,7", "0"), (1, "", "", "1")],
+)
+def test_a_machine_that_stands_for_two_nodes(
+    rank: int, listed: str | None, own: str, local: str
+) -> None:
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if listed is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = listed
+    see_own_node(environment, ClusterConfig(nodes=2, gpus_per_node=2))
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["LOCAL_RANK"]) == (own, local)
+
+
+def test_real_nodes_are_left_alone() -> None:
+    environment = {"RANK": "5", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    see_own_node(environment, CLUSTER)
+    assert environment == {"RANK": "5", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    alone = {"RANK": "1", "LOCAL_RANK": "1"}
+    see_own_node(alone, ClusterConfig(nodes=1, gpus_per_node=2))
+    assert "CUDA_VISIBLE_DEVICES" not in alone

@@ -90,6 +90,29 @@ class Checkpoints:
         return None
 
 
+class SharedCheckpoints(Checkpoints):
+    """The same of an engine with a process a rank, whose rank 0 holds the whole state."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        rank: int,
+        weights_only: bool = False,
+        skip_full: bool = False,
+    ) -> None:
+        super().__init__(folder, keep, weights_only, skip_full)
+        self.rank = rank
+
+    def save(self, step: int, state: dict[str, Any]) -> Path | None:
+        """Rank 0 writes. The others need not wait: nobody reads before the next start."""
+        return super().save(step, state) if self.rank == 0 else self.path(step)
+
+    def load(self, device: torch.device) -> dict[str, Any] | None:
+        """As `Checkpoints.load`, on the CPU: every rank takes its own part."""
+        return super().load(torch.device("cpu"))
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:

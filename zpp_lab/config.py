@@ -28,6 +28,8 @@ from zpp_lab.record_config import RecordConfig
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
+TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
+
 
 @dataclass(frozen=True, config=_STRICT)
 class RuleConfig:
@@ -110,7 +112,8 @@ class EngineConfig:
     prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
-    allow_fallback: bool = False  # fsdp: go on where FSDP2 goes past the recipe's collectives
+    allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
+    emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
     timeout_seconds: float = 300.0  # fsdp: for one transfer between ranks
     silence_seconds: float = 40.0  # fsdp under torchrun or srun: then a silent rank is dead
     transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
@@ -121,6 +124,11 @@ class EngineConfig:
         _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
         _need(self.timeout_seconds > 0, "engine.timeout_seconds: use more than 0")
         _need(self.silence_seconds >= 5, "engine.silence_seconds: use 5 or more")
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the engine has a process for every rank."""
+        return self.name != "virtual"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -267,8 +275,8 @@ class TrainConfig:
     batch_size: int = 4  # sequences of one rank in one micro-step
     micro_steps: int = 1  # gradient accumulation
     accumulate: Literal["every", "last"] = "every"  # reduce each micro-step, or the last only
-    param_dtype: Dtype = "fp32"
-    reduce_dtype: Dtype = "fp32"
+    param_dtype: TrainDtype = "fp32"
+    reduce_dtype: TrainDtype = "fp32"
     lr: float = 3e-3
     min_lr_ratio: float = 0.1
     warmup_steps: int = 20
@@ -361,6 +369,12 @@ class Config:
             not (self.model.lora.on and self.engine.offload),
             "engine.offload=true with model.lora: a frozen base stays on the GPU as its payload; "
             "set engine.offload=false",
+        )
+        half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
+        _need(
+            not half or self.engine.name == "deepspeed",
+            f"train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed, which "
+            f"scales the loss; engine={self.engine.name} has bf16 and fp32",
         )
 
 

@@ -64,6 +64,7 @@ def checks() -> list[Check]:
         distributed,
         peer_memory,
         emulated_nodes,
+        deepspeed,
         wandb,
     ]
     return [probe() for probe in probes] + extras()
@@ -214,6 +215,17 @@ def emulated_nodes() -> Check:
         fix = "nothing else needs them; bench step --nodes 1 runs without"
         return Check("emulated nodes", "absent", str(error), fix)
     return Check("emulated nodes", "ok", "network namespaces, veth pairs and tc's limits work")
+
+
+def deepspeed() -> Check:
+    """What engine=deepspeed needs, without importing it: that takes seconds."""
+    version = _version("deepspeed")
+    if version is None:
+        fix = f"{install('deepspeed')}; only engine=deepspeed needs it"
+        return Check("deepspeed", "absent", "not installed", fix)
+    quantizes = nvcc().state == "ok" and cuda_device().state == "ok"
+    can = "ZeRO-3 and ZeRO++" if quantizes else "ZeRO-3; its quantizer needs a GPU and nvcc"
+    return Check("deepspeed", "ok", f"{version}, {can}")
 
 
 def wandb() -> Check:

@@ -1,6 +1,6 @@
 """One process a rank: starts them, or finds its place among those that somebody else started.
 
-`engine=virtual` needs one process and runs right here. `engine=fsdp` starts nodes × gpus_per_node
+`engine=virtual` needs one process and runs right here. The others start nodes × gpus_per_node
 processes on this machine (elastic launch) and watches them: when one dies, the others are ended
 and its rank and traceback are reported. Under torchrun, or srun with one task a GPU, the
 processes are there already, and each joins with the rank that its environment gives.
@@ -30,7 +30,7 @@ import yaml
 
 from zpp_lab.config import Config, load
 from zpp_lab.piece import UNFINISHED
-from zpp_lab.place import check_place, enter, placed
+from zpp_lab.place import check_place, enter, placed, see_own_node
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
@@ -51,7 +51,7 @@ def launch(config: Config) -> Record:
 
     A process that joined as another rank than 0 gets an empty one.
     """
-    if config.engine.name != "fsdp":
+    if not config.engine.ranked:
         return run(config)
     if placed(os.environ):
         return join_watched(config)
@@ -171,6 +171,8 @@ def join_watched(config: Config) -> Record:
 def connect(config: Config) -> int:
     """Meet the other ranks; returns this one's. ValueError when they are not the cluster's."""
     check_place(os.environ, config.cluster)
+    if config.engine.name == "deepspeed" and config.engine.emulate_nodes:
+        see_own_node(os.environ, config.cluster)  # before CUDA looks at its variables
     cpu = config.engine.device == "cpu" or not torch.cuda.is_available()
     if not cpu:
         if config.engine.deterministic:  # cuBLAS reads it when it starts

@@ -61,6 +61,25 @@ def slurm_place(environment: Variables) -> dict[str, str]:
     }
 
 
+def see_own_node(environment: MutableMapping[str, str], cluster: ClusterConfig) -> None:
+    """Where one machine stands for several nodes, leave a process the GPUs of its own node.
+
+    DeepSpeed takes the GPUs that it sees for a node. Must run before CUDA starts; LOCAL_RANK
+    becomes the place in the node.
+    """
+    machines = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    if machines > 1 or cluster.nodes == 1:
+        return
+    node, local = divmod(int(environment["RANK"]), cluster.gpus_per_node)
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    names = listed.split(",") if listed is not None else [str(i) for i in range(cluster.world)]
+    own = names[node * cluster.gpus_per_node : (node + 1) * cluster.gpus_per_node]
+    if listed != "":  # none at all: a run on the CPU
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    environment["LOCAL_RANK"] = str(local)
+    environment["LOCAL_WORLD_SIZE"] = str(cluster.gpus_per_node)
+
+
 def _first_host(environment: Variables) -> str:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:

@@ -20,7 +20,7 @@ from zpp_lab.config import (
 )
 from zpp_lab.layout import Parameter
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab import ops
-from zpp_lab.checkpoint import Checkpoints
+from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
 from zpp_lab.config import Config
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.dcp import Saving, ShardedCheckpoints, holds_weights_only, read_whole
@@ -36,6 +36,7 @@ from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece
+from zpp_lab.plan import Plan
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
@@ -78,7 +79,7 @@ class Trainer:
         ops.configure(config.ops.backend)
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
-        self.checkpoints = _checkpoints(config, folder / "checkpoints", self.device)
+        self.checkpoints = _checkpoints(config, folder / "checkpoints", self.device, rank)
         self.piece = Piece(config.run.until, config.run.piece_steps)
         self.start_up = StartUp()
         self.step = 0  # steps done
@@ -249,7 +250,7 @@ class Trainer:
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "bytes": totals,
-            "bytes_per_step": sum(sum(t) for t in plan.step_bytes().values()),
+            "bytes_per_step": _planned_bytes(plan) if totals else None,  # as `bytes`: {} is unknown
             "data": {"name": config.data.name, **_facts(data)},
             "peak_memory_bytes": self._peak_memory(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
@@ -313,11 +314,13 @@ class Trainer:
 
 
 def _checkpoints(
-    config: Config, folder: Path, device: torch.device
+    config: Config, folder: Path, device: torch.device, rank: int
 ) -> Checkpoints | ShardedCheckpoints:
     train = config.train
     keep = max(1, train.keep_checkpoints)  # 0: none after the end
     skip = train.checkpoint_full_disk == "skip"
+    if config.engine.name == "deepspeed":
+        return SharedCheckpoints(folder, keep, rank, train.checkpoint_weights_only, skip)
     if config.engine.name != "fsdp":
         return Checkpoints(folder, keep, train.checkpoint_weights_only, skip)
     saving = Saving(
@@ -346,6 +349,10 @@ def _facts(data: Data) -> Record:
 def perplexity(loss: float) -> float:
     """exp of a mean loss in nats a token; infinite where that has no number."""
     return math.exp(loss) if loss < 700 else math.inf
+
+
+def _planned_bytes(plan: Plan) -> int:
+    return sum(sum(traffic) for traffic in plan.step_bytes().values())
 
 
 def outcome_of(error: BaseException) -> str:

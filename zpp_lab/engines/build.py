@@ -25,7 +25,7 @@ def pick_device(engine: EngineConfig) -> torch.device:
     """
     if engine.device == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return _own_gpu(device) if engine.name == "fsdp" else device
+        return _own_gpu(device) if engine.ranked else device
     try:
         device = torch.device(engine.device)
     except RuntimeError:
@@ -34,7 +34,7 @@ def pick_device(engine: EngineConfig) -> torch.device:
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("engine.device=cuda, but torch sees no GPU here: use engine.device=cpu")
-    return _own_gpu(device) if engine.name == "fsdp" else device
+    return _own_gpu(device) if engine.ranked else device
 
 
 def _own_gpu(device: torch.device) -> torch.device:
@@ -55,8 +55,11 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
         gather = gather_mode(config.engine.gather)
         chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
         return FsdpEngine(model, build_plan(model, chosen), config, device)
-    if config.engine.name != "virtual":
-        raise ValueError(f"engine={config.engine.name} is not built yet: use virtual or fsdp")
+    if config.engine.name == "deepspeed":
+        from zpp_lab.engines.deepspeed import DeepSpeedEngine
+
+        whole = build_model(config.model, vocab_size, device=device, seed=config.seed)
+        return DeepSpeedEngine(whole, build_plan(whole, config), config, device)
     if config.recipe.shard == "node":
         raise ValueError(
             "recipe.shard=node runs on engine=fsdp alone; for the virtual engine take "

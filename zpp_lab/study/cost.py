@@ -92,7 +92,12 @@ def estimate(
 
 
 def step_bytes(config: Config) -> int:
-    """Bytes that all ranks together send in one step, from the plan; nothing is trained."""
+    """Bytes that all ranks together send in one step, from the plan; nothing is trained.
+
+    0 with engine=deepspeed, which follows no plan of ours.
+    """
+    if config.engine.name == "deepspeed":
+        return 0
     from zpp_lab.data import open_data  # torch comes with these
     from zpp_lab.engines.build import build_plan
     from zpp_lab.models import build_model

@@ -77,7 +77,7 @@ def _cells(study: StudyConfig, own: Sequence[Forecast]) -> list[str]:
         str(len(own)),
         ", ".join(words) + (f" ({lost} for good)" if lost else "") or "0",
         str(begun),
-        amount(own[0].bytes),
+        "?" if own[0].run.config.engine.name == "deepspeed" else amount(own[0].bytes),
         duration(whole[0]) if whole else "?",
         duration(sum(left)) if len(left) == len(own) else "?",
     ]

@@ -57,8 +57,10 @@ class Run:
         return float(value) if value is not None and math.isfinite(value) else None
 
     def bytes_per_step(self, hop: str | None = None) -> float | None:
-        """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both)."""
-        if self.summary is None:
+        """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both).
+
+        None when it is unknown."""
+        if self.summary is None or not self.summary["bytes"]:  # {}: the engine cannot tell
             return None
         hops = (hop,) if hop else ("intra", "inter")
         sent = sum(wire.get(h, 0) for wire in self.summary["bytes"].values() for h in hops)

@@ -88,8 +88,8 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
     wanted = max((gpus_needed(config) for config in configs), default=1)
     if gpus and wanted > len(gpus):
         raise ValueError(
-            f"a run of this study needs {wanted} GPUs (engine=fsdp takes one a rank), and this "
-            f"machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm"
+            f"a run of this study needs {wanted} GPUs (fsdp and deepspeed take one a rank), "
+            f"and this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm"
         )
     if not gpus:
         jobs = jobs or cpus
@@ -99,7 +99,7 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
 
 
 def gpus_needed(config: Config) -> int:
-    return config.cluster.world if config.engine.name == "fsdp" else 1
+    return config.cluster.world if config.engine.ranked else 1
 
 
 def visible_gpus(configs: Sequence[Config]) -> list[str]:

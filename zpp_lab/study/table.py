@@ -68,7 +68,7 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     row = {key: summary.get(key) for key in ("steps", "tokens", "heldout_loss")}
     row |= {"arm": arm.name, "seed": seed, "recipe": run.recipe, "outcome": run.outcome}
     row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
-    if summary:
+    if wires:
         row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
     return row
 

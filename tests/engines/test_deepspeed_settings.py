@@ -1,0 +1,136 @@
+"""What DeepSpeed is told of a recipe, and what it is not asked to do. Needs no DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zpp_lab.config import Config, load
+from zpp_lab.engines.deepspeed_settings import check_gradients, deepspeed_settings
+from zpp_lab.study.slots import gpus_needed
+
+ZEROPP = {"secondary": True, "hops": 2, "weights": {"bits": 8}, "grads": {"bits": 4}}
+
+
+def config(recipe: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Config:
+    groups = {k: v for k, v in groups.items() if v}
+    engine = {"name": "deepspeed", **groups.pop("engine", {})}
+    cluster = groups.pop("cluster", {"nodes": 2, "gpus_per_node": 2})
+    return load(Config, {"recipe": recipe or {}, "cluster": cluster, "engine": engine, **groups})
+
+
+def zero(settings: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = settings["zero_optimization"]
+    return found
+
+
+def test_zero3_leaves_every_switch_off() -> None:
+    assert zero(deepspeed_settings(config(), 128)) == {
+        "stage": 3,
+        "zero_quantized_weights": False,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_gradients": False,
+    }
+
+
+def test_zeropp_turns_every_switch_on() -> None:
+    assert zero(deepspeed_settings(config(ZEROPP), 128)) == {
+        "stage": 3,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_gradients": True,
+        "stage3_param_persistence_threshold": 128,  # vectors travel raw, every matrix in 8 bits
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on"),
+    [
+        ({"weights": {"bits": 8}}, "zero_quantized_weights"),
+        ({"hops": 2, "grads": {"bits": 4}}, "zero_quantized_gradients"),
+        ({"weights": {"codec": "none"}}, ""),
+    ],
+)
+def test_switches_are_apart(recipe: dict[str, Any], on: str) -> None:
+    told = zero(deepspeed_settings(config(recipe)))
+    assert {k for k, v in told.items() if v is True} == ({on} - {""})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_dtypes(dtype: str) -> None:
+    told = deepspeed_settings(config(train={"param_dtype": dtype, "reduce_dtype": dtype}))
+    assert [told[d]["enabled"] for d in ("bf16", "fp16")] == [dtype == "bf16", dtype == "fp16"]
+    assert told["communication_data_type"] == dtype
+
+
+def test_batch_and_clipping() -> None:
+    told = deepspeed_settings(config(train={"batch_size": 3, "micro_steps": 2, "clip": 0.5}))
+    batch = (told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"])
+    assert (*batch, told["gradient_clipping"]) == (3, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"weights": {"bits": 4}}, "4 bits on weights_forward"),
+        ({"weights": {"bits": 8, "block_size": 256}}, "block_size=256 on weights_forward"),
+        ({"weights": {"bits": 8, "symmetric": False}}, "symmetric=False"),
+        ({"weights": {"bits": 8, "rounding": "stochastic"}}, "rounding=stochastic"),
+        ({"weights": {"bits": 8, "scale_dtype": "bf16"}}, "scale_dtype=bf16"),
+        ({"weights": {"codec": "theirs"}}, "codec 'theirs' is not known"),
+        ({"weights_forward": {"bits": 8}}, "weights_forward and weights_backward apart"),
+        ({"hops": 2, "grads": {"bits": 8}}, "8 bits on grads_intra"),
+        ({"hops": 2, "grads": {"bits": 4, "hadamard": 64}}, "hadamard=64"),
+        ({"hops": 2, "grads_inter": {"bits": 4}}, "grads_intra and grads_inter apart"),
+        ({"hops": 1, "grads": {"bits": 4}}, "recipe.hops=1 with quantized gradients"),
+        ({"hops": 2}, "recipe.hops=2 with raw gradients"),
+        ({"stage": 2}, "recipe.stage=2"),
+        ({"order": "reversed"}, "recipe.order=reversed"),
+        ({"exempt": {"names": ["embed*"]}}, "recipe.exempt"),
+        ({"rules": [{"name": "head*", "exempt": True}]}, "recipe.rules"),
+    ],
+)
+def test_what_it_cannot_express_is_refused(recipe: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        deepspeed_settings(config(recipe))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "groups", "said"),
+    [
+        (ZEROPP, {"cluster": {"nodes": 1, "gpus_per_node": 4}}, "on one node"),
+        (
+            {"secondary": True},
+            {"cluster": {"nodes": 4, "gpus_per_node": 1}},
+            "secondary=true with one GPU",
+        ),
+        ({}, {"train": {"accumulate": "last"}}, "accumulate=last"),
+        ({}, {"engine": {"offload": True}}, "engine.offload=True"),
+        ({}, {"engine": {"transport": "peer"}}, "engine.transport=peer"),
+    ],
+)
+def test_what_else_it_cannot_follow(
+    recipe: dict[str, Any], groups: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        deepspeed_settings(config(recipe, **groups))
+
+
+@pytest.mark.parametrize("engine", ["virtual", "fsdp"])
+def test_fp16_is_deepspeeds(engine: str) -> None:
+    with pytest.raises(ValueError, match="need engine=deepspeed"):
+        load(Config, {"engine": {"name": engine}, "train": {"param_dtype": "fp16"}})
+
+
+def test_gradients_that_it_would_not_quantize() -> None:
+    shapes = {"norm": (7,), "good": (8, 16), "odd": (3, 5), "shared": (18, 4)}
+    found = check_gradients(shapes, config(ZEROPP), visible=4)
+    assert [f.split()[0] for f in found] == ["a", "odd", "shared"]
+    assert "engine.emulate_nodes=true" in found[0]
+    assert check_gradients({"good": (8, 16)}, config(ZEROPP), visible=2) == []
+    assert check_gradients(shapes, config(), visible=4) == []
+
+
+def test_a_rank_takes_a_gpu() -> None:
+    assert gpus_needed(config()) == 4
