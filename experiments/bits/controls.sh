@@ -1,4 +1,4 @@
-# The controls of the studies whose settings differ from those of `bits`: bash experiments/bits/controls.sh OUT_FOLDER
+# The controls of the studies whose settings differ from those of `bits`: bash experiments/bits/controls.sh OUT
 # WORLD, SCALE: seconds after which that study is asked to stop; the same command goes on from there.
 out="${1:?name a folder for the results}"
 mkdir -p "$out"
