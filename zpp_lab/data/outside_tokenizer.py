@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from zpp_lab.config import DataConfig
-from zpp_lab.data.tokenizer import encode_together, identity_of, library, token_dtype
+from zpp_lab.data.tokenizer import LibraryTokenizer, library
 
 _FILE = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-class OutsideTokenizer:
+class OutsideTokenizer(LibraryTokenizer):
     """What a tokenizer.json says, without the marks that it would put around a text.
 
     `vocab_size` is the largest token plus one. Text that is not UTF-8 is read with replacement
@@ -40,20 +37,8 @@ class OutsideTokenizer:
         self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values())
         self.end = self._token(end or _end_of(self.file))
 
-    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
-        self.model.encode_special_tokens = not marks
-        return encode_together(self.model, [text], token_dtype(self.vocab_size))[0]
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        self.model.encode_special_tokens = True
-        return encode_together(self.model, texts, token_dtype(self.vocab_size))
-
     def dumps(self) -> str:
         return f"{self.definition}\n{self.end}"
-
-    @property
-    def identity(self) -> str:
-        return identity_of(self.model, self.end)
 
     @property
     def hash(self) -> str:

@@ -61,7 +61,30 @@ class ByteTokenizer:
         return hashlib.sha256(b"bytes").hexdigest()
 
 
-class BpeTokenizer:
+class LibraryTokenizer:
+    """Encodes with a model of the tokenizers package."""
+
+    model: Any
+    vocab_size: int
+    end: int
+
+    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
+        self.model.encode_special_tokens = not marks
+        return encode_together(self.model, [text], token_dtype(self.vocab_size))[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        self.model.encode_special_tokens = True
+        return encode_together(self.model, texts, token_dtype(self.vocab_size))
+
+    @property
+    def identity(self) -> str:
+        """sha256 of what turns text into tokens, not of what turns them back."""
+        said = json.loads(self.model.to_str())
+        used = {key: said[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        return hashlib.sha256(json.dumps([used, self.end], sort_keys=True).encode()).hexdigest()
+
+
+class BpeTokenizer(LibraryTokenizer):
     """Byte-level BPE. Text that is not UTF-8 is read with replacement characters."""
 
     def __init__(self, definition: str) -> None:
@@ -95,27 +118,8 @@ class BpeTokenizer:
             )
         return cls(model.to_str())
 
-    def encode(self, text: bytes, marks: bool = False) -> np.ndarray:
-        self.model.encode_special_tokens = not marks
-        return encode_together(self.model, [text], token_dtype(self.vocab_size))[0]
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        self.model.encode_special_tokens = True
-        return encode_together(self.model, texts, token_dtype(self.vocab_size))
-
     def dumps(self) -> str:
         return self.model.to_str()
-
-    @property
-    def identity(self) -> str:
-        return identity_of(self.model, self.end)
-
-
-def identity_of(model: Any, end: int) -> str:
-    """sha256 of what turns text into tokens, not of what turns them back."""
-    said = json.loads(model.to_str())
-    used = {key: said[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-    return hashlib.sha256(json.dumps([used, end], sort_keys=True).encode()).hexdigest()
 
 
 def library(setting: str) -> Any:
