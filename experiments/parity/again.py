@@ -4,7 +4,8 @@
 
 Every setting trains the same case on one device; after each step every weight is compared with
 those of the first setting, bit for bit. Prints which parameters differ, in how many elements, by
-how much at most and where first. Settings: plain, plain again, one lane, no CUDA graph, and that again.
+how much at most and where first. Settings: plain, plain again, one lane, no CUDA graph, and that
+again.
 """
 
 from __future__ import annotations
