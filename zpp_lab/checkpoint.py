@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.files import is_full, need_space
+from zpp_lab.files import is_full, need_space, sync_folder
 
 
 class Checkpoints:
@@ -52,7 +52,7 @@ class Checkpoints:
                 ) from error
             print(f"{text}; training goes on (train.checkpoint_full_disk=skip)", file=sys.stderr)
             return None
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         for old in self.saved()[: -self.keep]:
             old.unlink(missing_ok=True)
         return path
@@ -111,14 +111,6 @@ class SharedCheckpoints(Checkpoints):
     def load(self, device: torch.device) -> dict[str, Any] | None:
         """As `Checkpoints.load`, on the CPU: every rank takes its own part."""
         return super().load(torch.device("cpu"))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _nbytes(state: Any) -> int:

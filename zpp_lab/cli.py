@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zpp_lab.config import Config, StudyConfig
@@ -52,6 +52,9 @@ def _advice(error: ModuleNotFoundError, then: str) -> str:
     )
 
 
+Add = Callable[..., argparse.ArgumentParser]  # name, text, call: a sub-command
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("zpp-lab", description=__doc__)
     commands = parser.add_subparsers(dest="command")
@@ -61,6 +64,14 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call, passes_on=passes_on)
         return sub
 
+    _training(add)
+    _results(add)
+    _weights(add)
+    _machine(add)
+    return parser
+
+
+def _training(add: Add) -> None:
     train = add("train", "one run, or several with -m; takes Hydra overrides", _train, True)
     train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     study = add("study", "all runs of conf/study/NAME.yaml, then the report", _study)
@@ -77,11 +88,25 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
     tokens = add("prepare", "make a study's token files before its runs need them", _prepare)
     tokens.add_argument("name", help="a study's name, or the path of a YAML file")
+
+
+def _results(add: Add) -> None:
     report = add("report", "build the report of a folder of runs again", _report)
     report.add_argument("dir", type=Path)
     comparison = add("compare", "line up the arms of several studies", _compare)
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
+    sync = add("sync", "send finished runs to wandb again", _sync)
+    sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    pages = add("dashboard", "a study's workspace and report in wandb, as code", _dashboard)
+    pages.add_argument("study", nargs="?", help="a study's folder, its name or its YAML file")
+    pages.add_argument("--apply", type=Path, metavar="FILE", help="make the pages of such a file")
+    pages.add_argument("--out", type=Path, help="where to write their specification")
+    pages.add_argument("--project", help="wandb's project (default: the runs' own)")
+    pages.add_argument("--entity", help="wandb's user or team (default: the runs' own)")
+
+
+def _weights(add: Add) -> None:
     out = add("export", "runs as one table, or a run's weights for transformers", _export)
     out.add_argument("dir", type=Path, help="a folder with runs; for hf and peft, a run's own")
     out.add_argument(
@@ -105,27 +130,22 @@ def _parser() -> argparse.ArgumentParser:
         "--requantize", action="store_true", help="quantized: round anew what does not fit"
     )
     unfit.add_argument("--dense", action="store_true", help="quantized: decode what does not fit")
-    tests = add("evaluate", "held-out loss and perplexity of runs and of folders", _evaluate)
-    tests.add_argument("paths", type=Path, nargs="+", help="runs, and folders for transformers")
-    tests.add_argument("--data", type=Path, help="the run whose held-out tokens to take")
-    tests.add_argument("--codec", action="append", default=[], help="runs: rounded with it too")
-    tests.add_argument("--tokens", type=int, help="held-out tokens (default: as the run has them)")
-    tests.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    tests.add_argument("--out", type=Path, help="write a .csv or .json file too")
+    losses = add("evaluate", "held-out loss and perplexity of runs and of folders", _evaluate)
+    losses.add_argument("paths", type=Path, nargs="+", help="runs, and folders for transformers")
+    losses.add_argument("--data", type=Path, help="the run whose held-out tokens to take")
+    losses.add_argument("--codec", action="append", default=[], help="runs: rounded with it too")
+    losses.add_argument("--tokens", type=int, help="held-out tokens (default: as the run has them)")
+    losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    losses.add_argument("--out", type=Path, help="write a .csv or .json file too")
+
+
+def _machine(add: Add) -> None:
     plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan)
     plan.add_argument(
         "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
     )
     plan.add_argument("--json", action="store_true", help="bytes, for scripts")
     add("doctor", "what this machine can do", _doctor)
-    sync = add("sync", "send finished runs to wandb again", _sync)
-    sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
-    pages = add("dashboard", "a study's workspace and report in wandb, as code", _dashboard)
-    pages.add_argument("study", nargs="?", help="a study's folder, its name or its YAML file")
-    pages.add_argument("--apply", type=Path, metavar="FILE", help="make the pages of such a file")
-    pages.add_argument("--out", type=Path, help="where to write their specification")
-    pages.add_argument("--project", help="wandb's project (default: the runs' own)")
-    pages.add_argument("--entity", help="wandb's user or team (default: the runs' own)")
     bench = add(
         "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
     )
@@ -139,7 +159,6 @@ def _parser() -> argparse.ArgumentParser:
         passes_on=True,
     )
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
-    return parser
 
 
 def _until(piece: str | None) -> float | None:

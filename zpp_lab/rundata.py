@@ -9,8 +9,7 @@ from pathlib import Path
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data import PackedData, TokenData
-from zpp_lab.data.corpus import open_corpus
-from zpp_lab.data.prepare import trained_tokenizer
+from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import END
 from zpp_lab.files import write_atomic
 
@@ -23,9 +22,8 @@ def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> No
     said = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
     write_atomic(folder / FILE, json.dumps(said, indent=1) + "\n")
     if cfg.tokenizer == "bpe":
-        trained = trained_tokenizer(open_corpus(cfg), cfg)
-        assert trained is not None, "the data have just been prepared"
-        write_atomic(folder / "tokenizer.json", trained.read_text(encoding="utf-8"))
+        trained = (data.folder / TOKENIZER).read_text(encoding="utf-8")
+        write_atomic(folder / TOKENIZER, trained)
         write_atomic(folder / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
 
 

@@ -1,17 +1,19 @@
 """What a step asks of the host, without a GPU: kernels, transfers and NCCL do nothing.
 
-    python experiments/parity/host.py [--steps 30] [--functions]
+    python experiments/parity/host.py --out host.json [--steps 60] [--functions]
 
 Four ranks that are not there (torch's fake process group), blocks of tiny weights with the real
 number of parameters. CPU time of this thread in what FSDP2 does for one unit, its own work
 included: gather (casts, allocation, copy-in, transfer), copy-out, reduction. Launches, events and
-streams cost nothing here, so a shipment step by step looks cheaper than it is.
+streams cost nothing here, so a shipment step by step looks cheaper than it is. The settings take
+turns, since a machine's pace changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
 import subprocess
@@ -37,10 +39,12 @@ from zpp_lab.collectives.peer import PeerTransport
 from zpp_lab.collectives.transport import LINKS, ProcessGroups, members
 from zpp_lab.config import ClusterConfig, ModelConfig
 from zpp_lab.engines.build import build_plan
+from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.models import build_model
 
 SHAPE: Shape = (ModelConfig(dim=32, layers=4, heads=2, kv_heads=2, ffn=64), 64, 1, 16)
 CPU = torch.device("cpu")
+TURNS = 15
 
 
 class Idle:
@@ -140,47 +144,60 @@ class Meter:
 
         return call
 
-    def taken(self) -> dict[str, float]:
-        found = {part: statistics.median(own) for part, own in self.times.items()}
-        self.times.clear()
+    def taken(self) -> dict[str, list[float]]:
+        found, self.times = self.times, defaultdict(list)
         return found
 
 
-def run(engine: Bare, lab: Lab, steps: int) -> list[float]:
-    """CPU milliseconds of each step."""
-    batch, times = lab.batch(SHAPE, 0, 0, 0), []
+def run(engine: Bare, lab: Lab, steps: int) -> None:
+    batch = lab.batch(SHAPE, 0, 0, 0)
     for step in range(steps):
-        began = time.thread_time_ns()
         engine.step(step, 1e-4, lambda rank, micro: batch, False)
-        times.append((time.thread_time_ns() - began) / 1e6)
-    return times
+
+
+def in_turns(
+    engines: dict[str, Bare], lab: Lab, meter: Meter, steps: int
+) -> dict[str, dict[str, list[float]]]:
+    """CPU microseconds of every call, by setting and part; each setting has TURNS turns."""
+    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in engines}
+    for _ in range(TURNS):
+        for name, engine in engines.items():
+            run(engine, lab, 2)  # warms caches
+            meter.taken()
+            run(engine, lab, -(-steps // TURNS))
+            for part, own in meter.taken().items():
+                found[name][part] += own
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=60, help="of each setting")
     parser.add_argument("--functions", action="store_true", help="where the time goes")
     args = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     load_stub()
     lab, meter = Lab(CPU, Path()), Meter()
+    found: dict[str, dict[str, float]] = {}
     for nodes in (1, 2):
         cluster = ClusterConfig(nodes=nodes, gpus_per_node=4 // nodes)
         engines = {"FSDP2": engine_of("zero3_bf16", cluster, False, ordered=False)}
         for name, stepwise in (("in one call", False), ("step by step", True)):
             engines[f"zero3 ordered, {name}"] = engine_of("zero3_bf16", cluster, stepwise)
             engines[f"zeropp, {name}"] = engine_of("zeropp", cluster, stepwise)
-        for name, engine in engines.items():
-            run(engine, lab, 3)
-            meter.times.clear()
-            whole = statistics.median(run(engine, lab, args.steps))
-            parts = ", ".join(f"{part} {us:.0f} us" for part, us in meter.taken().items())
-            print(f"{nodes}x{4 // nodes} {name}: {parts}; step {whole:.1f} ms", flush=True)
-            if args.functions:
-                profiler = cProfile.Profile()
-                profiler.runcall(run, engine, lab, 5)
-                pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
-        del engines, engine
+        for name, parts in in_turns(engines, lab, meter, args.steps).items():
+            key = f"{nodes}x{4 // nodes} {name}"
+            found[key] = {part: round(statistics.median(own), 1) for part, own in parts.items()}
+            print(f"{key}: {found[key]} us", flush=True)
+        for name, engine in engines.items() if args.functions else ():
+            print(name)
+            profiler = cProfile.Profile()
+            profiler.runcall(run, engine, lab, 5)
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+        del engines
+    facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
+    args.out.write_text(json.dumps({**facts, "us": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.engines.fsdp_parity import CASES
+from zpp_lab.bench.step_engines import QuickStart
 from zpp_lab.collectives.choose import Choice, connect, gather_mode
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
@@ -36,16 +37,6 @@ SHAPES: dict[str, Shape] = {
     "1b": (LARGE, 32000, 1, 1024),
     "1b-long": (LARGE, 32000, 4, 2048),  # the device is the bound here, not the host's launches
 }
-
-
-class QuickStart(FsdpEngine):
-    """For timing alone: each rank draws its shards on its device."""
-
-    def _initialize(self) -> None:
-        self.model.to_empty(device=self.device)
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.to_local().normal_(0, 0.02)  # type: ignore[operator]
 
 
 class Lab:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.collectives.watchdog import CollectiveError, Watchdog
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,11 @@ def test_finished_and_failed_transfers_are_forgotten() -> None:
     watchdog = Watchdog(0.05, lambda message: pytest.fail(message))
     with watchdog.watch("one", CPU):
         pass
-    with pytest.raises(RuntimeError), watchdog.watch("two", CPU):
-        raise RuntimeError
+    with (
+        pytest.raises(CollectiveError, match=r"^rank 3: two failed: gone$"),
+        watchdog.watch("two", CPU, rank=3),
+    ):
+        raise RuntimeError("gone")
     assert all(t.finished() for t in watchdog.flying)
     watchdog.close()
 

@@ -31,12 +31,17 @@ def test_a_bpe_of_ours(tmp_path: Path) -> None:
     assert (model.config.vocab_size, model.config.eos_token_id) == (280, tokenizer.eos_token_id)
 
 
-def test_a_bpe_that_is_gone_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_has_its_bpe_and_one_that_is_gone_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(small(tmp_path, *BPE))
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
     export_hf(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    export_hf(tmp_path / "run", tmp_path / "without")
     assert "the export has no tokenizer" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
 
 
 def test_one_of_hugging_face(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from tests.study.test_studies import config_of, study_of
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.data import open_data
-from zpp_lab.data.corpus import open_corpus
-from zpp_lab.data.prepare import trained_tokenizer
+from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.engines.build import build_engine
 from zpp_lab.launcher import launch
 from zpp_lab.memory import GIB
@@ -130,7 +129,7 @@ def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) 
     virtual = ("engine.name=virtual", "train.keep_checkpoints=2")
     base = small("pretrain_13b_mini", "zero3", tmp_path, *virtual, "run.name=base")
     before = launch(base)
-    tokenizer = trained_tokenizer(open_corpus(base.data), base.data)
+    tokenizer = open_data(base.data).folder / TOKENIZER
     start = tmp_path / "zero3" / "checkpoints" / "step-00000008.pt"
     assert start.is_file()
     for arm in study_of("finetune_30b_mini").arms:

@@ -67,7 +67,7 @@ def draw(model: nn.Module, device: torch.device | str) -> None:
         (p.to_local() if isinstance(p, DTensor) else p).normal_(0, 0.02)
 
 
-class _QuickStart(FsdpEngine):
+class QuickStart(FsdpEngine):
     """Our engine with drawn weights."""
 
     def _initialize(self) -> None:
@@ -97,7 +97,7 @@ def quick(config: Config, device: torch.device) -> Timed:
         watchdog = Watchdog(config.engine.timeout_seconds)
         TRANSPORTS[key] = connect(cluster, watchdog, choice, device)
     model = meta_model(config)
-    return Through(_QuickStart(model, build_plan(model, chosen), chosen, device, TRANSPORTS[key]))
+    return Through(QuickStart(model, build_plan(model, chosen), chosen, device, TRANSPORTS[key]))
 
 
 def built(config: Config, device: torch.device) -> Timed:

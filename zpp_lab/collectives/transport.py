@@ -9,7 +9,6 @@ for ranks that read each other's memory.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -35,10 +34,6 @@ STARTS = {
     "all_gather": ("_allgather_base", "all_gather_single"),
     "all_to_all": ("alltoall_base", "all_to_all_single"),
 }
-
-
-class CollectiveError(RuntimeError):
-    """A transfer failed or took too long; names its wire and unit."""
 
 
 class Shipment(Protocol):
@@ -256,31 +251,9 @@ class ProcessGroups(Collectives):
             _done(_start(group, STARTS["all_to_all"])(out, rows, [], [], self.exchange_options))
         return traffic_of(self.cluster, link, rows.nbytes // self.places[link][1])
 
-    def watched(self, label: str, device: torch.device) -> _Watched:
+    def watched(self, label: str, device: torch.device) -> Watch:
         """The body starts a transfer: it is timed, and an error names it."""
-        return _Watched(self.rank, label, self.watchdog.watch(label, device))
-
-
-class _Watched:
-    """As a class, since a generator's context manager costs several microseconds."""
-
-    __slots__ = ("label", "rank", "watch")
-
-    def __init__(self, rank: int, label: str, watch: Watch) -> None:
-        self.rank, self.label, self.watch = rank, label, watch
-
-    def __enter__(self) -> Watch:
-        return self.watch.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.watch.__exit__(kind, error, where)
-        if isinstance(error, (RuntimeError, ValueError)):
-            raise CollectiveError(f"rank {self.rank}: {self.label} failed: {error}") from error
+        return self.watchdog.watch(label, device, self.rank)
 
 
 def _start(group: dist.ProcessGroup, names: tuple[str, ...]) -> Any:

@@ -17,16 +17,21 @@ from types import TracebackType
 
 import torch
 
-EXIT_CODE = 75  # "temporary failure": the same command goes on from the last checkpoint
+
+class CollectiveError(RuntimeError):
+    """A transfer failed or took too long; names its wire and unit."""
 
 
 class Watch:
-    """A transfer that the body starts; on a GPU it goes on after the body."""
+    """A transfer that the body starts; on a GPU it goes on after the body. An error names it.
 
-    __slots__ = ("began", "by", "device", "ended", "event", "label", "own")
+    As a class, since a generator's context manager costs several microseconds.
+    """
 
-    def __init__(self, by: Watchdog, label: str, device: torch.device) -> None:
-        self.by, self.label, self.device = by, label, device
+    __slots__ = ("began", "by", "device", "ended", "event", "label", "own", "rank")
+
+    def __init__(self, by: Watchdog, label: str, device: torch.device, rank: int) -> None:
+        self.by, self.label, self.device, self.rank = by, label, device, rank
         self.began, self.ended = 0.0, False
         self.event: torch.cuda.Event | None = None
         self.own: torch.cuda.Event | None = None
@@ -50,6 +55,9 @@ class Watch:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        if isinstance(error, (RuntimeError, ValueError)):
+            self.ended = True
+            raise CollectiveError(f"rank {self.rank}: {self.label} failed: {error}") from error
         if kind is not None or self.by.seconds <= 0 or self.device.type != "cuda":
             self.ended = True
             return
@@ -73,8 +81,8 @@ class Watchdog:
         if seconds > 0:
             threading.Thread(target=self._look, name="collectives", daemon=True).start()
 
-    def watch(self, label: str, device: torch.device) -> Watch:
-        return Watch(self, label, device)
+    def watch(self, label: str, device: torch.device, rank: int = 0) -> Watch:
+        return Watch(self, label, device, rank)
 
     def event(self) -> torch.cuda.Event:
         """One that nothing waits for."""
@@ -113,4 +121,4 @@ def _end_process(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
-    os._exit(EXIT_CODE)
+    os._exit(1)

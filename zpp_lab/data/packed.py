@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class PackedData:
     hash: str
     tokenizer: str
     files: int
+    folder: Path
     seq_len: int
     train: Sequences
     held: Sequences

@@ -42,6 +42,7 @@ Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 Part = tuple[str, Split, bytes]  # a document's name, its split, and its text there
 
+TOKENIZER = "tokenizer.json"  # the file of a BPE of our own
 _FORMAT = 2  # raise it when the files change, so that older ones are made anew
 _CHUNK = 1 << 20
 _CHUNKS = 64
@@ -68,12 +69,6 @@ def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
                 f"{error.strerror or error}; make room there or set data.cache_dir",
             ) from error
     return folder, meta
-
-
-def trained_tokenizer(corpus: Corpus, cfg: DataConfig) -> Path | None:
-    """The file of the BPE that was trained on `corpus`; None when it was not prepared here."""
-    file = Path(cfg.cache_dir) / _key(corpus, cfg) / "tokenizer.json"
-    return file if file.is_file() else None
 
 
 def _key(corpus: Corpus, cfg: DataConfig) -> str:
@@ -141,7 +136,7 @@ def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
     meta |= {"vocab_size": tokenizer.vocab_size, "end": tokenizer.end}
     meta["tokenizer"] = tokenizer.identity
     if cfg.tokenizer == "bpe":
-        write_file(work / "tokenizer.json", tokenizer.dumps().encode())
+        write_file(work / TOKENIZER, tokenizer.dumps().encode())
     meta["checksums"] = {path.name: _checksum(path) for path in sorted(work.iterdir())}
     write_file(work / "meta.json", json.dumps(meta, indent=1).encode())
     sync_folder(work)

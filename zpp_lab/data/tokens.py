@@ -45,6 +45,7 @@ def open_data(cfg: DataConfig) -> TokenData | PackedData:
         hash=meta["hash"],
         files=meta["files"],
         tokenizer=meta["tokenizer"],
+        folder=folder,
         streams={s: np.memmap(folder / f"{s}.bin", dtype, mode="r") for s in SPLITS},
         offsets={s: np.fromfile(folder / f"{s}.offsets.bin", "<i8") for s in SPLITS},
     )
@@ -66,6 +67,7 @@ def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
         hash=meta["hash"],
         tokenizer=meta["tokenizer"],
         files=meta["files"],
+        folder=folder,
         seq_len=cfg.seq_len,
         train=train,
         held=held,
@@ -82,7 +84,8 @@ class TokenData:
     """Training and held-out tokens of one corpus.
 
     `hash` is the sha256 over the tokenizer, the split, and every document's name
-    and content, `tokenizer` that of what decides how text is encoded. `streams`
+    and content, `tokenizer` that of what decides how text is encoded, `folder`
+    where the token files and a BPE's tokenizer.json lie. `streams`
     maps a split to its tokens (memory-mapped, unsigned integers [tokens]),
     `offsets` to where its documents start in there (int64 [documents + 1], the
     last one is the end).
@@ -92,6 +95,7 @@ class TokenData:
     hash: str
     files: int
     tokenizer: str
+    folder: Path
     streams: dict[Split, np.ndarray]
     offsets: dict[Split, np.ndarray]
 

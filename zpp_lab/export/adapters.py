@@ -11,7 +11,6 @@ on, unless the run had none quantized: `--to hf` writes the two together as they
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.config import Config, load
-from zpp_lab.export.model import Exported
+from zpp_lab.config import Config
+from zpp_lab.export.model import Exported, new_folder, run_config
 from zpp_lab.export.shards import write_safetensors
 from zpp_lab.models.build import build_model
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.models.lora import A, inputs_first, is_adapter
 from zpp_lab.saved import SavedWeights, newest
-from zpp_lab.tracking.folder import CONFIG, read_yaml
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -36,30 +34,19 @@ def export_peft(run: Path, out: Path) -> Exported:
 
     ValueError when there is no run or checkpoint, no adapters, or `out` is there already.
     """
-    if out.exists():
-        raise ValueError(f"{out} is there already: name a new folder, or delete it")
-    if not (run / CONFIG).is_file():
-        raise ValueError(f"{run} is no run's folder: it has no {CONFIG}")
-    config = load(Config, read_yaml(run / CONFIG))
-    if not config.model.lora.on:
-        raise ValueError(f"{run} has no adapters (model.lora.rank=0): use --to hf")
-    saved = newest(run)
-    names = {_their_name(config, n): n for n in saved.shapes if is_adapter(n)}
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(out) as folder:
+        config = run_config(run)
+        if not config.model.lora.on:
+            raise ValueError(f"{run} has no adapters (model.lora.rank=0): use --to hf")
+        saved = newest(run)
+        names = {_their_name(config, n): n for n in saved.shapes if is_adapter(n)}
         shapes = {theirs: saved.shapes[n] for theirs, n in names.items()}
         nbytes = write_safetensors(
-            partial, shapes, _reader(config, saved, names), torch.float32, limit=2**62
+            folder, shapes, _reader(config, saved, names), torch.float32, limit=2**62
         )
-        (partial / "model.safetensors").rename(partial / WEIGHTS)
+        (folder / "model.safetensors").rename(folder / WEIGHTS)
         text = json.dumps(_settings(config, saved, sorted(names)), indent=2, sort_keys=True)
-        (partial / SETTINGS).write_text(text + "\n")
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        (folder / SETTINGS).write_text(text + "\n")
     return Exported(saved.step, len(names), nbytes)
 
 

@@ -51,15 +51,21 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
         shapes |= {n: tuple(b.shape) for n, b in target.buffers.items()}
         nbytes = write_safetensors(folder, shapes, lambda n: read[n](), EXPORT_DTYPES[dtype], limit)
         write_config(folder, target.config, dtype)
-        write_tokenizer(config.data, folder)
+        write_tokenizer(run, config.data, folder)
     return Exported(saved.step, len(shapes), nbytes)
 
 
 def open_run(run: Path) -> tuple[Config, SavedWeights]:
-    """The settings and the newest whole weights of a run; ValueError when either is missing."""
+    """The settings and the newest whole weights of a run, its adapters added to their base;
+    ValueError when either is missing."""
+    return merge_adapters(run_config(run), newest(run))
+
+
+def run_config(run: Path) -> Config:
+    """ValueError when `run` is no run's folder."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is no run's folder: it has no {CONFIG}")
-    return merge_adapters(load(Config, read_yaml(run / CONFIG)), newest(run))
+    return load(Config, read_yaml(run / CONFIG))
 
 
 @contextmanager

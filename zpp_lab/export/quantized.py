@@ -77,7 +77,7 @@ def export_quantized(
         read = made.readers(EXPORT_DTYPES[kind])
         nbytes = write_safetensors(folder, shapes, lambda n: read[n](), dtypes, limit)
         write_config(folder, made.config(), kind)
-        write_tokenizer(config.data, folder)
+        write_tokenizer(run, config.data, folder)
         write_card(folder, made.card(kind))
     counts = {way: len(made.named(way)) for way in ("packed", "requantized", "decoded")}
     packed = counts["packed"] + counts["requantized"]

@@ -8,19 +8,18 @@ import sys
 from pathlib import Path
 
 from zpp_lab.config import DataConfig
-from zpp_lab.data.corpus import open_corpus
 from zpp_lab.data.outside_tokenizer import files_of, open_outside
-from zpp_lab.data.prepare import trained_tokenizer
+from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import END, library
 
 
-def write_tokenizer(data: DataConfig, folder: Path) -> None:
-    """Bytes have no such file; a BPE that is no longer in the cache is named on stderr."""
+def write_tokenizer(run: Path, data: DataConfig, folder: Path) -> None:
+    """Bytes have no such file; a run without its BPE, of an older version, is named on stderr."""
     if data.tokenizer == "hf":
         for file in files_of(open_outside(data).file):
             shutil.copy(file, folder / file.name)
     elif data.tokenizer == "bpe":
-        _write_bpe(data, folder)
+        _write_bpe(run / TOKENIZER, folder)
 
 
 def closing_token(data: DataConfig) -> int:
@@ -28,21 +27,13 @@ def closing_token(data: DataConfig) -> int:
     return open_outside(data).end if data.tokenizer == "hf" else 0
 
 
-def _write_bpe(data: DataConfig, folder: Path) -> None:
-    try:
-        found = trained_tokenizer(open_corpus(data), data)
-    except ValueError:  # the corpus is gone
-        found = None
-    if found is None:
-        print(
-            f"the run's BPE is not in {data.cache_dir}, or its corpus has changed: the export "
-            "has no tokenizer",
-            file=sys.stderr,
-        )
+def _write_bpe(found: Path, folder: Path) -> None:
+    if not found.is_file():
+        print(f"the run has no {found}: the export has no tokenizer", file=sys.stderr)
         return
     model = library("data.tokenizer=bpe").Tokenizer.from_file(str(found))
     model.decoder = library("data.tokenizer=bpe").decoders.ByteLevel()
-    model.save(str(folder / "tokenizer.json"))
+    model.save(str(folder / TOKENIZER))
     said = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
