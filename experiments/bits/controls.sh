@@ -1,13 +1,16 @@
 # The controls of the studies whose settings differ from those of `bits`: bash experiments/bits/controls.sh OUT
 # WORLD, SCALE: seconds after which that study is asked to stop; the same command goes on from there.
+# Both studies run side by side.
 out="${1:?name a folder for the results}"
 mkdir -p "$out"
 python3 -m zpp_lab.cli build 2>&1 | tail -n 1
 study() {  # name, seconds, arms
-  timeout -k 20 "$2" python3 -m zpp_lab.cli study "$1" --arms "$3" --jobs 9 --dir "runs/$1" \
-    ops.backend=cuda tracking.wandb=off 2>&1 | tee "$out/$1.log"
+  timeout -k 20 "$2" python3 -m zpp_lab.cli study "$1" --arms "$3" --jobs 6 --dir "runs/$1" \
+    ops.backend=cuda tracking.wandb=off >"$out/$1.log" 2>&1
   tar czf "$out/$1.tar.gz" --exclude=checkpoints -C runs "$1"
+  tail -n 15 "$out/$1.log"
   echo "$1: $SECONDS s"
 }
-study world "${WORLD:-600}" zero3_64_global,zero3_reordered,broken
-study scale "${SCALE:-1200}" "${SIZES:-zero3_1*,zero3_reordered_1*,broken_1*}"
+study world "${WORLD:-600}" zero3_64_global,zero3_reordered,broken &
+study scale "${SCALE:-1200}" "${SIZES:-zero3_1*,zero3_3*,zero3_reordered_*,broken_*}" &
+wait
