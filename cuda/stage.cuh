@@ -55,6 +55,8 @@ class Stages {
     } else {
       load_whole(reinterpret_cast<cutlass::half_t const*>(from) + at.within, x);
     }
+    // without it the engine's next copy may overtake the last of these loads
+    cutlass::arch::fence_view_async_shared();
   }
 
  private:

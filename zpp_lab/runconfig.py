@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def check_same_run(config: Config, folder: Path) -> None:
     path = folder / "config.yaml"
     if not path.is_file():
         return
-    before = flatten(yaml.safe_load(path.read_text()) or {})
-    now = flatten(asdict(config))
+    before = flat_config(yaml.safe_load(path.read_text()) or {})
+    now = flat_config(config)
     changed = differing(before, now)
     if changed:
         listed = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed[:5])
@@ -47,6 +48,14 @@ def check_same_run(config: Config, folder: Path) -> None:
             f"{folder} holds a run with other settings ({listed}). "
             "Give another run.dir, or delete the folder to start over"
         )
+
+
+def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of `config`; one that a stored mapping lacks has today's default, which is what
+    it did before there was a choice."""
+    if isinstance(config, Config):
+        return flatten(asdict(config))
+    return flatten(asdict(Config())) | flatten(dict(config))
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -106,6 +106,22 @@ def example_args() -> dict[str, tuple[object, ...]]:
     }
 
 
+@pytest.mark.parametrize("hadamard", [0, 16, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_encode_again_and_again_gives_the_same_bytes(dtype: torch.dtype, hadamard: int) -> None:
+    """A tile's loads and the copy of the tile after next share memory: a race is rare and short."""
+    numel = 1 << 26
+    layout = layout_of(BlockCodec(4, 32, hadamard=hadamard), numel=numel)
+    x = torch.randn(numel, device="cuda").to(dtype)
+    first, again = (torch.zeros(1, layout.nbytes, dtype=torch.uint8, device="cuda") for _ in "ab")
+    ops.encode(layout, [x], None, first)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        ops.encode(layout, [x], None, again)
+        wrong += (first != again).sum()
+    assert int(wrong) == 0
+
+
 @pytest.mark.parametrize("name", ops.cuda.NAMES)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zpp_lab, name).default, example_args()[name])

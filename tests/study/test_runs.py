@@ -7,9 +7,10 @@ import pytest
 
 from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config import CodecConfig, Config, RecipeConfig, RunConfig, TrainConfig
+from zpp_lab.runconfig import flat_config
 from zpp_lab.study.arms import study_of
 from zpp_lab.study.runs import find_runs, last_step, read_metrics
-from zpp_lab.study.settings import differences, flat_config
+from zpp_lab.study.settings import differences
 from zpp_lab.study.verdict import judge_study
 
 ZERO3, W4 = ARMS[0], ARMS[5]

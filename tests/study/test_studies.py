@@ -11,7 +11,8 @@ from zpp_lab.compose import compose, load_study, study_names
 from zpp_lab.config import ArmConfig, Config, StudyConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
-from zpp_lab.study.settings import differences, flat_config
+from zpp_lab.runconfig import flat_config
+from zpp_lab.study.settings import differences
 
 NAMES = study_names()
 ADAPTERS = ("lora", "lora_mini")  # compare ways to finetune, each at its own rate

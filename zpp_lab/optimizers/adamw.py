@@ -107,8 +107,11 @@ class CompactAdamW(torch.optim.Optimizer):
                 self.state[p] = self.zero_state(p.detach())
         if not every:
             return
-        done = 1.0 if ok is None else ok.to(torch.float32)
-        torch._foreach_add_([self.state[p]["step"] for p in every], done)
+        if ok is None:
+            torch._foreach_add_([self.state[p]["step"] for p in every], 1.0)
+        else:  # as a list: with one tensor torch would wait for the device
+            done = [ok.to(torch.float32)] * len(every)
+            torch._foreach_add_([self.state[p]["step"] for p in every], done)
         noise = self._noise(number)
         for i, parameters in trained.items():
             for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):

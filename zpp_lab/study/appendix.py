@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from zpp_lab.runconfig import differing
+from zpp_lab.runconfig import differing, flat_config
 from zpp_lab.study.plan import quote
 from zpp_lab.study.runs import Run
-from zpp_lab.study.settings import flat_config
 from zpp_lab.study.table import NOTHING
 from zpp_lab.study.verdict import ArmResult, StudyResult
 

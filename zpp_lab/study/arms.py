@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from zpp_lab.config import ArmConfig, StudyConfig
-from zpp_lab.runconfig import differing
+from zpp_lab.runconfig import differing, flat_config
 from zpp_lab.study.runs import Run
-from zpp_lab.study.settings import flat_config
 
 BASELINE = "zero3"
 _NAME = "recipe.name"

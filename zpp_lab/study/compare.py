@@ -14,9 +14,9 @@ from typing import Any
 
 from scipy import stats as scipy_stats
 
+from zpp_lab.runconfig import flat_config
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import Run
-from zpp_lab.study.settings import flat_config
 from zpp_lab.study.table import NOTHING, gap_text, signed
 from zpp_lab.study.verdict import ArmResult, StudyResult
 

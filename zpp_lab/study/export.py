@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import WIRES
-from zpp_lab.runconfig import differing
+from zpp_lab.runconfig import differing, flat_config
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import Run, read_metrics
-from zpp_lab.study.settings import flat_config
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 Row = dict[str, Any]

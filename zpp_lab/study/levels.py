@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from zpp_lab.config import Level
+from zpp_lab.runconfig import flat_config
 from zpp_lab.study.controls import EXPECTED
-from zpp_lab.study.settings import flat_config
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 _NOT_FACTORS = ("seed", "recipe.name", "model.preset", "data.cache_dir")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 
 from zpp_lab.config import Config
+from zpp_lab.runconfig import flat_config
 from zpp_lab.study.attempts import ran_out_of_memory
 from zpp_lab.study.plan import PlannedRun
 from zpp_lab.study.runs import Run, read_run
-from zpp_lab.study.settings import flat_config
 from zpp_lab.study.slots import MIN_FRACTION, Need, gpu_memory, gpus_needed
 
 _SPARE = 1.15  # of the measured peak: allocators are not alike twice

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from zpp_lab.config import Config
-from zpp_lab.runconfig import FREE, differing, flatten
-
-
-def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of `config`; one that a stored mapping lacks has today's default."""
-    if isinstance(config, Config):
-        return flatten(asdict(config))
-    return flatten(asdict(Config())) | flatten(dict(config))
+from zpp_lab.runconfig import FREE, differing, flat_config
 
 
 def differences(
