@@ -69,6 +69,13 @@ def test_one_row_a_step(root: Path, tmp_path: Path, suffix: str) -> None:
         assert (rows[6]["arm"], rows[6]["seed"], rows[6]["step"]) == ("zero3", 2, 2)
         assert rows[4]["heldout_loss"] is not None
         assert rows[6]["bytes_intra"] > 0
+        losses = {(r["arm"], r["seed"], r["step"]): r["loss"] for r in rows}
+        for row in rows:
+            other = losses.get(("zero3", row["seed"], row["step"]))
+            assert row["gap"] == (None if other is None else row["loss"] - other)
+        each = (rows[6]["tokens"] - rows[5]["tokens"]) / (rows[6]["seconds"] - rows[5]["seconds"])
+        assert rows[6]["tokens_per_s"] == each
+        assert rows[5]["tokens_per_s"] is None
 
 
 def test_other_endings_and_a_missing_package_are_explained(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _NUMBERS = ("steps", "tokens", "loss", "heldout_loss", "heldout_loss_master", "s
 _STEP_NUMBERS = ("loss", "heldout_loss", "lr", "grad_norm", "seconds")
 _STEP_TYPES: dict[str, type] = {"study": str, "arm": str, "seed": int, "step": int}
 _STEP_TYPES |= {"tokens": int, **dict.fromkeys(_STEP_NUMBERS, float)}
+_STEP_TYPES |= {"gap": float, "tokens_per_s": float}
 _STEP_TYPES |= {f"bytes_{hop}": int for hop in _HOPS}
 
 
@@ -105,18 +107,38 @@ def _run_row(result: StudyResult, arm: ArmResult, seed: int, run: Run, root: Pat
 
 
 def step_rows(result: StudyResult) -> Iterator[list[Row]]:
-    """Rows of one run at a time: every step's losses, norm and bytes (the step's, all ranks)."""
+    """Rows of one run at a time: every step's losses, norm and bytes (the step's, all ranks).
+
+    gap: the step's loss minus that of the arm's baseline in the same seed and step.
+    tokens_per_s: since the record before, evaluation included; the first step has none.
+    """
     for arm in result.arms:
+        baseline = result.baseline_of(arm)
         for seed, run in sorted(arm.runs.items()):
             place = {"study": result.study.name, "arm": arm.name, "seed": seed}
-            yield [_step_row(place, record) for record in read_metrics(run.dir)]
+            own = baseline.runs.get(seed)
+            losses = {r["step"]: r.get("loss") for r in read_metrics(own.dir)} if own else {}
+            rows = [_step_row(place, record, losses) for record in read_metrics(run.dir)]
+            for before, row in pairwise(rows):
+                row["tokens_per_s"] = _speed(before, row)
+            yield rows
 
 
-def _step_row(place: Row, record: Row) -> Row:
+def _step_row(place: Row, record: Row, baseline: Mapping[int, float | None]) -> Row:
     sent = (record.get("bytes") or {}).values()
     row = place | {"step": record["step"], "tokens": record.get("tokens")}
     row |= {key: record.get(key) for key in _STEP_NUMBERS}
+    loss, other = row["loss"], baseline.get(row["step"])
+    row["gap"] = None if loss is None or other is None else loss - other
+    row["tokens_per_s"] = None
     return row | {f"bytes_{hop}": sum(w.get(hop, 0) for w in sent) for hop in _HOPS}
+
+
+def _speed(before: Row, row: Row) -> float | None:
+    if None in (before["seconds"], row["seconds"], before["tokens"], row["tokens"]):
+        return None
+    seconds = row["seconds"] - before["seconds"]
+    return (row["tokens"] - before["tokens"]) / seconds if seconds > 0 else None
 
 
 def _types(rows: Sequence[Row]) -> dict[str, type]:
