@@ -10,6 +10,7 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -126,10 +127,10 @@ class CompactAdamW(torch.optim.Optimizer):
         self, group: dict[str, Any], parameters: list[Tensor], number: int, ok: Tensor | None
     ) -> None:
         """One call for the parameters whose moments are kept alike."""
-        for kind in DTYPES:
-            some = [p for p in parameters if self.kinds[p] == kind]
-            if not some:
-                continue
+        alike: dict[StateKind, list[Tensor]] = defaultdict(list)
+        for p in parameters:
+            alike[self.kinds[p]].append(p)
+        for some in alike.values():
             states = [self.state[p] for p in some]
             kernel.launch(
                 kernel.Parameters(
