@@ -1,4 +1,5 @@
-// The operator adamw8: its schema and every check. Nothing here reads device memory.
+// The operator adamw: its schema, every check, and the plans that the kernel runs. Nothing here
+// reads device memory, and nothing is launched before all checks have passed.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -7,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <optional>
+#include <vector>
 
 #include "adamw.h"
 
@@ -15,58 +17,136 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
 
-constexpr int64_t BLOCK = 256;
+constexpr int64_t MOST_BLOCKS = int64_t(1) << 31;  // of one launch
 
 void* checked(Tensor const& t, ScalarType type, int64_t least, int32_t device, char const* name) {
   STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
-                  ": must be on the weight's CUDA device");
+                  ": must be on the weights' CUDA device");
   STD_TORCH_CHECK(t.scalar_type() == type, name, ": has the wrong dtype");
   STD_TORCH_CHECK(t.is_contiguous(), name, ": must be contiguous");
   STD_TORCH_CHECK(t.numel() >= least, name, ": has ", t.numel(), " elements, needs ", least);
   return t.data_ptr();
 }
 
-void adamw8(Tensor weight, Tensor grad, Tensor first, Tensor first_scale, Tensor second,
-            Tensor second_scale, Tensor noise, Tensor rate, Tensor root, std::optional<Tensor> ok,
-            double beta1, double beta2, double eps, double decay) {
-  STD_TORCH_CHECK(weight.is_cuda() && weight.dim() == 2, "weight: must be [rows, columns] on CUDA");
-  int32_t const device = weight.get_device_index();
-  int64_t const rows = weight.size(0), columns = weight.size(1), numel = rows * columns;
-  int64_t const scales = rows * ((columns + BLOCK - 1) / BLOCK);
-  auto floats = [&](Tensor const& t, int64_t least, char const* name) {
-    return static_cast<float*>(checked(t, ScalarType::Float, least, device, name));
-  };
-  auto codes = [&](Tensor const& t, char const* name) {
-    return static_cast<uint8_t*>(checked(t, ScalarType::Byte, numel, device, name));
-  };
-  AdamW8 a = {};
-  a.rows = rows, a.columns = columns;
-  a.weight = floats(weight, numel, "weight"), a.grad = floats(grad, numel, "grad");
-  a.first = codes(first, "first"), a.second = codes(second, "second");
-  a.first_scale = floats(first_scale, scales, "first_scale");
-  a.second_scale = floats(second_scale, scales, "second_scale");
-  a.rate = floats(rate, 1, "rate"), a.root = floats(root, 1, "root");
-  a.noise = static_cast<int32_t*>(checked(noise, ScalarType::Int, columns, device, "noise"));
-  if (ok) a.ok = static_cast<bool*>(checked(*ok, ScalarType::Bool, 1, device, "ok"));
-  a.beta1 = float(beta1), a.rest1 = float(1.0 - beta1);
-  a.beta2 = float(beta2), a.rest2 = float(1.0 - beta2);
-  a.eps = float(eps), a.decay = float(decay);
-  torch::stable::accelerator::DeviceGuard guard(device);
+State state_of(Tensor const& moment) {
+  switch (moment.scalar_type()) {
+    case ScalarType::Float: return State::fp32;
+    case ScalarType::BFloat16: return State::bf16;
+    case ScalarType::Byte: return State::byte;
+    default: STD_TORCH_CHECK(false, "first: use float32, bfloat16 or uint8");
+  }
+  return State::fp32;
+}
+
+// Rows are all dimensions but the first. In fp32 they mean nothing: one row is as good.
+int64_t columns_of(Tensor const& weight, State state) {
+  if (state == State::fp32) return weight.numel();
+  int64_t columns = 1;
+  for (int64_t d = 1; d < weight.dim(); ++d) columns *= weight.size(d);
+  return columns;
+}
+
+bool aligned(void const* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+struct Lists {
+  Tensors const &weights, &grads, &first, &second, &first_scales, &second_scales;
+  std::vector<int64_t> const& offsets;
+  State state;
+  int32_t device;
+};
+
+void check_counts(Lists const& l) {
+  size_t const count = l.weights.size(), scales = l.state == State::byte ? count : 0;
+  STD_TORCH_CHECK(l.grads.size() == count && l.first.size() == count && l.second.size() == count &&
+                      l.offsets.size() == count,
+                  "grads, first, second, offsets: need one each for ", count, " weights");
+  STD_TORCH_CHECK(l.first_scales.size() == scales && l.second_scales.size() == scales,
+                  "scales: need ", scales, ", one each for moments of a byte");
+}
+
+Part part_of(Lists const& l, size_t i) {
+  ScalarType const kept = l.first[i].scalar_type();
+  STD_TORCH_CHECK(state_of(l.first[i]) == l.state, "first: all must have one dtype");
+  int64_t const numel = l.weights[i].numel(), columns = columns_of(l.weights[i], l.state);
+  Part p = {};
+  p.weight = static_cast<float*>(checked(l.weights[i], ScalarType::Float, numel, l.device, "weights"));
+  p.grad = static_cast<float*>(checked(l.grads[i], ScalarType::Float, numel, l.device, "grads"));
+  p.first = checked(l.first[i], kept, numel, l.device, "first");
+  p.second = checked(l.second[i], kept, numel, l.device, "second");
+  p.columns = columns;
+  if (numel == 0) return p;
+  int64_t const across = (columns + MOMENT_BLOCK - 1) / MOMENT_BLOCK;
+  int64_t const blocks = numel / columns * across, offset = l.offsets[i];
+  STD_TORCH_CHECK(blocks < MOST_BLOCKS, "weights: a parameter has too many elements, ", numel);
+  STD_TORCH_CHECK(0 <= offset && offset < MOST_BLOCKS, "offsets: must be from 0 to 2^31 - 1");
+  p.across = uint32_t(across), p.blocks = uint32_t(blocks), p.offset = uint32_t(offset);
+  if (l.state == State::byte) {
+    p.first_scale = static_cast<float*>(
+        checked(l.first_scales[i], ScalarType::Float, blocks, l.device, "first_scales"));
+    p.second_scale = static_cast<float*>(
+        checked(l.second_scales[i], ScalarType::Float, blocks, l.device, "second_scales"));
+  }
+  uintptr_t const bytes = l.state == State::byte ? 8 : 16;  // a vector's, of moments
+  p.whole = columns % 8 == 0 && aligned(p.weight, 16) && aligned(p.grad, 16) &&
+            aligned(p.first, bytes) && aligned(p.second, bytes);
+  return p;
+}
+
+// The parts of all launches: `plan` gives what they share.
+std::vector<AdamW> plans_of(Lists const& l, AdamW const& plan) {
+  std::vector<AdamW> plans;
+  for (size_t i = 0; i < l.weights.size(); ++i) {
+    Part const p = part_of(l, i);
+    if (plans.empty() || plans.back().parts == MAX_PARTS ||
+        plans.back().blocks + int64_t(p.blocks) >= MOST_BLOCKS) {
+      plans.push_back(plan);
+      plans.back().rates += i, plans.back().roots += i;
+    }
+    AdamW& last = plans.back();
+    last.part[last.parts++] = p;
+    last.blocks += p.blocks;
+  }
+  return plans;
+}
+
+void adamw(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensors first_scales,
+           Tensors second_scales, std::vector<int64_t> offsets, int64_t key, Tensor rates,
+           Tensor roots, std::optional<Tensor> ok, double beta1, double beta2, double eps,
+           double decay) {
+  STD_TORCH_CHECK(!weights.empty() && !first.empty(), "weights: must not be empty");
+  Lists const lists = {weights, grads, first, second, first_scales, second_scales, offsets,
+                       state_of(first[0]), weights[0].get_device_index()};
+  check_counts(lists);
+  int64_t const count = int64_t(weights.size());
+  AdamW plan = {};
+  plan.rates = static_cast<float*>(checked(rates, ScalarType::Float, count, lists.device, "rates"));
+  plan.roots = static_cast<float*>(checked(roots, ScalarType::Float, count, lists.device, "roots"));
+  if (ok) plan.ok = static_cast<bool*>(checked(*ok, ScalarType::Bool, 1, lists.device, "ok"));
+  plan.key0 = uint32_t(uint64_t(key)), plan.key1 = uint32_t(uint64_t(key) >> 32);
+  plan.beta1 = float(beta1), plan.rest1 = float(1.0 - beta1);
+  plan.beta2 = float(beta2), plan.rest2 = float(1.0 - beta2);
+  plan.eps = float(eps), plan.decay = float(decay);
+  std::vector<AdamW> const plans = plans_of(lists, plan);
+  torch::stable::accelerator::DeviceGuard const guard(lists.device);
   void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(lists.device, &stream) == 0,
                   "no current CUDA stream");
-  int const error = launch_adamw8(a, stream);
-  STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
+  for (AdamW const& one : plans) {
+    int const error = launch_adamw(one, lists.state, stream);
+    STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
+  }
 }
 
 }  // namespace
 }  // namespace zpp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
-  m.def("adamw8(Tensor(a!) weight, Tensor grad, Tensor(b!) first, Tensor(c!) first_scale, "
-        "Tensor(d!) second, Tensor(e!) second_scale, Tensor noise, Tensor rate, Tensor root, "
-        "Tensor? ok, float beta1, float beta2, float eps, float decay) -> ()");
+  m.def("adamw(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
+        "Tensor(d!)[] first_scales, Tensor(e!)[] second_scales, int[] offsets, int key, "
+        "Tensor rates, Tensor roots, Tensor? ok, float beta1, float beta2, float eps, "
+        "float decay) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("adamw8", TORCH_BOX(&zpp::adamw8)); }
+STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("adamw", TORCH_BOX(&zpp::adamw)); }

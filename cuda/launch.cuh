@@ -13,7 +13,7 @@ namespace zpp {
 using Kernel = void (*)(Plan);
 
 // Blocks of `KERNEL` that the current device runs at once; asked for once per device and size.
-template <Kernel KERNEL>
+template <auto KERNEL>
 uint32_t resident_blocks(int shared_bytes) {
   static std::atomic<uint64_t> known[64];  // shared bytes and count
   int device = 0, count = 0, each = 0;

@@ -265,7 +265,7 @@ class _Rank:
         ]
 
     def _updating(self, shards: list[int]) -> int:
-        """What our own AdamW needs; torch's fused one needs nothing."""
+        """What our own AdamW needs at most; its kernel and torch's fused one need nothing."""
         if self.config.train.optimizer_state == "fp32":
             return 0
         return SCRATCH * min(BATCH, sum(shards))

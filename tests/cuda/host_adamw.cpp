@@ -1,33 +1,68 @@
-// The arithmetic of adamw.cu compiled for the host, block by block, for test_adamw.py.
-#include <algorithm>
-#include <cmath>
-#include <vector>
+// The operator adamw on the CPU, for test_adamw.py: adamw_bindings.cpp as it is, registered under
+// another name for tensors that lie here, and before it a twin of adamw.cu that runs the same code
+// of adamw.cuh warp by warp, a lane after the other.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
 
 #include "adamw.cuh"
 
-using namespace zpp;
+namespace zpp {
 
-extern "C" void adamw8(long rows, long columns, float* weight, float const* grad, uint8_t* first,
-                       float* first_scale, uint8_t* second, float* second_scale,
-                       int32_t const* noise, float const* numbers) {
-  Hyper h;
-  memcpy(&h, numbers, sizeof h);
-  long const across = (columns + MOMENT_BLOCK - 1) / MOMENT_BLOCK;
-  for (long b = 0; b < rows * across; ++b) {
-    long const row = b / across, begin = (b - row * across) * MOMENT_BLOCK;
-    long const end = std::min(begin + MOMENT_BLOCK, columns);
-    std::vector<Moments> m;
-    float most[2] = {0.0f, 0.0f};
-    for (long c = begin; c < end; ++c) {
-      long const at = row * columns + c;
-      Moments const old = decoded(first[at], second[at], first_scale[b], second_scale[b]);
-      m.push_back(updated(old, grad[at], h, weight[at]));
-      most[0] = upper(most[0], std::fabs(m.back().first)), most[1] = upper(most[1], m.back().second);
-    }
-    for (long c = begin; c < end; ++c) {
-      first[row * columns + c] = first_code(m[c - begin].first, most[0]);
-      second[row * columns + c] = second_code(m[c - begin].second, most[1], noise[c]);
-    }
-    first_scale[b] = most[0], second_scale[b] = most[1];
+constexpr uint32_t STRIDE = 7;  // warps, fewer than most parts have blocks
+
+template <class S, bool WHOLE>
+void update_block(AdamW const& plan, Part const& p, Rates const& r, uint32_t block) {
+  Moments m[32][8], most = {0.0f, 0.0f};
+  for (int lane = 0; lane < 32; ++lane) {
+    Moments const own = advance<S, WHOLE>(plan, p, r, block, lane_of(p, block, lane), m[lane]);
+    most = {larger(most.first, own.first), larger(most.second, own.second)};
+  }
+  if (S::SCALED) p.first_scale[block] = most.first, p.second_scale[block] = most.second;
+  for (int lane = 0; lane < 32; ++lane) {
+    keep<S, WHOLE>(plan, p, lane_of(p, block, lane), most, m[lane]);
   }
 }
+
+template <class S>
+void run_warp(AdamW const& plan, uint32_t block) {
+  for (int i = 0; i < plan.parts; ++i) {
+    Part const& p = plan.part[i];
+    Rates const r = {plan.rates[i], plan.roots[i]};
+    for (; block < p.blocks; block += STRIDE) {
+      p.whole ? update_block<S, true>(plan, p, r, block) : update_block<S, false>(plan, p, r, block);
+    }
+    block -= p.blocks;
+  }
+}
+
+int launch_adamw(AdamW const& plan, State state, void*) {
+  if (plan.ok && !*plan.ok) return 0;
+  for (uint32_t warp = 0; warp < STRIDE; ++warp) {
+    if (state == State::fp32) run_warp<Fp32>(plan, warp);
+    if (state == State::bf16) run_warp<Bf16>(plan, warp);
+    if (state == State::byte) run_warp<Byte>(plan, warp);
+  }
+  return 0;
+}
+
+struct NoGuard {
+  explicit NoGuard(int32_t) {}
+};
+
+int no_stream(int32_t, void**) { return 0; }
+
+}  // namespace zpp
+
+#define zpp_lab zpp_host
+#define CUDA CPU
+#define is_cuda is_cpu
+#define aoti_torch_get_current_cuda_stream no_stream
+namespace torch::stable::accelerator {
+using NoGuard = zpp::NoGuard;
+}
+#define DeviceGuard NoGuard
+#include "adamw_bindings.cpp"

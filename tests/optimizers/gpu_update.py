@@ -23,10 +23,14 @@ from zpp_lab import ops
 from zpp_lab.config import TrainConfig
 from zpp_lab.dcp import Saving, ShardedCheckpoints, read_whole
 from zpp_lab.optim import adamw, optimizer_state, update
-from zpp_lab.optimizers import StateKind
+from zpp_lab.optimizers import StateKind, state_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS: tuple[StateKind, ...] = ("fp32", "bf16", "8bit")
+Backend = Literal["auto", "reference"]
+Shape = tuple[int, ...]
+LAYER: list[Shape] = [(512,), (512,), *4 * [(512, 512)], *2 * [(1376, 512)], (512, 1376)]
+STEPS = 10 if DEVICE.type == "cuda" else 1
 
 
 def say(**facts: Any) -> None:
@@ -66,34 +70,35 @@ def bits() -> None:
             say(bits=kind, world=world, equal=all(torch.equal(t, torch.cat(p)) for t, *p in parts))
 
 
-def speed(kind: StateKind, millions: int, backend: Literal["auto", "reference"] = "auto") -> None:
-    """Of `millions` 10^6 elements in matrices of 16 x 10^6."""
+def speed(kind: StateKind, shapes: list[Shape], backend: Backend = "auto") -> None:
+    """Of parameters with these shapes."""
     ops.configure(backend)
-    parameters = {
-        str(i): nn.Parameter(torch.zeros(3125, 5120, device=DEVICE))
-        for i in range(max(1, millions // 16))
-    }
+    parameters = {str(i): nn.Parameter(torch.zeros(s, device=DEVICE)) for i, s in enumerate(shapes)}
     for p in parameters.values():
         p.grad = torch.randn_like(p)
     optimizer, ok = adamw(parameters, TrainConfig(optimizer_state=kind)), torch.tensor(True)
     ok = ok.to(DEVICE) if DEVICE.type == "cuda" or kind != "fp32" else None
-    update(optimizer, 0, ok)
+    for step in range(2):
+        update(optimizer, step, ok)
     wait()
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.cuda.set_sync_debug_mode("error")  # the host must not wait
     began = time.perf_counter()
-    for step in range(1, 6):
+    for step in range(2, 2 + STEPS):
         update(optimizer, step, ok)
-    host = (time.perf_counter() - began) / 5
+    host = (time.perf_counter() - began) / STEPS
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     wait()
+    seconds = (time.perf_counter() - began) / STEPS
     numel = sum(p.numel() for p in parameters.values())
-    each = (time.perf_counter() - began) / 5 / numel * 1e9
     more = (torch.cuda.max_memory_allocated() - before) >> 20 if DEVICE.type == "cuda" else None
-    say(update=kind, backend=backend, ms_per_1e9=each * 1e3, host_ms=host * 1e3, temporary_mib=more)
+    # gradient, weight and both moments in, the last three out
+    moved = 12 * numel + 2 * sum(state_bytes(s, kind) for s in shapes)
+    say(update=kind, backend=backend, parameters=len(shapes), ms_per_1e9=seconds / numel * 1e12,
+        tb_s=moved / seconds / 1e12, host_ms=host * 1e3, temporary_mib=more)  # fmt: skip
 
 
 def save(folder: Path, millions: int) -> None:
@@ -124,9 +129,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     asked = parser.parse_args()
     bits()
+    large = max(1, asked.millions // 16) * [(3125, 5120)]
     for kind in KINDS:
-        speed(kind, asked.millions)
-    speed("8bit", asked.millions, "reference")
+        speed(kind, large)
+        speed(kind, (40 if DEVICE.type == "cuda" else 1) * LAYER)
+    for kind in KINDS[1:]:
+        speed(kind, large, "reference")
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         save(Path(folder), asked.millions)
 

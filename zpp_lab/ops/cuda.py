@@ -25,6 +25,7 @@ NAMES = (
     "encode_sums",
     "finish_sums",
     "decode_sum_encode",
+    "adamw",
 )
 
 

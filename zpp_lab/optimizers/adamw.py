@@ -1,15 +1,16 @@
 """AdamW that keeps its moments as `states.py` says.
 
-Plain torch operators define it; on a GPU a kernel (cuda/adamw.cu) takes the 8-bit moments, with
-the same bits in one pass over memory where the operators take tens.
+Plain torch operators define it; on a GPU a kernel (`kernel.py`) takes their place, with the same
+bits in one pass over memory where the operators take tens, and no temporaries.
 Every operation is elementwise or stays inside a block of a row, and each rounds by itself, so a
 shard's update is the whole tensor's to the bit. The host never waits for the device: step numbers
-and the decision whether an update happens are tensors. Rows are worked through in batches, so
-temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the model's size.
+and the decision whether an update happens are tensors. Operators work through rows in batches, so
+their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the model's size.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -19,14 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zpp_lab.ops.backend import use_kernels
+from zpp_lab.optimizers import kernel
 from zpp_lab.optimizers.states import (
     DTYPES,
+    MOMENTS,
+    SCALE,
     StateKind,
     blocks_of,
     decode,
     encode,
     kind_of,
+    noise_key,
     row_noise,
     to_bf16,
 )
@@ -34,9 +38,6 @@ from zpp_lab.optimizers.states import (
 BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
 SPREAD = 2**16  # rows start at so many places of a step's noise
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # the first is signed
-SCALE = "_scale"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.kind, self.seed = kind, seed
         every = [p for group in self.param_groups for p in group["params"]]
         self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
+        self.kinds = {p: kind_of(p.shape, kind) for p in every}
         self.widest = max(prod(p.shape[1:]) for p in every)
 
     @property
@@ -112,36 +114,62 @@ class CompactAdamW(torch.optim.Optimizer):
         else:  # as a list: with one tensor torch would wait for the device
             done = [ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
+        if kernel.serves(local(every[0])):
+            for i, parameters in trained.items():
+                self._by_kernel(self.param_groups[i], parameters, number, ok)
+            return
         noise = self._noise(number)
         for i, parameters in trained.items():
             for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):
-                with_kernel = [p for p in batch if _has_kernel(p)]
-                for piece in with_kernel:
-                    _launch(piece, ok)
-                rest = [p for p in batch if p not in with_kernel] if with_kernel else batch
-                if rest:
-                    _update(rest, ok)
+                _update(batch, ok)
+
+    def _by_kernel(
+        self, group: dict[str, Any], parameters: list[Tensor], number: int, ok: Tensor | None
+    ) -> None:
+        """One call for the parameters whose moments are kept alike."""
+        alike: dict[StateKind, list[Tensor]] = defaultdict(list)
+        for p in parameters:
+            alike[self.kinds[p]].append(p)
+        for some in alike.values():
+            states = [self.state[p] for p in some]
+            kernel.launch(
+                kernel.Parameters(
+                    weights=[local(p) for p in some],
+                    grads=[local(p.grad) for p in some],
+                    states={k: [local(s[k]) for s in states] for k in states[0] if k != "step"},
+                    offsets=[self.offsets[p] for p in some],
+                ),
+                group,
+                *self._corrections(group, some),
+                noise_key(self.seed, number),
+                ok,
+            )
 
     def _noise(self, number: int) -> Tensor:
         """One strip of noise a step; each parameter's rows read it from a place of their own."""
         return row_noise(self.seed, number, SPREAD + self.widest, self.device)
+
+    def _corrections(
+        self, group: dict[str, Any], parameters: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """fp32 [parameters] each: `rate` and `root` of their pieces."""
+        steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
+        beta1, beta2 = group["betas"]
+        return (group["lr"] / (1 - beta1**steps)).float(), (1 - beta2**steps).sqrt().float()
 
     def _pieces(
         self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor
     ) -> Iterator[Piece]:
         if not parameters:
             return
-        steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
-        beta1, beta2 = group["betas"]
-        rates = (group["lr"] / (1 - beta1**steps)).float().unbind()
-        roots = (1 - beta2**steps).sqrt().float().unbind()
+        rates, roots = (t.unbind() for t in self._corrections(group, parameters))
         for p, rate, root in zip(parameters, rates, roots, strict=True):
             yield from self._rows(group, p, rate, root, noise)
 
     def _rows(
         self, group: dict[str, Any], p: Tensor, rate: Tensor, root: Tensor, noise: Tensor
     ) -> Iterator[Piece]:
-        kind = kind_of(p.shape, self.kind)
+        kind = self.kinds[p]
         n = prod(p.shape[1:])
         weight, grad = local(p.detach()), local(p.grad)
         state = {k: local(v) for k, v in self.state[p].items() if k != "step"}
@@ -231,27 +259,6 @@ def _update(batch: list[Piece], ok: Tensor | None) -> None:
         return
     for w, u in zip(weights, update, strict=True):
         _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
-
-
-def _has_kernel(piece: Piece) -> bool:
-    return piece.kind == "8bit" and piece.weight.is_cuda and use_kernels(piece.weight)
-
-
-def _launch(piece: Piece, ok: Tensor | None) -> None:
-    """`_update` of one piece by the kernel."""
-    group, state = piece.group, piece.state
-    torch.ops.zpp_lab.adamw8.default(
-        piece.weight,
-        piece.grad.contiguous(),
-        *(state[key] for moment in MOMENTS for key in (moment, moment + SCALE)),
-        piece.noise,
-        piece.rate,
-        piece.root,
-        ok,
-        *group["betas"],
-        group["eps"],
-        1 - group["lr"] * group["weight_decay"],
-    )
 
 
 def _moment(piece: Piece, name: str) -> Tensor:

@@ -37,6 +37,8 @@ SHORT = 16
 CUT = 20  # mantissa bits that 8 bits do not keep
 ONE = 127 << 3  # 1.0 in eight exponent and three mantissa bits
 TINY = 2.0**-126
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the first is signed
+SCALE = "_scale"
 DTYPES: dict[StateKind, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -65,10 +67,15 @@ def state_bytes(shape: Sequence[int], kind: StateKind) -> int:
     return 2 * (numel + 4 * shape[0] * blocks_of(shape))
 
 
+def noise_key(seed: int, step: int) -> int:
+    """The 64-bit Philox key of a step's noise."""
+    data = b"optimizer" + seed.to_bytes(8, "little") + step.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
+
+
 def row_noise(seed: int, step: int, numel: int, device: torch.device) -> Tensor:
     """int32 [numel] of 16 random bits each, a pure function of seed, step and place."""
-    data = b"optimizer" + seed.to_bytes(8, "little") + step.to_bytes(8, "little")
-    key = int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
+    key = noise_key(seed, step)
     groups = torch.arange(-(-numel // LANES), dtype=torch.int64, device=device)
     zero = torch.zeros_like(groups)
     words = philox((groups, zero, zero, zero), key)
