@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 ALONE = "with --arms: without their baselines, which run elsewhere; the study keeps all arms"
+SPEED = "results.csv of `bench step`: speeds of a study's arms; the study keeps a copy"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
@@ -91,8 +92,9 @@ def _training(add: Add) -> None:
 
 
 def _results(add: Add) -> None:
-    report = add("report", "build the report of a folder of runs again", _report)
-    report.add_argument("dir", type=Path)
+    report = add("report", "the report of a folder of runs, or of measured speeds", _report)
+    report.add_argument("dir", type=Path, help="a study's folder, or one of `bench step`")
+    report.add_argument("--speed", type=Path, metavar="FILE", help=SPEED)
     comparison = add("compare", "line up the arms of several studies", _compare)
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
@@ -279,15 +281,31 @@ def _numbers(text: str) -> list[int]:
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
-    _show(args.dir, None)
+    from zpp_lab.study.speed_results import is_speed_table
+
+    if is_speed_table(args.dir):
+        if args.speed:
+            raise ValueError(f"{args.dir} holds speeds: --speed goes with the folder of a study")
+        _show_speed(args.dir)
+    else:
+        _show(args.dir, None, args.speed)
     return 0
 
 
-def _show(root: Path, study: StudyConfig | None) -> None:
+def _show_speed(path: Path) -> None:
+    """Make the page of measured speeds and print its table."""
+    from zpp_lab.study.speed_report import build_speed_report
+
+    report = build_speed_report(path)
+    print(report.table)
+    print(f"\nreport: {report.html}")
+
+
+def _show(root: Path, study: StudyConfig | None, speed: Path | None = None) -> None:
     """Build the report of the runs below `root` and print its table."""
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
-    report = build_report(root, study)
+    report = build_report(root, study, speed)
     print(report.table)
     print(f"\nreport: {report.html}")
 

@@ -40,9 +40,7 @@ class SpeedFindings:
         return sorted(names, key=lambda arm: arm != BASE)
 
 
-def find_speeds(
-    measured: Sequence[Measured], predicted: Sequence[Predicted] = ()
-) -> SpeedFindings:
+def find_speeds(measured: Sequence[Measured], predicted: Sequence[Predicted] = ()) -> SpeedFindings:
     """Speed-ups, break-even bandwidths and names of settings of what was measured."""
     ups = speed_ups(measured)
     alone = without_base(measured)

@@ -169,4 +169,3 @@ def _slowness(one: Measured) -> tuple[int, float]:
     if one.setting.nodes == 1:
         return 2, 0.0
     return (1, 0.0) if one.link == MAX else (0, float(one.link))
-

@@ -9,6 +9,8 @@ from itertools import pairwise
 
 from zpp_lab.study.speed_results import BASE, Measured, Setting, settings
 
+FASTER = 0.02  # a lead of less is none: an arm's own steps differ by about as much
+
 
 @dataclass(frozen=True)
 class SpeedUp:
@@ -49,9 +51,17 @@ class BreakEven:
 
 
 def _span(low: float | None, high: float | None) -> str:
-    if low is None:
-        return f"below {high:.3g} Gb/s"
-    return f"above {low:.3g} Gb/s" if high is None else f"from {low:.3g} to {high:.3g} Gb/s"
+    if low is not None and high is not None:
+        return f"from {gbps_text(low)} to {gbps_text(high)} Gb/s"
+    if low is not None:
+        return f"above {gbps_text(low)} Gb/s"
+    assert high is not None
+    return f"below {gbps_text(high)} Gb/s"
+
+
+def gbps_text(gbps: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{gbps:,.0f}" if gbps >= 100 else f"{gbps:.3g}"
 
 
 def speed_ups(measured: Sequence[Measured]) -> list[SpeedUp]:
@@ -90,9 +100,7 @@ def break_evens(ups: Sequence[SpeedUp]) -> list[BreakEven]:
 def _break_even(setting: Setting, arm: str, ups: Sequence[SpeedUp]) -> BreakEven:
     points = sorted((one.at.gbps or 0.0, one.value) for one in ups)
     crossings = [
-        math.exp(
-            math.log(x0) + math.log(x1 / x0) * math.log(y0) / (math.log(y0) - math.log(y1))
-        )
+        math.exp(math.log(x0) + math.log(x1 / x0) * math.log(y0) / (math.log(y0) - math.log(y1)))
         for (x0, y0), (x1, y1) in pairwise(points)
         if (y0 > 1) != (y1 > 1)
     ]
