@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"frozen"},
     {"engines"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
-    {"trainer", "api", "export"},
+    {"trainer", "api", "export", "cost"},
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},
     {"study"},
