@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},
     {"study"},
-    {"dashboard", "planner"},
+    {"dashboard", "planner", "predicted"},
     {"cli"},
 ]
 TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]

@@ -10,10 +10,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zpp_lab.config import Config, StudyConfig
 from zpp_lab.piece import PAUSED, UNFINISHED, seconds
+
+if TYPE_CHECKING:
+    from zpp_lab.study.speed_rows import Predict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 ALONE = "with --arms: without their baselines, which run elsewhere; the study keeps all arms"
 SPEED = "results.csv of `bench step`: speeds of a study's arms; the study keeps a copy"
+MACHINE = "figures of `bench calibrate`, or a name such as h200: predicted speeds too"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
@@ -95,6 +101,7 @@ def _results(add: Add) -> None:
     report = add("report", "the report of a folder of runs, or of measured speeds", _report)
     report.add_argument("dir", type=Path, help="a study's folder, or one of `bench step`")
     report.add_argument("--speed", type=Path, metavar="FILE", help=SPEED)
+    report.add_argument("--machine", metavar="FILE", help=MACHINE)
     comparison = add("compare", "line up the arms of several studies", _compare)
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
@@ -286,26 +293,40 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
     if is_speed_table(args.dir):
         if args.speed:
             raise ValueError(f"{args.dir} holds speeds: --speed goes with the folder of a study")
-        _show_speed(args.dir)
+        _show_speed(args.dir, _predict(args.machine))
     else:
-        _show(args.dir, None, args.speed)
+        _show(args.dir, None, args.speed, _predict(args.machine))
     return 0
 
 
-def _show_speed(path: Path) -> None:
+def _predict(machine: str | None) -> Predict | None:
+    """The predictions of a machine's figures; only these need torch."""
+    if machine is None:
+        return None
+    from zpp_lab.predicted import predictions
+
+    return partial(predictions, machine=machine)
+
+
+def _show_speed(path: Path, predict: Predict | None) -> None:
     """Make the page of measured speeds and print its table."""
     from zpp_lab.study.speed_report import build_speed_report
 
-    report = build_speed_report(path)
+    report = build_speed_report(path, predict)
     print(report.table)
     print(f"\nreport: {report.html}")
 
 
-def _show(root: Path, study: StudyConfig | None, speed: Path | None = None) -> None:
+def _show(
+    root: Path,
+    study: StudyConfig | None,
+    speed: Path | None = None,
+    predict: Predict | None = None,
+) -> None:
     """Build the report of the runs below `root` and print its table."""
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
-    report = build_report(root, study, speed)
+    report = build_report(root, study, speed, predict)
     print(report.table)
     print(f"\nreport: {report.html}")
 

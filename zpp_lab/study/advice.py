@@ -106,9 +106,9 @@ def _by_speed(result: StudyResult, candidates: Sequence[ArmResult], speeds: Spee
         fastest = max(rates, key=lambda name: rates[name])
         ratio = rates[fastest] / base
         if ratio > 1 + FASTER:
-            text = f"At {bandwidth}: {fastest}, {ratio:.2f}× the tokens/s of the baseline."
+            text = f"By speed, {bandwidth}: {fastest}, {ratio:.2f}× the tokens/s of the baseline."
         else:
-            text = f"At {bandwidth}: the baseline; no candidate was measured to be faster."
+            text = f"By speed, {bandwidth}: the baseline; no candidate was measured to be faster."
         said.append(Advice(text, 4))
     return said
 

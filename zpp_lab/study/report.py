@@ -24,7 +24,7 @@ from zpp_lab.study.levels import cells_of
 from zpp_lab.study.result import read_result
 from zpp_lab.study.speed_figures import SPEED_NAMES, make_speed_figures
 from zpp_lab.study.speed_results import BASE, copy_table
-from zpp_lab.study.speed_rows import Predicted, SpeedFindings, find_speeds
+from zpp_lab.study.speed_rows import Predict, SpeedFindings, find_speeds
 from zpp_lab.study.speeds import COPY, StudySpeeds, study_speeds
 from zpp_lab.study.style import Style
 from zpp_lab.study.table import console_table, results_csv
@@ -62,19 +62,19 @@ def build_report(
     root: Path,
     study: StudyConfig | None = None,
     speed: Path | None = None,
-    predicted: Sequence[Predicted] = (),
+    predict: Predict | None = None,
 ) -> Report:
     """Write the report of the runs at and below `root` into `root`.
 
     study: None takes the study that `root` was run as, and for plain runs one arm a recipe.
     speed: measured speeds, a results.csv of `zpp-lab bench step` or its folder; the study keeps a
-    copy for later reports. predicted: what the cost model says beside them.
+    copy for later reports. predict: what the cost model says beside them.
     Raises ValueError when there are no runs or one cannot be read.
     """
     result = read_result(root, study)  # a folder without runs gets no file
     if speed is not None:
         copy_table(speed, root / COPY)
-    found = _findings(root, result, predicted)
+    found = _findings(root, result, predict)
     made = _figures(found)
     texts: dict[str, Any] = {
         "results.csv": results_csv(found.result),
@@ -96,7 +96,7 @@ def find_out(root: Path, study: StudyConfig | None = None) -> Findings:
     return _findings(root, read_result(root, study))
 
 
-def _findings(root: Path, result: StudyResult, predicted: Sequence[Predicted] = ()) -> Findings:
+def _findings(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
     speeds = study_speeds(root, result)
     cells, confidence = cells_of(result), result.study.confidence
     return Findings(
@@ -105,7 +105,7 @@ def _findings(root: Path, result: StudyResult, predicted: Sequence[Predicted] = 
         main_effects(cells, confidence),
         interactions(cells, confidence),
         speeds,
-        find_speeds(speeds.measured, predicted) if speeds else None,
+        find_speeds(speeds.measured, predict) if speeds else None,
         advise(result, speeds.by_place if speeds else None),
         certainty(result),
         Appendix(result),

@@ -196,9 +196,7 @@ def _inside(
 ) -> Spec:
     """A row an arm, where there is no axis of bandwidths to lie on."""
     every = style.dress([row for group in rows.values() for row in group])
-    color, _ = _arm_channels(style, every)
-    color = color.copy()
-    color.legend = None
+    color = style.color(every, legend=False)
     x = alt.X(
         "value:Q",
         title="Speed-up over plain FSDP2",

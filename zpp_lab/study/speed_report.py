@@ -16,7 +16,7 @@ from zpp_lab.study.figures import Figure
 from zpp_lab.study.html_table import Table
 from zpp_lab.study.speed_figures import SPEED_NAMES, make_speed_figures
 from zpp_lab.study.speed_results import BASE, Measured, read_speeds, speed_file
-from zpp_lab.study.speed_rows import Predicted, SpeedFindings, find_speeds
+from zpp_lab.study.speed_rows import Predict, SpeedFindings, find_speeds
 from zpp_lab.study.speed_tables import (
     break_even_csv,
     break_even_table,
@@ -43,13 +43,14 @@ class SpeedReport:
     table: str
 
 
-def build_speed_report(path: Path, predicted: Sequence[Predicted] = ()) -> SpeedReport:
+def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedReport:
     """Write the page of `path`, a table of speeds or its folder, beside the table.
 
+    predict: what the cost model says of measured arms (see `speed_rows.Predict`).
     ValueError where the table is absent or at fault.
     """
     file = speed_file(path)
-    root, found = file.parent, find_speeds(read_speeds(file), predicted)
+    root, found = file.parent, find_speeds(read_speeds(file), predict)
     made = make_speed_figures(found, Style(found.arms, BASE))
     tables = {"breaks": break_even_table(found), "speeds": speed_table(found)}
     texts = {
@@ -62,8 +63,8 @@ def build_speed_report(path: Path, predicted: Sequence[Predicted] = ()) -> Speed
     drawn = pictures.write_pictures(root / "figures", made, SPEED_NAMES)
     write_atomic(root / "report.html", _html(found, made, tables))
     names = ("report.html", "report.md", "speedup.csv", "break_even.csv")
-    html, text, table, breaks = (root / name for name in names)
-    return SpeedReport(html, text, table, breaks, drawn, _console(tables["speeds"]))
+    html, markdown, table, breaks = (root / name for name in names)
+    return SpeedReport(html, markdown, table, breaks, drawn, _console(tables["speeds"]))
 
 
 def _html(found: SpeedFindings, figures: Sequence[Figure], tables: dict[str, Table]) -> str:

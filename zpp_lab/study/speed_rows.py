@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the cost model says of an arm at a bandwidth that was or was not measured."""
+    """What the cost model says of an arm; gbps: None where all GPUs are of one host."""
 
     setting: Setting
     arm: str
-    gbps: float
+    gbps: float | None
     tokens_per_s: float
+
+
+# Predictions for what was measured, and why others have none: `zpp_lab.predicted.predictions` of a
+# machine. It is handed in, as a prediction needs torch and a report does not.
+Predict = Callable[[Sequence[Measured]], tuple[list[Predicted], list[str]]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class SpeedFindings:
     names: dict[Setting, str]
     alone: Sequence[Setting]  # without plain FSDP2
     predicted: Sequence[Predicted] = ()
+    faults: Sequence[str] = ()  # why an arm has no prediction
 
     @property
     def arms(self) -> list[str]:
@@ -40,11 +46,12 @@ class SpeedFindings:
         return sorted(names, key=lambda arm: arm != BASE)
 
 
-def find_speeds(measured: Sequence[Measured], predicted: Sequence[Predicted] = ()) -> SpeedFindings:
+def find_speeds(measured: Sequence[Measured], predict: Predict | None = None) -> SpeedFindings:
     """Speed-ups, break-even bandwidths and names of settings of what was measured."""
-    ups = speed_ups(measured)
+    ups, names = speed_ups(measured), labels(measured)
+    predicted, faults = predict(measured) if predict else ([], [])
     alone = without_base(measured)
-    return SpeedFindings(measured, ups, break_evens(ups), labels(measured), alone, predicted)
+    return SpeedFindings(measured, ups, break_evens(ups), names, alone, predicted, faults)
 
 
 def link_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
@@ -72,9 +79,9 @@ def predicted_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
     """Predicted speed-ups over the predicted base, by setting."""
     bases = {(p.setting, p.gbps): p.tokens_per_s for p in found.predicted if p.arm == BASE}
     rows: dict[Setting, list[Row]] = {}
-    for p in sorted(found.predicted, key=lambda p: p.gbps):
+    for p in sorted(found.predicted, key=lambda p: p.gbps or 0.0):
         base = bases.get((p.setting, p.gbps))
-        if base is not None:
+        if base is not None and p.gbps is not None:
             row = {"arm": p.arm, "gbps": p.gbps, "value": p.tokens_per_s / base}
             rows.setdefault(p.setting, []).append(row | {"rate": p.tokens_per_s})
     return rows

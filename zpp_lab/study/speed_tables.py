@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zpp_lab.study.html_table import Line, Table
-from zpp_lab.study.speed_results import BASE, Measured
+from zpp_lab.study.speed_results import BASE, Measured, Setting
 from zpp_lab.study.speed_rows import Predicted, SpeedFindings
 from zpp_lab.study.speeds import StudySpeeds
 from zpp_lab.study.speedup import FASTER, SpeedUp, gbps_text
@@ -35,13 +35,13 @@ def speed_table(found: SpeedFindings) -> Table:
     """One row a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
     columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "By steps", "Of the floor"]
-    columns += ["Step (s)", "Peak (GiB)", *(["Predicted tokens/s"] if said else [])]
+    columns += ["Step (s)", "Peak (GiB)", *(["Predicted tokens/s", "Off by"] if said else [])]
     lines = []
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
         cells += [*_up_cells(ups.get(id(m))), percent(m.share_of_floor)]
         cells += [_number(m.step_s, ".4g"), _number(m.peak_gib, ".2f")]
-        cells += [_number(_said(said, m), ",.0f")] if said else []
+        cells += _said_cells(_said(said, m), m) if said else []
         lines.append(Line(cells, m.arm))
     return Table("speeds", "Every measured speed", columns, lines, range(3, len(columns)))
 
@@ -88,7 +88,7 @@ def notes(found: SpeedFindings) -> list[str]:
             "Links without a limit whose own speed was not measured have no place on the axis of "
             "bandwidths and no part in the break-even."
         )
-    return told
+    return [*told, *found.faults]
 
 
 def speed_csv(found: SpeedFindings) -> str:
@@ -141,12 +141,23 @@ def _up_cells(up: SpeedUp | None) -> list[str]:
     return [f"{up.value:.2f}×", spread]
 
 
-def _predictions(predicted: Sequence[Predicted]) -> dict[tuple[object, str, float], float]:
+_Said = dict[tuple[Setting, str, float | None], float]
+
+
+def _predictions(predicted: Sequence[Predicted]) -> _Said:
     return {(p.setting, p.arm, p.gbps): p.tokens_per_s for p in predicted}
 
 
-def _said(said: Mapping[tuple[object, str, float], float], m: Measured) -> float | None:
-    return None if m.gbps is None else said.get((m.setting, m.arm, m.gbps))
+def _said(said: _Said, m: Measured) -> float | None:
+    if m.gbps is None and m.setting.nodes > 1:
+        return None
+    return said.get((m.setting, m.arm, m.gbps))
+
+
+def _said_cells(said: float | None, m: Measured) -> list[str]:
+    if said is None:
+        return [NOTHING, NOTHING]
+    return [f"{said:,.0f}", f"{said / m.tokens_per_s - 1:+.1%}".replace("-", "−")]
 
 
 def _range(low: float, high: float) -> str:
