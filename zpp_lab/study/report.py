@@ -75,7 +75,7 @@ def build_report(
     if speed is not None:
         copy_table(speed, root / COPY)
     found = _findings(root, result, predict)
-    made = _figures(found)
+    made = draw(found)
     texts: dict[str, Any] = {
         "results.csv": results_csv(found.result),
         "report.md": writeup.markdown(found, made),
@@ -112,7 +112,7 @@ def _findings(root: Path, result: StudyResult, predict: Predict | None = None) -
     )
 
 
-def _figures(found: Findings) -> list[figures.Figure]:
+def draw(found: Findings) -> list[figures.Figure]:
     """All figures; those of speed come after the gap's against speed or bytes."""
     by_place = found.speeds.by_place if found.speeds else {}
     made = figures.make_figures(found.result, found.curves, found.effects, found.pairs, by_place)

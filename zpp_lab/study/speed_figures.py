@@ -212,19 +212,29 @@ def _inside(
         y = alt.Y("arm:N", sort=order, title=None, axis=axis)
         base = chart(name).encode(y=y, color=color, tooltip=_tooltip())
         low = alt.X("low:Q", **_same(x))
-        text = base.mark_text(align="left", dx=8, dy=-9, fontSize=11)
         at_rule = alt.X("at:Q", **_same(x))
         layers = [
             chart("rule", by_arm=False).mark_rule(color=GREY, strokeDash=[4, 3]).encode(x=at_rule),
             base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q"),
             base.mark_point(size=80, filled=True, opacity=1).encode(x=x),
-            text.encode(x=x, text="label:N", color=alt.value("#111827")),
+            *_labels(base, x),
         ]
         panel = alt.layer(*layers).properties(width=_SIZE[0], height=alt.Step(30))
         panels.append(panel.properties(title=names[setting]))
         data[name] = style.dress(group)
     longest = max(len(row["arm"]) for row in every)
     return finish(alt.concat(*panels, columns=2), data, side=30 + 7 * min(24, longest))
+
+
+def _labels(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
+    """The values, each on the side of its point that is away from the rule at 1."""
+    sides: dict[str, Any] = {"datum.value < 1": "right", "datum.value >= 1": "left"}
+    return [
+        base.transform_filter(side)
+        .mark_text(align=align, dx=-5 if align == "right" else 5, dy=-9, fontSize=11)
+        .encode(x=x, text="label:N", color=alt.value("#111827"))
+        for side, align in sides.items()
+    ]
 
 
 def _tooltip() -> list[Any]:
