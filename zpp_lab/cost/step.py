@@ -22,6 +22,7 @@ from zpp_lab.cost.schedule import Timeline
 from zpp_lab.cost.transfers import Collective, Transfers
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.plan import Plan, UnitPlan
+from zpp_lab.recipe import quantizes_any
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
 NORM = 76  # squares in fp64 and their pairwise sum: engines/norm.py
@@ -62,12 +63,17 @@ def predict(
     """The step that `config` would train with engine=fsdp, one GPU a rank.
 
     link_gbps: of each node, in both directions; None where all GPUs are joined as those inside a
-    node. own_loop=False: FSDP2 in a loop of its own, which takes the norm in any order.
+    node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
+    order; recipe.secondary=true is then its resharding to the node.
     ValueError for what has no figures: models other than the built-in decoder, offload,
     DeepSpeed, a codec or mode that the machine's file lacks.
     """
     _check(config, link_gbps)
-    step = _Step(plan_of(config, link_gbps is None), config, machine, link_gbps)
+    plan = plan_of(config, link_gbps is None)
+    if not own_loop and quantizes_any(plan.recipe):
+        raise ValueError(f"recipe {config.recipe.name}: FSDP2 by itself has no codecs")
+    plain = not own_loop or is_untouched(plan, config.engine.ordered)
+    step = _Step(plan, config, machine, Transfers(machine, link_gbps, plain))
     step.build(own_loop)
     return step.result()
 
@@ -94,15 +100,11 @@ def _check(config: Config, link_gbps: float | None) -> None:
 class _Step:
     """Builds the tasks of one step on a timeline."""
 
-    def __init__(
-        self, plan: Plan, config: Config, machine: Machine, link_gbps: float | None
-    ) -> None:
+    def __init__(self, plan: Plan, config: Config, machine: Machine, transfers: Transfers) -> None:
         self.plan, self.config, self.machine = plan, config, machine
+        self.transfers = transfers
         self.blocks = [u for u in plan.units if u.unit.name != "root"]
         self.root = plan.units[-1]
-        self.plain = is_untouched(plan, config.engine.ordered)
-        self.transfers = Transfers(machine, link_gbps, self.plain)
-        self.link_gbps = link_gbps
         self.mode = machine.mode(config.engine.compile)
         self.ahead = max(1, config.engine.prefetch)
         self.line = Timeline()
