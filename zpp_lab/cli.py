@@ -154,12 +154,19 @@ def _machine(add: Add) -> None:
         "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
     )
     plan.add_argument("--json", action="store_true", help="bytes, for scripts")
+    plan.add_argument(
+        "--machine", help="predict times: a file of `bench calibrate`, or a name such as h200"
+    )
+    plan.add_argument(
+        "--link-gbps", default="max", help="with --machine: of a node's links, 12,25,max"
+    )
     add("doctor", "what this machine can do", _doctor)
     bench = add(
         "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
     )
     bench.add_argument(
-        "what", choices=["kernels", "collectives", "virtual", "deterministic", "step"]
+        "what",
+        choices=["kernels", "collectives", "virtual", "deterministic", "step", "calibrate"],
     )
     add(
         "emulate",
@@ -409,7 +416,7 @@ def _export_peft(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.planner import plan_command
 
-    return plan_command(overrides, args.gpu_gib, args.json)
+    return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps)
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:
