@@ -34,7 +34,7 @@ _BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
 def speed_table(found: SpeedFindings) -> Table:
     """One row a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
-    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "By steps", "Of the floor"]
+    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps", "Of the floor"]
     columns += ["Step (s)", "Peak (GiB)", *(["Predicted tokens/s", "Off by"] if said else [])]
     lines = []
     for m in found.measured:
