@@ -30,11 +30,11 @@ LAYERS: list[set[str]] = [
     {"frozen"},
     {"engines"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
-    {"trainer", "api", "export"},
+    {"trainer", "api", "export", "cost"},
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},
     {"study"},
-    {"dashboard", "planner"},
+    {"dashboard", "planner", "predicted"},
     {"cli"},
 ]
 TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]

@@ -10,10 +10,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zpp_lab.config import Config, StudyConfig
 from zpp_lab.piece import PAUSED, UNFINISHED, seconds
+
+if TYPE_CHECKING:
+    from zpp_lab.study.speed_rows import Predict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 ALONE = "with --arms: without their baselines, which run elsewhere; the study keeps all arms"
+SPEED = "results.csv of `bench step`: speeds of a study's arms; the study keeps a copy"
+MACHINE = "figures of `bench calibrate`, or a name such as h200: predicted speeds too"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 
@@ -91,8 +98,10 @@ def _training(add: Add) -> None:
 
 
 def _results(add: Add) -> None:
-    report = add("report", "build the report of a folder of runs again", _report)
-    report.add_argument("dir", type=Path)
+    report = add("report", "the report of a folder of runs, or of measured speeds", _report)
+    report.add_argument("dir", type=Path, help="a study's folder, or one of `bench step`")
+    report.add_argument("--speed", type=Path, metavar="FILE", help=SPEED)
+    report.add_argument("--machine", metavar="FILE", help=MACHINE)
     comparison = add("compare", "line up the arms of several studies", _compare)
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument("--out", type=Path, help="write a .csv, .md or .html file too")
@@ -145,12 +154,19 @@ def _machine(add: Add) -> None:
         "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
     )
     plan.add_argument("--json", action="store_true", help="bytes, for scripts")
+    plan.add_argument(
+        "--machine", help="predict times: a file of `bench calibrate`, or a name such as h200"
+    )
+    plan.add_argument(
+        "--link-gbps", default="max", help="with --machine: of a node's links, 12,25,max"
+    )
     add("doctor", "what this machine can do", _doctor)
     bench = add(
         "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
     )
     bench.add_argument(
-        "what", choices=["kernels", "collectives", "virtual", "deterministic", "step"]
+        "what",
+        choices=["kernels", "collectives", "virtual", "deterministic", "step", "calibrate"],
     )
     add(
         "emulate",
@@ -279,15 +295,45 @@ def _numbers(text: str) -> list[int]:
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
-    _show(args.dir, None)
+    from zpp_lab.study.speed_results import is_speed_table
+
+    if is_speed_table(args.dir):
+        if args.speed:
+            raise ValueError(f"{args.dir} holds speeds: --speed goes with the folder of a study")
+        _show_speed(args.dir, _predict(args.machine))
+    else:
+        _show(args.dir, None, args.speed, _predict(args.machine))
     return 0
 
 
-def _show(root: Path, study: StudyConfig | None) -> None:
+def _predict(machine: str | None) -> Predict | None:
+    """The predictions of a machine's figures; only these need torch."""
+    if machine is None:
+        return None
+    from zpp_lab.predicted import predictions
+
+    return partial(predictions, machine=machine)
+
+
+def _show_speed(path: Path, predict: Predict | None) -> None:
+    """Make the page of measured speeds and print its table."""
+    from zpp_lab.study.speed_report import build_speed_report
+
+    report = build_speed_report(path, predict)
+    print(report.table)
+    print(f"\nreport: {report.html}")
+
+
+def _show(
+    root: Path,
+    study: StudyConfig | None,
+    speed: Path | None = None,
+    predict: Predict | None = None,
+) -> None:
     """Build the report of the runs below `root` and print its table."""
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
-    report = build_report(root, study)
+    report = build_report(root, study, speed, predict)
     print(report.table)
     print(f"\nreport: {report.html}")
 
@@ -370,7 +416,7 @@ def _export_peft(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.planner import plan_command
 
-    return plan_command(overrides, args.gpu_gib, args.json)
+    return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps)
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:

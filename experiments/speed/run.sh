@@ -34,3 +34,8 @@ for part in "$@"; do
   fi
   echo "== $part: $((SECONDS - began)) s"
 done
+if python3 -c "import altair, vl_convert" 2> /dev/null; then
+  python3 -m zpp_lab.cli report "$out" > "$out/report.log" && echo "page: $out/report.html"
+else
+  echo "no page: zpp-lab report $out makes it where the report's packages are installed"
+fi

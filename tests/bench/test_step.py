@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from zpp_lab.bench.step_session import SessionError
 from zpp_lab.config import ClusterConfig
 from zpp_lab.emulate import marks
 from zpp_lab.emulate.nodes import OneHost
-from zpp_lab.study.speeds import read_bench
+from zpp_lab.study.speed_results import read_speeds
 
 TINY = [
     "model.dim=32",
@@ -140,12 +141,26 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert rows["fsdp2"]["engine"] == "fsdp2"
     assert rows["fsdp2"]["peak_gib"] == "1"
     assert rows["fsdp2"]["share_of_floor"] == "1"
-    found = read_bench(tmp_path)
-    assert found is not None
-    assert found.tokens_per_second == {"inside a host, 1 × 2": {"fsdp2": 80.0, "zeropp": 80.0}}
+    found = {m.arm: m for m in read_speeds(tmp_path)}
+    assert list(found) == ["fsdp2", "zeropp"]
+    assert (found["zeropp"].tokens_per_s, found["zeropp"].gbps) == (80.0, None)
+    assert found["zeropp"].machine.startswith("one host of ")
+    path = tmp_path / "results.csv"
+    older = [row[:-2] for row in csv.reader(path.open())]  # from before the last two columns
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(older)
     bench(tmp_path, ["qsdp"])  # another call adds to the files
     assert list(read_rows(tmp_path)) == ["fsdp2", "zeropp", COMPUTE, "qsdp"]
     assert "tokens/s" in capsys.readouterr().out
+
+
+def test_a_row_says_the_config_that_was_timed(fake: type[Fake], tmp_path: Path) -> None:
+    rules = "'recipe.rules=[{name: \"embed*\", exempt: true}]'"
+    made = bench(tmp_path, ["zeropp", f"w4: recipe=w4 {rules}"])
+    told = {m.arm: m.config for m in read_speeds(tmp_path)}
+    for arm in made.arms[1:]:
+        config = {k: v for k, v in asdict(arm.config).items() if k not in ("run", "tracking")}
+        assert {k: told[arm.name][k] for k in config} == config
 
 
 def test_an_arm_that_fails_costs_only_itself(fake: type[Fake], tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ its name. Arms take turns in the same processes, so that what slows the machine 
 --recipes: a recipe of conf/recipe, fsdp2, fsdp2+node, fsdp2+groups, compute; for anything else
 `--arm "NAME: overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
 
-Into --out go results.csv (a row an arm and link, with its floor), bench.json (for the report of a
-study), one JSON file a shape with every step, and the ranks' logs. An arm that fails or exceeds
+Into --out go results.csv (a row an arm and link, with its floor), one JSON file a shape with every
+step, and the ranks' logs; `zpp-lab report` makes a page of that folder, and shows the speeds beside
+the losses of a study with `zpp-lab report STUDY --speed OUT`. An arm that fails or exceeds
 --limit costs only itself; what was measured stays. --apart gives each arm processes of its own,
 for models of which a GPU cannot hold several; engine.compile=true does so too.
 """
@@ -89,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         bench.run(speeds)
     for arm, why in bench.failed.items():
         print(f"zpp-lab bench step: {arm} failed: {why}", file=sys.stderr)
+    if bench.cells:
+        print(f"the page of these figures: zpp-lab report {args.out}")
     return int(bool(bench.failed) or bench.stopped)
 
 

@@ -1,7 +1,7 @@
-"""What `zpp-lab bench step` writes: results.csv, bench.json for study reports, and all the rest.
+"""What `zpp-lab bench step` writes: results.csv, which reports read, and all the rest.
 
 results.csv keeps the rows of earlier calls into the same folder; a cell that is measured again is
-replaced. bench.json is the file that a study's report reads (`study/speeds.py`).
+replaced. Its last columns say what was measured: reports find a study's arms by `config`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config import WIRES
+from zpp_lab.config import WIRES, Config
 from zpp_lab.files import write_atomic
+from zpp_lab.runconfig import flat_config
 
 KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps")
+LATER = ("machine", "config")  # columns that older files lack
 GIB = 2**30
 
 
@@ -73,6 +75,22 @@ class Row:
     batch_size: int
     wire_bytes: str  # wire: inside nodes + between nodes, all ranks
     commit: str
+    machine: str
+    config: str  # `config_text`
+
+
+def config_text(config: Config) -> str:
+    """The settings that are not the defaults of `Config`, by dotted name, as JSON on one line.
+
+    Where a run lies and who watches it is left out: it takes no time in a step.
+    """
+    standard = flat_config(Config())
+    own = {
+        name: value
+        for name, value in flat_config(config).items()
+        if value != standard.get(name) and not name.startswith(("run.", "tracking."))
+    }
+    return json.dumps(own, sort_keys=True, ensure_ascii=False)
 
 
 def seconds_on_link(cell: Cell, nodes: int, gbps: float | None) -> float | None:
@@ -106,8 +124,8 @@ def wires_text(wires: dict[str, list[int]] | None) -> str:
     return " ".join(f"{wire}:{wires[wire][0]}+{wires[wire][1]}" for wire in WIRES if wire in wires)
 
 
-def write_rows(folder: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Put the rows into results.csv, beside those of other cells; all of its rows."""
+def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+    """Put the rows into results.csv, beside those of other cells."""
     path = folder / "results.csv"
     new = [{name: _text(value) for name, value in asdict(row).items()} for row in rows]
     kept = _read(path)
@@ -118,29 +136,6 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
     writer.writeheader()
     writer.writerows(every)
     write_atomic(path, text.getvalue())
-    return every
-
-
-def write_bench(folder: Path, rows: Sequence[dict[str, str]], model: str, machine: str) -> None:
-    """bench.json: tokens per second of this model's arms, by link and shape."""
-    speeds: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["model"] == model and row["arm"] != "compute":
-            speeds.setdefault(bandwidth(row), {})[row["arm"]] = float(row["tokens_per_s"])
-    if not speeds:
-        return
-    command = f"zpp-lab bench step, model={model}: the median step, see results.csv"
-    made = {"machine": machine, "command": command, "tokens_per_second": speeds}
-    write_atomic(folder / "bench.json", json.dumps(made, indent=1) + "\n")
-
-
-def bandwidth(row: dict[str, str]) -> str:
-    """What a report calls the link; it starts with its speed."""
-    shape = f"{row['nodes']} × {row['gpus_per_node']}"
-    if row["nodes"] == "1":
-        return f"inside a host, {shape}"
-    speed = row["link_gbps"]
-    return f"{'unlimited' if speed == 'max' else f'{speed} Gbit/s'}, {shape}"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -148,14 +143,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """Rows of a file with today's columns. ValueError for one with others."""
+    """Rows of a file with today's columns; one from before the last ones has these empty.
+    ValueError for one with others."""
     if not path.is_file():
         return []
+    names = [f.name for f in fields(Row)]
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != [f.name for f in fields(Row)]:
+        known = list(reader.fieldnames or [])
+        if known not in (names, names[: -len(LATER)]):
             raise ValueError(f"{path} has other columns: give another --out, or move it away")
-        return list(reader)
+        return [dict.fromkeys(LATER, "") | row for row in reader]
 
 
 def _key(row: dict[str, str]) -> tuple[str, ...]:

@@ -19,11 +19,11 @@ from zpp_lab.bench.step_results import (
     GIB,
     Cell,
     Row,
+    config_text,
     floor,
     ledger_bytes,
     seconds_on_link,
     wires_text,
-    write_bench,
     write_json,
     write_rows,
 )
@@ -219,6 +219,8 @@ class StepBench:
             batch_size=train.batch_size,
             wire_bytes=wires_text(cell.wires),
             commit=commit() or "",
+            machine=machine_name(self.machine),
+            config=config_text(config),
         )
 
     def _write(self) -> None:
@@ -226,10 +228,7 @@ class StepBench:
         if not rows:
             return
         machine = self.machine
-        every = write_rows(self.folder, rows)
-        gpus = machine["gpus"]
-        name = f"{len(gpus)} × {gpus[0]}" if gpus else f"{machine['cores']} CPU cores"
-        write_bench(self.folder, every, self.arms[0].config.model.preset, f"one host of {name}")
+        write_rows(self.folder, rows)
         facts = {"machine": machine, "commit": commit(), "versions": versions(), **self.facts}
         details = {
             **facts,
@@ -262,6 +261,12 @@ class StepBench:
                 f"{row.tokens_per_s:10,.0f} tokens/s{reached}{peak}",
                 flush=True,
             )
+
+
+def machine_name(facts: dict[str, Any]) -> str:
+    gpus = facts["gpus"]
+    name = f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} CPU cores"
+    return f"one host of {name}"
 
 
 def speed(link: Link) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zpp_lab.study.speedup import FASTER
 from zpp_lab.study.table import gap_text, percent
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
@@ -22,7 +23,7 @@ RULES = (
     f"bytes where there is one node). Within {_TIE:.0%} of the baseline's bytes, the one whose "
     "interval of the gap ends lower.",
     "Where speeds were measured, the candidate with the most tokens/s is advised at each "
-    "bandwidth, or the baseline where none is faster.",
+    f"bandwidth, or the baseline where none is faster by more than {FASTER:.0%}.",
     "Undecided arms that send fewer bytes than the advised one are worth more seeds.",
     "Arms that are worse, or that diverged, are not to be used at this scale.",
 )
@@ -104,10 +105,10 @@ def _by_speed(result: StudyResult, candidates: Sequence[ArmResult], speeds: Spee
             continue
         fastest = max(rates, key=lambda name: rates[name])
         ratio = rates[fastest] / base
-        if ratio > 1:
-            text = f"At {bandwidth}: {fastest}, {ratio:.2f}× the tokens/s of the baseline."
+        if ratio > 1 + FASTER:
+            text = f"By speed, {bandwidth}: {fastest}, {ratio:.2f}× the tokens/s of the baseline."
         else:
-            text = f"At {bandwidth}: the baseline; no candidate was measured to be faster."
+            text = f"By speed, {bandwidth}: the baseline; no candidate was measured to be faster."
         said.append(Advice(text, 4))
     return said
 

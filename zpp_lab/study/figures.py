@@ -31,8 +31,9 @@ _TEXTS = {
     ),
     "gap_vs_speed": (
         "Loss gap against measured speed",
-        "Tokens per second from bench.json, one panel a bandwidth between nodes; further right is "
-        "faster. Dashed: the Pareto front. Lines: {confidence} interval; shaded: the margin.",
+        "Measured tokens per second, one panel a bandwidth between nodes; further right is faster. "
+        "An arm has the speed of a measurement whose recipe has the same settings. Dashed: the "
+        "Pareto front. Lines: {confidence} interval; shaded: the margin.",
     ),
     "main_effects": (
         "Main effects of the swept factors",

@@ -105,7 +105,7 @@ def speed_figure(
         room = 0.08 * (fastest - slowest) or 0.1 * fastest
         x = alt.X(
             f"{key}:Q",
-            title=f"Tokens/s at {bandwidth}",
+            title=f"Tokens/s, {bandwidth}",
             scale=alt.Scale(domain=[slowest - room, fastest + room], nice=False),
             axis=alt.Axis(format="~s", tickCount=6),
         )

@@ -62,6 +62,19 @@ def decision() -> list[str]:
     ]
 
 
+def speed_method() -> list[str]:
+    """How speed-ups and break-evens are worked out, as sentences."""
+    return [
+        "Speed-up: an arm's tokens/s over those of plain FSDP2 with the same model, batch, cluster "
+        "and link; both by the median step, its spread by the arm's slowest and fastest step.",
+        "Break-even: where the speed-up crosses 1. Between two measured links the logarithm of the "
+        "speed-up is taken as linear in that of the bandwidth; beyond them nothing is said. "
+        "It goes by the medians: near 1 the spread of the steps tells how far it can be trusted.",
+        "Floor: the larger one of two times, that of the link for the bytes of a step and that of "
+        "a step without communication. A share of it is the floor over the step.",
+    ]
+
+
 def effect_notes(effects: Sequence[MainEffect]) -> list[str]:
     """What a main effect could not use, one sentence a factor."""
     return [

@@ -14,7 +14,7 @@ from typing import Any
 from zpp_lab.config import StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.study import figures, latex, pictures, writeup
-from zpp_lab.study.advice import Advice, Speeds, advise
+from zpp_lab.study.advice import Advice, advise
 from zpp_lab.study.appendix import Appendix
 from zpp_lab.study.certainty import Certainty, certainty
 from zpp_lab.study.curves import StudyCurves, study_curves
@@ -22,7 +22,11 @@ from zpp_lab.study.effects import Interaction, MainEffect, interactions, main_ef
 from zpp_lab.study.figure_rows import telling_arms
 from zpp_lab.study.levels import cells_of
 from zpp_lab.study.result import read_result
-from zpp_lab.study.speeds import Bench, read_bench
+from zpp_lab.study.speed_figures import SPEED_NAMES, make_speed_figures
+from zpp_lab.study.speed_results import BASE, copy_table
+from zpp_lab.study.speed_rows import Predict, SpeedFindings, find_speeds
+from zpp_lab.study.speeds import COPY, StudySpeeds, study_speeds
+from zpp_lab.study.style import Style
 from zpp_lab.study.table import console_table, results_csv
 from zpp_lab.study.verdict import StudyResult
 
@@ -47,23 +51,31 @@ class Findings:
     curves: StudyCurves
     effects: Sequence[MainEffect]
     pairs: Sequence[Interaction]
-    bench: Bench | None
-    speeds: Speeds  # of the bench, by bandwidth and arm; empty without one
+    speeds: StudySpeeds | None  # of the study's arms, None where no speed.csv lies in its folder
+    speed: SpeedFindings | None  # of all measured arms
     advice: Sequence[Advice]
     certainty: Certainty
     appendix: Appendix
 
 
-def build_report(root: Path, study: StudyConfig | None = None) -> Report:
+def build_report(
+    root: Path,
+    study: StudyConfig | None = None,
+    speed: Path | None = None,
+    predict: Predict | None = None,
+) -> Report:
     """Write the report of the runs at and below `root` into `root`.
 
     study: None takes the study that `root` was run as, and for plain runs one arm a recipe.
+    speed: measured speeds, a results.csv of `zpp-lab bench step` or its folder; the study keeps a
+    copy for later reports. predict: what the cost model says beside them.
     Raises ValueError when there are no runs or one cannot be read.
     """
-    found = find_out(root, study)
-    made = figures.make_figures(
-        found.result, found.curves, found.effects, found.pairs, found.speeds
-    )
+    result = read_result(root, study)  # a folder without runs gets no file
+    if speed is not None:
+        copy_table(speed, root / COPY)
+    found = _findings(root, result, predict)
+    made = draw(found)
     texts: dict[str, Any] = {
         "results.csv": results_csv(found.result),
         "report.md": writeup.markdown(found, made),
@@ -71,7 +83,7 @@ def build_report(root: Path, study: StudyConfig | None = None) -> Report:
     }
     for name, text in texts.items():
         write_atomic(root / name, text)
-    drawn = pictures.write_pictures(root / "figures", made, figures.NAMES)
+    drawn = pictures.write_pictures(root / "figures", made, (*figures.NAMES, *SPEED_NAMES))
     write_atomic(root / "report.html", writeup.html(found, made))
     page, text, table, paper = (
         root / name for name in ("report.html", "report.md", "results.csv", "report.tex")
@@ -81,18 +93,46 @@ def build_report(root: Path, study: StudyConfig | None = None) -> Report:
 
 def find_out(root: Path, study: StudyConfig | None = None) -> Findings:
     """Read, judge and summarize the runs at and below `root`; see `build_report`."""
-    result = read_result(root, study)
-    bench = read_bench(root)
-    speeds = bench.by_arm(result) if bench else {}
+    return _findings(root, read_result(root, study))
+
+
+def _findings(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
+    speeds = study_speeds(root, result)
     cells, confidence = cells_of(result), result.study.confidence
     return Findings(
         result,
         study_curves(result, telling_arms(result)),
         main_effects(cells, confidence),
         interactions(cells, confidence),
-        bench,
         speeds,
-        advise(result, speeds),
+        find_speeds(speeds.measured, predict) if speeds else None,
+        advise(result, speeds.by_place if speeds else None),
         certainty(result),
         Appendix(result),
     )
+
+
+def draw(found: Findings) -> list[figures.Figure]:
+    """All figures; those of speed come after the gap's against speed or bytes."""
+    by_place = found.speeds.by_place if found.speeds else {}
+    made = figures.make_figures(found.result, found.curves, found.effects, found.pairs, by_place)
+    if found.speed is None:
+        return made
+    names = [figure.name for figure in made]
+    place = max((names.index(n) for n in _BEFORE_SPEED if n in names), default=-1) + 1
+    return [*made[:place], *make_speed_figures(found.speed, _speed_style(found)), *made[place:]]
+
+
+_BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
+
+
+def _speed_style(found: Findings) -> Style:
+    """A measured arm has the colour of the study's arm that it is the speed of, where there is
+    one; the others take colours that are left. Plain FSDP2, the base, is black."""
+    assert found.speed is not None
+    assert found.speeds is not None
+    told = [arm for arm in telling_arms(found.result) if arm != found.result.study.baseline]
+    matched = [found.speeds.matches.get(arm, [""])[0] for arm in told]
+    left = [arm for arm in found.speed.arms if arm not in matched and arm != BASE]
+    places = [arm or (left.pop(0) if left else own) for arm, own in zip(matched, told, strict=True)]
+    return Style(list(dict.fromkeys([*places, *left])), BASE)

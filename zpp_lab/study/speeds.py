@@ -1,77 +1,171 @@
-"""Measured training speed of a study's arms: the file bench.json in the study's folder.
+"""Which measured speed belongs to which arm of a study: the file speed.csv in the study's folder.
 
-    {
-      "machine": "2 nodes of 4 H200",
-      "command": "how it was measured",
-      "tokens_per_second": {"25 Gbit/s": {"zero3": 51000, "zeropp": 90500}}
-    }
-
-`tokens_per_second` maps a bandwidth between nodes (any text that starts with a number) to the
-arms, or their recipes, and what was measured for them. Speeds never come from a study's own
-runs: the engine that simulates a cluster says nothing about time.
+An arm has the speed of a measurement whose recipe has the same settings, whatever either is
+called; model and data may differ, as speeds are measured at the size that matters. A study of
+virtual ranks is matched as engine=fsdp, which computes the same. Plain FSDP2 stands for recipes
+with the settings of zero3 where this package's own was not measured.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
+from zpp_lab.config import WIRES, CodecConfig, RecipeConfig, load
+from zpp_lab.runconfig import flatten
+from zpp_lab.study.speed_results import BASE, MAX, Measured, labels, read_speeds
+from zpp_lab.study.verdict import ArmResult, StudyResult
 
-from zpp_lab.config import load
-from zpp_lab.study.verdict import StudyResult
+COPY = "speed.csv"
+RAW = CodecConfig(codec="none")
+# What conf/recipe/base.yaml says that an unset field means.
+BLOCK = CodecConfig("block", None, 256, True, "nearest", "fp32", 0, False)
+_LISTED = 3  # settings named as different
 
-FILE = "bench.json"
-Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+@dataclass(frozen=True)
+class StudySpeeds:
+    """The measured speeds of a study's arms.
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Bench:
-    """tokens_per_second: bandwidth → arm or recipe → tokens/s, all above 0."""
+    by_place: bandwidth → arm → tokens/s, slowest link first. matches: arm → the names it was
+    measured as. missing: arm → why it has no speed.
+    """
 
-    tokens_per_second: dict[str, dict[str, Speed]]
-    machine: str = ""
-    command: str = ""
+    measured: Sequence[Measured]
+    by_place: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    matches: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def bandwidths(self) -> list[str]:
-        """Slowest first, by the number that each name starts with; others at the end."""
-        return sorted(self.tokens_per_second, key=_number)
-
-    def by_arm(self, result: StudyResult) -> dict[str, dict[str, float]]:
-        """bandwidth → arm → tokens/s for the arms of `result` that were measured."""
-        found: dict[str, dict[str, float]] = {}
-        for bandwidth in self.bandwidths:
-            speeds = self.tokens_per_second[bandwidth]
-            for arm in result.arms:
-                recipes = {run.recipe for run in arm.runs.values()}
-                name = arm.name if arm.name in speeds else next(iter(recipes & set(speeds)), None)
-                if name is not None:
-                    found.setdefault(bandwidth, {})[arm.name] = speeds[name]
-        return found
+    def machine(self) -> str:
+        return "; ".join(dict.fromkeys(m.machine for m in self.measured if m.machine)) or "not said"
 
 
-def read_bench(root: Path) -> Bench | None:
-    """The bench.json of a study's folder, or None without one. ValueError names a fault."""
-    path = root / FILE
-    if not path.exists():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, Mapping):
-            raise ValueError("not a JSON object")
-        return load(Bench, values)
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: {error}. It should look like "
-            '{"tokens_per_second": {"25 Gbit/s": {"zero3": 51000}}}'
-        ) from None
+def study_speeds(root: Path, result: StudyResult) -> StudySpeeds | None:
+    """Of the speed.csv in the study's folder; None without one. ValueError names a fault."""
+    path = root / COPY
+    return match(read_speeds(path), result) if path.exists() else None
 
 
-def _number(name: str) -> tuple[float, str]:
-    found = re.match(r"\s*([\d.]+)", name)
-    return (float(found[1]) if found else float("inf")), name
+def match(measured: Sequence[Measured], result: StudyResult) -> StudySpeeds:
+    """Give each arm of the study the measurements of its recipe's settings."""
+    places: dict[str, list[Measured]] = {}
+    names = labels(measured)
+    order = list(names)
+    for one in sorted(measured, key=lambda m: (_slowness(m), order.index(m.setting))):
+        places.setdefault(f"{one.place}, {names[one.setting]}", []).append(one)
+    known = [(m, recipe_settings(m.config["recipe"])) for m in measured if m.config]
+    recipes = {id(m): own for m, own in known}
+    by_place: dict[str, dict[str, float]] = {}
+    matches: dict[str, list[str]] = {}
+    missing: dict[str, str] = {}
+    for arm in result.arms:
+        own = _own_settings(arm)
+        if own is None:
+            continue
+        for place, there in places.items():
+            found = _best(arm, own, there, recipes)
+            if found is not None:
+                by_place.setdefault(place, {})[arm.name] = found.tokens_per_s
+                matches.setdefault(arm.name, []).append(found.arm)
+        if arm.name not in matches:
+            missing[arm.name] = _why(arm, own, measured, recipes)
+    ordered = {place: by_place[place] for place in places if place in by_place}
+    named = {arm: list(dict.fromkeys(names)) for arm, names in matches.items()}
+    return StudySpeeds(measured, ordered, named, missing)
+
+
+def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe does, by setting: short-hands and defaults filled in, its name left out.
+
+    Two recipes do the same when these are equal. ValueError for settings that there are not.
+    """
+    config = load(RecipeConfig, recipe)
+    wires = {wire: _wire(getattr(config, wire), config, wire) for wire in WIRES}
+    kept = ("stage", "shard", "secondary", "hops", "order")
+    found = {name: getattr(config, name) for name in kept} | flatten(wires)
+    if any(codec != _values(RAW) for codec in wires.values()):  # else there is nothing to exempt
+        exempt = config.exempt
+        found |= {"exempt": [exempt.max_ndim, list(exempt.names), exempt.below_numel]}
+    return found | ({"rules": repr(config.rules)} if config.rules else {})
+
+
+def _wire(own: CodecConfig, config: RecipeConfig, wire: str) -> dict[str, Any]:
+    codec = own.over(config.weights if wire.startswith("weights") else config.grads)
+    if codec.codec == "none" or (codec.codec in (None, "block") and codec.bits is None):
+        return _values(RAW)
+    return _values(codec.over(BLOCK) if codec.codec in (None, "block") else codec)
+
+
+def _values(codec: CodecConfig) -> dict[str, Any]:
+    return {name: value for name, value in vars(codec).items() if not name.startswith("_")}
+
+
+def _own_settings(arm: ArmResult) -> dict[str, Any] | None:
+    run = arm.first_run
+    return None if run is None else recipe_settings(run.config.get("recipe") or {})
+
+
+def _best(
+    arm: ArmResult,
+    own: Mapping[str, Any],
+    there: Sequence[Measured],
+    recipes: Mapping[int, Mapping[str, Any]],
+) -> Measured | None:
+    """The arm's measurement at one place: of those with its settings and engine the one of its
+    name, else the first. One whose settings the table does not say is taken by its name."""
+    engine = _engine(arm)
+    fit = [m for m in there if m.engine in ("", engine) and _alike(m, arm, own, recipes)]
+    if not fit and engine == "fsdp":
+        plain = [m for m in there if m.arm == BASE]
+        fit = [m for m in plain if recipes.get(id(m), _plain()) == own]
+    return min(fit, key=lambda m: m.arm != arm.name, default=None)
+
+
+def _alike(
+    one: Measured,
+    arm: ArmResult,
+    own: Mapping[str, Any],
+    recipes: Mapping[int, Mapping[str, Any]],
+) -> bool:
+    settings = recipes.get(id(one))
+    return one.arm in _names(arm) if settings is None else settings == own
+
+
+def _why(
+    arm: ArmResult,
+    own: Mapping[str, Any],
+    measured: Sequence[Measured],
+    recipes: Mapping[int, Mapping[str, Any]],
+) -> str:
+    for one in measured:
+        other = recipes.get(id(one))
+        if other is not None and one.arm in _names(arm) and other != own:
+            keys = sorted(k for k in own.keys() | other.keys() if own.get(k) != other.get(k))
+            listed = [f"{k} {other.get(k)} there, {own.get(k)} here" for k in keys[:_LISTED]]
+            more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+            return f"{one.arm} was measured with other settings: {'; '.join(listed)}{more}"
+    return f"nothing with its settings was measured on engine={_engine(arm)}"
+
+
+def _names(arm: ArmResult) -> set[str]:
+    return {arm.name, *(run.recipe for run in arm.runs.values())}
+
+
+def _engine(arm: ArmResult) -> str:
+    run = arm.first_run
+    name = str(((run.config if run else {}).get("engine") or {}).get("name", "virtual"))
+    return "fsdp" if name == "virtual" else name
+
+
+def _plain() -> dict[str, Any]:
+    return recipe_settings({})
+
+
+def _slowness(one: Measured) -> tuple[int, float]:
+    """Links by their speed, then those without a limit, then none at all."""
+    if one.setting.nodes == 1:
+        return 2, 0.0
+    return (1, 0.0) if one.link == MAX else (0, float(one.link))

@@ -86,7 +86,7 @@ class Style:
 
     def color(self, rows: Iterable[Mapping[str, Any]], legend: bool = True) -> alt.Color:
         """Colour by arm; the legend has those of the dressed `rows`."""
-        shown = self._shown(rows)
+        shown = self.shown(rows)
         return alt.Color(
             "look:N",
             title="Arm",
@@ -96,12 +96,13 @@ class Style:
 
     def dash(self, rows: Iterable[Mapping[str, Any]]) -> alt.StrokeDash:
         """Dash by arm; title and legend as the colour's, so that one legend shows both."""
-        shown = self._shown(rows)
+        shown = self.shown(rows)
         dashes: list[Any] = [self.dashes[look] for look in shown]
         scale = alt.Scale(domain=shown, range=dashes)
         return alt.StrokeDash("look:N", title="Arm", scale=scale, legend=_LEGEND)
 
-    def _shown(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    def shown(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+        """The looks of the dressed `rows`, in the legend's order."""
         looks = {row["look"] for row in rows}
         return [look for look in self.colors if look in looks]
 

@@ -26,6 +26,13 @@ from zpp_lab.study.html_table import (
     verdict_table,
 )
 from zpp_lab.study.pictures import vega_bundle
+from zpp_lab.study.speed_tables import (
+    break_even_table,
+    headlines,
+    match_table,
+    notes,
+    speed_table,
+)
 from zpp_lab.study.table import margin_line, markdown_table, verdict_markdown
 
 if TYPE_CHECKING:
@@ -37,16 +44,10 @@ _FOLDED = "telemetry_"  # figures behind a fold: more of the same
 
 def html(found: Findings, figures: Sequence[Figure]) -> str:
     """The whole page, with its style, scripts and data inside."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=jinja2.select_autoescape(["html", "j2"], default=True),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = _breakable
     result = found.result
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
+        figures,
         result=result,
         study=result.study,
         opening=page.opening(result),
@@ -56,29 +57,44 @@ def html(found: Findings, figures: Sequence[Figure]) -> str:
         margin_line=margin_line(result),
         advice=found.advice,
         rules=RULES,
-        figures=figures,
         shown=[figure for figure in figures if not figure.name.startswith(_FOLDED)],
         folded=[figure for figure in figures if figure.name.startswith(_FOLDED)],
         effect_notes=page.effect_notes(found.effects),
         tables=_tables(found),
-        bench=found.bench,
+        speeds=found.speeds,
+        speed_told=headlines(found.speed) if found.speed else [],
+        speed_notes=notes(found.speed) if found.speed else [],
+        speed_method=page.speed_method(),
         baseline_config=found.appendix.baseline_config(),
         commit=_commit(found),
         of_study=any(arm.arm.overrides for arm in result.arms),
+    )
+
+
+def render(template: str, figures: Sequence[Figure], **words: Any) -> str:
+    """A page of a template, with style, scripts, figures and data inside."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=jinja2.select_autoescape(["html", "j2"], default=True),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    return environment.get_template(template).render(
+        figures=figures,
         specs={figure.name: _json_in_html(figure.spec) for figure in figures},
         bundle=vega_bundle() if figures else "",
         style=(_TEMPLATES / "report.css").read_text(),
         script=(_TEMPLATES / "report.js").read_text(),
+        **words,
     )
 
 
 def markdown(found: Findings, figures: Sequence[Figure]) -> str:
     """The same in Markdown; the figures are links to their SVG files."""
     result, tables = found.result, _tables(found)
-    drawn = [
-        f"### {figure.title}\n\n![{figure.title}](figures/{figure.name}.svg)\n\n{figure.caption}"
-        for figure in figures
-    ]
+    drawn = [figure_markdown(figure) for figure in figures]
     opening = [f"- **{what}**: {text}" for what, text in page.opening(result)]
     advice = [f"{said.text} (rule {said.rule})" for said in found.advice]
     rules = [f"{number}. {rule}" for number, rule in enumerate(RULES, 1)]
@@ -97,18 +113,34 @@ def markdown(found: Findings, figures: Sequence[Figure]) -> str:
         "The rules:",
         "\n".join(rules),
         "## How sure",
-        _markdown_of(tables["certainty"]),
+        table_markdown(tables["certainty"]),
         "\n\n".join(found.certainty.lines()),
         *(["## Notes", "\n".join(f"- {note}" for note in result.notes)] if result.notes else []),
         *(["## Figures", *drawn] if drawn else []),
-        *(["## Main effects", _markdown_of(tables["effects"])] if found.effects else []),
-        *(["## Interactions", _markdown_of(tables["interactions"])] if found.pairs else []),
-        *(["## Settings", _markdown_of(tables["differences"])] if differ else []),
+        *_speed_parts(found, tables),
+        *(["## Main effects", table_markdown(tables["effects"])] if found.effects else []),
+        *(["## Interactions", table_markdown(tables["interactions"])] if found.pairs else []),
+        *(["## Settings", table_markdown(tables["differences"])] if differ else []),
         *(["## Commands", "\n".join(commands)] if commands else []),
         "## Machine, data and versions",
-        _markdown_of(tables["facts"]),
+        table_markdown(tables["facts"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _speed_parts(found: Findings, tables: dict[str, Table]) -> list[str]:
+    if found.speed is None:
+        return []
+    told = [*headlines(found.speed), *notes(found.speed)]
+    breaks = tables["breaks"]
+    return [
+        "## Measured speed",
+        *(["\n".join(f"- {line}" for line in told)] if told else []),
+        *([table_markdown(breaks)] if breaks.lines else []),
+        table_markdown(tables["matches"]),
+        table_markdown(tables["speeds"]),
+        "\n\n".join(page.speed_method()),
+    ]
 
 
 def _tables(found: Findings) -> dict[str, Table]:
@@ -124,10 +156,20 @@ def _tables(found: Findings) -> dict[str, Table]:
         facts_table(result),
         runs_table(result),
     ]
+    if found.speed is not None and found.speeds is not None:
+        order = [arm.name for arm in result.arms]
+        made.append(match_table(found.speeds, order))
+        made += [break_even_table(found.speed), speed_table(found.speed)]
     return {table.id: table for table in made}
 
 
-def _markdown_of(table: Table) -> str:
+def figure_markdown(figure: Figure) -> str:
+    """Title, picture and caption of a figure whose SVG lies in the folder figures."""
+    return f"### {figure.title}\n\n![{figure.title}](figures/{figure.name}.svg)\n\n{figure.caption}"
+
+
+def table_markdown(table: Table) -> str:
+    """The table in Markdown."""
     lines = [[cell.replace("\n", "<br>") for cell in line.cells] for line in table.lines]
     return markdown_table(table.columns, lines)
 

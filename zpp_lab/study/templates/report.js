@@ -108,8 +108,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 
 const filter = document.getElementById("filter");
-filter.closest(".filter").hidden = false;
-filter.addEventListener("input", () => filterArms(filter.value));
+if (filter) {  // a page of speeds has few arms and none
+  filter.closest(".filter").hidden = false;
+  filter.addEventListener("input", () => filterArms(filter.value));
+}
 
 for (const button of document.querySelectorAll(".save")) {
   button.addEventListener("click", () => save(button.dataset.figure));

@@ -1,0 +1,196 @@
+"""The figures of a machine that a prediction of time needs, as one JSON file.
+
+Every figure is measured: `zpp-lab bench calibrate` writes such a file for the machine it runs on,
+and `comment` says where each came from. Nothing has a default; a figure that a recipe needs and
+the file lacks is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked
+
+from zpp_lab.codec_config import need
+from zpp_lab.config_load import load
+from zpp_lab.files import write_atomic
+from zpp_lab.paths import conf_dir
+
+_STRICT = ConfigDict(extra="forbid")
+OPERATORS = ("encode", "decode", "reduce", "decode_sum_encode")
+MODES = ("eager", "compiled")
+
+
+@checked(frozen=True, config=_STRICT)
+class Curve:
+    """Seconds by amount (bytes or FLOPs), from measured points.
+
+    Between points it is linear. Beyond the last the last point's rate holds, before the first the
+    first one's. A first point of amount 0 is a latency.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        need(bool(self.points), "a curve needs at least one point [amount, seconds]")
+        amounts, seconds = [a for a, _ in self.points], [s for _, s in self.points]
+        need(
+            amounts == sorted(set(amounts)) and amounts[0] >= 0 and amounts[-1] > 0,
+            f"amounts {amounts} must rise from 0 or more",
+        )
+        need(
+            seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] > 0,
+            f"seconds {seconds} must not fall: a larger amount never takes less; measure again",
+        )
+
+    def seconds(self, amount: float) -> float:
+        """0 for nothing."""
+        if amount <= 0:
+            return 0.0
+        i = bisect_right(self.points, (amount, float("inf")))
+        if i == 0 or i == len(self.points):
+            near, own = self.points[min(i, len(self.points) - 1)]
+            return own * amount / near
+        (a, s), (b, t) = self.points[i - 1], self.points[i]
+        return s + (t - s) * (amount - a) / (b - a)
+
+
+@checked(frozen=True, config=_STRICT)
+class Host:
+    """Seconds that a rank's host thread needs to start work, without waiting for the GPU."""
+
+    block_forward_s: Mapping[str, float]  # by mode
+    block_backward_s: Mapping[str, float]
+    gather_s: float  # a unit's gather and copy-out
+    reduce_s: float  # a unit's reduction
+    step_s: float  # once a step: embedding, head and loss, optimizer, reading the loss
+    norm_s: float  # once a step: the gradient norm in its fixed order (engines/norm.py)
+
+    def __post_init__(self) -> None:
+        for name in ("block_forward_s", "block_backward_s"):
+            by_mode = getattr(self, name)
+            _modes(f"host.{name}", by_mode)
+            need(min(by_mode.values()) >= 0, f"host.{name}: use 0 or more seconds")
+        for name in ("gather_s", "reduce_s", "step_s", "norm_s"):
+            need(getattr(self, name) >= 0, f"host.{name}={getattr(self, name)}: use 0 or more")
+
+
+@checked(frozen=True, config=_STRICT)
+class Inside:
+    """The links inside a node: seconds by bytes that one rank receives."""
+
+    gather: Curve
+    reduce: Curve
+
+
+@checked(frozen=True, config=_STRICT)
+class Between:
+    """The links between nodes. `efficiency`: of a node's nominal rate, what payloads get."""
+
+    latency_s: float  # of one message
+    efficiency: float
+
+    def __post_init__(self) -> None:
+        need(self.latency_s >= 0, f"inter.latency_s={self.latency_s}: use 0 or more")
+        need(0 < self.efficiency <= 1, f"inter.efficiency={self.efficiency}: use (0, 1]")
+
+    def seconds(self, nbytes: float, gbps: float, messages: int = 1) -> float:
+        """`nbytes` leave a node over `gbps` Gbit/s; `messages` follow one another."""
+        if nbytes <= 0:
+            return 0.0
+        return messages * self.latency_s + nbytes * 8e-9 / (gbps * self.efficiency)
+
+
+@checked(frozen=True, config=_STRICT)
+class Codec:
+    """Of the codec kernels: seconds an element by operator and codec, and of a launch.
+
+    Elements are those of the inputs: of a sum, over all its rows. Codecs are named by `codec_key`:
+    bits, then r for stochastic rounding, h for a Hadamard rotation; `raw` sends its own bytes.
+    """
+
+    launch_s: float
+    seconds: Mapping[str, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        need(self.launch_s >= 0, f"codec.launch_s={self.launch_s}: use 0 or more")
+        unknown = sorted(set(self.seconds) ^ set(OPERATORS))
+        need(not unknown, f"codec.seconds: {', '.join(unknown)}; give {', '.join(OPERATORS)}")
+        for op, by_codec in self.seconds.items():
+            need(
+                all(s > 0 for s in by_codec.values()),
+                f"codec.seconds.{op}: use more than 0 seconds an element",
+            )
+
+    def each(self, op: str, codec: str) -> float:
+        """Seconds an element. ValueError when nobody measured it."""
+        found = self.seconds[op].get(codec)
+        if found is None:
+            raise ValueError(
+                f"the machine's file has no codec.seconds.{op}.{codec}; measure it with "
+                f"`zpp-lab bench calibrate`, or take a codec that it has: "
+                f"{', '.join(sorted(self.seconds[op]))}"
+            )
+        return found
+
+
+@checked(frozen=True, config=_STRICT)
+class Machine:
+    """One kind of host and GPU. `compute`: by mode (eager, compiled), seconds on the device by the
+    FLOPs of one block's forward in bf16; its backward is twice that."""
+
+    name: str
+    compute: Mapping[str, Curve]
+    memory_bytes_per_s: float  # read and written, of a large copy
+    host: Host
+    intra: Inside
+    inter: Between
+    codec: Codec
+    comment: Mapping[str, str]  # where each number comes from
+
+    def __post_init__(self) -> None:
+        _modes("compute", self.compute)
+        need(self.memory_bytes_per_s > 0, "memory_bytes_per_s: use more than 0")
+
+    def mode(self, compiled: bool) -> str:
+        """The key of `compute`. ValueError where this file has no figures for it."""
+        wanted = MODES[compiled]
+        if wanted not in self.compute:
+            raise ValueError(
+                f"machine {self.name} has no {wanted} figures (compute.{wanted}): set "
+                f"engine.compile={'false' if compiled else 'true'}, or measure them with "
+                "`zpp-lab bench calibrate`"
+            )
+        return wanted
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load_machine(name: str) -> Machine:
+    """A file, or the name of one in conf/machine. ValueError names what is wrong with it."""
+    folder, path = conf_dir() / "machine", Path(name)
+    if not path.suffix and not path.is_file():
+        path = folder / f"{name}.json"
+    if not path.is_file():
+        ready = ", ".join(sorted(p.stem for p in folder.glob("*.json")))
+        raise ValueError(
+            f"machine {name!r}: no such file; give one that `zpp-lab bench calibrate` wrote, or "
+            f"the name of a ready one: {ready}"
+        )
+    try:
+        return load(Machine, json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _modes(name: str, by_mode: Mapping[str, Any]) -> None:
+    unknown = sorted(set(by_mode) - set(MODES))
+    need(bool(by_mode) and not unknown, f"{name}: use the keys {' and '.join(MODES)}")

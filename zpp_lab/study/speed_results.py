@@ -1,0 +1,239 @@
+"""Measured speeds as reports read them: a table of arms, links between nodes and tokens/s.
+
+`zpp-lab bench step` writes such a table, its results.csv. One from elsewhere needs the columns
+NEEDED; each other column of results.csv is read where it is there. Speeds never come from a
+study's own runs: the engine that simulates a cluster says nothing about time.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.config import Config, load
+from zpp_lab.files import write_atomic
+from zpp_lab.runconfig import flat_config
+
+FILE = "results.csv"
+NEEDED = ("arm", "nodes", "gpus_per_node", "link_gbps", "tokens_per_s")
+BASE = "fsdp2"  # the arm that speeds are compared with: FSDP2 with nothing of this package
+COMPUTE = "compute"  # no arm, but the floor of all
+MAX = "max"
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """What was trained on which cluster; only speeds of one setting are compared."""
+
+    model: str
+    nodes: int
+    gpus_per_node: int
+    seq_len: int
+    batch_size: int
+    tokens_per_step: int
+
+    @property
+    def text(self) -> str:
+        """Model and shape; see `labels`."""
+        shape = f"{self.nodes} × {self.gpus_per_node}"
+        return f"{self.model}, {shape}" if self.model else shape
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm at one speed of the links. Seconds are those of a step; None: not known.
+
+    link: the named speed in Gb/s, or max (no limit). config: the arm's whole config.
+    """
+
+    setting: Setting
+    arm: str
+    engine: str
+    recipe: str
+    link: str
+    tokens_per_s: float
+    step_s: float | None
+    step_min_s: float | None
+    step_max_s: float | None
+    floor_s: float | None
+    share_of_floor: float | None
+    peak_gib: float | None
+    measured_gbps: float | None
+    machine: str
+    config: Mapping[str, Any] | None
+
+    @property
+    def gbps(self) -> float | None:
+        """Its place on an axis of bandwidths: the named speed, else the link's as measured."""
+        if self.setting.nodes == 1:
+            return None
+        return self.measured_gbps if self.link == MAX else float(self.link)
+
+    @property
+    def place(self) -> str:
+        """The link in words."""
+        if self.setting.nodes == 1:
+            return "inside a host"
+        return "no limit" if self.link == MAX else f"{self.link} Gb/s"
+
+
+def speed_file(path: Path) -> Path:
+    """`path`, or the results.csv in a folder. ValueError without one."""
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; `zpp-lab bench step --out FOLDER` makes one")
+    return file
+
+
+def is_speed_table(path: Path) -> bool:
+    """Whether `path` is a table of speeds, or a folder with one (a study's results.csv is none)."""
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        return False
+    with file.open(encoding="utf-8", newline="") as text:
+        return set(NEEDED) <= set(next(csv.reader(text), []))
+
+
+def read_speeds(path: Path) -> list[Measured]:
+    """Every measurement in the file's order. ValueError names the line and the column at fault."""
+    file = speed_file(path)
+    rows = read_table(file)
+    measured = [_measured(row, f"{file}, line {n}") for n, row in enumerate(rows, 2)]
+    found = [m for m in measured if m.arm != COMPUTE]
+    if not found:
+        raise ValueError(f"{file}: no arm was measured; see `zpp-lab bench step --help`")
+    return found
+
+
+def read_table(file: Path) -> list[dict[str, str]]:
+    """The rows as text. Where `config` is empty it is taken from the bench's JSON file of the
+    shape (2x2.json), if that lies beside the table."""
+    with file.open(encoding="utf-8", newline="") as text:
+        reader = csv.DictReader(text)
+        absent = [name for name in NEEDED if name not in (reader.fieldnames or [])]
+        if absent:
+            raise ValueError(
+                f"{file}: no column {', '.join(absent)}; a table of speeds has {', '.join(NEEDED)}"
+            )
+        rows = list(reader)
+    for row in rows:
+        if not row.get("config"):
+            row["config"] = _config_beside(file, row)
+    return rows
+
+
+def copy_table(source: Path, target: Path) -> None:
+    """The table of `source` with every config that is known, so that it stands alone."""
+    rows = read_table(speed_file(source))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else NEEDED, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(target, text.getvalue())
+
+
+def _config_beside(file: Path, row: Mapping[str, str]) -> str:
+    path = file.with_name(f"{row['nodes']}x{row['gpus_per_node']}.json")
+    if not path.is_file():
+        return ""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))["config"].get(row["arm"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path}: not what `zpp-lab bench step` writes: {error}") from None
+    known = config is not None and config["model"]["preset"] == row.get("model")
+    return json.dumps(config) if known else ""  # another call may have replaced that file
+
+
+def _measured(row: Mapping[str, str | None], place: str) -> Measured:
+    setting = Setting(
+        row.get("model") or "",
+        _whole(row, "nodes", place),
+        _whole(row, "gpus_per_node", place),
+        *(
+            _whole(row, name, place) if row.get(name) else 0
+            for name in ("seq_len", "batch_size", "tokens_per_step")
+        ),
+    )
+    link = row["link_gbps"] or ""
+    if link != MAX:
+        link = f"{_number(row, 'link_gbps', place):g}"
+    names = ("step_s", "step_min_s", "step_max_s", "floor_s", "share_of_floor", "peak_gib")
+    known = {name: _number(row, name, place) if row.get(name) else None for name in names}
+    gbps = _number(row, "measured_gbps", place) if row.get("measured_gbps") else None
+    return Measured(
+        setting,
+        row["arm"] or "",
+        row.get("engine") or "",
+        row.get("recipe") or "",
+        link,
+        _number(row, "tokens_per_s", place),
+        **known,
+        measured_gbps=gbps,
+        machine=row.get("machine") or "",
+        config=_config(row.get("config") or "", place),
+    )
+
+
+def _number(row: Mapping[str, str | None], name: str, place: str) -> float:
+    try:
+        value = float(row[name] or "")
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{place}: {name}={row[name]!r}: use a number above 0")
+    return value
+
+
+def _whole(row: Mapping[str, str | None], name: str, place: str) -> int:
+    value = _number(row, name, place)
+    if value != int(value):
+        raise ValueError(f"{place}: {name}={row[name]!r}: use a whole number")
+    return int(value)
+
+
+def _config(text: str, place: str) -> Mapping[str, Any] | None:
+    """The whole config of what is not its default, flat or nested."""
+    if not text:
+        return None
+    try:
+        flat = flat_config(json.loads(text))
+        return asdict(load(Config, unflatten(flat)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place}: config: {error}") from None
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} → {"a": {"b": 1}}; a name that is a group as well gives way to it."""
+    nested: dict[str, Any] = {}
+    for name in sorted(flat):  # a group's own name comes before the names in it
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            if not isinstance(place.get(group), dict):
+                place[group] = {}
+            place = place[group]
+        place[last] = flat[name]
+    return nested
+
+
+def labels(measured: Sequence[Measured]) -> dict[Setting, str]:
+    """What each setting is called: its model and shape, with its batch where these are shared."""
+    found = settings(measured)
+    texts = [setting.text for setting in found]
+    return {
+        s: s.text
+        if texts.count(s.text) == 1
+        else f"{s.text}, {s.batch_size} × {s.seq_len} of {s.tokens_per_step} tokens"
+        for s in found
+    }
+
+
+def settings(measured: Sequence[Measured]) -> list[Setting]:
+    """In the table's order."""
+    return list(dict.fromkeys(m.setting for m in measured))

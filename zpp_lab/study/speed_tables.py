@@ -1,0 +1,180 @@
+"""Measured speed as tables, as CSV and in sentences; the page and the text both read these."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from zpp_lab.study.html_table import Line, Table
+from zpp_lab.study.speed_results import BASE, Measured, Setting
+from zpp_lab.study.speed_rows import Predicted, SpeedFindings
+from zpp_lab.study.speeds import StudySpeeds
+from zpp_lab.study.speedup import FASTER, SpeedUp, gbps_text
+from zpp_lab.study.table import NOTHING, percent
+
+_PLACE = ("model", "nodes", "gpus_per_node")
+_CSV = (
+    *_PLACE,
+    "link_gbps",
+    "bandwidth_gbps",
+    "arm",
+    "engine",
+    "recipe",
+    "tokens_per_s",
+    "speedup",
+    "speedup_slowest_step",
+    "speedup_fastest_step",
+    "share_of_floor",
+    "predicted_tokens_per_s",
+)
+_BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
+
+
+def speed_table(found: SpeedFindings) -> Table:
+    """One row a measurement."""
+    ups, said = _by_point(found), _predictions(found.predicted)
+    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps", "Of the floor"]
+    columns += ["Step (s)", "Peak (GiB)", *(["Predicted tokens/s", "Off by"] if said else [])]
+    lines = []
+    for m in found.measured:
+        cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
+        cells += [*_up_cells(ups.get(id(m))), percent(m.share_of_floor)]
+        cells += [_number(m.step_s, ".4g"), _number(m.peak_gib, ".2f")]
+        cells += _said_cells(_said(said, m), m) if said else []
+        lines.append(Line(cells, m.arm))
+    return Table("speeds", "Every measured speed", columns, lines, range(3, len(columns)))
+
+
+def break_even_table(found: SpeedFindings) -> Table:
+    """For which bandwidths each arm is faster than the base."""
+    lines = [
+        Line([b.arm, found.names[b.setting], f"{_range(b.slowest, b.fastest)} Gb/s", b.text], b.arm)
+        for b in found.breaks
+    ]
+    columns = ("Arm", "Measured", "At", "Against plain FSDP2")
+    return Table("breaks", "Break-even bandwidth", columns, lines)
+
+
+def match_table(speeds: StudySpeeds, order: Sequence[str]) -> Table:
+    """Which measurement an arm of the study has, and why another has none."""
+    lines = []
+    for arm in order:
+        if arm in speeds.matches:
+            lines.append(Line([arm, ", ".join(speeds.matches[arm])], arm))
+        elif arm in speeds.missing:
+            lines.append(Line([arm, f"no measurement: {speeds.missing[arm]}"], arm))
+    return Table("matches", "Arms and their measured speeds", ("Arm", "Measured as"), lines)
+
+
+def headlines(found: SpeedFindings) -> list[str]:
+    """The fastest arm at every link, in the table's order, one sentence each."""
+    groups: dict[str, list[SpeedUp]] = {}
+    for one in found.ups:
+        groups.setdefault(f"{_where(one.at)} ({found.names[one.at.setting]})", []).append(one)
+    return [_headline(place, ups) for place, ups in groups.items()]
+
+
+def notes(found: SpeedFindings) -> list[str]:
+    """What the figures could not use."""
+    told = [
+        f"{found.names[setting]}: plain FSDP2 was not measured, so nothing is known of speed-ups; "
+        f"add the arm {BASE}."
+        for setting in found.alone
+    ]
+    bare = {m.link for m in found.measured if m.setting.nodes > 1 and m.gbps is None}
+    if bare:
+        told.append(
+            "Links without a limit whose own speed was not measured have no place on the axis of "
+            "bandwidths and no part in the break-even."
+        )
+    return [*told, *found.faults]
+
+
+def speed_csv(found: SpeedFindings) -> str:
+    """speedup.csv: a line a measurement."""
+    ups, said = _by_point(found), _predictions(found.predicted)
+    lines = []
+    for m in found.measured:
+        s, up = m.setting, ups.get(id(m))
+        line = [s.model, s.nodes, s.gpus_per_node, m.link, _text(m.gbps)]
+        line += [m.arm, m.engine, m.recipe, _text(m.tokens_per_s)]
+        line += [_text(v) for v in ((up.value, up.low, up.high) if up else (None, None, None))]
+        lines.append([*line, _text(m.share_of_floor), _text(_said(said, m))])
+    return _csv(_CSV, lines)
+
+
+def break_even_csv(found: SpeedFindings) -> str:
+    """break_even.csv: a line an arm; several crossings are parted by spaces."""
+    lines = []
+    for b in found.breaks:
+        s, ends = b.setting, (_text(b.slowest), _text(b.fastest))
+        crossings = " ".join(map(_text, b.crossings))
+        lines.append([s.model, s.nodes, s.gpus_per_node, b.arm, *ends, crossings, b.text])
+    return _csv(_BREAKS, lines)
+
+
+def _headline(place: str, ups: Sequence[SpeedUp]) -> str:
+    best = max(ups, key=lambda one: one.value)
+    if best.value <= 1 + FASTER:
+        return f"{place}: no arm is more than {FASTER:.0%} faster than plain FSDP2."
+    reached = best.at.share_of_floor
+    floor = "" if reached is None else f", at {percent(reached)} of its floor"
+    return (
+        f"{place}: {best.at.arm} is fastest, {best.at.tokens_per_s:,.0f} tokens/s, "
+        f"{best.value:.2f}× plain FSDP2{floor}."
+    )
+
+
+def _where(m: Measured) -> str:
+    return m.place if m.place.endswith("b/s") else m.place.capitalize()
+
+
+def _by_point(found: SpeedFindings) -> dict[int, SpeedUp]:
+    return {id(one.at): one for one in found.ups}
+
+
+def _up_cells(up: SpeedUp | None) -> list[str]:
+    if up is None:
+        return [NOTHING, NOTHING]
+    spread = NOTHING if up.low == up.high else f"{up.low:.2f}–{up.high:.2f}"
+    return [f"{up.value:.2f}×", spread]
+
+
+_Said = dict[tuple[Setting, str, float | None], float]
+
+
+def _predictions(predicted: Sequence[Predicted]) -> _Said:
+    return {(p.setting, p.arm, p.gbps): p.tokens_per_s for p in predicted}
+
+
+def _said(said: _Said, m: Measured) -> float | None:
+    if m.gbps is None and m.setting.nodes > 1:
+        return None
+    return said.get((m.setting, m.arm, m.gbps))
+
+
+def _said_cells(said: float | None, m: Measured) -> list[str]:
+    if said is None:
+        return [NOTHING, NOTHING]
+    return [f"{said:,.0f}", f"{said / m.tokens_per_s - 1:+.1%}".replace("-", "−")]
+
+
+def _range(low: float, high: float) -> str:
+    return gbps_text(low) if low == high else f"{gbps_text(low)} to {gbps_text(high)}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _csv(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(lines)
+    return text.getvalue()
