@@ -109,12 +109,12 @@ BF16 = ["train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 
 def test_a_machine_adds_predicted_times_by_link(capsys) -> None:
     words = ["recipe=zeropp", "cluster=2x2", *BF16, "--machine", "h200"]
-    _, found = planned(capsys, *words, "--link-gbps", "0.1,10,max")
+    _, found = planned(capsys, *words, "--link-gbps", "0.001,10,max")
     times = found["time"]["links"]
-    assert list(times) == ["0.1", "10", "max"]
+    assert list(times) == ["0.001", "10", "max"]
     steps = [times[link]["step_s"] for link in times]
     assert steps == sorted(steps, reverse=True)
-    assert times["0.1"]["bound"] == "between nodes"
+    assert times["0.001"]["bound"] == "between nodes"
     assert main(["plan", *words]) == 0
     assert "predicted on h200, ms" in capsys.readouterr().out
 

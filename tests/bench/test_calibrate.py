@@ -58,6 +58,12 @@ def test_links_between_nodes_are_measured_given_or_said_not_to_be() -> None:
     assert "not measured" in source
 
 
+@pytest.mark.parametrize("modes", ["compiled", "eager,fast"])
+def test_modes_are_checked_before_anything_is_measured(modes: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--modes"):
+        main(["--out", str(tmp_path / "m.json"), "--modes", modes])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without GPUs")
 def test_without_gpus_only_a_try_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--tiny"):

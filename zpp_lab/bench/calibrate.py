@@ -26,7 +26,7 @@ from zpp_lab.bench.calibrate_compute import copy_rate, curves
 from zpp_lab.bench.calibrate_host import host
 from zpp_lab.bench.calibrate_links import Links, codecs
 from zpp_lab.config import ClusterConfig
-from zpp_lab.cost.machine import Between, Machine
+from zpp_lab.cost.machine import MODES, Between, Machine
 from zpp_lab.machine import commit, machine_facts, versions
 
 MIB = 2**20
@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Start the ranks, unless torchrun has; returns the exit code."""
     args = parser().parse_args(argv)
+    modes_of(args)
     gpus = 0 if args.cpu else torch.cuda.device_count()
     if not gpus and not args.tiny:
         raise ValueError(
@@ -130,9 +131,17 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
     os._exit(0)  # communicators that peer memory uses need not be taken apart
 
 
+def modes_of(args: argparse.Namespace) -> list[str]:
+    """ValueError for one that there is not, and without eager."""
+    modes: list[str] = args.modes.split(",")
+    if not {"eager"} <= set(modes) <= set(MODES):
+        raise ValueError(f"--modes {args.modes}: use eager or eager,compiled")
+    return modes
+
+
 def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Machine:
     """Every rank calls it; all get rank 0's figures."""
-    modes = [m for m in args.modes.split(",") if m == "eager" or device.type == "cuda"]
+    modes = [m for m in modes_of(args) if m == "eager" or device.type == "cuda"]
     bits = [int(word) for word in args.bits.split(",")]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)

@@ -90,8 +90,10 @@ class Links:
 
     def _curve(self, kind: str, link: Link, members: int, shipments: Sequence[int]) -> Curve:
         points = []
-        for nbytes in shipments:
-            row = max(16, nbytes // (members - 1) // 16 * 16)
+        rows = [max(16, nbytes // (members - 1) // 16 * 16) for nbytes in shipments]
+        self.bench.transport.reserve("gather", link, max(rows))
+        self.bench.transport.reserve("exchange", link, members * max(rows))
+        for row in rows:
             seconds = self.bench.milliseconds(self._call(kind, link, members, row)) / 1000
             points.append((float(row * (members - 1)), seconds))
         found = rising(points).points
@@ -115,7 +117,7 @@ def codecs(bits: Sequence[int], numel: int, device: torch.device) -> CodecSecond
             key = codec_key(codec, op)[0]
             if key not in seconds[op]:
                 seconds[op][key] = _each(op, codec, numel, device)
-    least = _call("encode", RawCodec(BF16), LEAST, device)
+    least = _call("encode", BlockCodec(bits[0], BLOCK), LEAST, device)
     return CodecSeconds(device_seconds(least, device), seconds)
 
 
