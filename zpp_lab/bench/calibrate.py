@@ -4,9 +4,14 @@ About two minutes on the GPUs of one host: a block's forward and backward at sev
 and compiled; what the host needs to start them, FSDP2's gathers and reductions included; codec
 kernels; transfers between the ranks. Rank 0's figures count, for transfers the slowest rank's.
 
-Links between nodes are measured where torchrun has started ranks on several hosts and
-`--link-gbps` names the nominal speed of a node's link. Elsewhere `--efficiency` and `--latency-us`
-say what they are, and the file says that nobody measured them.
+Links between nodes are measured where torchrun has started ranks on several hosts (two or more a
+host), or on emulated nodes, and `--link-gbps` names the nominal speed of a node's link:
+
+    zpp-lab emulate --nodes 2 --gpus-per-node 2 --link-gbps 25 -- \\
+        zpp-lab bench calibrate --link-gbps 25 --out machine.json
+
+Elsewhere `--efficiency` and `--latency-us` say what they are, and the file says that nobody
+measured them.
 """
 
 from __future__ import annotations
@@ -144,6 +149,8 @@ def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Ma
     modes = [m for m in modes_of(args) if m == "eager" or device.type == "cuda"]
     bits = [int(word) for word in args.bits.split(",")]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if local < 2:
+        raise ValueError("bench calibrate needs two ranks a host, to measure what joins them")
     cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)
     links = Links(cluster, device)
     shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
