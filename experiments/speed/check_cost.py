@@ -33,7 +33,7 @@ from zpp_lab.files import write_atomic
 HERE = Path(__file__).parent
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 NODE = "zero3 + reshard to node"  # FSDP2's own hpZ: backward gathers in the node
-RECIPES = ["zero3", "w8", "w4", "zeropp", "g8_4_hadamard"]
+RECIPES = ["zero3", "w8", "w8_2hops", "zeropp", "w4_g84h"]
 Row = dict[str, str]
 
 
@@ -146,7 +146,8 @@ def recipe_words(engine: str, recipe: str) -> list[str]:
     return BEYOND.get(recipe, [f"recipe={recipe}"])
 
 
-BEYOND = {  # arms of run.sh that are no recipe of conf/
+BEYOND = {  # no recipes of conf/, but arms of run.sh or of projections
+    "w8_2hops": ["recipe=w8", "recipe.hops=2"],
     "w4_g84h": [
         "recipe=zeropp",
         "recipe.weights.bits=4",
@@ -164,7 +165,8 @@ def project(machine: Machine, model: str, out: Path | None) -> int:
         for gbps in (100.0, 400.0, 3200.0):
             row = {"model": model, "gpus": str(gpus), "link_gbps": f"{gbps:g}"}
             for recipe in RECIPES:
-                words = [*BASE, f"model={model}", f"recipe={recipe}", "cluster.gpus_per_node=8"]
+                words = [*BASE, f"model={model}", *recipe_words("fsdp", recipe)]
+                words += ["cluster.gpus_per_node=8"]
                 words += [f"cluster.nodes={gpus // 8}", "data.seq_len=2048", "train.batch_size=2"]
                 found = predict(compose(words), machine, gbps)
                 row[recipe] = f"{found.tokens_per_s / gpus:.0f}"

@@ -185,3 +185,37 @@ def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> N
 def test_a_link_without_speed_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 0"):
         predict(config(), machine(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora=q4", "model.weights=pretrained", "model.path=FOLDER"],
+        ["model.tied_head=true", "model.loss_chunk=16"],
+        ["recipe.stage=1", "train.micro_steps=2"],
+        ["engine.prefetch=0"],
+        ["engine.prefetch=3"],
+        ["train.optimizer_state=8bit"],
+        ["cluster.nodes=1", "cluster.gpus_per_node=1"],
+        ["cluster.nodes=4", "cluster.gpus_per_node=1"],
+    ],
+)
+def test_every_kind_of_run_has_a_step(overrides: list[str]) -> None:
+    words = ["engine=fsdp", "train.param_dtype=bf16", "recipe=zero3", "model.layers=4"]
+    found = predict(compose([*words, *overrides]), load_machine("h200"), 1.0)
+    own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
+    assert own == pytest.approx(found.step_s)
+    assert found.step_s >= max(found.inter_s, found.intra_s, found.host_s) * (1 - 1e-9)
+
+
+def test_a_frozen_base_needs_no_gradients_of_its_own() -> None:
+    lora = ["lora=q4", "model.weights=pretrained", "model.path=FOLDER"]
+    plain, frozen = config("recipe=zero3"), config("recipe=zero3", *lora)
+    whole = block_work(plan_of(plain).units[0], plain)
+    work = block_work(plan_of(frozen).units[0], frozen)
+    assert work.backward < 1.5 * work.forward < 1.5 * whole.backward
+
+
+def test_fsdp2_alone_has_no_codecs() -> None:
+    with pytest.raises(ValueError, match="no codecs"):
+        predict(config("recipe=w8"), machine(), 10.0, own_loop=False)
