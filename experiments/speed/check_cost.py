@@ -4,7 +4,8 @@
     check_cost.py project [--machine h200] [--model 13b] [--out FILE]
     check_cost.py published
 
-`check` takes rows with the columns of results.csv (and `overrides`, more settings of a row).
+`check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
+where a table has none, what the other columns say with `overrides` and --set on top.
 Engines without a plan of ours are left out and counted. `published` asks for the shape only:
 the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
 """
@@ -14,13 +15,16 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import json
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from zpp_lab.bench.step_engines import vocabulary
 from zpp_lab.compose import compose
-from zpp_lab.config import Config
+from zpp_lab.config import Config, load
 from zpp_lab.cost.machine import Machine, load_machine
 from zpp_lab.cost.show import links
 from zpp_lab.cost.step import StepTime, predict
@@ -29,7 +33,7 @@ from zpp_lab.files import write_atomic
 HERE = Path(__file__).parent
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 NODE = "zero3 + reshard to node"  # FSDP2's own hpZ: backward gathers in the node
-RECIPES = ["zero3", "w8", "w4", "zeropp", "g8_4_hadamard"]
+RECIPES = ["zero3", "w8", "w8_2hops", "zeropp", "w4_g84h"]
 Row = dict[str, str]
 
 
@@ -97,11 +101,35 @@ def config_of(row: Row, more: list[str]) -> Config:
     engine, recipe = row["engine"], row["recipe"]
     if engine not in ("fsdp2", "fsdp"):
         raise ValueError("no plan of ours")
+    if row.get("config"):
+        return recorded(row)
     words = [*BASE, f"model={row['model']}"]
     words += [f"cluster.nodes={row['nodes']}", f"cluster.gpus_per_node={row['gpus_per_node']}"]
     words += [f"data.seq_len={row['seq_len']}", f"train.batch_size={row['batch_size']}"]
     own = (row.get("overrides") or "").split()
     return compose(merged(words, recipe_words(engine, recipe), own, more))
+
+
+def recorded(row: Row) -> Config:
+    """The config of a row of `bench step`, which has a vocabulary of its own for small models."""
+    config = load(Config, nested(json.loads(row["config"])))
+    recipe = config.recipe
+    if row["engine"] == "fsdp2" and row["recipe"] == NODE:
+        recipe = replace(recipe, secondary=True)
+    model = replace(config.model, vocab_size=vocabulary(config))
+    return replace(config, model=model, recipe=recipe)
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Dotted names as groups."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, key = name.split(".")
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[key] = value
+    return found
 
 
 def merged(*groups: list[str]) -> list[str]:
@@ -118,7 +146,8 @@ def recipe_words(engine: str, recipe: str) -> list[str]:
     return BEYOND.get(recipe, [f"recipe={recipe}"])
 
 
-BEYOND = {  # arms of run.sh that are no recipe of conf/
+BEYOND = {  # no recipes of conf/, but arms of run.sh or of projections
+    "w8_2hops": ["recipe=w8", "recipe.hops=2"],
     "w4_g84h": [
         "recipe=zeropp",
         "recipe.weights.bits=4",
@@ -136,7 +165,8 @@ def project(machine: Machine, model: str, out: Path | None) -> int:
         for gbps in (100.0, 400.0, 3200.0):
             row = {"model": model, "gpus": str(gpus), "link_gbps": f"{gbps:g}"}
             for recipe in RECIPES:
-                words = [*BASE, f"model={model}", f"recipe={recipe}", "cluster.gpus_per_node=8"]
+                words = [*BASE, f"model={model}", *recipe_words("fsdp", recipe)]
+                words += ["cluster.gpus_per_node=8"]
                 words += [f"cluster.nodes={gpus // 8}", "data.seq_len=2048", "train.batch_size=2"]
                 found = predict(compose(words), machine, gbps)
                 row[recipe] = f"{found.tokens_per_s / gpus:.0f}"

@@ -48,7 +48,8 @@ COMMENT = {
     "launch-bound step of h200/cost-1x4.json (137.285 ms) is divided over its blocks, norm and "
     "update by their number of operators, so the split is an estimate",
     "intra": "experiments/collectives/h200.log, 1 x 4: the transfer alone, NCCL below 16 MiB "
-    "received, peer memory from there on; before the first point its time is the latency",
+    "received, peer memory from there on; before the first point its time is the latency; "
+    "gpu_share: not measured",
     "inter": "efficiency: from one figure, plain FSDP2 of 1.35B over 12 Gbit/s of TCP between two "
     "network namespaces (rows.csv), set so that the model meets it; latency_s: not measured, "
     "nothing beside transfers of 10 ms and more",
@@ -65,7 +66,10 @@ def main() -> None:
         "compute": {"eager": {"points": compute(rate)}},
         "memory_bytes_per_s": rate,
         "host": host(),
-        "intra": {op: {"points": inside(op)} for op in ("gather", "reduce")},
+        "intra": {
+            **{op: {"points": inside(op)} for op in ("gather", "reduce")},
+            "gpu_share": 0.0,
+        },
         "inter": {"latency_s": 0.0, "efficiency": 0.958},
         "codec": {"launch_s": 2.43e-6, "seconds": codecs(kernels["grid"])},
         "comment": COMMENT,

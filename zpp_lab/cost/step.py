@@ -40,9 +40,12 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. compute_s + codec_s + optimizer_s + exposed_s = step_s: what is exposed
-    is the time in which the GPU waits for links or host. intra_s and inter_s: how long the links
-    are busy, hidden or not."""
+    """Seconds of one step: compute_s + codec_s + optimizer_s + exposed_s = step_s.
+
+    codec_s has what the model loses beside transfers too; exposed_s is the time in which the GPU
+    waits for links or host. intra_s, inter_s, host_s: how long links and host are busy, hidden or
+    not.
+    """
 
     compute_s: float
     codec_s: float
@@ -126,7 +129,8 @@ class _Step:
         ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
         step = max(ends)
         optimizer = kinds.get("norm", 0.0) + kinds.get("optimizer", 0.0)
-        codec = sum(s for kind, s in kinds.items() if kind.endswith(" kernels"))
+        beside = ("gather kernels", "reduce kernels", "lost to transfers")
+        codec = sum(kinds.get(kind, 0.0) for kind in beside)
         compute = busy.get("gpu", 0.0) - optimizer - codec
         train = self.config.train
         sequences = train.batch_size * train.micro_steps * self.config.cluster.world
@@ -251,6 +255,10 @@ class _Step:
         for i, (kernel, leg) in enumerate(zip(found.kernels, found.legs, strict=False)):
             kernels = f"{what} kernels"
             own = self.line.add(kernels, f"{what}: kernel {i}", "gpu", kernel, waits)
+            share = self.machine.intra.gpu_share if leg.link == "intra" else 0.0
+            if share:
+                lost = leg.seconds * share
+                self.line.add("lost to transfers", f"{what}: beside {i}", "gpu", lost, [own])
             kind = f"{wire}, {leg.link}"
             waits = [self.line.add(kind, f"{what}: leg {i}", leg.link, leg.seconds, [own])]
         assert waits[0] is not None
