@@ -37,7 +37,17 @@ LAYERS: list[set[str]] = [
     {"dashboard", "planner", "predicted"},
     {"cli"},
 ]
-TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]
+TORCH_FREE = [
+    "config",
+    "factors",
+    "paths",
+    "compose",
+    "runconfig",
+    "emulate",
+    "cost.machine",
+    "study",
+    "cli",
+]
 
 
 def layer(module: str) -> int:
