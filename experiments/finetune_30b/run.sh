@@ -28,7 +28,7 @@ END
   cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
   $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
   timeout -k 20 "${BASE_LIMIT:-400}" $zpp train "${settings[@]}" run.dir="$first" \
-    train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS * 2 / 3)) train.lr=4e-5 \
+    train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS * 2 / 3)) train.lr=3e-5 \
     train.eval_every="$BASE_STEPS" train.keep_checkpoints=2 \
     train.checkpoint_weights_only=true 2>&1 | tail -n 4
   tar czf "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"
