@@ -9,7 +9,7 @@ shift
 mkdir -p "$out"
 STUDY="${STUDY:-finetune_30b}"
 LIMIT="${LIMIT:-240}"
-BASE_STEPS="${BASE_STEPS:-60}"
+BASE_STEPS="${BASE_STEPS:-120}"
 source experiments/size.sh
 first="runs/${STUDY}_base"
 
@@ -27,8 +27,8 @@ END
   mkdir -p "$first"
   cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
   $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
-  timeout -k 20 "${BASE_LIMIT:-300}" $zpp train "${settings[@]}" run.dir="$first" \
-    train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS / 6)) train.lr=1.5e-4 \
+  timeout -k 20 "${BASE_LIMIT:-400}" $zpp train "${settings[@]}" run.dir="$first" \
+    train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS * 2 / 3)) train.lr=3e-5 \
     train.eval_every="$BASE_STEPS" train.keep_checkpoints=2 \
     train.checkpoint_weights_only=true 2>&1 | tail -n 4
   tar czf "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"

@@ -36,8 +36,9 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, layers: int) -> 
 
     Vectors are ones. Matrices are normal with deviation 1 / sqrt(columns), the
     projections into the residual stream divided by sqrt(2 * layers) more so
-    that depth does not raise its variance. Embedding and head use 0.02, which starts
-    the loss near ln(vocab).
+    that depth does not raise its variance. Embedding and head use 0.02 at any width: logits of
+    hidden values around 1 then vary by 0.02 · sqrt(dim), and the loss starts at about
+    ln(vocab) + 0.0002 · dim, which is 1 nat too many at 5120 columns.
     """
     if len(shape) < 2:
         return torch.ones(shape)
