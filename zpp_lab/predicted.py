@@ -46,9 +46,10 @@ def _curve(
         raise ValueError("the table does not say its config")
     config = load(Config, one.config)
     config = replace(config, model=replace(config.model, vocab_size=vocabulary(config)))
-    links = _links([m.gbps for m in group])
+    links, own_loop = _links([m.gbps for m in group]), arm != BASE
     return [
-        Predicted(setting, arm, link, predict(config, machine, link).tokens_per_s) for link in links
+        Predicted(setting, arm, link, predict(config, machine, link, own_loop).tokens_per_s)
+        for link in links
     ]
 
 
