@@ -22,7 +22,7 @@ from zpp_lab.numerics import fold_sum
 Telemetry = dict[Wire, dict[str, dict[str, float]]]
 SUMS = ("error2", "x2", "y2", "xy", "error", "abs_x", "zeroed", "saturated", "count")
 TILE = 8192
-_AT_ONCE = 2**22  # elements whose terms are held at a time
+AT_ONCE = 2**22  # elements whose terms are held at a time
 _SHAPE = (8, 4, 32, 8)  # warps, chunks, lanes, neighbours
 
 
@@ -32,7 +32,7 @@ def error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the
     code's range, as their share times n, and `zeroed` values other than 0 that decode to 0.
     """
-    each = max(1, _AT_ONCE // max(1, x.shape[1]))
+    each = max(1, AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(each), payload.split(each), strict=True)
     return torch.cat([_error_sums(codec, rows, slots) for rows, slots in parts])
 
@@ -43,7 +43,7 @@ def _error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     if not numel:
         return out
     shape = _SHAPE if numel > TILE else _part(numel)
-    wide = max(1, _AT_ONCE // (rows * TILE)) * TILE  # whole tiles: their sums stay what they are
+    wide = max(1, AT_ONCE // (rows * TILE)) * TILE  # whole tiles: their sums stay what they are
     parts = zip(x.split(wide, 1), codec.decode(payload, numel).split(wide, 1), strict=True)
     tiles = torch.cat([_tiles(_terms(a, b), shape) for a, b in parts], dim=-1)
     out[:, : len(tiles)] = fold_sum(tiles).t()
