@@ -3,7 +3,8 @@
 A step's memory rises and falls, so every item is counted at seven moments:
 
     loss        all activations are there, the loss goes back
-    early       the second block to go back computes: most activations are still there
+    early       one of the first two blocks to go back computes, of which the second finds the
+                first's reduction under way: most activations are still there
     early sent  its gradients are reduced: its weights and activations are gone
     late        the last block to go back computes: one block's activations, nearly all gradients
     late sent   its gradients are reduced
@@ -154,6 +155,14 @@ class _Rank:
         self.root = plan.units[-1]
         self.blocks = plan.units[:-1]
         self.block = max(self.blocks, key=_numel)
+        self.early = self._fuller()  # blocks that went back before the one at 'early'
+
+    def _fuller(self) -> int:
+        """1 where a reduction's input and its sums are more than a block's activations, else 0."""
+        if len(self.blocks) == 1:
+            return 0
+        left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.block))
+        return int(self._held(self.block) + left > self.acts.between)
 
     # ------------------------------------------------------------------ what stays
 
@@ -176,9 +185,8 @@ class _Rank:
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
             return _always(every)
         root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.block))
-        first = block if len(self.blocks) > 1 else 0
         late, end = max(0, every - root - block), every - root
-        return _moments(early=first, late=late, root=end, update=every)
+        return _moments(early=self.early * block, late=late, root=end, update=every)
 
     # ------------------------------------------------------------------ what a unit needs
 
@@ -215,7 +223,7 @@ class _Rank:
             for u in self.blocks
         )
         count = max(1, self.config.engine.prefetch)
-        first, ahead = min(count, len(self.blocks)), min(count, max(0, len(self.blocks) - 2))
+        first, ahead = (min(count, len(self.blocks) - gone) for gone in (0, 1 + self.early))
         return _moments(loss=first * each, early=ahead * each)
 
     def _whole_gradients(self) -> dict[Moment, int]:
@@ -237,15 +245,16 @@ class _Rank:
 
     def _reductions(self) -> dict[Moment, int]:
         """Of the unit under way, or the input of the one before it, which nobody has let go."""
-        world = self.plan.recipe.cluster.world
-        held = 0 if world == 1 else self._input(self.block)
-        early = held if len(self.blocks) > 1 else 0
+        held = self._held(self.block)
         block, root = self._reduction(self.block), self._reduction(self.root)
-        found = _moments(early=early, late=early, root=root)
+        late = held if len(self.blocks) > 1 else 0
+        found = _moments(early=self.early * held, late=late, root=root)
         return found | {"early sent": block, "late sent": block}
 
-    def _input(self, unit: UnitPlan) -> int:
-        """Of one unit's reduction: FSDP2's buffer, or the gradients that ours encoded."""
+    def _held(self, unit: UnitPlan) -> int:
+        """The input of one unit's reduction: FSDP2's buffer, or the gradients that ours encoded."""
+        if self.plan.recipe.cluster.world == 1:
+            return 0
         if self.untouched:
             return self.plan.recipe.shards * shard_bytes(_trained(unit), self.grad)
         return self.weight * _to_train(unit)
@@ -257,7 +266,7 @@ class _Rank:
             return 0
         sums = shard_bytes(_trained(unit), self.grad)
         if self.untouched:
-            return self._input(unit) + sums
+            return self._held(unit) + sums
         rows = self._rows(unit)
         sent = 0 if self._peer() else sum(rows)  # in peer memory what goes out lies in a slot
         turned = rows[-1] if self.plan.recipe.config.order == "reversed" else 0
@@ -328,10 +337,12 @@ class _Rank:
 
     def _activations(self) -> dict[Moment, int]:
         """Of the blocks that have not gone back yet; then what flows on to the next."""
-        acts, blocks = self.acts, len(self.blocks)
-        left = max(1, blocks - 1)
+        acts, left = self.acts, len(self.blocks) - self.early
         found = _moments(loss=acts.kept, early=left * acts.between + acts.recomputed)
-        sent = {"early sent": (left - 1) * acts.between + acts.row, "late sent": acts.row}
+        sent: dict[Moment, int] = {
+            "early sent": (left - 1) * acts.between + acts.row,
+            "late sent": acts.row,
+        }
         return found | sent | {"late": acts.block}
 
     def _updating(self, shards: list[int]) -> int:
