@@ -1,14 +1,14 @@
-"""What the built-in decoder keeps for its backward, in closed form.
+"""What the built-in decoder keeps for its backward, and what that backward holds, in closed form.
 
-Counted per token from what autograd saves in `models/llama.py` with a fused attention that keeps
-queries, keys, values, output and one fp32 number a head (flash attention), and a fused RMSNorm
-that keeps its input and one fp32 number:
+Counted from what autograd saves in `models/llama.py` with a fused attention that keeps queries,
+keys, values, output and one fp32 number a head (flash attention), and a fused RMSNorm that keeps
+its input and one fp32 number. In elements a token, d = dim, f = ffn, k = keys of one head group:
 
-    attention  block input, its norm, q, k, v, attention's output
-    MLP        input, its norm, gate, silu(gate), up, their product
+    attention  block input, its norm, attention's output: 3 d; q, k, v: d + 2 k
+    MLP        its norm's input and output: 2 d; gate, silu(gate), up, their product: 4 f
 
-torch.compile keeps less: it computes norms, silu and products again in backward. Which it saves is
-its own choice, so that count is an estimate.
+torch.compile computes silu(gate) anew, and of the MLP's input keeps the part that attention adds:
+5 d + d + 2 k + 3 f. Its partition does not depend on the shapes (tests/test_memory.py counts both).
 """
 
 from __future__ import annotations
@@ -39,32 +39,74 @@ class Activations:
         return cls(config.model, vocab, tokens, itemsize, config.engine.compile)
 
     @property
+    def _keys(self) -> int:
+        return self.model.kv_heads * (self.model.dim // self.model.heads)
+
+    @property
     def block(self) -> int:
         """Of one block, its input included."""
         m = self.model
-        keys = 2 * m.kv_heads * (m.dim // m.heads)
-        wide = 4 * m.dim + keys + 2 * m.ffn if self.compiled else 6 * m.dim + keys + 4 * m.ffn
-        wide += self.adapters
+        wide = 6 * m.dim + 2 * self._keys + (3 if self.compiled else 4) * m.ffn + self.adapters
         return self.tokens * (self.itemsize * wide + FP32 * (m.heads + 2))
+
+    @property
+    def between(self) -> int:
+        """Of one block from its forward to its backward."""
+        return self.row if self.model.checkpoint_activations else self.block
 
     @property
     def kept(self) -> int:
         """Of all blocks from forward to backward, and of the last norm."""
-        each = self._rows(self.model.dim) if self.model.checkpoint_activations else self.block
-        return self.model.layers * each + 2 * self._rows(self.model.dim) + FP32 * self.tokens
+        return self.model.layers * self.between + 2 * self.row + FP32 * self.tokens
 
     @property
     def recomputed(self) -> int:
         """Of the one block that backward computes again, beyond its input."""
-        if not self.model.checkpoint_activations:
-            return 0
-        return self.block - self._rows(self.model.dim)
+        return self.block - self.between
 
-    @property
-    def temporaries(self) -> int:
-        """Gradients alive at once in a block's backward: of silu(gate), up and gate in the MLP,
-        and of the two branches of the residual stream."""
-        return self._rows(3 * self.model.ffn + 2 * self.model.dim)
+    def backward(self, grads: int) -> int:
+        """The most that a block's backward holds beyond what the block kept: the gradient that
+        comes in, those that flow, and its parameters' own (`grads` bytes in the end), less what
+        was kept and has gone by then.
+        """
+        mlp, attention = self._own(grads)
+        parts = self._compiled_flow if self.compiled else self._eager_flow
+        return self.row + max(0, *parts(mlp, attention))
+
+    def _own(self, grads: int) -> tuple[int, int]:
+        """Bytes of the gradient of one matrix of the MLP, and of the query's matrix."""
+        m = self.model
+        whole = 3 * m.ffn + 2 * m.dim + 2 * self._keys
+        return grads * m.ffn // whole, grads * m.dim // whole
+
+    def _eager_flow(self, mlp: int, query: int) -> tuple[int, ...]:
+        """Two gradients of the product's factors while silu(gate) is there; the last matrix of the
+        MLP; q's, k's and v's gradients beside the output's; q's turned back in fp32, before and
+        after; all matrices."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        key = query * self._keys // self.model.dim
+        after = 3 * mlp - 4 * f
+        return (
+            mlp + 2 * f,
+            3 * mlp - 3 * f + 2 * d,
+            after + query + d + 2 * k,
+            after + query + 2 * key + 2 * FP32 * self.tokens * self.model.dim - d - 2 * k,
+            after + 2 * query + 2 * key + d - 2 * k,
+        )
+
+    def _compiled_flow(self, mlp: int, query: int) -> tuple[int, ...]:
+        """The same moments in the order of Inductor's code. silu(gate) never lies in memory, and
+        attention's matrices come last, all four."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        key = query * self._keys // self.model.dim
+        after = 3 * mlp - 3 * f
+        return (
+            mlp + f,
+            3 * mlp - 2 * f + d,
+            after + 4 * d + 2 * k,
+            after + 4 * d + 2 * FP32 * self.tokens * self.model.dim,
+            after + 2 * query + 2 * key - d,
+        )
 
     @property
     def loss(self) -> int:
@@ -78,7 +120,12 @@ class Activations:
             return 3 * FP32 * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
         head = (FP32 + self.itemsize) * self.vocab * m.dim if self.head_trained else 0
-        return at_once + head + self._rows(m.dim)
+        return at_once + head + self.row
+
+    @property
+    def row(self) -> int:
+        """Of the residual stream."""
+        return self._rows(self.model.dim)
 
     def _rows(self, width: int) -> int:
         return self.tokens * width * self.itemsize

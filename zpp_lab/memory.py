@@ -1,18 +1,20 @@
 """What each rank of a real run will hold, by formula, before anything is allocated.
 
-A step's memory rises and falls, so every item is counted at five moments:
+A step's memory rises and falls, so every item is counted at seven moments:
 
-    loss    all activations are there, the loss goes back
-    early   one of the first blocks to go back: most activations are still there
-    late    the last block to go back: one block's activations, nearly all gradients
-    root    the root unit is reduced: activations are gone, all gradients are there
-    update  norm, clipping and optimizer
+    loss        all activations are there, the loss goes back
+    early       one of the first two blocks to go back computes, of which the second finds the
+                first's reduction under way: most activations are still there
+    early sent  its gradients are reduced: its weights and activations are gone
+    late        the last block to go back computes: one block's activations, nearly all gradients
+    late sent   its gradients are reduced
+    root        the root unit is reduced: activations are gone, all gradients are there
+    update      norm, clipping and optimizer
 
 The peak is the largest moment. Rank 0 is counted, which never has less than others: the last
 shards may be shorter. Units follow what FSDP2 and `collectives/` keep alive: the gathered weights
-of the unit that computes, one payload for each unit gathered ahead, a reduction's input until the
-next reduction. Within a block what it keeps, its temporaries and its gradients are all counted,
-although the last gradient comes when most activations have gone.
+of the unit that computes, one payload for each unit gathered ahead, a reduction's input (FSDP2's
+buffer, or the gradients that ours were encoded from) until the next one begins.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zpp_lab.activations import FP32, Activations
+from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.collectives.peer import SLOTS
 from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
@@ -31,23 +34,26 @@ from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
-Moment = Literal["loss", "early", "late", "root", "update"]
+Moment = Literal["loss", "early", "early sent", "late", "late sent", "root", "update"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 GIB = 2**30
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
+PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
 SQUARED = 20  # bytes an element while a gradient's norm is taken: fp32, two of fp64
 
 
 @dataclass(frozen=True)
 class Item:
-    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host."""
+    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host. `outside`:
+    of torch's allocator, whose statistics do not see it."""
 
     name: str
     nbytes: dict[Moment, int]
     place: Literal["gpu", "host"] = "gpu"
     assumed: bool = False
+    outside: bool = False
 
     @property
     def most(self) -> int:
@@ -75,8 +81,10 @@ class Estimate:
 
     @property
     def tensors(self) -> int:
-        """The peak without assumed constants: what torch.cuda.max_memory_allocated would say."""
-        return self.peak - sum(i.most for i in self.items if i.assumed and i.place == "gpu")
+        """What torch.cuda.max_memory_allocated would say: the peak without assumed constants, and
+        without what torch's allocator does not see."""
+        apart = [i for i in self.items if i.place == "gpu" and (i.assumed or i.outside)]
+        return self.peak - sum(i.most for i in apart)
 
     @property
     def host(self) -> int:
@@ -147,6 +155,14 @@ class _Rank:
         self.root = plan.units[-1]
         self.blocks = plan.units[:-1]
         self.block = max(self.blocks, key=_numel)
+        self.early = self._fuller()  # blocks that went back before the one at 'early'
+
+    def _fuller(self) -> int:
+        """1 where a reduction's input and its sums are more than a block's activations, else 0."""
+        if len(self.blocks) == 1:
+            return 0
+        left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.block))
+        return int(self._held(self.block) + left > self.acts.between)
 
     # ------------------------------------------------------------------ what stays
 
@@ -155,57 +171,69 @@ class _Rank:
         trained = [p for u in self.plan.units for p in _trained(u)]
         place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
         kind = self.config.train.optimizer_state
-        grads = _always(shard_bytes(trained))
-        if self.plan.reductions == 1:  # else earlier micro-steps have left theirs
-            coming = shard_bytes(p for u in (self.root, self.block) for p in _trained(u))
-            grads |= {"loss": 0, "early": 0, "late": max(0, grads["late"] - coming)}
         return [
             Item("master weights, fp32", _always(shard_bytes(every)), place),
             Item("frozen base, as it travels", _always(base_bytes(self.plan))),
             Item(f"optimizer state, {kind}", _always(optimizer_bytes(trained, kind)), place),
-            Item("gradients, fp32", grads, place),
+            Item("gradients, fp32", self._gradients(), place),
             Item("secondary partition", _always(secondary_bytes(self.plan))),
         ]
+
+    def _gradients(self) -> dict[Moment, int]:
+        """This rank's, of the units that are reduced already. A unit's come with its reduction."""
+        every = shard_bytes(p for u in self.plan.units for p in _trained(u))
+        if self.plan.reductions > 1:  # earlier micro-steps have left theirs
+            return _always(every)
+        root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.block))
+        late, end = max(0, every - root - block), every - root
+        return _moments(early=self.early * block, late=late, root=end, update=every)
 
     # ------------------------------------------------------------------ what a unit needs
 
     def wires(self) -> list[Item]:
-        block, root = self._reduction(self.block), self._reduction(self.root)
-        reduction = _moments(early=block, late=block, root=root)
         return [
             Item("gathered weights", self._gathered()),
             Item("gather buffers", self._payloads()),
             Item("whole gradients", self._whole_gradients()),
-            Item("reduction buffers", reduction),
-            Item("peer-memory slots", _always(self._slots())),
+            Item("reduction buffers", self._reductions()),
+            Item("telemetry", self._telemetry()),
+            Item("peer-memory slots", _always(self._slots()), outside=True),
         ]
 
     def _gathered(self) -> dict[Moment, int]:
+        """The root's until its own reduction, and the computing block's until then."""
         root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
-        found = _moments(loss=root, early=root + block, late=root + block, root=root)
+        found = _moments(loss=root, early=root + block, late=root + block)
+        found |= {"early sent": root, "late sent": root}
         if self.plan.recipe.config.stage != 3:
             every = root + self.weight * sum(map(_numel, self.blocks))
-            found |= {"loss": every, "early": every}
+            found |= {"loss": every, "early": every, "early sent": every - block}
             if self.plan.micro_steps > 1:  # they stay until the last one's backward
-                found["late"] = every
+                found |= {"early sent": every, "late": every, "late sent": every}
         return found
 
     def _payloads(self) -> dict[Moment, int]:
         """Of the units gathered ahead in backward."""
         if self.plan.recipe.config.stage != 3:
             return _moments()
-        each = max(payload_bytes(self.plan, u, backward=True) for u in self.blocks)
-        ahead = min(max(1, self.config.engine.prefetch), len(self.blocks))
-        return _moments(loss=ahead * each, early=ahead * each)
+        shards = self.plan.recipe.shards
+        each = max(
+            # FSDP2's own gather is flat whatever the cluster's shape
+            shards * u.backward.nbytes if self.untouched else payload_bytes(self.plan, u, True)
+            for u in self.blocks
+        )
+        count = max(1, self.config.engine.prefetch)
+        first, ahead = (min(count, len(self.blocks) - gone) for gone in (0, 1 + self.early))
+        return _moments(loss=first * each, early=ahead * each)
 
     def _whole_gradients(self) -> dict[Moment, int]:
-        """A block's until it is reduced, and the root's: the head's from the loss on, all at the
-        end. With one reduction for several micro-steps every unit's, in reduce_dtype."""
+        """The head's from the loss on, a block's while it is reduced (until then they are counted
+        with its backward), and the root's. With one reduction for several micro-steps every
+        unit's, in reduce_dtype."""
         head = 0 if self.plan.stored else self.weight * self.acts.vocab * self.config.model.dim
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.block)
-        if not self.untouched:
-            block *= 2  # ours are encoded from: they live as long as FSDP2's buffer would
-        found = _moments(early=head + block, late=head + block, root=root)
+        found = _moments(early=head, late=head, root=root)
+        found |= {"early sent": head + block, "late sent": head + block}
         if self.config.model.tied_head:
             found["root"] += head  # the embedding's part, before the two are added
         if self.plan.accumulate_last and self.plan.micro_steps > 1:
@@ -215,16 +243,52 @@ class _Rank:
             found = {m: found[m] + waiting[m] for m in MOMENTS}
         return found
 
+    def _reductions(self) -> dict[Moment, int]:
+        """Of the unit under way, or the input of the one before it, which nobody has let go."""
+        held = self._held(self.block)
+        block, root = self._reduction(self.block), self._reduction(self.root)
+        late = held if len(self.blocks) > 1 else 0
+        found = _moments(early=self.early * held, late=late, root=root)
+        return found | {"early sent": block, "late sent": block}
+
+    def _held(self, unit: UnitPlan) -> int:
+        """The input of one unit's reduction: FSDP2's buffer, or the gradients that ours encoded."""
+        if self.plan.recipe.cluster.world == 1:
+            return 0
+        if self.untouched:
+            return self.plan.recipe.shards * shard_bytes(_trained(unit), self.grad)
+        return self.weight * _to_train(unit)
+
     def _reduction(self, unit: UnitPlan) -> int:
-        """Of one unit: what goes out and what comes in; sums that are not the gradients' own."""
+        """Of one unit: what goes out, what comes in, and the sums before they are the gradients'
+        own. Gradients that ours are encoded from are counted apart."""
         if self.plan.recipe.cluster.world == 1:
             return 0
         sums = shard_bytes(_trained(unit), self.grad)
-        extra = sums if self.plan.reductions > 1 or self.grad != FP32 else 0
         if self.untouched:
-            return self.plan.recipe.shards * sums + extra
-        both = 1 if self._peer() else 2  # in peer memory what goes out lies in a slot
-        return both * sum(self._rows(unit)) + extra
+            return self._held(unit) + sums
+        rows = self._rows(unit)
+        sent = 0 if self._peer() else sum(rows)  # in peer memory what goes out lies in a slot
+        turned = rows[-1] if self.plan.recipe.config.order == "reversed" else 0
+        return sent + sum(rows) + turned + sums
+
+    def _telemetry(self) -> dict[Moment, int]:
+        """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
+        are made once more in fp32, and summed up in pieces."""
+        if self.untouched or len(self.plan.recipe.hops) < 2:
+            return _moments()
+        if not self.config.tracking.telemetry_every:
+            return _moments()
+        nodes = self.plan.recipe.cluster.nodes
+
+        def of(unit: UnitPlan) -> int:
+            first, second = unit.hops
+            widest = max((s.numel for s in second.segments), default=0)
+            turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
+            return FP32 * (nodes * first.coded_numel + turned + widest) + PIECE
+
+        block, root = of(self.block), of(self.root)
+        return _moments(root=root) | {"early sent": block, "late sent": block}
 
     def _rows(self, unit: UnitPlan) -> list[int]:
         """Bytes that one rank sends (and gets) on each hop, its own rows included."""
@@ -238,12 +302,16 @@ class _Rank:
         return not self.untouched and (transport == "peer" or (transport == "auto" and one_host))
 
     def _slots(self) -> int:
+        """Of each link and kind a ring, as large as the largest shipment that will come."""
         if not self._peer():
             return 0
-        gather = max(max(u.forward.nbytes, u.backward.nbytes) for u in self.plan.units)
-        raw = max(self._raw_row(u) for u in self.plan.units)
-        exchange = max(sum(self._rows(u)) for u in self.plan.units)
-        return SLOTS["gather"] * max(gather, raw) + SLOTS["exchange"] * exchange
+        units, nodes = self.plan.units, self.plan.recipe.cluster.nodes
+        row = max(max(u.forward.nbytes, u.backward.nbytes, self._raw_row(u)) for u in units)
+        gather = row * (1 + nodes) if any(u.hierarchical for u in units) else row
+        if self.plan.recipe.config.secondary and not any(u.hierarchical for u in units):
+            gather += nodes * max(u.forward.nbytes for u in units)
+        exchange = max(sum(self._rows(u)) for u in units)
+        return SLOTS["gather"] * gather + SLOTS["exchange"] * exchange
 
     def _raw_row(self, unit: UnitPlan) -> int:
         """Of a gather of the master weights, and of a frozen base as it is."""
@@ -253,16 +321,29 @@ class _Rank:
     # ------------------------------------------------------------------ what computes
 
     def compute(self) -> list[Item]:
-        acts = self.acts
-        shards = [p.shard_numel for u in self.plan.units for p in _trained(u)]
+        acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
         squared = min(sum(shards), max(*shards, FOLD_NUMEL))
         norm = 0 if self.config.engine.offload else max(SQUARED * squared, self._updating(shards))
         return [
-            Item("activations", _moments(acts.kept, acts.kept + acts.recomputed, acts.block)),
+            Item("activations", self._activations()),
             Item("logits and loss", _moments(loss=acts.loss)),
-            Item("temporaries of a block", _moments(early=acts.temporaries, late=acts.temporaries)),
+            Item("a block's backward", self._flow()),
             Item("gradient norm or update", _moments(update=norm)),
         ]
+
+    def _flow(self) -> dict[Moment, int]:
+        flow = self.acts.backward(self.weight * _to_train(self.block))
+        return _moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
+
+    def _activations(self) -> dict[Moment, int]:
+        """Of the blocks that have not gone back yet; then what flows on to the next."""
+        acts, left = self.acts, len(self.blocks) - self.early
+        found = _moments(loss=acts.kept, early=left * acts.between + acts.recomputed)
+        sent: dict[Moment, int] = {
+            "early sent": (left - 1) * acts.between + acts.row,
+            "late sent": acts.row,
+        }
+        return found | sent | {"late": acts.block}
 
     def _updating(self, shards: list[int]) -> int:
         """What our own AdamW needs at most; its kernel and torch's fused one need nothing."""
@@ -291,7 +372,16 @@ def _always(nbytes: int) -> dict[Moment, int]:
 def _moments(
     loss: int = 0, early: int = 0, late: int = 0, root: int = 0, update: int = 0
 ) -> dict[Moment, int]:
-    return {"loss": loss, "early": early, "late": late, "root": root, "update": update}
+    """What a block holds while it computes it holds while it is sent, unless told otherwise."""
+    return {
+        "loss": loss,
+        "early": early,
+        "early sent": early,
+        "late": late,
+        "late sent": late,
+        "root": root,
+        "update": update,
+    }
 
 
 def _numel(unit: UnitPlan) -> int:

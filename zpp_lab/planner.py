@@ -29,8 +29,14 @@ from zpp_lab.study.slots import gpu_memory
 DEFAULT_GIB = 80.0  # of a device where none is seen
 MOST_RANKS = 4096
 NOTES = (
-    "Counted: tensors. Assumed: context and NCCL. Not counted: holes in the allocator's blocks.",
+    "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
+    "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of",
+    "libraries, evaluation and checkpoints, which hold less than a step.",
     "Bytes on the wires: all ranks together, one step.",
+)
+ONE_HOST = (
+    "Taken for {nodes} hosts. Where these are one host, a run gathers flat and over peer memory: "
+    "plan with engine.gather=flat engine.transport=peer."
 )
 
 
@@ -171,7 +177,13 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "gpus_per_node": outlook.config.cluster.gpus_per_node,
         "wires": {w: t._asdict() for w, t in outlook.plan.step_bytes().items()},
         "items": [
-            {"name": i.name, "place": i.place, "assumed": i.assumed, **i.nbytes}
+            {
+                "name": i.name,
+                "place": i.place,
+                "assumed": i.assumed,
+                "outside": i.outside,
+                **i.nbytes,
+            }
             for i in found.items
         ],
         "gpu": {m: found.at(m) for m in MOMENTS},
@@ -221,6 +233,9 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
             f"{_gib(one.outlook.estimate.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
         )
         console.print(f"  {lead} {' '.join(one.overrides)}  → {after}", highlight=False)
+    settings = outlook.config.engine
+    if cluster.nodes > 1 and "auto" in (settings.gather, settings.transport):
+        console.print(ONE_HOST.format(nodes=cluster.nodes), style="dim")
     for note in NOTES:
         console.print(note, style="dim")
 

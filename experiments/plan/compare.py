@@ -1,9 +1,9 @@
 """What `zpp-lab plan` says beside what a real run holds; run.sh starts one for each case.
 
 Compared is the peak of tensors: `torch.cuda.max_memory_allocated` of the fullest rank against the
-estimate without its assumed constants. Slots of peer memory lie outside torch's allocator, so they
-are taken out of the estimate here; what the device has in use after the last step, which holds
-everything, stands beside the whole estimate.
+estimate without its assumed constants and without peer memory, which lies outside torch's
+allocator; what the device has in use after the last step, which holds everything, stands beside the
+whole estimate.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from zpp_lab.compose import compose
 from zpp_lab.memory import GIB, Estimate
 from zpp_lab.planner import Outlook
 
-SLOTS = "peer-memory slots"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -33,7 +31,7 @@ def main() -> None:
     start(config)
     found = measure(config, args.steps, warm=1)
     planned = Outlook.of(config, 0).estimate
-    expected = (planned.tensors - slots(planned)) / GIB
+    expected = planned.tensors / GIB
     result = {
         "overrides": args.overrides,
         "planned_gib": expected,
@@ -47,11 +45,6 @@ def main() -> None:
         print(line(args.name, expected, found.peak_gib, planned, found.used_gib), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def slots(planned: Estimate) -> int:
-    """Bytes of peer memory, 0 without it."""
-    return sum(i.most for i in planned.items if i.name == SLOTS)
 
 
 def line(

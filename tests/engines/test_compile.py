@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from zpp_lab.engines.build import build_engine
 
 VOCAB = 37
 TINY = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)
+DEEP = replace(TINY, layers=12)
 
 
 def outcome(case: str, name: Any, model: ModelConfig, compiled: bool = True) -> Any:
@@ -42,6 +44,27 @@ def compared() -> dict[str, Any]:
         found[case] = differs(outcome(case, "fsdp", model), outcome(case, "virtual", model))
     found["graphs"] = counters["stats"]["unique_graphs"]
     return found
+
+
+def graphs_of_the_real_engine() -> dict[str, int]:
+    """With hooks, gathers and telemetry around the blocks; traced, but not built."""
+    config = replace(configured("weights8", 1, 2, compile=True, deterministic=False), model=DEEP)
+    with patch("torch.compile", partial(torch.compile, backend="eager")):
+        engine = build_engine(config, VOCAB, torch.device("cpu"))
+    counters.clear()
+    found = {}
+    for s in range(2):
+        engine.step(s, 1e-2, partial(batch, 0), telemetry=s == 0)
+        found[f"step {s}"] = counters["stats"]["unique_graphs"]
+    engine.evaluate(2, [batch(0, 0, 0)], wire=True)
+    engine.step(2, 1e-2, partial(batch, 0), telemetry=False)
+    return {**found, "with evaluation": counters["stats"]["unique_graphs"]}
+
+
+def test_all_blocks_share_one_graph() -> None:
+    """A second one would cost every rank seconds at each start."""
+    found = run_world(2, graphs_of_the_real_engine)
+    assert found == {"step 0": 1, "step 1": 1, "with evaluation": 2}
 
 
 @pytest.mark.slow

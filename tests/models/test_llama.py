@@ -2,9 +2,12 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
 
 from zpp_lab.config import ModelConfig
 from zpp_lab.models import build_model
+from zpp_lab.models.llama import Rope, complex_product, written_out
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=4, ffn=48)
 VOCAB = 61
@@ -61,7 +64,39 @@ def test_rotation_table_grows_and_keeps_its_start():
     rope = build_model(SMALL, VOCAB).layers[0].attention.rope
     short = rope.table(4, torch.device("cpu")).clone()
     assert torch.equal(rope.table(50, torch.device("cpu"))[:4], short)
-    assert rope.table(3, torch.device("cpu")).shape == (3, 1, 4)
+    assert rope.table(3, torch.device("cpu")).shape == (3, 1, 4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])  # whole vectors of any CPU
+def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_dim):
+    rope = Rope(head_dim, 10000.0)
+    generator = torch.Generator().manual_seed(head_dim)
+    x = torch.randn(2, 50, 3, head_dim, generator=generator).to(dtype)
+    slope = torch.randn(x.shape, generator=generator).to(dtype)
+    found = []
+    for product in (complex_product, written_out):
+        leaf = x.clone().requires_grad_()
+        pairs = leaf.float().unflatten(-1, (-1, 2))
+        turned = product(pairs, rope.table(50, x.device)).flatten(-2).to(dtype)
+        turned.backward(slope)
+        found.append((turned.detach(), leaf.grad))
+    assert torch.equal(found[0][0], rope.rotate(x)), "eager rotations are complex products"
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
+
+
+def test_blocks_share_one_compiled_graph_a_shape():
+    model = build_model(config(layers=12), VOCAB)
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager", dynamic=False)
+    for length, graphs in ((12, 1), (12, 1), (7, 2), (12, 2)):
+        x = tokens(length=length)
+        model(x, x.roll(1, 1)).backward()
+        assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
 
 
 def test_repeats_to_the_bit():
@@ -136,7 +171,8 @@ def test_bf16_copy_rotates_by_the_same_table():
     model = build_model(SMALL, VOCAB)
     half = copy.deepcopy(model).bfloat16()
     assert list(half.buffers()) == []
-    assert half.layers[0].attention.rope.table(12, torch.device("cpu")).dtype == torch.complex64
+    assert half.rope is half.layers[0].attention.rope
+    assert half.rope.table(12, torch.device("cpu")).dtype == torch.float32
     assert half(tokens()).dtype == torch.bfloat16
     x, y = tokens(), tokens().roll(1, 1)
     assert half(x, y).item() == pytest.approx(model(x, y).item(), abs=0.02)

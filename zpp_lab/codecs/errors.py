@@ -22,7 +22,7 @@ from zpp_lab.numerics import fold_sum
 Telemetry = dict[Wire, dict[str, dict[str, float]]]
 SUMS = ("error2", "x2", "y2", "xy", "error", "abs_x", "zeroed", "saturated", "count")
 TILE = 8192
-_AT_ONCE = 2**22  # elements whose terms are held at a time
+AT_ONCE = 2**22  # elements whose terms are held at a time
 _SHAPE = (8, 4, 32, 8)  # warps, chunks, lanes, neighbours
 
 
@@ -32,7 +32,7 @@ def error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the
     code's range, as their share times n, and `zeroed` values other than 0 that decode to 0.
     """
-    each = max(1, _AT_ONCE // max(1, x.shape[1]))
+    each = max(1, AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(each), payload.split(each), strict=True)
     return torch.cat([_error_sums(codec, rows, slots) for rows, slots in parts])
 
@@ -42,20 +42,37 @@ def _error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     out = torch.zeros(rows, len(SUMS), dtype=torch.float64, device=x.device)
     if not numel:
         return out
-    a, b = x.double(), codec.decode(payload, numel).double()
-    error = b - a
-    terms = (error.square(), a.square(), b.square(), a * b, error, a.abs(), (b == 0) & (a != 0))
-    out[:, : len(terms)] = _fold(torch.cat([t.double() for t in terms])).view(-1, rows).t()
+    shape = _SHAPE if numel > TILE else _part(numel)
+    wide = max(1, AT_ONCE // (rows * TILE)) * TILE  # whole tiles: their sums stay what they are
+    parts = zip(x.split(wide, 1), codec.decode(payload, numel).split(wide, 1), strict=True)
+    tiles = torch.cat([_tiles(_terms(a, b), shape) for a, b in parts], dim=-1)
+    out[:, : len(tiles)] = fold_sum(tiles).t()
     out[:, -2] = codec.saturated(payload, numel).double() * numel
     out[:, -1] = numel
     return out
 
 
-def _fold(terms: Tensor) -> Tensor:
-    """fp64 [R, n] → [R], in the order that the module describes."""
-    rows, numel = terms.shape
-    shape = _SHAPE if numel > TILE else _part(numel)
-    terms = torch.nn.functional.pad(terms, (0, -numel % math.prod(shape))).view(rows, -1, *shape)
+def _terms(x: Tensor, y: Tensor) -> Tensor:
+    """What the first seven of SUMS add up: fp64 [7, R, n]. Written in place, one by one: together
+    they are 56 bytes an element."""
+    terms = torch.empty(7, *x.shape, dtype=torch.float64, device=x.device)
+    a, b = x.double(), y.double()
+    error = torch.sub(b, a, out=terms[4])
+    torch.square(error, out=terms[0])
+    torch.square(a, out=terms[1])
+    torch.square(b, out=terms[2])
+    torch.mul(a, b, out=terms[3])
+    torch.abs(a, out=terms[5])
+    terms[6] = (b == 0) & (a != 0)
+    return terms
+
+
+def _tiles(terms: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """fp64 [..., n] → each tile's sum [..., tiles], in the order that the module describes."""
+    fill = -terms.shape[-1] % math.prod(shape)
+    if fill:
+        terms = torch.nn.functional.pad(terms, (0, fill))
+    terms = terms.view(*terms.shape[:-1], -1, *shape)
     lanes = torch.zeros_like(terms[..., 0, :, 0])
     for chunk in terms.unbind(-3):
         for element in chunk.unbind(-1):
@@ -65,7 +82,7 @@ def _fold(terms: Tensor) -> Tensor:
     total, *others = lanes[..., 0].unbind(-1)
     for warp in others:
         total = total + warp
-    return fold_sum(total)
+    return total
 
 
 def _part(numel: int) -> tuple[int, int, int, int]:

@@ -20,6 +20,14 @@ from zpp_lab.layout import Layout
 class Observer(Protocol):
     """Sees one rank's values before they go on a wire, with the payload that carries them."""
 
+    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
+        """For the `errors` of the `ops.encode` that is about to fill `payload`, if wanted."""
+        ...
+
+    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
+        """What that encode has put into `room`."""
+        ...
+
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
         """This rank's padded shards, and its payload row uint8 [1, nbytes]."""
         ...
@@ -32,6 +40,12 @@ class Observer(Protocol):
         self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
     ) -> None:
         """Rows [R, n] of each segment that `rank` sends, and their payload uint8 [R, nbytes]."""
+        ...
+
+    def again(
+        self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
+    ) -> None:
+        """As `rows`, of sums that were encoded again, for which there is no `room`."""
         ...
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab import ops
-from zpp_lab.codecs import RawCodec
+from zpp_lab.codecs import Noise, RawCodec
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, secondary_traffic
@@ -100,9 +100,7 @@ class Gather:
             shards = shards[: self.encoded]
         noise = self.clock.weights_noise(wire, self.rank) if layout.stochastic else None
         if shards:
-            ops.encode(layout, shards, noise, row)
-        if self.clock.observer is not None:
-            self.clock.observer.weights(wire, layout, shards, row)
+            self._encode(wire, layout, shards, noise, row)
         return packet
 
     def send(self, packet: Packet) -> None:
@@ -120,6 +118,16 @@ class Gather:
         ops.decode(packet.layout, packet.payload, outs)
 
     # ------------------------------------------------------------------ parts
+
+    def _encode(
+        self, wire: Wire, layout: Layout, shards: Sequence[Tensor], noise: Noise | None, row: Tensor
+    ) -> None:
+        observer = self.clock.observer
+        errors = observer.room(wire, layout, row) if observer is not None else None
+        ops.encode(layout, shards, noise, row, errors)
+        if observer is not None:
+            observer.encoded(wire, layout, errors)
+            observer.weights(wire, layout, shards, row)
 
     def _layout(self, wire: Wire) -> Layout:
         if self.clock.master:

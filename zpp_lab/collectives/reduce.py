@@ -101,16 +101,19 @@ class Reduce:
 
     def _encode(self, layout: Layout, grads: Sequence[Tensor], room: Tensor) -> None:
         """One row for each shard of the cluster, in their order."""
-        world, noise = self.cluster.world, None
+        world, wire, noise = self.cluster.world, self.hops[0], None
         if layout.stochastic:
-            noise = self.clock.grads_noise(self.hops[0], self.rank, range(world))
-        ops.encode(layout, grads, noise, room)
-        if self.clock.observer is not None:
+            noise = self.clock.grads_noise(wire, self.rank, range(world))
+        observer = self.clock.observer
+        errors = observer.room(wire, layout, room) if observer is not None else None
+        ops.encode(layout, grads, noise, room, errors)
+        if observer is not None:
+            observer.encoded(wire, layout, errors)
             before = [
                 ops.padded_rows(g, world, s.numel)
                 for g, s in zip(grads, layout.segments, strict=True)
             ]
-            self.clock.observer.rows(self.hops[0], layout, before, room, self.rank)
+            observer.rows(wire, layout, before, room, self.rank)
 
     def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
         """Rows uint8 [L, N, n] → the sums' rows, uint8 [N, m]: the shards that this local rank
@@ -127,7 +130,7 @@ class Reduce:
             flat = ops.finish_sums(first, sums)
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node
-            self.clock.observer.rows(self.hops[1], second, before, room, sender)
+            self.clock.observer.again(self.hops[1], second, before, room, sender)
 
     def _in_order(self, rows: Tensor) -> Tensor:
         """Rows of K senders in the order in which the recipe adds them."""

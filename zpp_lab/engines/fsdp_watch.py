@@ -52,11 +52,20 @@ class RankWatch:
         self.micro = micro
         return self
 
+    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
+        if self.micro > 0 and wire.startswith("weights"):  # every micro-step gathers the same
+            return None
+        return self.watch.room(layout, payload)
+
+    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
+        self.watch.encoded(wire, layout, errors)
+
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
-        if self.micro == 0:  # every micro-step gathers the same
+        if self.check and self.micro == 0:
             before = [s.view(1, -1) for s in shards]
             after = _decoded(layout, row, [b.dtype for b in before])
-            self._look((0, int(wire == "weights_backward"), 0, 0), wire, layout, before, after, row)
+            place = (0, int(wire == "weights_backward"), 0, 0)
+            self._look(place, wire, layout, before, after, row)
 
     def gradients(self, layout: Layout, grads: Sequence[Tensor]) -> None:
         for segment, grad in zip(layout.segments, grads, strict=True):
@@ -68,7 +77,14 @@ class RankWatch:
     def rows(
         self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
     ) -> None:
-        after = _decoded(layout, payload, [torch.float32] * len(before))
+        if self.check:
+            self.again(wire, layout, before, payload, rank)
+
+    def again(
+        self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
+    ) -> None:
+        # errors decode for themselves, a piece at a time: this is as large as the unit's gradients
+        after = _decoded(layout, payload, [torch.float32] * len(before)) if self.check else before
         place = (1, rank, self.micro, 2 if wire == "grads_inter" else 1)
         self._look(place, wire, layout, before, after, payload, rank)
 

@@ -39,6 +39,11 @@ class Rope:
 
     They are neither parameters nor buffers: a change of the model's dtype, or
     a sharding engine that casts what enters a block, would round them.
+
+    Eagerly a rotation is one complex product, a single kernel. The compiler makes no code for
+    complex numbers, and each such product would cut a block's kernels in two, so it gets the same
+    product written out. Both agree to the bit where the complex one rounds each of its products,
+    as vectors of the CPU do; in what fills no vector, and in CUDA, a product and a sum may fuse.
     """
 
     def __init__(self, head_dim: int, theta: float) -> None:
@@ -47,8 +52,8 @@ class Rope:
         self.tables: dict[tuple[torch.device, int], Tensor] = {}
 
     def table(self, length: int, device: torch.device) -> Tensor:
-        """Unit rotations, complex64 [length, 1, head_dim / 2]. Kept for good: a captured CUDA
-        graph reads the table at its old place."""
+        """Cosine and sine of each position's turns, fp32 [length, 1, head_dim / 2, 2]. Kept for
+        good: a captured CUDA graph reads the table at its old place."""
         key = (device, length)
         if key not in self.tables:
             self.tables[key] = self._compute(length).to(device)
@@ -58,13 +63,25 @@ class Rope:
         # NumPy's fp64, whatever the model's device or dtype: all rotate by the same numbers.
         turns = self.theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         angles = np.outer(np.arange(length), turns)
-        return torch.from_numpy(np.exp(1j * angles).astype(np.complex64))[:, None]
+        turns_of = torch.from_numpy(np.exp(1j * angles).astype(np.complex64))
+        return torch.view_as_real(turns_of)[:, None]
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate neighbouring pairs of x [batch, length, heads, head_dim] by their position."""
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        turned = torch.view_as_real(pairs * self.table(x.shape[1], x.device))
-        return turned.flatten(-2).to(x.dtype)
+        product = written_out if torch.compiler.is_compiling() else complex_product
+        table = self.table(x.shape[1], x.device)
+        return product(x.float().unflatten(-1, (-1, 2)), table).flatten(-2).to(x.dtype)
+
+
+def complex_product(pairs: Tensor, table: Tensor) -> Tensor:
+    """Pairs of real and imaginary parts, fp32 [..., 2] each."""
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
+
+
+def written_out(pairs: Tensor, table: Tensor) -> Tensor:
+    """`complex_product` in real numbers."""
+    (a, b), (cosine, sine) = pairs.unbind(-1), table.unbind(-1)
+    return torch.stack((a * cosine - b * sine, a * sine + b * cosine), -1)
 
 
 class Attention(nn.Module):
@@ -136,7 +153,7 @@ class Llama(nn.Module):
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.gives_token_losses = True  # `each`: held-out losses need no whole logits either
-        rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
+        self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = nn.Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -155,6 +172,9 @@ class Llama(nn.Module):
         parameters' dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every
         target's own loss, fp32 [batch · length], 0 where it is IGNORED.
         """
+        # Here, so that no compiled block ever makes a table: the others would find it made, and
+        # be compiled a second time.
+        self.rope.table(tokens.shape[1], tokens.device)
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
