@@ -99,10 +99,14 @@ class Gather:
             layout, row = self._put_base(layout, row)
             shards = shards[: self.encoded]
         noise = self.clock.weights_noise(wire, self.rank) if layout.stochastic else None
+        observer = self.clock.observer
+        errors = observer.room(wire, layout, row) if observer is not None else None
         if shards:
-            ops.encode(layout, shards, noise, row)
-        if self.clock.observer is not None:
-            self.clock.observer.weights(wire, layout, shards, row)
+            ops.encode(layout, shards, noise, row, errors)
+        if observer is not None:
+            observer.encoded(wire, layout, errors)
+            if observer.looks:
+                observer.weights(wire, layout, shards, row)
         return packet
 
     def send(self, packet: Packet) -> None:

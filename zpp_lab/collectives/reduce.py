@@ -61,7 +61,7 @@ class Reduce:
         """Whole gradients of the named parameters, in layout order → `out` [numel], the sums of
         this rank's padded shards, in out's dtype."""
         layouts, planned = self._chosen(names)
-        if self.clock.observer is not None:
+        if self.clock.observer is not None and self.clock.observer.looks:
             self.clock.observer.gradients(layouts[0], grads)
         leg = self._leg(0, layouts[0], grads[0].device)
         self._encode(layouts[0], grads, leg.room)
@@ -101,16 +101,19 @@ class Reduce:
 
     def _encode(self, layout: Layout, grads: Sequence[Tensor], room: Tensor) -> None:
         """One row for each shard of the cluster, in their order."""
-        world, noise = self.cluster.world, None
+        world, wire, noise = self.cluster.world, self.hops[0], None
         if layout.stochastic:
-            noise = self.clock.grads_noise(self.hops[0], self.rank, range(world))
-        ops.encode(layout, grads, noise, room)
-        if self.clock.observer is not None:
-            before = [
-                ops.padded_rows(g, world, s.numel)
-                for g, s in zip(grads, layout.segments, strict=True)
-            ]
-            self.clock.observer.rows(self.hops[0], layout, before, room, self.rank)
+            noise = self.clock.grads_noise(wire, self.rank, range(world))
+        observer = self.clock.observer
+        errors = observer.room(wire, layout, room) if observer is not None else None
+        ops.encode(layout, grads, noise, room, errors)
+        if observer is None:
+            return
+        observer.encoded(wire, layout, errors)
+        if observer.looks:
+            pairs = zip(grads, layout.segments, strict=True)
+            before = [ops.padded_rows(g, world, s.numel) for g, s in pairs]
+            observer.rows(wire, layout, before, room, self.rank)
 
     def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
         """Rows uint8 [L, N, n] → the sums' rows, uint8 [N, m]: the shards that this local rank

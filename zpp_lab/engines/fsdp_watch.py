@@ -52,6 +52,17 @@ class RankWatch:
         self.micro = micro
         return self
 
+    @property
+    def looks(self) -> bool:
+        return self.check
+
+    def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
+        gathers = wire in ("weights_forward", "weights_backward")
+        return None if gathers and self.micro else self.watch.room(layout, payload)
+
+    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
+        self.watch.encoded(wire, layout, errors)
+
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
         if self.micro == 0:  # every micro-step gathers the same
             before = [s.view(1, -1) for s in shards]
