@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+TOP = 2**15  # rows that are so short cost their launches alone
 
 
 def fold_sum(x: Tensor) -> Tensor:
@@ -12,19 +16,31 @@ def fold_sum(x: Tensor) -> Tensor:
     The first half and the second half are added element by element until one is left, so the
     result does not depend on batching, threads or device.
     """
-    if x.shape[-1] == 0:
-        return x.new_zeros(x.shape[:-1])
-    while (n := x.shape[-1]) > 1:
+    if x.shape[-1] < 2:
+        return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    half = (x.shape[-1] + 1) // 2
+    head = x[..., :half].clone()
+    head[..., : x.shape[-1] - half] += x[..., half:]
+    return _folded(head, 1)[..., 0]
+
+
+def _folded(x: Tensor, stop: int) -> Tensor:
+    """What `fold_sum` has left at `stop` or fewer: [..., n] → [..., m]. Sums replace the first
+    halves in x."""
+    n = x.shape[-1]
+    while n > stop:
         half = (n + 1) // 2
-        head = x[..., :half].clone()
-        head[..., : n - half] += x[..., half:]
-        x = head
-    return x[..., 0]
+        x[..., : n - half].add_(x[..., half:n])
+        n = half
+    return x[..., :n].clone()  # a view would keep all of x
 
 
-def square_norms(rows: Tensor) -> Tensor:
-    """fp32 [W, n] → fp64 [W]: each row's sum of squares."""
-    return fold_sum(rows.double().square())
+def square_norms(stacks: Iterable[Tensor]) -> Tensor:
+    """Stacks fp32 [k, W, n] of one W and n → fp64 [K, W] of all K together: each row's sum of
+    squares. Stacks are taken one by one, and what is left of them is folded together."""
+    tops = [_folded(x.to(torch.float64, copy=True).square_(), TOP) for x in stacks]
+    every = torch.cat(tops)
+    return _folded(every, 1)[..., 0] if every.shape[-1] else every.sum(-1)
 
 
 def total_norm(partials: Tensor) -> Tensor:

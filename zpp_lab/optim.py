@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zpp_lab.config import TrainConfig
-from zpp_lab.optimizers import DTYPES, CompactAdamW, kind_of
+from zpp_lab.optimizers import DTYPES, CompactAdamW, ShardAdamW, kind_of
 
 AdamW = torch.optim.AdamW | CompactAdamW
 
@@ -17,7 +18,8 @@ AdamW = torch.optim.AdamW | CompactAdamW
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
     """AdamW with weight decay on matrices only (norms and biases have one dimension).
 
-    With states in fp32 torch's own, on a GPU the fused one. `guarded_step` can hold back that and
+    With states in fp32 torch's own, on a GPU the fused one, and of DTensors their shards alone
+    are updated. `guarded_step` can hold back that and
     ours without asking the host. `seed`: of the rounding of smaller states.
     """
     trained = [p for p in parameters.values() if p.requires_grad]
@@ -31,7 +33,8 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32":
         return CompactAdamW(groups, train.optimizer_state, seed, train.lr, betas, train.eps)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(trained))
+    made = ShardAdamW if any(isinstance(p, DTensor) for p in trained) else torch.optim.AdamW
+    return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(trained))
 
 
 def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:
@@ -69,7 +72,7 @@ def on_device(optimizer: AdamW) -> bool:
 
 def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
     """A parameter's state before its first update."""
-    if isinstance(optimizer, CompactAdamW):
+    if isinstance(optimizer, CompactAdamW | ShardAdamW):
         return optimizer.zero_state(p)
     step = torch.zeros((), device=p.device if on_device(optimizer) else "cpu")
     return {"step": step} | {key: torch.zeros_like(p) for key in STATE if key != "step"}

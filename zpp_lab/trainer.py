@@ -114,7 +114,7 @@ class Trainer:
             if tracker is None:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)
-            summary |= {"peak_gib": peaks, "start_up": self.start_up.seconds}
+            summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
             documents = self.heldout.by_document(losses)
             write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
@@ -143,7 +143,7 @@ class Trainer:
             result = self._step(engine, data)
             self.step += 1
             if self.step == first:
-                self.start_up.done("first step")
+                self.start_up.first_step(result.seconds | self._compiled())
                 if tracker is not None:
                     print(self.start_up, flush=True)
             record = self._record(result)
@@ -193,6 +193,14 @@ class Trainer:
         shape = (self.train.batch_size, self.config.data.seq_len)
         batches = data.step(self.config.seed, self.step, *turns, *shape)
         return engine.step(self.step, lr, batches, telemetry)
+
+    def _compiled(self) -> dict[str, float]:
+        """Seconds that the compiler has taken so far, wherever they fell."""
+        if not self.config.engine.compile:
+            return {}
+        from zpp_lab.engines.compiled import seconds  # loads the compiler
+
+        return {"compiling in all": seconds()}
 
     def _evaluate(self, engine: Engine) -> float:
         """Held-out loss with the wire's weights; token by token it is kept for the end."""

@@ -46,3 +46,14 @@ def test_the_plan_beside_a_run(tmp_path: Path) -> None:
     assert found["peak_gib"] is None
     assert found["planned_gib"] > 0
     assert sum(found["items"].values()) == pytest.approx(found["planned_device_gib"])
+
+
+@pytest.mark.slow
+def test_where_the_first_step_goes(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "model=tiny", "recipe=w8", "cluster=1x2", *SMALL]
+    assert "first: first step, backward:" in torchrun("baseline/first.py", *words)
+    found = json.loads((tmp_path / "first.json").read_text())["results"]["first"]
+    parts = sum(found[f"first step, {p}"] for p in ("forward", "backward", "norm", "update"))
+    assert 0 < parts <= found["first step"]
+    assert found["graphs"] == 0
+    assert found["with telemetry"] > 0

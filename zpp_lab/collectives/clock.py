@@ -18,14 +18,21 @@ from zpp_lab.layout import Layout
 
 
 class Observer(Protocol):
-    """Sees one rank's values before they go on a wire, with the payload that carries them."""
+    """Sees one rank's values before they go on a wire, with the payload that carries them.
+
+    Telemetry needs no look: `ops.encode` fills what `room` gives, and `encoded` takes it. Who
+    `looks` gets values too.
+    """
+
+    @property
+    def looks(self) -> bool: ...
 
     def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
-        """For the `errors` of the `ops.encode` that is about to fill `payload`, if wanted."""
+        """For the `errors` of `ops.encode` of this payload, where they are wanted."""
         ...
 
     def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
-        """What that encode has put into `room`."""
+        """What `room` has given, filled."""
         ...
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
@@ -39,13 +46,8 @@ class Observer(Protocol):
     def rows(
         self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
     ) -> None:
-        """Rows [R, n] of each segment that `rank` sends, and their payload uint8 [R, nbytes]."""
-        ...
-
-    def again(
-        self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
-    ) -> None:
-        """As `rows`, of sums that were encoded again, for which there is no `room`."""
+        """Rows [R, n] of each segment that `rank` sends, and their payload uint8 [R, nbytes].
+        For sums that were encoded again, without `room`, this is telemetry's place too."""
         ...
 
 

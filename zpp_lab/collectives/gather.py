@@ -127,7 +127,8 @@ class Gather:
         ops.encode(layout, shards, noise, row, errors)
         if observer is not None:
             observer.encoded(wire, layout, errors)
-            observer.weights(wire, layout, shards, row)
+            if observer.looks:
+                observer.weights(wire, layout, shards, row)
 
     def _layout(self, wire: Wire) -> Layout:
         if self.clock.master:

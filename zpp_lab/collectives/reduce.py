@@ -61,7 +61,7 @@ class Reduce:
         """Whole gradients of the named parameters, in layout order → `out` [numel], the sums of
         this rank's padded shards, in out's dtype."""
         layouts, planned = self._chosen(names)
-        if self.clock.observer is not None:
+        if self.clock.observer is not None and self.clock.observer.looks:
             self.clock.observer.gradients(layouts[0], grads)
         leg = self._leg(0, layouts[0], grads[0].device)
         self._encode(layouts[0], grads, leg.room)
@@ -107,12 +107,12 @@ class Reduce:
         observer = self.clock.observer
         errors = observer.room(wire, layout, room) if observer is not None else None
         ops.encode(layout, grads, noise, room, errors)
-        if observer is not None:
-            observer.encoded(wire, layout, errors)
-            before = [
-                ops.padded_rows(g, world, s.numel)
-                for g, s in zip(grads, layout.segments, strict=True)
-            ]
+        if observer is None:
+            return
+        observer.encoded(wire, layout, errors)
+        if observer.looks:
+            pairs = zip(grads, layout.segments, strict=True)
+            before = [ops.padded_rows(g, world, s.numel) for g, s in pairs]
             observer.rows(wire, layout, before, room, self.rank)
 
     def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
@@ -130,7 +130,7 @@ class Reduce:
             flat = ops.finish_sums(first, sums)
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node
-            self.clock.observer.again(self.hops[1], second, before, room, sender)
+            self.clock.observer.rows(self.hops[1], second, before, room, sender)
 
     def _in_order(self, rows: Tensor) -> Tensor:
         """Rows of K senders in the order in which the recipe adds them."""

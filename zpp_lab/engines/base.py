@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -28,12 +28,14 @@ class NonFiniteError(FloatingPointError):
 @dataclass(frozen=True)
 class StepResult:
     """One training step: mean loss over ranks and micro-steps, norm before clipping, and the bytes
-    that all ranks sent by wire, {} where the engine cannot tell."""
+    that all ranks sent by wire, {} where the engine cannot tell. `seconds`: of this process by part
+    of the step, where the engine takes them; a GPU may still be at work when a part ends."""
 
     loss: float
     grad_norm: float
     bytes: Bytes
     telemetry: Telemetry | None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):

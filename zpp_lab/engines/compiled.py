@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.utils import calculate_time_spent
 
 Options = dict[str, str | int | bool | Callable[..., object]]
 
@@ -29,3 +30,9 @@ def compile_units(units: Iterable[tuple[str, nn.Module]], deterministic: bool) -
     for _, module in units:
         compiled = torch.compile(module.forward, options=settings, dynamic=False)  # type: ignore[arg-type]
         module.forward = compiled  # type: ignore[method-assign]
+
+
+def seconds() -> float:
+    """What this process has spent on compiling since `compile_units`, the loading of what a former
+    run compiled included."""
+    return float(calculate_time_spent().get("total_wall_time", 0.0))

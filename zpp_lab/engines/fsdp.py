@@ -33,6 +33,7 @@ from zpp_lab.engines.fsdp_base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp_ledger import check_unit
 from zpp_lab.engines.fsdp_watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
+from zpp_lab.engines.laps import Laps
 from zpp_lab.engines.losses import counted, mean_loss, token_losses
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
@@ -89,7 +90,7 @@ class FsdpEngine:
         self.vain = InVain(plan.recipe.config.stage)
         self.started: set[str] = set()  # units that have run at least once
         self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
-        self.clock = self.wrapped.clock
+        self.clock, self.laps = self.wrapped.clock, Laps()
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.optimizer = adamw(self.parameters, config.train, config.seed)
@@ -108,17 +109,21 @@ class FsdpEngine:
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
         watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
+        laps = self.laps = Laps()
         own, use = self._gradients(step, batches, watch)
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
         sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
         losses, norm = self._totals(own, grads)
+        laps.done("norm")
         self._update(step, lr, norm, list(grads.values()))
+        laps.done("update")
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
             self._explain(step, batches)
         errors = merged_telemetry(watch.errors, self.device) if watch and watch.errors else None
-        return StepResult(loss, length, sent, errors)
+        laps.done("waiting")
+        return StepResult(loss, length, sent, errors, laps.seconds)
 
     def _gradients(
         self, step: int, batches: Batches, watch: RankWatch | None
@@ -147,12 +152,14 @@ class FsdpEngine:
         """One forward and backward of this rank; the loss."""
         self.usage.start()
         loss: Tensor = self.model(*self._on_device(batch))
+        self.laps.done("forward")
         self.prefetch.before_backward(self.usage)
         self.started |= set(self.usage.order)
         for name, module in self.wrapped.by_name.items():
             # FSDP2 cannot keep a gradient back for a unit that has never run
             module.set_requires_gradient_sync(reduces or name not in self.started, recurse=False)
         (loss / self.plan.micro_steps).backward()
+        self.laps.done("backward")
         self.vain.add(self.prefetch.wasted(self.usage), self.usage)
         self.prefetch.after_pass(self.usage)
         return loss.detach()

@@ -52,16 +52,19 @@ class RankWatch:
         self.micro = micro
         return self
 
+    @property
+    def looks(self) -> bool:
+        return self.check
+
     def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
-        if self.micro > 0 and wire.startswith("weights"):  # every micro-step gathers the same
-            return None
-        return self.watch.room(layout, payload)
+        gathers = wire in ("weights_forward", "weights_backward")
+        return None if gathers and self.micro else self.watch.room(layout, payload)
 
     def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
         self.watch.encoded(wire, layout, errors)
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
-        if self.check and self.micro == 0:
+        if self.micro == 0:  # every micro-step gathers the same
             before = [s.view(1, -1) for s in shards]
             after = _decoded(layout, row, [b.dtype for b in before])
             place = (0, int(wire == "weights_backward"), 0, 0)
@@ -75,12 +78,6 @@ class RankWatch:
                 self._found((1, self.rank, self.micro, 0), segment.name, error)
 
     def rows(
-        self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
-    ) -> None:
-        if self.check:
-            self.again(wire, layout, before, payload, rank)
-
-    def again(
         self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
     ) -> None:
         # errors decode for themselves, a piece at a time: this is as large as the unit's gradients

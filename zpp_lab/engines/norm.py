@@ -7,7 +7,7 @@ one length are summed together, which saves launches and changes no bit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ def rank_squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) 
     return _added(grads, plan.recipe.cluster.world, plan, device)
 
 
+def _stacks(grads: Sequence[Tensor], rows: int, numel: int) -> Iterator[Tensor]:
+    """Gradients as [k, rows, numel], as many together as FOLD_NUMEL allows."""
+    at_once = max(1, FOLD_NUMEL // max(1, rows * numel))
+    for first in range(0, len(grads), at_once):
+        cut = [padded_rows(g, rows, numel) for g in grads[first : first + at_once]]
+        yield torch.stack(cut) if len(cut) > 1 else cut[0][None]
+
+
 def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.device) -> Tensor:
     """Gradients that are cut into `rows` shards → fp64 [rows], added in plan order."""
     lengths = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
@@ -38,11 +46,8 @@ def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.dev
         groups[lengths[name]].append(name)
     found: dict[str, Tensor] = {}
     for numel, group in groups.items():
-        at_once = max(1, FOLD_NUMEL // max(1, rows * numel))
-        for first in range(0, len(group), at_once):
-            some = group[first : first + at_once]
-            stacked = torch.stack([padded_rows(grads[n], rows, numel) for n in some])
-            found |= dict(zip(some, square_norms(stacked), strict=True))
+        stacks = _stacks([grads[n] for n in group], rows, numel)
+        found |= dict(zip(group, square_norms(stacks), strict=True))
     total = torch.zeros(rows, dtype=torch.float64, device=device)
     for name in names:
         total = total + found[name].to(device)

@@ -1,6 +1,16 @@
-"""AdamW whose moments take two or one byte an element."""
+"""AdamW on the shards of DTensors, and AdamW whose moments take two or one byte an element."""
 
 from zpp_lab.optimizers.adamw import BATCH, SCRATCH, CompactAdamW
+from zpp_lab.optimizers.shards import ShardAdamW
 from zpp_lab.optimizers.states import DTYPES, StateKind, kind_of, state_bytes
 
-__all__ = ["BATCH", "DTYPES", "SCRATCH", "CompactAdamW", "StateKind", "kind_of", "state_bytes"]
+__all__ = [
+    "BATCH",
+    "DTYPES",
+    "SCRATCH",
+    "CompactAdamW",
+    "ShardAdamW",
+    "StateKind",
+    "kind_of",
+    "state_bytes",
+]

@@ -1,0 +1,34 @@
+"""What a start tells of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from zpp_lab.engines.laps import Laps
+from zpp_lab.footprint import StartUp
+
+
+def test_parts_of_one_name_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([10.0, 11.0, 13.0, 13.5, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    laps = Laps()
+    for part in ("forward", "backward", "forward", "update"):
+        laps.done(part)
+    assert laps.seconds == {"forward": 1.5, "backward": 2.0, "update": 6.5}
+
+
+def test_a_start_says_what_its_first_step_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 1.5, 46.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    start = StartUp()
+    start.done("data")
+    start.first_step({"forward": 30.25, "compiling in all": 40.0})
+    assert str(start) == (
+        "start-up: data 1.5 s, first step 44.5 s (forward 30.2 s, compiling in all 40.0 s)"
+    )
+    assert start.facts() == {
+        "data": 1.5,
+        "first step": 44.5,
+        "first step, forward": 30.25,
+        "first step, compiling in all": 40.0,
+    }

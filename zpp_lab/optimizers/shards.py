@@ -1,0 +1,60 @@
+"""torch's AdamW on the shards that a rank has of DTensors.
+
+Given DTensors, torch works out for each operator of the update how lists of hundreds of parameters
+are sharded. For operators that take every element by itself that says nothing, and in the first
+step of a model of 40 layers it took the host seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from zpp_lab.optimizers.adamw import MOMENTS, local
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW with its bits and its state; parameters are DTensors or tensors."""
+
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        """A parameter's state before its first update, sharded as it is."""
+        step = torch.zeros((), device=p.device if self.defaults["fused"] else "cpu")
+        return {"step": step} | {key: torch.zeros_like(p) for key in MOMENTS}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if trained:
+                self._update(group, trained)
+
+    def _update(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        for p in trained:
+            if p not in self.state:
+                self.state[p] = self.zero_state(p.detach())
+        states = [self.state[p] for p in trained]
+        first, second = ([local(s[key]) for s in states] for key in MOMENTS)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local(p) for p in trained],
+            [local(p.grad) for p in trained],
+            first,
+            second,
+            [],
+            [s["step"] for s in states],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
