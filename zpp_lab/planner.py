@@ -21,13 +21,21 @@ from zpp_lab.cost import show as time_shown
 from zpp_lab.cost.machine import load_machine
 from zpp_lab.cost.model import vocabulary as vocabulary
 from zpp_lab.engines.build import build_plan
-from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate
+from zpp_lab.memory import GIB, MOMENTS, Estimate, Moment, estimate
 from zpp_lab.models import build_model
 from zpp_lab.plan import Plan
 from zpp_lab.study.slots import gpu_memory
 
 DEFAULT_GIB = 80.0  # of a device where none is seen
 MOST_RANKS = 4096
+# columns of the table: of a block that computes and is then reduced, the larger moment
+SHOWN: tuple[tuple[Moment, ...], ...] = (
+    ("loss",),
+    ("early", "early sent"),
+    ("late", "late sent"),
+    ("root",),
+    ("update",),
+)
 NOTES = (
     "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
     "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of",
@@ -253,11 +261,14 @@ def _wire_table(plan: Plan, title: str) -> Table:
 def _memory_table(found: Estimate) -> Table:
     table = Table(title="each rank holds, GiB", title_justify="left", show_footer=True)
     table.add_column("", footer="on the GPU")
-    for moment in MOMENTS:
+    moments = [max(some, key=found.at) for some in SHOWN]
+    for moment in moments:
         table.add_column(moment, footer=_gib(found.at(moment)), justify="right")
     for item in found.items:
+        if not any(item.nbytes[m] for m in moments):
+            continue
         where = " (host)" if item.place == "host" else " (assumed)" if item.assumed else ""
-        cells = [_gib(item.nbytes[m]) if item.nbytes[m] else "–" for m in MOMENTS]
+        cells = [_gib(item.nbytes[m]) if item.nbytes[m] else "–" for m in moments]
         table.add_row(item.name + where, *cells)
     return table
 
