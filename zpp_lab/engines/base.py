@@ -29,13 +29,14 @@ class NonFiniteError(FloatingPointError):
 class StepResult:
     """One training step: mean loss over ranks and micro-steps, norm before clipping, and the bytes
     that all ranks sent by wire, {} where the engine cannot tell. `seconds`: of this process by part
-    of the step, where the engine takes them; a GPU may still be at work when a part ends."""
+    of the step, where the engine takes them; a GPU may still be at work when a part ends. Equal
+    results may have taken different times."""
 
     loss: float
     grad_norm: float
     bytes: Bytes
     telemetry: Telemetry | None
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 class Engine(Protocol):
