@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {"multirun", "bench", "doctor"},
     {"study"},
     {"dashboard", "planner"},
+    {"search"},
     {"cli"},
 ]
 TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]

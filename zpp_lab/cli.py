@@ -142,9 +142,14 @@ def _weights(add: Add) -> None:
 def _machine(add: Add) -> None:
     plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan)
     plan.add_argument(
-        "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
+        "--gpu-gib",
+        "--memory-gib",
+        dest="gpu_gib",
+        type=float,
+        help="a GPU's memory (default: this machine's, or 80)",
     )
     plan.add_argument("--json", action="store_true", help="bytes, for scripts")
+    _fastest(plan)
     add("doctor", "what this machine can do", _doctor)
     bench = add(
         "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
@@ -159,6 +164,19 @@ def _machine(add: Add) -> None:
         passes_on=True,
     )
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
+
+
+def _fastest(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--fastest", action="store_true", help="search the fastest plan that fits")
+    search = plan.add_argument_group("with --fastest")
+    search.add_argument("--machine", help="figures of a machine: a file, or a name such as h200")
+    search.add_argument("--link-gbps", help="what each node sends, in Gbit/s, or max")
+    search.add_argument("--study", type=Path, help="a finished study: only recipes on par in it")
+    search.add_argument(
+        "--max-gap", type=float, help="of the baseline's loss (default: its margin)"
+    )
+    search.add_argument("--allow", choices=["undecided"], help="undecided arms of the study too")
+    search.add_argument("--next-study", type=Path, help="write a study of the faster recipes")
 
 
 def _until(piece: str | None) -> float | None:
@@ -368,6 +386,15 @@ def _export_peft(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    names = ("machine", "link_gbps", "study", "max_gap", "allow", "next_study")
+    if args.fastest:
+        from zpp_lab.search.command import Wanted, fastest_command
+
+        own = {name: getattr(args, name) for name in (*names, "gpu_gib")}
+        return fastest_command(overrides, Wanted(**own, as_json=args.json))
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --fastest")
     from zpp_lab.planner import plan_command
 
     return plan_command(overrides, args.gpu_gib, args.json)
