@@ -17,7 +17,9 @@ from rich.table import Table
 
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
-from zpp_lab.data.outside_tokenizer import open_outside
+from zpp_lab.cost import show as time_shown
+from zpp_lab.cost.machine import load_machine
+from zpp_lab.cost.model import vocabulary as vocabulary
 from zpp_lab.engines.build import build_plan
 from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate
 from zpp_lab.models import build_model
@@ -66,26 +68,31 @@ class Advice:
     instead: bool = False
 
 
-def vocabulary(config: Config) -> int:
-    """Of the model, without reading the corpus: a BPE has as many tokens as it was asked for."""
-    if config.data.tokenizer == "hf":
-        tokens = open_outside(config.data).vocab_size
-    else:
-        tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else 256
-    return max(tokens, config.model.vocab_size)
-
-
-def plan_command(overrides: Sequence[str], gpu_gib: float | None, as_json: bool) -> int:
-    """Print the table or JSON. Returns 0 when the run fits, else 1."""
+def plan_command(
+    overrides: Sequence[str],
+    gpu_gib: float | None,
+    as_json: bool,
+    machine: str | None = None,
+    link_gbps: str = "max",
+) -> int:
+    """Print the table or JSON. Returns 0 when the run fits, else 1. `machine`: a file or a ready
+    one's name, for predicted times at `link_gbps`."""
     if gpu_gib is not None and gpu_gib <= 0:
         raise ValueError(f"--gpu-gib {gpu_gib:g}: use more than 0")
     device = gpu_gib * GIB if gpu_gib else gpu_memory() or DEFAULT_GIB * GIB
     outlook = Outlook.of(compose(list(overrides)), int(device))
     advice = [] if outlook.fits else list(advise(outlook))
+    known = load_machine(machine) if machine else None
+    speeds = time_shown.links(link_gbps)
+    times = time_shown.times(outlook.config, known, speeds) if known else {}
     if as_json:
-        print(json.dumps(as_dict(outlook, advice), indent=1))
-    else:
-        show(outlook, advice, Console())
+        timed = {"time": time_shown.as_dict(times, known)} if known else {}
+        print(json.dumps(as_dict(outlook, advice) | timed, indent=1))
+        return 0 if outlook.fits else 1
+    console = Console()
+    show(outlook, advice, console)
+    if known:
+        console.print(time_shown.table(times, known))
     return 0 if outlook.fits else 1
 
 

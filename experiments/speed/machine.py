@@ -30,12 +30,31 @@ STEP_MS = 137.285  # h200/cost-1x4.json: FSDP2, 1.3B, 1 x 1024 tokens, bound by 
 FSDP2_US = {"gather": 312.4 + 209.9, "reduce": 520.1}  # host.json, 2x2 FSDP2: the CPU time of one
 UNITS, BLOCKS = 25, 24
 BLOCK_OPS = {"forward": 32, "backward": 67}  # operators that launch something, without views
-STEP_OPS = 37 + 997 + 20  # embedding, head and loss; the norm of engines/norm.py; AdamW
+STEP_OPS = 37 + 20  # embedding, head and loss; AdamW on lists of tensors
+NORM_OPS = 997  # of engines/norm.py for 219 parameters
 DEVICE = (  # h200/profile-1b.json and profile-1b-long.json: tokens, ms of the model's kernels
     (1024, 33.493),
     (8192, 167.574),
 )
 MODEL = {"dim": 2048, "layers": 24, "block": 50_855_936, "vocab": 32000}
+COMMENT = {
+    "made by": "experiments/speed/machine.py, from figures of four H200s of one host (NVLink, torch "
+    "2.11.0+cu130); zpp-lab bench calibrate makes a better file on the machine itself",
+    "compute": "experiments/parity/h200/profile-1b.json and profile-1b-long.json: the model's "
+    "kernels of 1.35B, eager, 1024 and 8192 tokens a rank, less norm, update and loss at the "
+    "memory's rate; other widths and compiled blocks were not measured",
+    "memory_bytes_per_s": "experiments/kernels/h200.json: a copy of 1 GiB, read and written",
+    "host": "experiments/parity: FSDP2's own calls by host.json (another CPU); the rest of the "
+    "launch-bound step of h200/cost-1x4.json (137.285 ms) is divided over its blocks, norm and "
+    "update by their number of operators, so the split is an estimate",
+    "intra": "experiments/collectives/h200.log, 1 x 4: the transfer alone, NCCL below 16 MiB "
+    "received, peer memory from there on; before the first point its time is the latency",
+    "inter": "efficiency: one figure, plain FSDP2 of 1.35B over 12 Gbit/s of TCP between two "
+    "network namespaces (rows.csv), set so that the model meets it; latency_s: not measured, "
+    "nothing beside transfers of 10 ms and more",
+    "codec": "experiments/kernels/h200.json, 512 MiB of bf16, blocks of 256 (rotated: 64), sums of "
+    "four rows; launch_s: a decode of 1 MiB; raw: stages of experiments/collectives/h200.json",
+}
 
 
 def main() -> None:
@@ -47,9 +66,9 @@ def main() -> None:
         "memory_bytes_per_s": rate,
         "host": host(),
         "intra": {op: {"points": inside(op)} for op in ("gather", "reduce")},
-        "inter": {"latency_s": 0.0, "efficiency": 0.97},
+        "inter": {"latency_s": 0.0, "efficiency": 0.958},
         "codec": {"launch_s": 2.43e-6, "seconds": codecs(kernels["grid"])},
-        "comment": {},
+        "comment": COMMENT,
     }
     load(Machine, made).save(HERE.parent / "conf/machine/h200.json")
 
@@ -70,13 +89,14 @@ def compute(rate: float) -> list[list[float]]:
 def host() -> dict[str, Any]:
     gathers = FSDP2_US["gather"] * (2 * UNITS - 1) * 1e-6
     own = STEP_MS / 1000 - gathers - FSDP2_US["reduce"] * UNITS * 1e-6
-    each = own / (BLOCKS * sum(BLOCK_OPS.values()) + STEP_OPS)
+    each = own / (BLOCKS * sum(BLOCK_OPS.values()) + STEP_OPS + NORM_OPS)
     return {
         "block_forward_s": {"eager": each * BLOCK_OPS["forward"]},
         "block_backward_s": {"eager": each * BLOCK_OPS["backward"]},
         "gather_s": FSDP2_US["gather"] * 1e-6,
         "reduce_s": FSDP2_US["reduce"] * 1e-6,
         "step_s": each * STEP_OPS,
+        "norm_s": each * NORM_OPS,
     }
 
 

@@ -174,10 +174,10 @@ class Bench:
             self.cluster.nodes,
             self.cluster.gpus_per_node,
             "backend" if codec == "backend bf16" else self.choice,
-            self._milliseconds(call),
+            self.milliseconds(call),
             received / self.args.wire_rate / 1e6,
             memory / self.args.memory_rate / 1e6,
-            tuple(self._milliseconds(stage) for stage in stages),
+            tuple(self.milliseconds(stage) for stage in stages),
         )
         self.rows.append(row)
         if self.transport.rank == 0:
@@ -188,7 +188,7 @@ class Bench:
                 flush=True,
             )
 
-    def _milliseconds(self, call: Call) -> float:
+    def milliseconds(self, call: Call) -> float:
         """Median over calls of the slowest rank's time; the cache is flushed between calls.
 
         On GPUs it is the devices' time: the host is ahead of them, as in training, and they

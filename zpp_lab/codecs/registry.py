@@ -60,7 +60,7 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
 
 
 def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str, Any]) -> None:
-    signature = inspect.signature(factory)
+    signature = _signature(factory) if isinstance(factory, type) else inspect.signature(factory)
     valid = ", ".join(signature.parameters)
     try:
         signature.bind(**settings)
@@ -104,6 +104,12 @@ def _factory(name: str) -> Callable[..., Codec]:
             "mend or reinstall its package"
         ) from error
     return factory
+
+
+@cache
+def _signature(factory: type) -> inspect.Signature:
+    """Of a class: a plan asks for the same one thousands of times."""
+    return inspect.signature(factory)
 
 
 @cache

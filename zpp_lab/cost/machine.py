@@ -69,14 +69,15 @@ class Host:
     block_backward_s: Mapping[str, float]
     gather_s: float  # a unit's gather and copy-out
     reduce_s: float  # a unit's reduction
-    step_s: float  # everything once a step: root, norm, optimizer, reading the loss
+    step_s: float  # once a step: embedding, head and loss, optimizer, reading the loss
+    norm_s: float  # once a step: the gradient norm in its fixed order (engines/norm.py)
 
     def __post_init__(self) -> None:
         for name in ("block_forward_s", "block_backward_s"):
             by_mode = getattr(self, name)
             _modes(f"host.{name}", by_mode)
             need(min(by_mode.values()) >= 0, f"host.{name}: use 0 or more seconds")
-        for name in ("gather_s", "reduce_s", "step_s"):
+        for name in ("gather_s", "reduce_s", "step_s", "norm_s"):
             need(getattr(self, name) >= 0, f"host.{name}={getattr(self, name)}: use 0 or more")
 
 

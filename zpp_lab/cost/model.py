@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-from zpp_lab.config import Config, ModelConfig, load
+from zpp_lab.config import ClusterConfig, Config, ModelConfig, RecipeConfig, load
 from zpp_lab.data.outside_tokenizer import open_outside
 from zpp_lab.engines.build import units_of
 from zpp_lab.models import build_model
@@ -28,24 +28,42 @@ def vocabulary(config: Config) -> int:
 
 
 def plan_of(config: Config, one_host: bool = False) -> Plan:
-    """What `config` moves. Units of a model are cut once for each number of shards and kept, so
-    that recipes are planned in milliseconds. one_host: the nodes are joined by their own links,
-    where engine.gather=auto is flat."""
-    train, gather = config.train, config.engine.gather
-    recipe = Recipe(
-        config.recipe,
-        config.cluster,
-        DTYPES[train.param_dtype],
-        DTYPES[train.reduce_dtype],
-        config.model.lora,
+    """What `config` moves. Plans are kept: the next prediction with the same model, recipe and
+    cluster takes milliseconds. one_host: the nodes are joined by the links of their GPUs, where
+    engine.gather=auto is flat."""
+    gather = config.engine.gather
+    train, groups = config.train, (config.model, config.recipe, config.cluster)
+    settings = (train.param_dtype, train.reduce_dtype, train.micro_steps, train.accumulate)
+    return _plan(
+        *(json.dumps(asdict(group)) for group in groups),
+        vocabulary(config),
+        "flat" if one_host and gather == "auto" else gather,
+        *settings,
     )
-    return Plan.build(
-        _units(json.dumps(asdict(config.model)), vocabulary(config), recipe.shards),
-        recipe,
-        micro_steps=train.micro_steps,
-        accumulate=train.accumulate,
-        gather="flat" if one_host and gather == "auto" else gather,
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    model: str,
+    recipe: str,
+    cluster: str,
+    vocab: int,
+    gather: str,
+    param_dtype: str,
+    reduce_dtype: str,
+    micro_steps: int,
+    accumulate: str,
+) -> Plan:
+    """Groups of a config as JSON, which can be compared."""
+    made = Recipe(
+        load(RecipeConfig, json.loads(recipe)),
+        load(ClusterConfig, json.loads(cluster)),
+        DTYPES[param_dtype],
+        DTYPES[reduce_dtype],
+        load(ModelConfig, json.loads(model)).lora,
     )
+    units = _units(model, vocab, made.shards)
+    return Plan.build(units, made, micro_steps=micro_steps, accumulate=accumulate, gather=gather)
 
 
 @lru_cache(maxsize=64)

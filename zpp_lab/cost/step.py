@@ -25,14 +25,15 @@ from zpp_lab.plan import Plan, UnitPlan
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
 NORM = 76  # squares in fp64 and their pairwise sum: engines/norm.py
+PLAIN_NORM = 4  # gradients read once
 CLIP = 8
 ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
 LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read
 BOUNDS = {
     "gpu": "computation",
-    "host": "the host's launches",
-    "intra": "links inside nodes",
-    "inter": "links between nodes",
+    "host": "host",
+    "intra": "inside nodes",
+    "inter": "between nodes",
 }
 
 
@@ -55,23 +56,19 @@ class StepTime:
     bound: str  # what is busy longest
 
 
-def predict(config: Config, machine: Machine, link_gbps: float | None = None) -> StepTime:
+def predict(
+    config: Config, machine: Machine, link_gbps: float | None = None, own_loop: bool = True
+) -> StepTime:
     """The step that `config` would train with engine=fsdp, one GPU a rank.
 
     link_gbps: of each node, in both directions; None where all GPUs are joined as those inside a
-    node. ValueError for what has no figures: models other than the built-in decoder, offload,
+    node. own_loop=False: FSDP2 in a loop of its own, which takes the norm in any order.
+    ValueError for what has no figures: models other than the built-in decoder, offload,
     DeepSpeed, a codec or mode that the machine's file lacks.
     """
     _check(config, link_gbps)
-    return predict_plan(plan_of(config, link_gbps is None), config, machine, link_gbps)
-
-
-def predict_plan(
-    plan: Plan, config: Config, machine: Machine, link_gbps: float | None = None
-) -> StepTime:
-    """The same for a plan that is there already."""
-    step = _Step(plan, config, machine, link_gbps)
-    step.build()
+    step = _Step(plan_of(config, link_gbps is None), config, machine, link_gbps)
+    step.build(own_loop)
     return step.result()
 
 
@@ -115,13 +112,13 @@ class _Step:
         self.reduced: list[int] = []  # ends of reductions, in order
         self.times = {id(u): self._kernels(block_work(u, config)) for u in self.blocks}
 
-    def build(self) -> None:
+    def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
         for micro in range(micros):
             gathers = micro == 0 or self.plan.recipe.config.stage == 3
             self._forward(gathers)
             self._backward(reduces=micro == micros - 1 or not self.plan.accumulate_last)
-        self._update()
+        self._update(own_loop)
 
     def result(self) -> StepTime:
         ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
@@ -179,7 +176,7 @@ class _Step:
         if reduces:
             self._reduce(self.root, self._mark())
 
-    def _update(self) -> None:
+    def _update(self, own_loop: bool) -> None:
         shards = sum(
             p.shard_numel
             for u in self.plan.units
@@ -187,10 +184,12 @@ class _Step:
             if p.name in u.unit.trainable
         )
         rate, train = self.machine.memory_bytes_per_s, self.config.train
-        norm = (4 if self.plain else NORM) + (CLIP if train.clip else 0)
+        norm = (NORM if own_loop else PLAIN_NORM) + (CLIP if train.clip else 0)
+        host = self.machine.host
         add = self.line.add
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
-        self.host = add("host, once a step", "host", "host", self.machine.host.step_s)
+        self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
+        self.host = add("host, once a step", "host", "host", host.step_s)
         add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
         self._mark()
 

@@ -96,7 +96,8 @@ class Transfers:
                 (encode, self._kernel("reduce", last, cluster.world)),
                 (self._leg(unit, both, "reduce"),),
             )
-        middle = self._kernel("decode_sum_encode", first, cluster.world)
+        both_ways = (self._kernel("decode_sum_encode", one, cluster.world) for one in layouts)
+        middle = max(both_ways)  # measured with one codec for both: the slower one counts
         legs = tuple(self._leg(unit, hops[wire], "reduce") for wire in unit.recipe.hops)
         return Collective((encode, middle, self._kernel("reduce", last, cluster.nodes)), legs)
 
@@ -141,17 +142,18 @@ class Transfers:
         """On `rows` rows of a layout."""
         elements: Counter[tuple[str, float]] = Counter()
         for segment in layout.segments:
-            elements[codec_key(segment.codec)] += rows * segment.coded_numel
+            elements[codec_key(segment.codec, op)] += rows * segment.coded_numel
         codec = self.machine.codec
         seconds = sum(n * scale * codec.each(op, key) for (key, scale), n in elements.items() if n)
         return seconds + codec.launch_s * -(-len(layout.segments) // SEGMENTS)
 
 
-def codec_key(codec: Codec) -> tuple[str, float]:
-    """A codec's name in a machine's file, and how many times such an element's work it is."""
+def codec_key(codec: Codec, op: str) -> tuple[str, float]:
+    """A codec's name in a machine's file, and how many times such an element's work it is.
+    Decoding does not depend on how codes were rounded."""
     if isinstance(codec, RawCodec):
         return "raw", codec.dtype.itemsize / BF16
     if isinstance(codec, BlockCodec):
-        kinds = ("r" if codec.stochastic else "") + ("h" if codec.hadamard else "")
-        return f"{codec.bits}{kinds}", 1.0
+        drawn = codec.stochastic and op in ("encode", "decode_sum_encode")
+        return f"{codec.bits}{'r' if drawn else ''}{'h' if codec.hadamard else ''}", 1.0
     return type(codec).__name__, 1.0

@@ -1,0 +1,198 @@
+"""`zpp-lab bench calibrate --out machine.json`: the figures that `zpp-lab plan --machine` needs.
+
+About two minutes on the GPUs of one host: a block's forward and backward at several widths, eager
+and compiled; what the host needs to start them, FSDP2's gathers and reductions included; codec
+kernels; transfers between the ranks. Rank 0's figures count, for transfers the slowest rank's.
+
+Links between nodes are measured where torchrun has started ranks on several hosts and
+`--link-gbps` names the nominal speed of a node's link. Elsewhere `--efficiency` and `--latency-us`
+say what they are, and the file says that nobody measured them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zpp_lab.bench.calibrate_compute import copy_rate, curves
+from zpp_lab.bench.calibrate_host import host
+from zpp_lab.bench.calibrate_links import Links, codecs
+from zpp_lab.config import ClusterConfig
+from zpp_lab.cost.machine import Between, Machine
+from zpp_lab.machine import commit, machine_facts, versions
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. widths: dim, ffn, heads, tokens of a block. shipments: bytes that a
+    rank receives. numel: elements that a codec kernel takes. layers and width: of the model
+    that shows the host's time. vocabulary: of all of them."""
+
+    widths: tuple[tuple[int, int, int, int], ...]
+    compiled: tuple[tuple[int, int, int, int], ...]
+    shipments: tuple[int, ...]
+    numel: int
+    copied: int
+    layers: int
+    width: int
+    normed: int
+
+
+LARGE = Sizes(
+    widths=(
+        (1024, 2816, 8, 1024),
+        (2048, 5504, 16, 2048),
+        (4096, 11008, 32, 4096),
+        (5120, 13824, 40, 4096),
+        (6656, 17920, 52, 4096),
+    ),
+    compiled=((2048, 5504, 16, 2048), (5120, 13824, 40, 4096)),
+    shipments=tuple(n * MIB for n in (1, 4, 16, 64, 256, 512)),
+    numel=128 * MIB,
+    copied=512 * MIB,
+    layers=8,
+    width=256,
+    normed=1024,
+)
+TINY = Sizes(
+    widths=((32, 64, 2, 16), (64, 128, 2, 32)),
+    compiled=(),
+    shipments=(4096, 65536),
+    numel=4096,
+    copied=MIB,
+    layers=2,
+    width=32,
+    normed=32,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("zpp-lab bench calibrate", description=__doc__)
+    made.add_argument("--out", type=Path, required=True, help="the machine's JSON file")
+    made.add_argument("--name", help="the machine's name (default: the file's)")
+    made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
+    made.add_argument("--bits", default="2,4,6,8", help="of the codecs")
+    made.add_argument("--modes", default="eager,compiled", help="of blocks; compiled: on GPUs")
+    made.add_argument("--tiny", action="store_true", help="small shapes, for a try without GPUs")
+    made.add_argument("--cpu", action="store_true", help="on gloo, although there are GPUs")
+    made.add_argument("--link-gbps", type=float, help="nominal, of a node; needs several hosts")
+    made.add_argument("--efficiency", type=float, help="of links between nodes (default: 1)")
+    made.add_argument("--latency-us", type=float, help="of links between nodes (default: 0)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Start the ranks, unless torchrun has; returns the exit code."""
+    args = parser().parse_args(argv)
+    gpus = 0 if args.cpu else torch.cuda.device_count()
+    if not gpus and not args.tiny:
+        raise ValueError(
+            "bench calibrate measures GPUs, and there are none here: add --tiny to try it"
+        )
+    if "RANK" not in os.environ:
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        ranks = args.ranks or gpus or 2
+        if ranks < 2:
+            raise ValueError("bench calibrate measures links: it needs two GPUs, or --cpu --tiny")
+        settings = LaunchConfig(
+            1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+        )
+        elastic_launch(settings, sys.executable)("-m", "zpp_lab.bench.calibrate", *argv)
+        return 0
+    _measure(args, gpus > 0)
+    return 0
+
+
+def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    sizes = TINY if args.tiny else LARGE
+    machine = measured(args, sizes, device)
+    if dist.get_rank() == 0:
+        machine.save(args.out)
+        print(f"{args.out}: use it with `zpp-lab plan --machine {args.out} ...`", flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # communicators that peer memory uses need not be taken apart
+
+
+def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Machine:
+    """Every rank calls it; all get rank 0's figures."""
+    modes = [m for m in args.modes.split(",") if m == "eager" or device.type == "cuda"]
+    bits = [int(word) for word in args.bits.split(",")]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)
+    links = Links(cluster, device)
+    shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
+    compute = _told("compute", lambda: curves({m: shapes[m] for m in modes}, device))
+    started = _told("host", lambda: host(sizes.layers, sizes.width, sizes.normed, modes, device))
+    inside = _told("links inside nodes", lambda: links.inside(sizes.shipments))
+    kernels = _told("codecs", lambda: codecs(bits, sizes.numel, device))
+    between, source = _between(args, links, sizes)
+    made = Machine(
+        name=args.name or args.out.stem,
+        compute=compute,
+        memory_bytes_per_s=copy_rate(sizes.copied, device),
+        host=started,
+        intra=inside,
+        inter=between,
+        codec=kernels,
+        comment=_comment(sizes, source),
+    )
+    same: list[Any] = [made]
+    dist.broadcast_object_list(same, 0)
+    machine: Machine = same[0]
+    return machine
+
+
+def _told(what: str, call: Callable[[], Any]) -> Any:
+    if dist.get_rank() == 0:
+        print(f"calibrate: {what}", flush=True)
+    found = call()
+    dist.barrier()
+    return found
+
+
+def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Between, str]:
+    """And where it comes from. ValueError for a speed without hosts to measure."""
+    if args.link_gbps:
+        found = links.between(sizes.shipments, args.link_gbps)
+        return found, f"measured over links of {args.link_gbps:g} Gbit/s a node"
+    given = [args.efficiency, args.latency_us]
+    if given == [None, None]:
+        return Between(0.0, 1.0), "not measured: the nominal speed without latency, a lower bound"
+    efficiency, latency = args.efficiency or 1.0, args.latency_us or 0.0
+    return Between(latency * 1e-6, efficiency), "given on the command line, not measured"
+
+
+def _comment(sizes: Sizes, between: str) -> dict[str, str]:
+    facts = machine_facts()
+    where = f"{len(facts['gpus'])} × {facts['gpus'][0]}" if facts["gpus"] else facts["cpu"]
+    made = "zpp-lab bench calibrate"
+    return {
+        "made by": f"{made} on {where}, versions {versions()}, commit {commit()}, {asdict(sizes)}",
+        "compute": f"{made}: a third of forward and backward of one block, by its FLOPs",
+        "memory_bytes_per_s": f"{made}: a copy, read and written",
+        "host": f"{made}: a small model alone and under FSDP2, so that the host is the bound",
+        "intra": f"{made}: transfers alone, engine.transport=auto",
+        "inter": between,
+        "codec": f"{made}: kernels on bf16, blocks of 256; launch_s: an encode of 16 elements",
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

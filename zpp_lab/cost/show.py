@@ -1,0 +1,64 @@
+"""`zpp-lab plan --machine`: predicted seconds of a step at several speeds of the links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from zpp_lab.config import Config
+from zpp_lab.cost.machine import Machine
+from zpp_lab.cost.step import StepTime, predict
+
+Link = float | None  # Gbit/s of a node; None: no limit but the links inside nodes
+ROWS = {
+    "step": "step_s",
+    "  model": "compute_s",
+    "  codecs": "codec_s",
+    "  norm, update": "optimizer_s",
+    "  GPU waits": "exposed_s",
+    "busy: in nodes": "intra_s",
+    "busy: between": "inter_s",
+    "busy: host": "host_s",
+}
+
+
+def links(text: str) -> list[Link]:
+    """`12,25,max` as Gbit/s; max is None. ValueError for anything else."""
+    found: list[Link] = []
+    for word in text.split(","):
+        try:
+            found.append(None if word.strip() == "max" else float(word))
+        except ValueError:
+            raise ValueError(f"--link-gbps {text}: give Gbit/s or max, such as 12,25,max") from None
+        if found[-1] is not None and not 0 < found[-1] < float("inf"):
+            raise ValueError(f"--link-gbps {text}: use more than 0")
+    return found
+
+
+def times(config: Config, machine: Machine, speeds: Sequence[Link]) -> dict[str, StepTime]:
+    """By link, in the order given."""
+    return {named(link): predict(config, machine, link) for link in speeds}
+
+
+def named(link: Link) -> str:
+    return "max" if link is None else f"{link:g}"
+
+
+def as_dict(found: dict[str, StepTime], machine: Machine) -> dict[str, Any]:
+    return {"machine": machine.name, "links": {link: asdict(t) for link, t in found.items()}}
+
+
+def table(found: dict[str, StepTime], machine: Machine) -> Table:
+    """A column a link. The indented rows add up to the step; links and host are busy beside."""
+    made = Table(title=f"predicted on {machine.name}, ms", title_justify="left")
+    made.add_column("Gbit/s")
+    for link in found:
+        made.add_column(link, justify="right")
+    for name, attribute in ROWS.items():
+        made.add_row(name, *(f"{1000 * getattr(t, attribute):.1f}" for t in found.values()))
+    made.add_row("tokens/s", *(f"{t.tokens_per_s:,.0f}" for t in found.values()))
+    made.add_row("bound by", *(t.bound for t in found.values()))
+    return made
