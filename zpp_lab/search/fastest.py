@@ -2,16 +2,19 @@
 
 Memory comes first, then the loss: both are cheap, and both are exact. What is left is looked at
 in the order of a floor of its time, the longest that the GPU, the host or a link is busy, which no
-schedule can beat. A plan is predicted only while its floor is below the time of what was found, so
-nothing faster is ever missed. Plans within `TIE` count as equally fast: the one with the most bits
-on its wires is chosen.
+schedule can beat. A plan is predicted only while its floor is below the time of what was found. It
+is passed over, too, when one of the same build was slow already that has no more bits on any wire
+and keeps nothing busy for longer. Plans within `TIE` count as equally fast: of those the one with
+the most bits on its wires is chosen, among the fastest found and the `TRIES` gentlest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import le
 
 from zpp_lab.config import Config
 from zpp_lab.cost.machine import Machine
@@ -21,9 +24,18 @@ from zpp_lab.memory import MOMENTS, estimate
 from zpp_lab.search.limits import LossLimit, Ruling
 from zpp_lab.search.parts import Figures, Parts
 from zpp_lab.search.sameness import STATES, Numbers
-from zpp_lab.search.space import PLAIN, Candidate, Space, unrotated, without_name
+from zpp_lab.search.space import (
+    PLAIN,
+    Candidate,
+    Space,
+    unrotated,
+    wire_bits,
+    without_bits,
+    without_name,
+)
 
-TIE = 0.005  # of a step's time: predictions are not better than that
+TIE = 0.01  # of a step: predictions are not better than that
+TRIES = 40
 PROMISING = 0.98  # of the chosen plan's time: worth a study
 UNLIMITED = Ruling("allowed", "loss was not considered")
 
@@ -43,18 +55,32 @@ class Problem:
     def space(self) -> Space:
         measured = self.limit.recipes if self.limit else []
         extra = [replace(PLAIN, name="zero3"), self.base.recipe, *measured]
-        return Space(self.base, extra, rotated=self.limit is not None)
+        return Space(self.base, extra, studied=self.limit is not None)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with its ruling, the bytes at its peak and a floor of its seconds."""
+    """A plan with its ruling, the bytes at its peak, and for how many seconds at least the GPU,
+    the host and both links are busy. `build`: equal for plans whose steps have the same tasks."""
 
     candidate: Candidate
     numbers: Numbers
     ruling: Ruling
     peak: int
-    floor: float
+    busy: Figures
+    build: str
+
+    @property
+    def floor(self) -> float:
+        return max(self.busy)
+
+    def heavier(self, other: Option) -> bool:
+        """Whether no task can be shorter than in `other`, of the same build."""
+        return all(map(le, other.wire_bits, self.wire_bits)) and all(map(le, other.busy, self.busy))
+
+    @cached_property
+    def wire_bits(self) -> tuple[int, ...]:
+        return tuple(wire_bits(self.candidate.recipe))
 
     @property
     def gentle(self) -> tuple[int, int, int]:
@@ -136,16 +162,16 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
     found: list[Option] = []
     faults: dict[str, None] = {}
     for recipe in problem.space.recipes():
-        numbers = Numbers.of(replace(base, recipe=recipe))
+        numbers, build = Numbers.of(replace(base, recipe=recipe)), without_bits(recipe)
         for knobs in problem.space.knobs():
             candidate = Candidate(recipe, knobs)
             own = replace(numbers, optimizer_state=knobs.optimizer_state)
             try:
-                peak, floor = int(max(memory.of(candidate))), max(links.of(candidate))
+                peak, loads = int(max(memory.of(candidate))), links.of(candidate)
             except ValueError as error:
                 faults[str(error)] = None
                 continue
-            found.append(Option(candidate, own, rule(own), peak, floor))
+            found.append(Option(candidate, own, rule(own), peak, loads, build))
     if not found:
         raise ValueError(next(iter(faults), "no recipe runs with these settings"))
     return found, list(faults)
@@ -171,6 +197,7 @@ class _Search:
         self.problem = problem
         self.options, self.faults = options(problem)
         self.times: dict[int, Timed] = {}
+        self.by_build: dict[str, list[Timed]] = defaultdict(list)
 
     def answer(self, listed: int) -> Answer:
         fitting = [o for o in self.options if o.peak <= self.problem.device]
@@ -209,7 +236,9 @@ class _Search:
         """The gentlest of those as fast as the fastest."""
         limit = self._quickest(allowed, 1)[0].step_s * (1 + TIE)
         near = sorted((o for o in allowed if o.floor <= limit), key=lambda o: o.gentle)
-        return next(t for t in map(self._time, near) if t.step_s <= limit)
+        tried = [self._time(o) for o in near[:TRIES]]
+        tried += [self.times[id(o)] for o in near[TRIES:] if id(o) in self.times]
+        return next(t for t in tried if t.step_s <= limit)
 
     def _plain(self) -> Timed:
         """Plain ZeRO-3 with the settings of memory that make it fastest."""
@@ -226,7 +255,7 @@ class _Search:
 
     def _promising(self, fitting: Sequence[Option], below: float) -> Timed | None:
         those = [o for o in fitting if o.ruling.kind == "not measured" and o.floor < below]
-        for option in sorted(_needed(those), key=lambda o: o.gentle):
+        for option in sorted(_needed(those), key=lambda o: o.gentle)[:TRIES]:
             timed = self._time(option)
             if timed.step_s < below:
                 return timed
@@ -241,6 +270,8 @@ class _Search:
         for option in sorted(those, key=lambda o: o.floor):
             if option.floor >= below:
                 break
+            if any(option.heavier(t.option) for t in self._slow(option.build, below)):
+                continue
             timed = self._time(option)
             known = best.get(id(option.candidate.recipe))
             if timed.step_s < (known.step_s if known else below):
@@ -249,12 +280,17 @@ class _Search:
                     below = sorted(t.step_s for t in best.values())[count - 1]
         return sorted(best.values(), key=lambda t: t.step_s)[:count]
 
+    def _slow(self, build: str, below: float) -> Iterator[Timed]:
+        """Predicted plans of `build` that take at least `below` seconds."""
+        return (t for t in self.by_build[build] if t.step_s >= below)
+
     def _time(self, option: Option) -> Timed:
         if id(option) not in self.times:
             problem = self.problem
             config = option.candidate.config(problem.base)
             time = predict(config, problem.machine, problem.link_gbps)
             self.times[id(option)] = Timed(option, time)
+            self.by_build[option.build].append(self.times[id(option)])
         return self.times[id(option)]
 
 

@@ -95,7 +95,7 @@ def notes(answer: Answer, written: str | None) -> list[str]:
         said.append(f"Faster, but no study has measured it: to know, {do}{more}.")
     said += [f"Not predicted: {fault}." for fault in answer.without_figures]
     said.append(
-        f"{answer.plans:,} plans looked at, {answer.predicted:,} predicted. Plans within 0.5 % "
+        f"{answer.plans:,} plans looked at, {answer.predicted:,} predicted. Plans within 1 % "
         "count as equally fast; of those the one with the most bits is taken."
     )
     return said

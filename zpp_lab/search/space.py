@@ -5,7 +5,8 @@ gradients' part (hops, bits of both, rotation). Parts are checked by themselves 
 few thousand pairs are checked and not every combination of settings. Bits, hops and the rest are
 at the recipes' defaults; recipes with other settings (blocks, stochastic rounding) enter as
 `extra`: the user's own and those that a study has measured. Smaller blocks and rotations only add
-bytes and work, so they matter where a study has measured them; without one nothing is rotated.
+bytes and work, so they matter where a study has measured them. Without a study nothing is rotated
+and both gathers have the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from zpp_lab.config import CodecConfig, Config, RecipeConfig, TrainConfig, load
+from zpp_lab.config import WIRES, CodecConfig, Config, RecipeConfig, TrainConfig, load
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.paths import conf_dir
 from zpp_lab.plan import Plan
@@ -29,6 +30,7 @@ ROTATION = 64  # of the gradients, as in the recipe g8_4_hadamard
 LOSS_CHUNK = 2048  # tokens, as in the large models' presets
 STATES = get_args(get_type_hints(TrainConfig)["optimizer_state"])
 SHARDS = get_args(get_type_hints(RecipeConfig)["shard"])
+_CODECS = ("weights", "grads", *WIRES)
 GRADS = ("hops", "order", "grads", "grads_intra", "grads_inter")  # a recipe's gradients' part
 
 
@@ -65,7 +67,7 @@ class Space:
 
     base: Config  # engine=fsdp; its model, data, cluster and batch stay
     extra: Sequence[RecipeConfig] = ()
-    rotated: bool = False  # gradients with and without a rotation
+    studied: bool = False  # rotations too, and weights with other bits in backward
     bits: tuple[int | None, ...] = BITS
 
     def recipes(self) -> list[RecipeConfig]:
@@ -105,8 +107,8 @@ class Space:
         one = self.base.train.micro_steps == 1 or self.base.train.accumulate == "last"
         for stage, shard, secondary in product((3, 2) if one else (3, 2, 1), SHARDS, (False, True)):
             for forward, backward in product(self.bits, self.bits):
-                if forward != backward and (stage != 3 or secondary):
-                    continue  # backward has the forward's weights
+                if forward != backward and (stage != 3 or secondary or not self.studied):
+                    continue  # mostly because backward has the forward's weights
                 if shard != "world" and (forward, backward) != (None, None):
                     continue
                 changed = {"stage": stage, "shard": shard, "secondary": secondary}
@@ -125,7 +127,7 @@ class Space:
             settings |= _bits("grads", ("intra", "inter"), (intra, inter))
             name = _grad_name(hops, intra, inter)
             yield name, settings
-            if self.rotated and (intra or inter):
+            if self.studied and (intra or inter):
                 bits = settings.get("grads", CodecConfig()).bits
                 turned = {"grads": CodecConfig(bits=bits, hadamard=ROTATION)}
                 yield f"{name}_h{ROTATION}", settings | turned
@@ -184,6 +186,22 @@ def weights_part(recipe: RecipeConfig) -> dict[str, Any]:
 def without_name(recipe: RecipeConfig) -> str:
     """A text that two recipes share when they differ in their names only."""
     return repr({**weights_part(recipe), **grads_part(recipe)})
+
+
+def wire_bits(recipe: RecipeConfig) -> list[int]:
+    """Of each wire; raw ones have 32."""
+    found = []
+    for wire in WIRES:
+        short = recipe.weights if wire.startswith("weights") else recipe.grads
+        found.append(getattr(recipe, wire).over(short).bits or 32)
+    return found
+
+
+def without_bits(recipe: RecipeConfig) -> str:
+    """A text that recipes share whose steps have the same tasks: they differ in bits, and in
+    whether there are any."""
+    bare: dict[str, Any] = {n: replace(getattr(recipe, n), bits=None) for n in _CODECS}
+    return without_name(replace(recipe, **bare))
 
 
 def _bits(
