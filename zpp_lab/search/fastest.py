@@ -25,6 +25,7 @@ from zpp_lab.search.limits import LossLimit, Ruling
 from zpp_lab.search.parts import Figures, Parts
 from zpp_lab.search.sameness import STATES, Numbers
 from zpp_lab.search.space import (
+    BITS,
     PLAIN,
     Candidate,
     Space,
@@ -43,19 +44,20 @@ UNLIMITED = Ruling("allowed", "loss was not considered")
 @dataclass(frozen=True)
 class Problem:
     """What to plan. link_gbps: of a node, None where nodes are joined as GPUs inside one are.
-    device: a GPU's memory in bytes. limit: None leaves the loss out."""
+    device: a GPU's memory in bytes. limit: None leaves the loss out. bits: to choose from."""
 
     base: Config
     machine: Machine
     link_gbps: float | None
     device: int
     limit: LossLimit | None = None
+    bits: tuple[int | None, ...] = BITS
 
     @cached_property
     def space(self) -> Space:
         measured = self.limit.recipes if self.limit else []
         extra = [replace(PLAIN, name="zero3"), self.base.recipe, *measured]
-        return Space(self.base, extra, studied=self.limit is not None)
+        return Space(self.base, extra, self.limit is not None, self.bits)
 
 
 @dataclass(frozen=True)
