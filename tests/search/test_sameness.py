@@ -72,4 +72,3 @@ def test_coarser() -> None:
     assert not numbers("recipe=w2", "recipe.weights.hadamard=64").coarser(two)
     hop = numbers("recipe.grads.bits=2")
     assert numbers("recipe.grads.bits=2", "recipe.hops=2").coarser(hop)
-    assert numbers("recipe=zeropp").bits < numbers("recipe=w8").bits

@@ -11,12 +11,12 @@ the most bits on its wires is chosen, among the fastest found and the `TRIES` ge
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import le
 
-from zpp_lab.config import Config
+from zpp_lab.config import Config, RecipeConfig
 from zpp_lab.cost.machine import Machine
 from zpp_lab.cost.model import plan_of, vocabulary
 from zpp_lab.cost.step import StepTime, predict
@@ -66,7 +66,6 @@ class Option:
     the host and both links are busy. `build`: equal for plans whose steps have the same tasks."""
 
     candidate: Candidate
-    numbers: Numbers
     ruling: Ruling
     peak: int
     busy: Figures
@@ -87,7 +86,8 @@ class Option:
     @property
     def gentle(self) -> tuple[int, int, int]:
         """Smaller is gentler: more bits on the wires and in the optimizer, then less memory."""
-        return -self.numbers.bits, STATES.index(self.numbers.optimizer_state), self.peak
+        state = STATES.index(self.candidate.knobs.optimizer_state)
+        return -sum(self.wire_bits), state, self.peak
 
 
 @dataclass(frozen=True)
@@ -160,36 +160,30 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
         return time.step_s - time.exposed_s, time.host_s, time.intra_s, time.inter_s
 
     memory, links = Parts(base, peaks), Parts(base, busy)
-    rule = _rules(problem.limit)
     found: list[Option] = []
     faults: dict[str, None] = {}
     for recipe in problem.space.recipes():
-        numbers, build = Numbers.of(replace(base, recipe=recipe)), without_bits(recipe)
+        rule, build = _rules(problem, recipe), without_bits(recipe)
         for knobs in problem.space.knobs():
             candidate = Candidate(recipe, knobs)
-            own = replace(numbers, optimizer_state=knobs.optimizer_state)
             try:
                 peak, loads = int(max(memory.of(candidate))), links.of(candidate)
             except ValueError as error:
                 faults[str(error)] = None
                 continue
-            found.append(Option(candidate, own, rule(own), peak, loads, build))
+            ruling = rule[knobs.optimizer_state]
+            found.append(Option(candidate, ruling, peak, loads, build))
     if not found:
         raise ValueError(next(iter(faults), "no recipe runs with these settings"))
     return found, list(faults)
 
 
-def _rules(limit: LossLimit | None) -> Callable[[Numbers], Ruling]:
-    if limit is None:
-        return lambda _: UNLIMITED
-    known: dict[Numbers, Ruling] = {}
-
-    def rule(numbers: Numbers) -> Ruling:
-        if numbers not in known:
-            known[numbers] = limit.rule(numbers)
-        return known[numbers]
-
-    return rule
+def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, Ruling]:
+    """By the optimizer's states."""
+    if problem.limit is None:
+        return dict.fromkeys(STATES, UNLIMITED)
+    own = Numbers.of(replace(problem.base, recipe=recipe))
+    return {s: problem.limit.rule(replace(own, optimizer_state=s)) for s in STATES}
 
 
 class _Search:

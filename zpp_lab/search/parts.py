@@ -16,7 +16,7 @@ from zpp_lab.config import Config, RecipeConfig
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.plan import Plan
 from zpp_lab.recipe import Recipe
-from zpp_lab.search.space import Candidate, Knobs, grads_part, weights_part
+from zpp_lab.search.space import Candidate, Knobs, grads_part, weights_part, wire_bits
 
 Figures = tuple[float, ...]
 REFERENCE = Knobs()
@@ -81,6 +81,8 @@ class Parts:
 
     def _untouched(self, recipe: RecipeConfig) -> bool:
         if self.base.model.lora.on:  # a frozen base is ours to gather
+            return False
+        if min(wire_bits(recipe)) < 16:  # saves the longer way to the same answer
             return False
         made = Recipe(recipe, self.base.cluster, lora=self.base.model.lora)
         return is_untouched(Plan((), made), self.base.engine.ordered)

@@ -16,7 +16,6 @@ from zpp_lab.codecs import BlockCodec, Codec, RawCodec, build_codec
 from zpp_lab.config import Config, Wire
 from zpp_lab.recipe import Recipe, quantizes_any
 
-RAW_BITS = 16
 STATES = ("fp32", "bf16", "8bit")  # of the optimizer, coarser to the right
 
 
@@ -79,12 +78,6 @@ class Numbers:
             and all(_at_most(_on(own, hop), codec) for hop, codec in theirs.items())
         )
 
-    @property
-    def bits(self) -> int:
-        """Of all wires together; more is gentler."""
-        weights = sum(_bits(codec) for codec in self.weights)
-        return weights + min([_bits(c) for _, c in self.grads], default=RAW_BITS) * 2
-
 
 PLAIN = Numbers((None, None), (), False, False, "", "fp32")
 
@@ -113,7 +106,3 @@ def _at_most(one: Codec | None, other: Codec | None) -> bool:
     if not isinstance(one, BlockCodec) or not isinstance(other, BlockCodec):
         return False
     return one.bits <= other.bits and replace(one, bits=other.bits) == other
-
-
-def _bits(codec: Codec | None) -> int:
-    return RAW_BITS if codec is None else int(getattr(codec, "bits", RAW_BITS))

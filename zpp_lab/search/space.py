@@ -74,10 +74,10 @@ class Space:
         """Every recipe that the engine can run, each once: the extra ones, then the grid."""
         found: dict[str, RecipeConfig] = {}
         known = {without_name(recipe): recipe for recipe in named_recipes()}
-        for recipe in [*self.extra, *self._grid()]:
+        extra = (recipe for recipe in self.extra if runs(recipe, self.base))
+        for recipe in [*extra, *self._grid()]:
             text = without_name(recipe)
-            if text not in found and runs(recipe, self.base):
-                found[text] = known.get(text, recipe)
+            found.setdefault(text, known.get(text, recipe))
         return list(found.values())
 
     def knobs(self) -> list[Knobs]:
@@ -94,7 +94,10 @@ class Space:
             yield PLAIN
             return
         kept: dict[str, Any] = {"exempt": self.base.recipe.exempt, "rules": self.base.recipe.rules}
-        weights, grads = list(self._weights()), list(self._grads())
+        weights, grads = (
+            [part for part in parts if runs(RecipeConfig(**part[1], **kept), self.base)]
+            for parts in (self._weights(), self._grads())
+        )
         for (weight_name, weight), (grad_name, grad) in product(weights, grads):
             if "shard" in weight and grad:
                 continue  # FSDP2 runs it by itself, without codecs and with its own hops
@@ -189,11 +192,11 @@ def without_name(recipe: RecipeConfig) -> str:
 
 
 def wire_bits(recipe: RecipeConfig) -> list[int]:
-    """Of each wire; raw ones have 32."""
+    """Of each wire; raw ones have 16."""
     found = []
     for wire in WIRES:
         short = recipe.weights if wire.startswith("weights") else recipe.grads
-        found.append(getattr(recipe, wire).over(short).bits or 32)
+        found.append(getattr(recipe, wire).over(short).bits or 16)
     return found
 
 
