@@ -17,7 +17,7 @@ from zpp_lab.planner import DEFAULT_GIB, MOST_RANKS, Outlook, gpu_memory
 from zpp_lab.search.fastest import Answer, NothingFits, Problem, search
 from zpp_lab.search.limits import LossLimit, read_limit
 from zpp_lab.search.next_study import next_study, tempting, write_next_study
-from zpp_lab.search.shown import as_dict, label, show
+from zpp_lab.search.shown import WIDTH, as_dict, label, show
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     if wanted.as_json:
         print(json.dumps(as_dict(answer, overrides, config, written), indent=1))
     else:
-        show(answer, overrides, config, written, Console())
+        show(answer, overrides, config, written, Console(width=max(WIDTH, Console().width)))
     return 0
 
 

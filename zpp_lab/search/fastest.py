@@ -211,8 +211,8 @@ class _Search:
         large = [
             o for o in self.options if o.ruling.kind == "allowed" and o.peak > self.problem.device
         ]
-        own = without_name(chosen.option.candidate.recipe)
-        others = [o for o in allowed if without_name(o.candidate.recipe) != own]
+        own = chosen.option.candidate.recipe
+        others = [o for o in allowed if o.candidate.recipe is not own]
         unmeasured = faster("not measured")
         return Answer(
             problem=self.problem,
@@ -291,12 +291,19 @@ class _Search:
 
 
 def _needed(those: Sequence[Option]) -> list[Option]:
-    """Without rotated recipes whose unrotated twin is there too: that one is no slower."""
-    names = {without_name(o.candidate.recipe) for o in those}
+    """What is worth a study: no rotated recipe whose unrotated twin is there too, which is no
+    slower, and smaller optimizer states only where fp32 ones do not fit."""
+    recipes = {id(o.candidate.recipe): o.candidate.recipe for o in those}
+    names = {without_name(recipe) for recipe in recipes.values()}
+    exact = {id(o.candidate.recipe) for o in those if o.candidate.knobs.optimizer_state == "fp32"}
     twins: dict[int, bool] = {}
+    found = []
     for option in those:
         recipe = option.candidate.recipe
         if id(recipe) not in twins:
             twin = unrotated(recipe)
             twins[id(recipe)] = twin is not None and without_name(twin) in names
-    return [o for o in those if not twins[id(o.candidate.recipe)]]
+        smaller = option.candidate.knobs.optimizer_state != "fp32" and id(recipe) in exact
+        if not twins[id(recipe)] and not smaller:
+            found.append(option)
+    return found

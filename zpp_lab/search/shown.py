@@ -17,7 +17,16 @@ from zpp_lab.search.next_study import tempting
 from zpp_lab.search.overrides import plan_overrides
 from zpp_lab.search.space import Candidate
 
-COLUMNS = ("plan", "step, s", "tokens/s", "× zero3", "GiB a GPU", "bound by", "verdict")
+COLUMNS = ("", "plan", "step, s", "tokens/s", "× zero3", "GiB", "bound by", "verdict")
+WIDTH = 110  # of a table that says something
+VERDICTS = {
+    "chosen": "chosen",
+    "memory": "too large",
+    "loss": "loss",
+    "not measured": "not measured",
+    "allowed": "slower",
+    "plain": "baseline",
+}
 NO_LOSS = (
     "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
     "that it has shown to learn the same."
@@ -37,15 +46,15 @@ def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
 def _all(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
     device = answer.problem.device / GIB
     for timed in answer.too_large:
-        yield timed, "memory", f"turned down: {_gib(timed)} GiB of {device:.1f}"
+        yield timed, "memory", f"needs {_gib(timed)} GiB of {device:.1f}"
     for timed in answer.too_lossy:
-        yield timed, "loss", f"turned down: {timed.option.ruling.why}"
+        yield timed, "loss", timed.option.ruling.why
     for timed in tempting(answer):
-        yield timed, "not measured", "turned down: no study has measured it"
-    yield answer.chosen, "chosen", f"chosen: {answer.chosen.option.ruling.why}"
+        yield timed, "not measured", "no arm of the study trains so"
+    yield answer.chosen, "chosen", answer.chosen.option.ruling.why
     for timed in answer.next_best:
         yield timed, "allowed", timed.option.ruling.why
-    fits = "" if answer.fits(answer.plain) else f", but {_gib(answer.plain)} GiB do not fit"
+    fits = "" if answer.fits(answer.plain) else f", which does not fit in {device:.1f} GiB"
     yield answer.plain, "plain", f"plain ZeRO-3{fits}"
 
 
@@ -73,6 +82,9 @@ def show(
     """
     chosen, problem = answer.chosen, answer.problem
     console.print(_table(answer))
+    for i, (_, kind, why) in enumerate(rows(answer), 1):
+        lead = f"{i} turned down: " if kind in ("memory", "loss", "not measured") else f"{i} "
+        console.print(lead + why, highlight=False)
     console.print(
         f"{chosen.time.tokens_per_s:,.0f} tokens/s in steps of {chosen.step_s:.4g} s, "
         f"{answer.speed_up(chosen):.2f} × plain ZeRO-3; {_gib(chosen)} of "
@@ -185,17 +197,18 @@ def _table(answer: Answer) -> Table:
         title_justify="left",
     )
     for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if 1 <= i <= 4 else "left")
-    for timed, kind, why in rows(answer):
+        table.add_column(name, justify="right" if 2 <= i <= 5 else "left", no_wrap=True)
+    for i, (timed, kind, _) in enumerate(rows(answer), 1):
         time = timed.time
         table.add_row(
+            str(i),
             label(timed.option.candidate),
             f"{time.step_s:.4g}",
             f"{time.tokens_per_s:,.0f}",
             f"{answer.speed_up(timed):.2f}",
             _gib(timed),
             time.bound,
-            why,
+            VERDICTS[kind],
             style="bold" if kind == "chosen" else None,
         )
     return table
