@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zpp_lab.config import Config
 from zpp_lab.memory import GIB
-from zpp_lab.search.fastest import Answer, Timed
+from zpp_lab.search.fastest import TIE, UNLIMITED, Answer, Timed
 from zpp_lab.search.next_study import tempting
 from zpp_lab.search.overrides import plan_overrides
 from zpp_lab.search.space import Candidate
@@ -83,6 +83,8 @@ def show(
     chosen, problem = answer.chosen, answer.problem
     console.print(_table(answer))
     for i, (_, kind, why) in enumerate(rows(answer), 1):
+        if why == UNLIMITED.why:  # said below, once
+            continue
         lead = f"{i} turned down: " if kind in ("memory", "loss", "not measured") else f"{i} "
         console.print(lead + why, highlight=False)
     console.print(
@@ -208,10 +210,15 @@ def _table(answer: Answer) -> Table:
             f"{answer.speed_up(timed):.2f}",
             _gib(timed),
             time.bound,
-            VERDICTS[kind],
+            _verdict(answer, timed, kind),
             style="bold" if kind == "chosen" else None,
         )
     return table
+
+
+def _verdict(answer: Answer, timed: Timed, kind: str) -> str:
+    close = timed.step_s <= answer.chosen.step_s * (1 + TIE)
+    return "as fast" if kind == "allowed" and close else VERDICTS[kind]
 
 
 def _gib(timed: Timed) -> str:
