@@ -102,3 +102,37 @@ def test_vocabulary_needs_no_corpus() -> None:
     assert vocabulary(compose([])) == 256
     assert vocabulary(compose(["data.tokenizer=bpe", "data.vocab_size=4096"])) == 4096
     assert vocabulary(compose(["model=13b"])) == 32000
+
+
+BF16 = ["train.param_dtype=bf16", "train.reduce_dtype=bf16"]
+
+
+def test_a_machine_adds_predicted_times_by_link(capsys) -> None:
+    words = ["recipe=zeropp", "cluster=2x2", *BF16, "--machine", "h200"]
+    _, found = planned(capsys, *words, "--link-gbps", "0.001,10,max")
+    times = found["time"]["links"]
+    assert list(times) == ["0.001", "10", "max"]
+    steps = [times[link]["step_s"] for link in times]
+    assert steps == sorted(steps, reverse=True)
+    assert times["0.001"]["bound"] == "between nodes"
+    assert main(["plan", *words]) == 0
+    assert "predicted on h200, ms" in capsys.readouterr().out
+
+
+def test_without_a_machine_nothing_is_predicted(capsys) -> None:
+    _, found = planned(capsys, "recipe=zeropp")
+    assert "time" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--machine", "h200"], "param_dtype=bf16"),
+        (["--machine", "none", *BF16], "no such file"),
+        (["--machine", "h200", "--link-gbps", "fast", *BF16], "12,25,max"),
+        (["--machine", "h200", "--link-gbps", "0", *BF16], "more than 0"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(capsys, words: list[str], message: str) -> None:
+    assert main(["plan", "recipe=zeropp", *words]) == 2
+    assert message in capsys.readouterr().err

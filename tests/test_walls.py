@@ -38,7 +38,17 @@ LAYERS: list[set[str]] = [
     {"search"},
     {"cli"},
 ]
-TORCH_FREE = ["config", "factors", "paths", "compose", "runconfig", "emulate", "study", "cli"]
+TORCH_FREE = [
+    "config",
+    "factors",
+    "paths",
+    "compose",
+    "runconfig",
+    "emulate",
+    "cost.machine",
+    "study",
+    "cli",
+]
 
 
 def layer(module: str) -> int:

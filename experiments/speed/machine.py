@@ -38,8 +38,8 @@ DEVICE = (  # h200/profile-1b.json and profile-1b-long.json: tokens, ms of the m
 )
 MODEL = {"dim": 2048, "layers": 24, "block": 50_855_936, "vocab": 32000}
 COMMENT = {
-    "made by": "experiments/speed/machine.py, from figures of four H200s of one host (NVLink, torch "
-    "2.11.0+cu130); zpp-lab bench calibrate makes a better file on the machine itself",
+    "made by": "experiments/speed/machine.py, from figures of four H200s of one host (NVLink, "
+    "torch 2.11.0+cu130); zpp-lab bench calibrate makes a better file on the machine itself",
     "compute": "experiments/parity/h200/profile-1b.json and profile-1b-long.json: the model's "
     "kernels of 1.35B, eager, 1024 and 8192 tokens a rank, less norm, update and loss at the "
     "memory's rate; other widths and compiled blocks were not measured",
@@ -48,8 +48,9 @@ COMMENT = {
     "launch-bound step of h200/cost-1x4.json (137.285 ms) is divided over its blocks, norm and "
     "update by their number of operators, so the split is an estimate",
     "intra": "experiments/collectives/h200.log, 1 x 4: the transfer alone, NCCL below 16 MiB "
-    "received, peer memory from there on; before the first point its time is the latency",
-    "inter": "efficiency: one figure, plain FSDP2 of 1.35B over 12 Gbit/s of TCP between two "
+    "received, peer memory from there on; before the first point its time is the latency; "
+    "gpu_share: not measured",
+    "inter": "efficiency: from one figure, plain FSDP2 of 1.35B over 12 Gbit/s of TCP between two "
     "network namespaces (rows.csv), set so that the model meets it; latency_s: not measured, "
     "nothing beside transfers of 10 ms and more",
     "codec": "experiments/kernels/h200.json, 512 MiB of bf16, blocks of 256 (rotated: 64), sums of "
@@ -65,7 +66,10 @@ def main() -> None:
         "compute": {"eager": {"points": compute(rate)}},
         "memory_bytes_per_s": rate,
         "host": host(),
-        "intra": {op: {"points": inside(op)} for op in ("gather", "reduce")},
+        "intra": {
+            **{op: {"points": inside(op)} for op in ("gather", "reduce")},
+            "gpu_share": 0.0,
+        },
         "inter": {"latency_s": 0.0, "efficiency": 0.958},
         "codec": {"launch_s": 2.43e-6, "seconds": codecs(kernels["grid"])},
         "comment": COMMENT,

@@ -37,7 +37,7 @@ def machine(**changes: object) -> Machine:
         compute={"eager": free},
         memory_bytes_per_s=1e30,
         host=Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0),
-        intra=Inside(free, free),
+        intra=Inside(free, free, 0.0),
         inter=Between(0.0, 1.0),
         codec=Codec(0.0, codec),
         comment={},
@@ -94,6 +94,16 @@ def test_where_only_computation_takes_time_it_is_the_flops() -> None:
     assert again.step_s == pytest.approx((flops + settings.model.layers * work.forward) / 1e6)
 
 
+def test_what_the_model_loses_beside_transfers_counts_as_the_gpus_time() -> None:
+    settings = config("recipe=w8", "cluster=1x4")
+    link = Curve(((1.0, 1e-6),))
+    alone, beside = (
+        predict(settings, machine(intra=Inside(link, link, share))) for share in (0.0, 0.25)
+    )
+    assert beside.codec_s - alone.codec_s == pytest.approx(0.25 * alone.intra_s)
+    assert alone.step_s == pytest.approx(alone.intra_s)
+
+
 def test_where_the_host_is_slow_it_is_the_step() -> None:
     host = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
     settings = config("recipe=zeropp", "model.layers=3")
@@ -113,7 +123,7 @@ def test_gathers_hide_behind_the_block_before() -> None:
     root = 3 * plan.units[-1].forward.nbytes
     slow = machine(
         compute={"eager": Curve(((block, 1.0),))},
-        intra=Inside(Curve(((float(row), 1.0),)), Curve(((1.0, NOTHING),))),
+        intra=Inside(Curve(((float(row), 1.0),)), Curve(((1.0, NOTHING),)), 0.0),
     )
     head = 2 * 256 * settings.model.dim * settings.train.batch_size * settings.data.seq_len / block
     found = predict(settings, slow)
@@ -175,3 +185,37 @@ def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> N
 def test_a_link_without_speed_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 0"):
         predict(config(), machine(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora=q4", "model.weights=pretrained", "model.path=FOLDER"],
+        ["model.tied_head=true", "model.loss_chunk=16"],
+        ["recipe.stage=1", "train.micro_steps=2"],
+        ["engine.prefetch=0"],
+        ["engine.prefetch=3"],
+        ["train.optimizer_state=8bit"],
+        ["cluster.nodes=1", "cluster.gpus_per_node=1"],
+        ["cluster.nodes=4", "cluster.gpus_per_node=1"],
+    ],
+)
+def test_every_kind_of_run_has_a_step(overrides: list[str]) -> None:
+    words = ["engine=fsdp", "train.param_dtype=bf16", "recipe=zero3", "model.layers=4"]
+    found = predict(compose([*words, *overrides]), load_machine("h200"), 1.0)
+    own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
+    assert own == pytest.approx(found.step_s)
+    assert found.step_s >= max(found.inter_s, found.intra_s, found.host_s) * (1 - 1e-9)
+
+
+def test_a_frozen_base_needs_no_gradients_of_its_own() -> None:
+    lora = ["lora=q4", "model.weights=pretrained", "model.path=FOLDER"]
+    plain, frozen = config("recipe=zero3"), config("recipe=zero3", *lora)
+    whole = block_work(plan_of(plain).units[0], plain)
+    work = block_work(plan_of(frozen).units[0], frozen)
+    assert work.backward < 1.5 * work.forward < 1.5 * whole.backward
+
+
+def test_fsdp2_alone_has_no_codecs() -> None:
+    with pytest.raises(ValueError, match="no codecs"):
+        predict(config("recipe=w8"), machine(), 10.0, own_loop=False)

@@ -4,9 +4,14 @@ About two minutes on the GPUs of one host: a block's forward and backward at sev
 and compiled; what the host needs to start them, FSDP2's gathers and reductions included; codec
 kernels; transfers between the ranks. Rank 0's figures count, for transfers the slowest rank's.
 
-Links between nodes are measured where torchrun has started ranks on several hosts and
-`--link-gbps` names the nominal speed of a node's link. Elsewhere `--efficiency` and `--latency-us`
-say what they are, and the file says that nobody measured them.
+Links between nodes are measured where torchrun has started ranks on several hosts (two or more a
+host), or on emulated nodes, and `--link-gbps` names the nominal speed of a node's link:
+
+    zpp-lab emulate --nodes 2 --gpus-per-node 2 --link-gbps 25 -- \\
+        zpp-lab bench calibrate --link-gbps 25 --out machine.json
+
+Elsewhere `--efficiency` and `--latency-us` say what they are, and the file says that nobody
+measured them.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from zpp_lab.bench.calibrate_compute import copy_rate, curves
 from zpp_lab.bench.calibrate_host import host
 from zpp_lab.bench.calibrate_links import Links, codecs
 from zpp_lab.config import ClusterConfig
-from zpp_lab.cost.machine import Between, Machine
+from zpp_lab.cost.machine import MODES, Between, Machine
 from zpp_lab.machine import commit, machine_facts, versions
 
 MIB = 2**20
@@ -94,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Start the ranks, unless torchrun has; returns the exit code."""
     args = parser().parse_args(argv)
+    modes_of(args)
     gpus = 0 if args.cpu else torch.cuda.device_count()
     if not gpus and not args.tiny:
         raise ValueError(
@@ -130,11 +136,21 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
     os._exit(0)  # communicators that peer memory uses need not be taken apart
 
 
+def modes_of(args: argparse.Namespace) -> list[str]:
+    """ValueError for one that there is not, and without eager."""
+    modes: list[str] = args.modes.split(",")
+    if not {"eager"} <= set(modes) <= set(MODES):
+        raise ValueError(f"--modes {args.modes}: use eager or eager,compiled")
+    return modes
+
+
 def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Machine:
     """Every rank calls it; all get rank 0's figures."""
-    modes = [m for m in args.modes.split(",") if m == "eager" or device.type == "cuda"]
+    modes = [m for m in modes_of(args) if m == "eager" or device.type == "cuda"]
     bits = [int(word) for word in args.bits.split(",")]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if local < 2:
+        raise ValueError("bench calibrate needs two ranks a host, to measure what joins them")
     cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)
     links = Links(cluster, device)
     shapes = {"eager": sizes.widths, "compiled": sizes.compiled}

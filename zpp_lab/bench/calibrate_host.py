@@ -22,7 +22,7 @@ from zpp_lab.cost.model import plan_of
 from zpp_lab.engines.norm import squares
 
 REPEATS = 7
-TOKENS, VOCABULARY = 16, 64
+TOKENS, VOCABULARY = 16, 256  # no fewer than bytes
 NORMED_LAYERS = 8
 
 

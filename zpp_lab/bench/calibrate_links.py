@@ -20,6 +20,7 @@ from zpp_lab.cost.transfers import codec_key
 from zpp_lab.layout import Layout
 
 CALLS, WARMUP = 8, 3
+PRODUCT, PRODUCTS = 8192, 6  # 6.6 TFLOP: longer than the largest gather on NVLink
 BLOCK = 256
 KINDS = ("gather", "reduce")
 ROWS = 4  # of a sum
@@ -39,9 +40,32 @@ class Links:
     def inside(self, shipments: Sequence[int]) -> Inside:
         """By bytes that a rank receives from the others of its node."""
         link: Link = "local" if self.cluster.nodes > 1 else "world"
-        return Inside(
-            *(self._curve(kind, link, self.cluster.gpus_per_node, shipments) for kind in KINDS)
-        )
+        local = self.cluster.gpus_per_node
+        gather, reduce = (self._curve(kind, link, local, shipments) for kind in KINDS)
+        return Inside(gather, reduce, self._share(link, max(shipments)))
+
+    def _share(self, link: Link, nbytes: int) -> float:
+        """How much longer products take beside a gather, for each of its seconds."""
+        if self.device.type != "cuda":
+            return 0.0  # they take turns on the cores
+        members = self.cluster.gpus_per_node
+        gather = self._call("gather", link, members, nbytes // (members - 1) // 16 * 16)
+        factor = torch.randn(PRODUCT, PRODUCT, device=self.device, dtype=BF16)
+        side = torch.cuda.Stream()
+
+        def products() -> None:
+            for _ in range(PRODUCTS):
+                torch.mm(factor, factor)
+
+        def both() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                gather()
+            products()
+            torch.cuda.current_stream().wait_stream(side)
+
+        alone, beside, moved = (self.bench.milliseconds(c) for c in (products, both, gather))
+        return min(1.0, max(0.0, (beside - alone) / min(moved, beside)))
 
     def between(self, shipments: Sequence[int], gbps: float) -> Between:
         """From the smallest shipment and the largest, both by all ranks of a node at once.
@@ -66,8 +90,10 @@ class Links:
 
     def _curve(self, kind: str, link: Link, members: int, shipments: Sequence[int]) -> Curve:
         points = []
-        for nbytes in shipments:
-            row = max(16, nbytes // (members - 1) // 16 * 16)
+        rows = [max(16, nbytes // (members - 1) // 16 * 16) for nbytes in shipments]
+        self.bench.transport.reserve("gather", link, max(rows))
+        self.bench.transport.reserve("exchange", link, members * max(rows))
+        for row in rows:
             seconds = self.bench.milliseconds(self._call(kind, link, members, row)) / 1000
             points.append((float(row * (members - 1)), seconds))
         found = rising(points).points
@@ -91,7 +117,7 @@ def codecs(bits: Sequence[int], numel: int, device: torch.device) -> CodecSecond
             key = codec_key(codec, op)[0]
             if key not in seconds[op]:
                 seconds[op][key] = _each(op, codec, numel, device)
-    least = _call("encode", RawCodec(BF16), LEAST, device)
+    least = _call("encode", BlockCodec(bits[0], BLOCK), LEAST, device)
     return CodecSeconds(device_seconds(least, device), seconds)
 
 

@@ -83,10 +83,15 @@ class Host:
 
 @checked(frozen=True, config=_STRICT)
 class Inside:
-    """The links inside a node: seconds by bytes that one rank receives."""
+    """The links inside a node: seconds by bytes that one rank receives. gpu_share: of a transfer's
+    seconds, those that the model loses beside it."""
 
     gather: Curve
     reduce: Curve
+    gpu_share: float
+
+    def __post_init__(self) -> None:
+        need(0 <= self.gpu_share <= 1, f"intra.gpu_share={self.gpu_share}: use 0 to 1")
 
 
 @checked(frozen=True, config=_STRICT)
@@ -156,6 +161,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         _modes("compute", self.compute)
+        missing = sorted(set(self.compute) - set(self.host.block_forward_s))
+        missing += sorted(set(self.compute) - set(self.host.block_backward_s))
+        need(not missing, f"host: no block_forward_s or block_backward_s for {missing}")
         need(self.memory_bytes_per_s > 0, "memory_bytes_per_s: use more than 0")
 
     def mode(self, compiled: bool) -> str:

@@ -22,6 +22,7 @@ from zpp_lab.cost.schedule import Timeline
 from zpp_lab.cost.transfers import Collective, Transfers
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.plan import Plan, UnitPlan
+from zpp_lab.recipe import quantizes_any
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
 NORM = 76  # squares in fp64 and their pairwise sum: engines/norm.py
@@ -39,9 +40,12 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. compute_s + codec_s + optimizer_s + exposed_s = step_s: what is exposed
-    is the time in which the GPU waits for links or host. intra_s and inter_s: how long the links
-    are busy, hidden or not."""
+    """Seconds of one step: compute_s + codec_s + optimizer_s + exposed_s = step_s.
+
+    codec_s has what the model loses beside transfers too; exposed_s is the time in which the GPU
+    waits for links or host. intra_s, inter_s, host_s: how long links and host are busy, hidden or
+    not.
+    """
 
     compute_s: float
     codec_s: float
@@ -62,12 +66,17 @@ def predict(
     """The step that `config` would train with engine=fsdp, one GPU a rank.
 
     link_gbps: of each node, in both directions; None where all GPUs are joined as those inside a
-    node. own_loop=False: FSDP2 in a loop of its own, which takes the norm in any order.
+    node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
+    order; recipe.secondary=true is then its resharding to the node.
     ValueError for what has no figures: models other than the built-in decoder, offload,
     DeepSpeed, a codec or mode that the machine's file lacks.
     """
     _check(config, link_gbps)
-    step = _Step(plan_of(config, link_gbps is None), config, machine, link_gbps)
+    plan = plan_of(config, link_gbps is None)
+    if not own_loop and quantizes_any(plan.recipe):
+        raise ValueError(f"recipe {config.recipe.name}: FSDP2 by itself has no codecs")
+    plain = not own_loop or is_untouched(plan, config.engine.ordered)
+    step = _Step(plan, config, machine, Transfers(machine, link_gbps, plain))
     step.build(own_loop)
     return step.result()
 
@@ -94,15 +103,11 @@ def _check(config: Config, link_gbps: float | None) -> None:
 class _Step:
     """Builds the tasks of one step on a timeline."""
 
-    def __init__(
-        self, plan: Plan, config: Config, machine: Machine, link_gbps: float | None
-    ) -> None:
+    def __init__(self, plan: Plan, config: Config, machine: Machine, transfers: Transfers) -> None:
         self.plan, self.config, self.machine = plan, config, machine
+        self.transfers = transfers
         self.blocks = [u for u in plan.units if u.unit.name != "root"]
         self.root = plan.units[-1]
-        self.plain = is_untouched(plan, config.engine.ordered)
-        self.transfers = Transfers(machine, link_gbps, self.plain)
-        self.link_gbps = link_gbps
         self.mode = machine.mode(config.engine.compile)
         self.ahead = max(1, config.engine.prefetch)
         self.line = Timeline()
@@ -124,7 +129,8 @@ class _Step:
         ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
         step = max(ends)
         optimizer = kinds.get("norm", 0.0) + kinds.get("optimizer", 0.0)
-        codec = sum(s for kind, s in kinds.items() if kind.endswith(" kernels"))
+        beside = ("gather kernels", "reduce kernels", "lost to transfers")
+        codec = sum(kinds.get(kind, 0.0) for kind in beside)
         compute = busy.get("gpu", 0.0) - optimizer - codec
         train = self.config.train
         sequences = train.batch_size * train.micro_steps * self.config.cluster.world
@@ -249,6 +255,10 @@ class _Step:
         for i, (kernel, leg) in enumerate(zip(found.kernels, found.legs, strict=False)):
             kernels = f"{what} kernels"
             own = self.line.add(kernels, f"{what}: kernel {i}", "gpu", kernel, waits)
+            share = self.machine.intra.gpu_share if leg.link == "intra" else 0.0
+            if share:
+                lost = leg.seconds * share
+                self.line.add("lost to transfers", f"{what}: beside {i}", "gpu", lost, [own])
             kind = f"{wire}, {leg.link}"
             waits = [self.line.add(kind, f"{what}: leg {i}", leg.link, leg.seconds, [own])]
         assert waits[0] is not None

@@ -67,7 +67,8 @@ class Transfers:
         cluster = unit.recipe.cluster
         if cluster.world == 1:
             return (Leg("intra", 0.0),)
-        if self.plain and unit.recipe.config.shard == "world":
+        kept = wire == "weights_backward" and unit.recipe.config.secondary
+        if self.plain and not kept and unit.recipe.config.shard == "world":
             return self._ring(unit, (cluster.world - 1) * layout.nbytes, "gather")
         planned = unit.forward_bytes() if wire == "weights_forward" else unit.backward_bytes()
         traffic = planned[wire]

@@ -1,0 +1,244 @@
+"""Is the cost model right? Predictions beside measurements, and projections to larger clusters.
+
+    check_cost.py check RESULTS.csv... [--machine h200] [--set "overrides of all rows"] [--out FILE]
+    check_cost.py project [--machine h200] [--model 13b] [--out FILE]
+    check_cost.py published
+
+`check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
+where a table has none, what the other columns say with `overrides` and --set on top.
+Engines without a plan of ours are left out and counted. `published` asks for the shape only:
+the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.bench.step_engines import vocabulary
+from zpp_lab.compose import compose
+from zpp_lab.config import Config, load
+from zpp_lab.cost.machine import Machine, load_machine
+from zpp_lab.cost.show import links
+from zpp_lab.cost.step import StepTime, predict
+from zpp_lab.files import write_atomic
+
+HERE = Path(__file__).parent
+BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
+NODE = "zero3 + reshard to node"  # FSDP2's own hpZ: backward gathers in the node
+RECIPES = ["zero3", "w8", "w8_2hops", "zeropp", "w4_g84h"]
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A row, measured and predicted, in tokens a second."""
+
+    row: Row
+    measured: float
+    predicted: float
+    bound: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def check(paths: list[Path], machine: Machine, words: list[str], out: Path | None) -> int:
+    """Prints each row and the median error. 1 where nothing could be checked."""
+    found, left = [], []
+    for path in paths:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                try:
+                    found.append(checked(row, machine, words))
+                except ValueError as error:
+                    left.append(f"{row['engine']} {row['recipe']}: {error}")
+    for one in found:
+        print(line(one))
+    for text in sorted(set(left)):
+        print(f"left out: {text} ({left.count(text)})")
+    if not found:
+        return 1
+    errors = [abs(one.error) for one in found]
+    print(
+        f"{len(found)} rows: median error {statistics.median(errors):.1%}, most {max(errors):.1%}"
+    )
+    if out:
+        write(out, [{**one.row, **columns(one)} for one in found])
+    return 0
+
+
+def columns(one: Checked) -> Row:
+    return {"predicted": f"{one.predicted:.6g}", "error": f"{one.error:.4f}", "bound": one.bound}
+
+
+def line(one: Checked) -> str:
+    row = one.row
+    where = f"{row['nodes']}x{row['gpus_per_node']} {row['link_gbps']:>4} Gbit/s"
+    name = f"{row['engine']:6s} {row.get('arm') or row['recipe']:26s} {row['model']:6s} {where}"
+    speeds = f"measured {one.measured:9,.0f} predicted {one.predicted:9,.0f} tokens/s"
+    return f"{name}  {speeds} {one.error:+7.1%}  {one.bound}"
+
+
+def checked(row: Row, machine: Machine, words: list[str]) -> Checked:
+    """ValueError for a row of an engine or recipe without a plan of ours."""
+    config, speed = config_of(row, words), links(row["link_gbps"])[0]
+    found = predict(config, machine, speed, own_loop=row["engine"] == "fsdp")
+    tokens = found.tokens_per_s * found.step_s
+    measured = float(row["tokens_per_s"] or tokens / float(row["step_s"]))
+    return Checked(row, measured, found.tokens_per_s, found.bound)
+
+
+def config_of(row: Row, more: list[str]) -> Config:
+    engine, recipe = row["engine"], row["recipe"]
+    if engine not in ("fsdp2", "fsdp"):
+        raise ValueError("no plan of ours")
+    if row.get("config"):
+        return recorded(row)
+    words = [*BASE, f"model={row['model']}"]
+    words += [f"cluster.nodes={row['nodes']}", f"cluster.gpus_per_node={row['gpus_per_node']}"]
+    words += [f"data.seq_len={row['seq_len']}", f"train.batch_size={row['batch_size']}"]
+    own = (row.get("overrides") or "").split()
+    return compose(merged(words, recipe_words(engine, recipe), own, more))
+
+
+def recorded(row: Row) -> Config:
+    """The config of a row of `bench step`, which has a vocabulary of its own for small models."""
+    config = load(Config, nested(json.loads(row["config"])))
+    recipe = config.recipe
+    if row["engine"] == "fsdp2" and row["recipe"] == NODE:
+        recipe = replace(recipe, secondary=True)
+    model = replace(config.model, vocab_size=vocabulary(config))
+    return replace(config, model=model, recipe=recipe)
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Dotted names as groups."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, key = name.split(".")
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[key] = value
+    return found
+
+
+def merged(*groups: list[str]) -> list[str]:
+    """Of two overrides with one key the later one stays."""
+    last = {word.partition("=")[0]: word for group in groups for word in group}
+    return list(last.values())
+
+
+def recipe_words(engine: str, recipe: str) -> list[str]:
+    if engine == "fsdp2" and recipe == NODE:
+        return ["recipe=zero3", "recipe.secondary=true"]
+    if engine == "fsdp2":
+        return ["recipe=zero3"]
+    return BEYOND.get(recipe, [f"recipe={recipe}"])
+
+
+BEYOND = {  # no recipes of conf/, but arms of run.sh or of projections
+    "w8_2hops": ["recipe=w8", "recipe.hops=2"],
+    "w4_g84h": [
+        "recipe=zeropp",
+        "recipe.weights.bits=4",
+        "recipe.grads_intra.bits=8",
+        "recipe.grads_inter.bits=4",
+        "recipe.grads.hadamard=64",
+    ],
+}
+
+
+def project(machine: Machine, model: str, out: Path | None) -> int:
+    """Tokens a second and GPU by recipe, for 16 to 1024 GPUs in nodes of eight."""
+    rows: list[Row] = []
+    for gpus in (16, 32, 64, 128, 256, 512, 1024):
+        for gbps in (100.0, 400.0, 3200.0):
+            row = {"model": model, "gpus": str(gpus), "link_gbps": f"{gbps:g}"}
+            for recipe in RECIPES:
+                words = [*BASE, f"model={model}", *recipe_words("fsdp", recipe)]
+                words += ["cluster.gpus_per_node=8"]
+                words += [f"cluster.nodes={gpus // 8}", "data.seq_len=2048", "train.batch_size=2"]
+                found = predict(compose(words), machine, gbps)
+                row[recipe] = f"{found.tokens_per_s / gpus:.0f}"
+            rows.append(row)
+            print("  ".join(f"{key} {value:>6}" for key, value in row.items()), flush=True)
+    if out:
+        write(out, rows)
+    return 0
+
+
+PUBLISHED = {100.0: (1.77, 2.21), 400.0: (1.41, 1.56)}  # Gbit/s of a node: least and most
+
+
+def published() -> int:
+    """24 nodes of 16 V100, models of 18B and 49B parameters, one or two thousand tokens a GPU:
+    with transfers hidden as FSDP2 hides them, and with nothing hidden at all."""
+    machine = load_machine(str(HERE / "v100.json"))
+    print("Gbit/s  hidden         one by one     published")
+    for gbps in (100.0, 200.0, 400.0, 800.0):
+        shapes = [(width, depth, batch) for width, depth in V100 for batch in (1, 2)]
+        pairs = [[step_v100(machine, r, *s, gbps) for r in ("zero3", "zeropp")] for s in shapes]
+        hidden = [plain.step_s / ours.step_s for plain, ours in pairs]
+        by_one = [alone(plain) / alone(ours) for plain, ours in pairs]
+        said = "{:.2f} to {:.2f}".format(*PUBLISHED[gbps]) if gbps in PUBLISHED else "-"
+        ranges = [f"{min(ups):.2f} to {max(ups):.2f}" for ups in (hidden, by_one)]
+        print(f"{gbps:6g}  {ranges[0]:13s}  {ranges[1]:13s}  {said}")
+    return 0
+
+
+V100 = ((6144, 40), (8192, 60))  # widths and depths
+
+
+def alone(step: StepTime) -> float:
+    """Seconds when nothing runs beside anything else."""
+    return step.compute_s + step.codec_s + step.optimizer_s + step.intra_s + step.inter_s
+
+
+def step_v100(
+    machine: Machine, recipe: str, width: int, depth: int, batch: int, gbps: float
+) -> StepTime:
+    words = [*BASE, "model=13b", f"model.dim={width}", f"model.layers={depth}", f"recipe={recipe}"]
+    words += [f"model.ffn={8 * width // 3 // 64 * 64}", "model.loss_chunk=0", "data.seq_len=1024"]
+    words += [f"model.{heads}={width // 128}" for heads in ("heads", "kv_heads")]
+    words += ["cluster.nodes=24", "cluster.gpus_per_node=16", f"train.batch_size={batch}"]
+    return predict(compose(words), machine, gbps)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("what", choices=["check", "project", "published"])
+    parser.add_argument("results", type=Path, nargs="*")
+    parser.add_argument("--machine", default="h200")
+    parser.add_argument("--model", default="13b")
+    parser.add_argument("--set", default="", help="check: overrides that all rows were made with")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.what == "published":
+        return published()
+    machine = load_machine(args.machine)
+    if args.what == "project":
+        return project(machine, args.model, args.out)
+    return check(args.results or [HERE / "rows.csv"], machine, args.set.split(), args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""experiments/speed: predictions beside measured rows, and the ready machine's origin."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zpp_lab.config_load import load
+from zpp_lab.cost.machine import Machine, load_machine
+
+HERE = Path(__file__).parents[2] / "experiments" / "speed"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"speed_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_measured_rows_are_met_without_a_factor_for_each(tmp_path: Path, capsys) -> None:
+    check_cost, out = script("check_cost"), tmp_path / "check.csv"
+    assert check_cost.check([HERE / "rows.csv"], load_machine("h200"), [], out) == 0
+    rows = list(csv.DictReader(out.open()))
+    errors = sorted(abs(float(row["error"])) for row in rows)
+    assert len(rows) == 14
+    assert errors[len(rows) // 2] < 0.1
+    assert "median error" in capsys.readouterr().out
+
+
+def test_rows_without_a_plan_of_ours_are_left_out_and_said(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("engine,recipe\ndeepspeed,zeropp\n")
+    assert script("check_cost").check([path], load_machine("h200"), [], None) == 1
+    assert "left out: deepspeed zeropp: no plan of ours (1)" in capsys.readouterr().out
+
+
+def test_a_row_that_says_its_config_is_taken_at_its_word() -> None:
+    check_cost = script("check_cost")
+    own = {"model.layers": 3, "recipe.weights.bits": 4, "train.param_dtype": "bf16"}
+    row = {"engine": "fsdp", "recipe": "w4", "config": json.dumps(own)}
+    config = check_cost.config_of(row, [])
+    assert (config.model.layers, config.recipe.weights.bits) == (3, 4)
+    assert config.model.vocab_size == 32000
+
+
+def test_the_ready_machine_is_what_the_kept_figures_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = script("machine")
+    saved: list[Machine] = []
+    monkeypatch.setattr(Machine, "save", lambda machine, path: saved.append(machine))
+    made.main()
+    assert saved == [load_machine("h200")]
+
+
+def test_the_published_machine_is_whole() -> None:
+    assert load(Machine, json.loads((HERE / "v100.json").read_text())).name == "v100-published"
