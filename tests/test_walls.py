@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {"multirun", "bench", "doctor"},
     {"study"},
     {"dashboard", "planner", "predicted"},
+    {"search"},
     {"cli"},
 ]
 TORCH_FREE = [

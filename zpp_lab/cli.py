@@ -151,15 +151,20 @@ def _weights(add: Add) -> None:
 def _machine(add: Add) -> None:
     plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan)
     plan.add_argument(
-        "--gpu-gib", type=float, help="a GPU's memory (default: this machine's, or 80)"
+        "--gpu-gib",
+        "--memory-gib",
+        dest="gpu_gib",
+        type=float,
+        help="a GPU's memory (default: this machine's, or 80)",
     )
     plan.add_argument("--json", action="store_true", help="bytes, for scripts")
     plan.add_argument(
         "--machine", help="predict times: a file of `bench calibrate`, or a name such as h200"
     )
     plan.add_argument(
-        "--link-gbps", default="max", help="with --machine: of a node's links, 12,25,max"
+        "--link-gbps", help="with --machine: of a node's links, 12,25,max (default: max)"
     )
+    _fastest(plan)
     add("doctor", "what this machine can do", _doctor)
     bench = add(
         "bench", "measure kernels, collectives, engines or training steps", _bench, passes_on=True
@@ -175,6 +180,17 @@ def _machine(add: Add) -> None:
         passes_on=True,
     )
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
+
+
+def _fastest(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--fastest", action="store_true", help="search the fastest plan that fits")
+    search = plan.add_argument_group("with --fastest")
+    search.add_argument("--study", type=Path, help="a finished study: only recipes on par in it")
+    search.add_argument(
+        "--max-gap", type=float, help="of the baseline's loss (default: its margin)"
+    )
+    search.add_argument("--allow", choices=["undecided"], help="undecided arms of the study too")
+    search.add_argument("--next-study", type=Path, help="write a study of the faster recipes")
 
 
 def _until(piece: str | None) -> float | None:
@@ -414,9 +430,18 @@ def _export_peft(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    names = ("study", "max_gap", "allow", "next_study")
+    if args.fastest:
+        from zpp_lab.search.command import Wanted, fastest_command
+
+        own = {name: getattr(args, name) for name in (*names, "machine", "link_gbps", "gpu_gib")}
+        return fastest_command(overrides, Wanted(**own, as_json=args.json))
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --fastest")
     from zpp_lab.planner import plan_command
 
-    return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps)
+    return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps or "max")
 
 
 def _doctor(_: argparse.Namespace, __: list[str]) -> int:

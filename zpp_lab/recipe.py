@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 
@@ -67,16 +68,23 @@ class Recipe:
 
     def codec(self, wire: Wire, parameter: Parameter) -> Codec:
         """The codec of `parameter` on `wire`, exemptions and rules applied."""
-        raw = self.weights_dtype if wire.startswith("weights") else self.grads_dtype
+        raw = self._raw_dtype(wire)
         if self.cluster.world == 1:
             return RawCodec(raw)
-        settings = self.wire(wire)
-        if _exempt(self.config.exempt, parameter):
-            settings = RAW
+        codec = RawCodec(raw) if _exempt(self.config.exempt, parameter) else self._codecs[wire]
         for rule in self.config.rules:
             if _matches(rule, wire, parameter):
                 settings = RAW if rule.exempt else rule.set.over(self.wire(wire))
-        return build_codec(settings, raw)
+                codec = build_codec(settings, raw)
+        return codec
+
+    @cached_property
+    def _codecs(self) -> dict[Wire, Codec]:
+        """Of the parameters that no exemption and no rule names: built once, not for each."""
+        return {wire: build_codec(self.wire(wire), self._raw_dtype(wire)) for wire in WIRES}
+
+    def _raw_dtype(self, wire: Wire) -> torch.dtype:
+        return self.weights_dtype if wire.startswith("weights") else self.grads_dtype
 
     def base_codec(self, parameter: Parameter) -> Codec:
         """The codec of `parameter` of a frozen base, on any cluster and on both weights' wires."""

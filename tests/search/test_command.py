@@ -1,0 +1,129 @@
+"""`zpp-lab plan --fastest` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zpp_lab.cli import main
+from zpp_lab.compose import compose, load_study
+from zpp_lab.config import CodecConfig, ExemptConfig, RecipeConfig, RuleConfig
+from zpp_lab.search import fastest, overrides
+from zpp_lab.search.overrides import plan_overrides, recipe_overrides
+from zpp_lab.search.space import Candidate, Knobs, Space
+
+from .problems import GIVEN, base, study
+
+WORDS = ["plan", "model=125m", "cluster=2x2", *GIVEN, "recipe=w8", "--fastest"]
+LIMITS = ["--machine", "h200", "--link-gbps", "1", "--memory-gib", "80"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer bits to choose from: nothing here asks for more."""
+    monkeypatch.setattr(
+        fastest, "Space", lambda b, extra, studied, _: Space(b, extra, studied, (None, 4))
+    )
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*WORDS, *LIMITS, *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_plan_can_be_pasted(capsys) -> None:
+    found = planned(capsys)
+    chosen = found["chosen"]
+    config = compose(chosen["overrides"])
+    assert config.engine.name == "fsdp"
+    assert config.recipe.weights.bits == 4
+    assert config.model.preset == "125m"
+    assert chosen["fits"]
+    assert chosen["speed_up"] > 1
+    assert not found["loss_considered"]
+    assert "Loss was not considered" in " ".join(found["notes"])
+    assert [r["kind"] for r in found["rows"]].count("chosen") == 1
+    steps = [r["time"]["step_s"] for r in found["rows"]]
+    assert steps == sorted(steps)
+
+
+def test_with_a_study(capsys, tmp_path: Path) -> None:
+    folder, path = study(tmp_path / "study"), tmp_path / "next.yaml"
+    found = planned(capsys, "--study", str(folder), "--next-study", str(path))
+    assert found["chosen"]["ruling"]["arm"] == "w4"
+    assert found["max_gap"] == 0.01
+    new = [r for r in found["rows"] if r["kind"] == "not measured"]
+    assert new
+    notes = " ".join(found["notes"])
+    assert f"zpp-lab study {path}" in notes
+    assert "model tiny (here 125m)" in notes
+    made = load_study(str(path))
+    assert made.margin == 0.01
+    assert {arm.name for arm in made.arms} == {"zero3", *(r["recipe"] for r in new)}
+    for arm in made.arms:
+        assert compose([*made.overrides, *arm.overrides]).model.preset == "tiny"
+
+
+def test_the_table(capsys, tmp_path: Path) -> None:
+    assert main([*WORDS, *LIMITS, "--study", str(study(tmp_path / "study"))]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "chosen",
+        "zpp-lab train model=125m",
+        "plain ZeRO-3",
+        "not measured",
+        "by study fake",
+    ):
+        assert text in shown, shown
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ([], "--fastest needs --machine"),
+        (["--machine", "nowhere"], "machine 'nowhere'"),
+        (["--machine", "h200"], "2 nodes need --link-gbps"),
+        (["--machine", "h200", "--link-gbps", "0"], "a number above 0, or max"),
+        ([*LIMITS, "--max-gap", "0.01"], "--max-gap goes with --study"),
+        ([*LIMITS, "--memory-gib", "-1"], "use more than 0"),
+        ([*LIMITS, "--memory-gib", "2", "train.batch_size=8"], "closest needs"),
+    ],
+)
+def test_mistakes(words: list[str], answer: str, capsys) -> None:
+    assert main([*WORDS, *words]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_options_need_fastest(capsys) -> None:
+    assert main(["plan", "--max-gap", "0.01"]) == 2
+    assert "goes with --fastest" in capsys.readouterr().err
+
+
+RULE = RuleConfig(name="*.o.weight", exempt=True, set=CodecConfig(bits=8))
+RECIPES = [
+    RecipeConfig(),
+    RecipeConfig(name="zeropp", secondary=True, hops=2, weights=CodecConfig(bits=8)),
+    RecipeConfig(name="it's, one", exempt=ExemptConfig(names=["embed*", "a b"]), rules=[RULE]),
+    RecipeConfig(name="x", grads=CodecConfig(codec="mine", options={"radius": 2, "kind": "a"})),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_overrides_compose_to_the_recipe(recipe: RecipeConfig) -> None:
+    assert compose(recipe_overrides(recipe)).recipe == recipe
+
+
+def test_a_plan_replaces_what_the_user_gave() -> None:
+    given = [*GIVEN, "engine=virtual", "recipe=w8", "recipe.weights.bits=2", "model.loss_chunk=64"]
+    given += ["recipe.exempt.names=[embed*]", "train.optimizer_state=8bit", "cluster=2x2"]
+    config = compose(given)
+    recipe = RecipeConfig(exempt=config.recipe.exempt, weights=CodecConfig(bits=4), name="mine")
+    candidate = Candidate(recipe, Knobs(True, 0, "bf16"))
+    assert compose(plan_overrides(given, config, candidate)) == candidate.config(
+        base("recipe.exempt.names=[embed*]", "model.loss_chunk=64")
+    )
+    assert overrides.written("8bit") == "'8bit'"

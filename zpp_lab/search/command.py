@@ -1,0 +1,128 @@
+"""`zpp-lab plan --fastest`: from the words of a user to an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from zpp_lab.compose import compose
+from zpp_lab.config import Config
+from zpp_lab.cost.machine import load_machine
+from zpp_lab.memory import GIB
+from zpp_lab.planner import DEFAULT_GIB, MOST_RANKS, Outlook, gpu_memory
+from zpp_lab.search.fastest import Answer, NothingFits, Problem, search
+from zpp_lab.search.limits import LossLimit, read_limit
+from zpp_lab.search.next_study import next_study, tempting, write_next_study
+from zpp_lab.search.shown import WIDTH, as_dict, label, show
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of `zpp-lab plan --fastest`, as typed."""
+
+    machine: str | None
+    link_gbps: str | None
+    gpu_gib: float | None
+    study: Path | None
+    max_gap: float | None
+    allow: str | None
+    next_study: Path | None
+    as_json: bool
+
+
+def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
+    """Print the fastest plan. ValueError, with the way out, where there is none."""
+    config = compose(list(overrides))
+    problem = _problem(config, wanted)
+    try:
+        answer = search(problem)
+    except NothingFits as error:
+        raise ValueError(_nothing_fits(problem, error)) from None
+    written = _write_next(answer, wanted.next_study)
+    if wanted.as_json:
+        print(json.dumps(as_dict(answer, overrides, config, written), indent=1))
+    else:
+        show(answer, overrides, config, written, Console(width=max(WIDTH, Console().width)))
+    return 0
+
+
+def _problem(config: Config, wanted: Wanted) -> Problem:
+    base = replace(config, engine=replace(config.engine, name="fsdp"))
+    if wanted.gpu_gib is not None and wanted.gpu_gib <= 0:
+        raise ValueError(f"--memory-gib {wanted.gpu_gib:g}: use more than 0")
+    if wanted.machine is None:
+        raise ValueError(
+            "--fastest needs --machine: a file that `zpp-lab bench calibrate` wrote, or the name "
+            "of one in conf/machine, such as h200"
+        )
+    device = wanted.gpu_gib * GIB if wanted.gpu_gib else gpu_memory() or DEFAULT_GIB * GIB
+    machine = load_machine(wanted.machine)
+    return Problem(base, machine, _link(base, wanted.link_gbps), int(device), _limit(wanted))
+
+
+def _link(base: Config, text: str | None) -> float | None:
+    """Gbit/s of a node; None where nodes are joined as the GPUs inside one are."""
+    if base.cluster.nodes == 1 or text == "max":
+        return None
+    if text is None:
+        raise ValueError(
+            f"{base.cluster.nodes} nodes need --link-gbps, what each can send to the others in "
+            "Gbit/s, or max where they are joined as the GPUs inside one are"
+        )
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"--link-gbps {text}: a number above 0, or max")
+    return rate
+
+
+def _limit(wanted: Wanted) -> LossLimit | None:
+    if wanted.study is not None:
+        return read_limit(wanted.study, wanted.max_gap, wanted.allow == "undecided")
+    for name in ("max_gap", "allow", "next_study"):
+        if getattr(wanted, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --study, a study's folder")
+    return None
+
+
+def _write_next(answer: Answer, path: Path | None) -> str | None:
+    """The file's name; None when there was nothing to write or none was wanted."""
+    plans, limit = tempting(answer), answer.problem.limit
+    if path is None or limit is None or not plans:
+        return None
+    write_next_study(path, next_study(limit, plans, answer.problem.base.cluster))
+    return str(path)
+
+
+def _nothing_fits(problem: Problem, error: NothingFits) -> str:
+    closest = error.closest
+    text = (
+        f"no plan fits {problem.device / GIB:.1f} GiB a GPU; the closest needs "
+        f"{closest.peak / GIB:.1f} GiB ({label(closest.candidate)})"
+    )
+    if error.others:
+        text += f", and {error.others:,} plans fit that the study does not allow"
+    found = _way_out(closest.candidate.config(problem.base), problem.device)
+    way = f"Add {found}" if found else "Take a smaller model, shorter sequences"
+    return f"{text}. {way}, or give a larger --memory-gib"
+
+
+def _way_out(config: Config, device: int) -> str | None:
+    """Overrides with which `config` fits: smaller batches and as many tokens a step, else more
+    nodes."""
+    train, cluster = config.train, config.cluster
+    while train.batch_size % 2 == 0:
+        train = replace(train, batch_size=train.batch_size // 2, micro_steps=2 * train.micro_steps)
+        if Outlook.of(replace(config, train=train), device).fits:
+            return f"train.batch_size={train.batch_size} train.micro_steps={train.micro_steps}"
+    while 2 * cluster.world <= MOST_RANKS:
+        cluster = replace(cluster, nodes=2 * cluster.nodes)
+        if Outlook.of(replace(config, cluster=cluster), device).fits:
+            return f"cluster.nodes={cluster.nodes}"
+    return None
