@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from zpp_lab.cli import main
 from zpp_lab.compose import compose, load_study
@@ -126,4 +127,14 @@ def test_a_plan_replaces_what_the_user_gave() -> None:
     assert compose(plan_overrides(given, config, candidate)) == candidate.config(
         base("recipe.exempt.names=[embed*]", "model.loss_chunk=64")
     )
-    assert overrides.written("8bit") == "'8bit'"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["8bit", "2x2", "1e5", "-1", ".5", "1_000", "null", "True", "-inf", "a b", "it's", "/x/y"],
+)
+def test_hydra_reads_a_text_as_it_was_written(text: str) -> None:
+    word = f"key={overrides.written(text)}"
+    value = OverridesParser.create().parse_override(word).value()
+    assert not isinstance(value, (int, float)) and str(value) == text
+    assert overrides.written("8bit") == "8bit"  # quotes only where they are needed

@@ -10,7 +10,8 @@ from typing import Any
 from zpp_lab.config import Config, RecipeConfig
 from zpp_lab.search.space import PLAIN, Candidate, named_recipes
 
-_BARE = re.compile(r"[A-Za-z_./-][\w./-]*")
+_BARE = re.compile(r"[\w./-]*[A-Za-z_/][\w./-]*")
+_NUMBER = re.compile(r"[-.\d_]+(e[-\d]*)?|-?(nan|inf)|null|true|false", re.IGNORECASE)
 
 
 def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -> list[str]:
@@ -44,7 +45,7 @@ def written(value: Any) -> str:
         return "[" + ", ".join(map(written, value)) + "]"
     if not isinstance(value, str):
         return repr(value)
-    if _BARE.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
+    if _BARE.fullmatch(value) and not _NUMBER.fullmatch(value):
         return value
     escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"'{escaped}'"
