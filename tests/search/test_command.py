@@ -136,5 +136,6 @@ def test_a_plan_replaces_what_the_user_gave() -> None:
 def test_hydra_reads_a_text_as_it_was_written(text: str) -> None:
     word = f"key={overrides.written(text)}"
     value = OverridesParser.create().parse_override(word).value()
-    assert not isinstance(value, (int, float)) and str(value) == text
+    assert not isinstance(value, int | float)
+    assert str(value) == text
     assert overrides.written("8bit") == "8bit"  # quotes only where they are needed
