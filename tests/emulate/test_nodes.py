@@ -98,11 +98,18 @@ def test_a_failure_half_way_leaves_nothing() -> None:
     assert marks.marked(own_mark) == []
 
 
+def _heeds_interrupts() -> None:
+    """A shell starts what it puts into the background with Ctrl-C ignored; that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_owner_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     root = str(JOB.parents[2])
     owner = subprocess.Popen(
-        [sys.executable, str(JOB), str(tmp_path)], env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, str(JOB), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        preexec_fn=_heeds_interrupts,
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "pids").exists():
