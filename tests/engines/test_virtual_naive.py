@@ -48,7 +48,7 @@ CASES: dict[str, dict] = {
         "rules": [{"name": "embed*", "exempt": True}, {"name": "*up*", "set": {"bits": 2}}],
     },
 }
-CLUSTERS = [(2, 2), (1, 3), (3, 2), (5, 1), (2, 4)]
+CLUSTERS = [(2, 2), (1, 3), (3, 2), (5, 1), pytest.param((2, 4), marks=pytest.mark.slow)]
 
 
 def configured(recipe: dict, nodes: int, local: int, **train: object) -> Config:
