@@ -7,14 +7,13 @@ those lead, the same step peaked anywhere up to 15 % above the plan.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engines.fsdp_world import run_world
+from tests.test_memory import FusedNorm
 from zpp_lab.config import Config, load
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
@@ -22,20 +21,6 @@ from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
 
 VOCAB = 500
-
-
-class FusedNorm(torch.autograd.Function):
-    """Keeps what a GPU's kernel does; no norm otherwise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x[..., :1].float())
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        _, weight, _ = ctx.saved_tensors
-        return grad.clone(), torch.zeros_like(weight)
 
 
 def configured() -> Config:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 LAYERS: list[set[str]] = [
     {"codec_config"},
     {"lora_config", "record_config", "config_load"},
-    {"config", "paths", "files", "numerics", "text", "philox", "piece"},
+    {"config", "paths", "files", "numerics", "text", "hydra_words", "philox", "piece"},
     {"factors", "stream"},
     {"dcp"},
     {"saved"},
@@ -41,6 +41,7 @@ LAYERS: list[set[str]] = [
 TORCH_FREE = [
     "config",
     "factors",
+    "hydra_words",
     "paths",
     "compose",
     "runconfig",

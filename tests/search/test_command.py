@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from zpp_lab.cli import main
 from zpp_lab.compose import compose, load_study
 from zpp_lab.config import CodecConfig, ExemptConfig, RecipeConfig, RuleConfig
-from zpp_lab.search import fastest, overrides
+from zpp_lab.hydra_words import written
+from zpp_lab.search import fastest
 from zpp_lab.search.overrides import plan_overrides, recipe_overrides
 from zpp_lab.search.space import Candidate, Knobs, Space
 
@@ -134,8 +135,8 @@ def test_a_plan_replaces_what_the_user_gave() -> None:
     ["8bit", "2x2", "1e5", "-1", ".5", "1_000", "null", "True", "-inf", "a b", "it's", "/x/y"],
 )
 def test_hydra_reads_a_text_as_it_was_written(text: str) -> None:
-    word = f"key={overrides.written(text)}"
+    word = f"key={written(text)}"
     value = OverridesParser.create().parse_override(word).value()
     assert not isinstance(value, int | float)
     assert str(value) == text
-    assert overrides.written("8bit") == "8bit"  # quotes only where they are needed
+    assert written("8bit") == "8bit"  # quotes only where they are needed

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from zpp_lab.bench.calibrate_compute import copy_rate, curves
 from zpp_lab.bench.calibrate_host import host
 from zpp_lab.bench.calibrate_links import Links, codecs
+from zpp_lab.bench.ranks import join, start
 from zpp_lab.config import ClusterConfig
 from zpp_lab.cost.machine import MODES, Between, Machine
 from zpp_lab.machine import commit, machine_facts, versions
@@ -106,26 +107,17 @@ def main(argv: list[str]) -> int:
             "bench calibrate measures GPUs, and there are none here: add --tiny to try it"
         )
     if "RANK" not in os.environ:
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
         ranks = args.ranks or gpus or 2
         if ranks < 2:
             raise ValueError("bench calibrate measures links: it needs two GPUs, or --cpu --tiny")
-        settings = LaunchConfig(
-            1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-        )
-        elastic_launch(settings, sys.executable)("-m", "zpp_lab.bench.calibrate", *argv)
+        start("zpp_lab.bench.calibrate", argv, ranks)
         return 0
     _measure(args, gpus > 0)
     return 0
 
 
 def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    device = join(on_gpu)
     sizes = TINY if args.tiny else LARGE
     machine = measured(args, sizes, device)
     if dist.get_rank() == 0:

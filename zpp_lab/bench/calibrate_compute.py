@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.bench.measure import call_seconds
 from zpp_lab.config import ModelConfig
 from zpp_lab.cost.machine import Curve
 from zpp_lab.models import build_model
@@ -85,22 +85,7 @@ def device_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median of one call; on a GPU its own time, the host being ahead."""
     call()
     call()
-    return statistics.median(_timed(call, device) for _ in range(REPEATS))
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(AHEAD)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return statistics.median(call_seconds(call, device, AHEAD) for _ in range(REPEATS))
 
 
 def copy_rate(nbytes: int, device: torch.device) -> float:

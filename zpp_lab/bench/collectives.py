@@ -14,9 +14,9 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpp_lab import ops
+from zpp_lab.bench.measure import call_seconds
+from zpp_lab.bench.ranks import join, start
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
 from zpp_lab.collectives.choose import Choice, connect
 from zpp_lab.collectives.clock import Clock
@@ -195,32 +197,18 @@ class Bench:
         start together.
         """
         flush = torch.empty(64 * MIB, dtype=torch.int32, device=self.device)
+        meet = partial(dist.all_reduce, self.tick)  # so that no rank begins before the others
         times = []
         for i in range(self.args.warmup + self.args.calls):
             if self.device.type == "cuda":
                 flush.zero_()
             dist.barrier()
-            seconds = self._timed(call)
+            seconds = call_seconds(call, self.device, AHEAD, meet)
             if i >= self.args.warmup:
                 times.append(seconds * 1000)
         found = torch.tensor(times, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return statistics.median(found.tolist())
-
-    def _timed(self, call: Call) -> float:
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            call()
-            return time.perf_counter() - began
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(AHEAD)
-        dist.all_reduce(self.tick)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
 
 
 def codecs(bits: list[int]) -> list[tuple[str, Codec]]:
@@ -261,24 +249,15 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     gpus = 0 if args.cpu else torch.cuda.device_count()
     if "RANK" not in os.environ:
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
         ranks = args.ranks or gpus or 2
-        settings = LaunchConfig(
-            1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-        )
-        elastic_launch(settings, sys.executable)("-m", "zpp_lab.bench.collectives", *argv)
+        start("zpp_lab.bench.collectives", argv, ranks)
         return 0
     _measure(args, gpus > 0)
     return 0
 
 
 def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    device = join(on_gpu)
     rows: list[Row] = []
     for nodes in args.nodes:
         world = dist.get_world_size()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from zpp_lab.config import Config, RecipeConfig
+from zpp_lab.hydra_words import written
 from zpp_lab.search.space import PLAIN, Candidate, named_recipes
-
-_BARE = re.compile(r"[\w./-]*[A-Za-z_/][\w./-]*")
-_NUMBER = re.compile(r"[-.\d_]+(e[-\d]*)?|-?(nan|inf)|null|true|false", re.IGNORECASE)
 
 
 def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -> list[str]:
@@ -31,24 +28,6 @@ def recipe_overrides(recipe: RecipeConfig) -> list[str]:
     changed = [f"recipe.{key}={written(own[key])}" for key in own if own[key] != usual.get(key)]
     name = f"recipe.name={written(recipe.name)}"
     return ["recipe=base", name, *(word for word in changed if word != name)]
-
-
-def written(value: Any) -> str:
-    """A value as Hydra reads it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{written(k)}: {written(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
-    if not isinstance(value, str):
-        return repr(value)
-    if _BARE.fullmatch(value) and not _NUMBER.fullmatch(value):
-        return value
-    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _key(word: str) -> str:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from zpp_lab.hydra_words import written
 from zpp_lab.runconfig import differing, flat_config
-from zpp_lab.study.plan import quote
 from zpp_lab.study.runs import Run
 from zpp_lab.study.table import NOTHING
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
-_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
 _HIDDEN = ("seed", "recipe.name")
 
 
@@ -61,7 +58,7 @@ class Appendix:
         seed = run.seed if run else study.seeds[0]
         if arm.arm.overrides or study.overrides:
             start = ((run.config if run else {}).get("model") or {}).get("start")
-            begin = [f"model.start={_hydra(start)}"] if start and study.prepare else []
+            begin = [f"model.start={written(start)}"] if start and study.prepare else []
             return [*study.overrides, *begin, *arm.arm.overrides, f"seed={seed}"]
         return None if run is None else self._from_config(run, arm.name)
 
@@ -72,7 +69,7 @@ class Appendix:
         if self._standard is None:
             self._standard = flat_config(compose([]))
         keys = [k for k in differing(self._flat[name], self._standard) if k != "seed"]
-        changed = [f"{key}={_hydra(self._flat[name].get(key))}" for key in keys]
+        changed = [f"{key}={written(self._flat[name].get(key))}" for key in keys]
         return [*changed, f"seed={run.seed}"]
 
 
@@ -112,20 +109,6 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
         ("Machine", values("machine")),
         ("Versions", values("versions")),
     ]
-
-
-def _hydra(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) else quote(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{_hydra(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_hydra, value)) + "]"
-    return str(value)
 
 
 def _words(value: Any) -> str:

@@ -22,12 +22,13 @@ from omegaconf import DictConfig
 
 from zpp_lab.compose import to_config
 from zpp_lab.config import StudyConfig
+from zpp_lab.hydra_words import quote
 from zpp_lab.paths import conf_dir
 from zpp_lab.runconfig import run_dir
 from zpp_lab.study import attempts
 from zpp_lab.study.locks import hold
 from zpp_lab.study.outcome import ended_run, ending
-from zpp_lab.study.plan import PlannedRun, overrides_of, quote
+from zpp_lab.study.plan import PlannedRun, overrides_of
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Stop
 

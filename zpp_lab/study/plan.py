@@ -15,6 +15,7 @@ import yaml
 
 from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
+from zpp_lab.hydra_words import quote
 from zpp_lab.study.runs import read_run, read_study
 from zpp_lab.study.settings import differences, fingerprint
 
@@ -156,11 +157,6 @@ def _place(study: StudyConfig, name: str, folder: Path) -> list[str]:
 def _check_name(name: str) -> None:
     if not _FOLDER_NAME.fullmatch(name) or name in (".", ".."):
         raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
-
-
-def quote(value: str) -> str:
-    """`value` as a quoted string of Hydra's override grammar."""
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
 
 
 def write_config(run: PlannedRun) -> None:
