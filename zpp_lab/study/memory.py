@@ -28,6 +28,7 @@ _SHAPE = (
     "ops",
 )
 _SHAPE_TRAIN = ("batch_size", "micro_steps", "accumulate", "param_dtype", "reduce_dtype")
+_SHAPE_TRAIN += ("optimizer_state",)
 
 
 def shape(config: Config) -> str:

@@ -96,7 +96,7 @@ class StudyResult:
     def controls(self) -> list[Control]:
         """The arms of a control's role, in the study's order."""
         return [
-            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict)
+            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict, _lone_gap(arm))
             for arm in self.arms
             if arm.arm.role in EXPECTED
         ]
@@ -233,6 +233,12 @@ def _outcome(
     if "finished" in outcomes.values():
         return "not run", "no baseline run to compare with"
     return "not run", ""
+
+
+def _lone_gap(arm: ArmResult) -> float | None:
+    """The gap of an arm's only pair of runs, in nats; None where there are more, or none."""
+    lone = arm.verdict == "undecided" and arm.gap is not None and arm.gap.n == 1
+    return next(iter(arm.gaps.values())) if lone else None
 
 
 def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
