@@ -97,11 +97,11 @@ def cells(result: StudyResult, arm: ArmResult) -> list[str]:
 
 
 def beside_noise(result: StudyResult, arm: ArmResult) -> str:
-    """The mean gap in units of the largest gap of the order control."""
+    """The mean gap in units of what the order control strays in the second half of training."""
     noise = noise_of(result, result.baseline_of(arm))
     if arm.gap is None or not noise or arm.verdict == "baseline":
         return NOTHING
-    return f"{abs(arm.gap.mean) / noise:.2f}"
+    return f"{abs(arm.gap.mean) / noise:,.1f}"
 
 
 def speed(runs: Sequence[Run]) -> tuple[float | None, float | None]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
 from zpp_lab.config import StudyConfig
@@ -32,13 +35,27 @@ def test_one_seed_is_told_beside_the_order_control(tmp_path: Path) -> None:
     gaps = {arm.name: arm.gaps[1] for arm in result.arms if arm.name != "zero3"}
     assert noise == abs(gaps["zero3_reordered"])
     (line,) = band_lines(result)
-    assert f"ends {noise:.4f} nats from it" in line
+    assert f"strays up to {noise:.1e} nats from it" in line
     inside, _, beyond = line.partition("Beyond it: ")
     for name in ("qsdp", "w4", "broken"):
         assert (f"{name} (" in inside) == (abs(gaps[name]) <= noise)
         assert (f"{name} (" in beyond) == (abs(gaps[name]) > noise)
-    assert f"{gaps['broken'] / noise:.1f} times" in beyond
+    assert f"{gaps['broken'] / noise:,.1f} times" in beyond
     assert certainty(result).lines()[-1] == line
+
+
+def test_the_band_is_no_narrower_where_two_curves_happen_to_cross(tmp_path: Path) -> None:
+    result = judged(tmp_path, 1)
+    file = result.baseline.runs[1].dir.parents[1] / "zero3_reordered" / "seed1" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, strays in ((rows[39], 9.0), (rows[79], 0.5)):
+        row["heldout_loss"] = 3.0 + strays
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = result.baseline.runs[1].dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in base.read_text().splitlines()]
+    rows[39]["heldout_loss"] = rows[79]["heldout_loss"] = 3.0
+    base.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert noise_of(result, result.baseline) == pytest.approx(0.5)  # step 40 is the first half's
 
 
 def test_a_lone_seed_neither_holds_nor_breaks_a_control(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ of the noise is little; several seeds have a noise floor of their own (`noise.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from zpp_lab.study.runs import Run, read_metrics
 from zpp_lab.study.table import signed
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
@@ -25,14 +27,28 @@ def band_lines(result: StudyResult) -> list[str]:
 
 
 def noise_of(result: StudyResult, base: ArmResult) -> float | None:
-    """The largest final gap of the order controls of `base`, in nats; None without one."""
+    """The largest held-out gap of the order controls of `base` in the second half of training, in
+    nats; None without one. The last gap alone would be 0 wherever two curves happen to cross."""
     gaps = [
         abs(gap)
         for arm in result.arms
         if arm.arm.role == "order_control" and result.baseline_of(arm).name == base.name
-        for gap in arm.gaps.values()
+        for seed, last in arm.gaps.items()
+        for gap in (last, *_late_gaps(arm.runs[seed], base.runs[seed]))
     ]
     return max(gaps, default=None)
+
+
+def _late_gaps(run: Run, base: Run) -> list[float]:
+    """At the evaluations of the second half, where both losses are finite."""
+    mine, theirs = (_evaluations(read_metrics(one.dir)) for one in (run, base))
+    last = max(mine, default=0)
+    both = [step for step in mine if step in theirs and 2 * step > last]
+    return [gap for step in both if math.isfinite(gap := mine[step] - theirs[step])]
+
+
+def _evaluations(rows: Sequence[Row]) -> dict[int, float]:
+    return {row["step"]: row["heldout_loss"] for row in rows if row.get("heldout_loss") is not None}
 
 
 def _of(result: StudyResult, base: ArmResult) -> list[str]:
@@ -53,8 +69,8 @@ def _of(result: StudyResult, base: ArmResult) -> list[str]:
     control = next(arm.name for arm in arms if arm.arm.role == "order_control")
     return [
         f"{base.name} has one seed, so nothing is tested. {control}, in which only the order of "
-        f"sums differs, ends {noise:.4f} nats from it: the noise band, from one draw of the "
-        f"noise. {_sides(tested, noise)}"
+        f"sums differs, strays up to {_nats(noise)} nats from it in the second half of training: "
+        f"the noise band, from one draw of the noise. {_sides(tested, noise)}"
     ]
 
 
@@ -68,7 +84,11 @@ def _sides(arms: Sequence[ArmResult], noise: float) -> str:
 
 
 def _beyond(gap: float, noise: float) -> str:
-    return f"{signed(gap)}, {abs(gap) / noise:.1f} times" if noise else signed(gap)
+    return f"{signed(gap)}, {abs(gap) / noise:,.1f} times" if noise else signed(gap)
+
+
+def _nats(noise: float) -> str:
+    return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
 
 
 # ---------------------------------------------------------------------- over training

@@ -56,7 +56,9 @@ def gap_curves_figure(
 ) -> Spec:
     """A loss minus the baseline's over training; `noise` has the ends of the noise band."""
     dressed, pick = style.dress(rows), _pick()
-    gaps = GapAxis.around(margin, *ends(rows))
+    low, high = ends(rows)
+    widest = max((row["high"] for row in noise), default=0.0)
+    gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
     y = {"scale": gaps.scale, "axis": gaps.axis, "title": title}
     band, line = _lines("gaps", dressed, style, pick, y, points)
     layers = [*margin_layers("y", gaps, title), *_noise(noise, dressed, y)]
