@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from zpp_lab.study import page
 from zpp_lab.study.band import band_lines, heldout_band, noise_of, training_band
 from zpp_lab.study.certainty import certainty
 from zpp_lab.study.curves import study_curves
+from zpp_lab.study.figures import make_figures
 from zpp_lab.study.runs import find_runs
+from zpp_lab.study.table import margin_line
 from zpp_lab.study.verdict import StudyResult, judge_study
 
 ROLES = {"zero3_reordered": "order_control", "broken": "negative_control"}
@@ -74,6 +77,40 @@ def test_without_an_order_control_that_is_said(tmp_path: Path) -> None:
     (line,) = band_lines(judged(tmp_path, 1, ("zero3", "w4")))
     assert "nothing is tested" in line
     assert "zero3_reordered" in line
+
+
+def two_baselines(root: Path) -> StudyResult:
+    """zeropp stands against qsdp, the rest against zero3."""
+    study = fake_study(tuple(arm for arm in ARMS if arm.name in (*SOME, "zeropp")), 1)
+    roles = {**ROLES, "qsdp": "baseline"}
+    arms = [replace(arm, role=roles.get(arm.name, "arm")) for arm in study.arms]
+    arms = [replace(arm, against="qsdp") if arm.name == "zeropp" else arm for arm in arms]
+    study = StudyConfig(**{**study.__dict__, "arms": arms})
+    if not root.exists():
+        write_study_runs(root, study, steps=100)
+    return judge_study(study, find_runs(root))
+
+
+def test_a_baseline_without_a_control_looks_at_the_others(tmp_path: Path) -> None:
+    result = two_baselines(tmp_path / "runs")
+    noise = noise_of(result, result.baseline)
+    own, other = band_lines(result)
+    assert "zeropp" not in own
+    assert other.startswith("qsdp has one seed, so nothing is tested")
+    assert other.endswith(f"stray up to {noise:.1e} nats from zero3.")
+
+
+def test_figures_need_no_run_of_the_studys_own_baseline(tmp_path: Path) -> None:
+    """A piece of a study may hold the arms of another baseline alone."""
+    two_baselines(tmp_path / "runs")
+    for name in ("zero3", "zero3_reordered", "w4", "broken"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    result = two_baselines(tmp_path / "runs")
+    others = next(arm for arm in result.arms if arm.name == "qsdp")
+    assert result.margin == others.margin
+    assert "nothing to compare" not in margin_line(result)
+    made = {figure.name for figure in make_figures(result, study_curves(result))}
+    assert {"gap", "gap_curves", "gap_steps", "loss"} <= made
 
 
 def test_bands_are_symmetric_and_as_wide_as_the_largest() -> None:

@@ -64,7 +64,7 @@ def _of(result: StudyResult, base: ArmResult) -> list[str]:
     if noise is None:
         return [
             f"{base.name} has one seed, so nothing is tested, and no order control beside it "
-            "says how large a gap noise makes. More seeds would, or recipe=zero3_reordered."
+            f"says how large a gap noise makes. {_elsewhere(result)}"
         ]
     control = next(arm.name for arm in arms if arm.arm.role == "order_control")
     return [
@@ -72,6 +72,16 @@ def _of(result: StudyResult, base: ArmResult) -> list[str]:
         f"sums differs, strays up to {_nats(noise)} nats from it in the second half of training: "
         f"the noise band, from one draw of the noise. {_sides(tested, noise)}"
     ]
+
+
+def _elsewhere(result: StudyResult) -> str:
+    """What the controls of other baselines say, or what would help."""
+    bases = [arm for arm in result.arms if arm.verdict == "baseline"]
+    known = {b.name: n for b in bases if (n := noise_of(result, b)) is not None}
+    if not known:
+        return "More seeds would, or recipe=zero3_reordered."
+    said = [f"{_nats(noise)} nats from {name}" for name, noise in known.items()]
+    return f"The nearest to it: order controls stray up to {', '.join(said)}."
 
 
 def _sides(arms: Sequence[ArmResult], noise: float) -> str:
