@@ -13,6 +13,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,7 +26,11 @@ def main() -> int:
         return 2
     target, archives = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
     with tempfile.TemporaryDirectory() as temporary:
-        studies = [unpacked(a, Path(temporary, str(i))) for i, a in enumerate(archives)]
+        try:
+            studies = [unpacked(a, Path(temporary, str(i))) for i, a in enumerate(archives)]
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
         known = [target] if (target / "study.yaml").is_file() else []
         best, faults = chosen([*known, *studies])
         faults += other_tokens(best.values())
@@ -40,11 +45,16 @@ def main() -> int:
 
 
 def unpacked(archive: Path, folder: Path) -> Path:
-    """The archive's one folder, which is a study's."""
-    with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
-    (study,) = folder.iterdir()
-    return study
+    """The archive's one folder, which is a study's. ValueError for another, or one cut short."""
+    try:
+        with tarfile.open(archive) as file:
+            file.extractall(folder, filter="data")
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise ValueError(f"{archive} is no whole archive ({error}): fetch it again") from None
+    found = [path for path in folder.iterdir() if (path / "study.yaml").is_file()]
+    if len(found) != 1:
+        raise ValueError(f"{archive} holds {len(found)} studies; give what run.sh has packed")
+    return found[0]
 
 
 def chosen(studies: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:

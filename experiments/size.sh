@@ -29,5 +29,7 @@ arm() {  # study, arm, overrides: one arm within LIMIT seconds; what it wrote is
 
 pack() {  # folder below runs: every small file of its runs
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "runs/$1/gpus.txt" 2> /dev/null
-  tar czf "$out/$1.tar.gz" --exclude=checkpoints --exclude=wandb -C runs "$1"
+  # beside its place and then renamed: a call that is cut here leaves the archive before
+  tar czf "$out/.$1.tmp" --exclude=checkpoints --exclude=wandb -C runs "$1" &&
+    mv "$out/.$1.tmp" "$out/$1.tar.gz"
 }

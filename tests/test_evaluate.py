@@ -103,6 +103,25 @@ def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:
         evaluate([folder], data=tmp_path / "bpe")
 
 
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random and give a loss for that."""
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    leave(small(tmp_path))
+    own, folder = tmp_path / "run", tmp_path / "folder"
+    export_hf(own, folder)
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    gone = "model.layers.0.mlp.up_proj.weight"
+    save_file({n: t for n, t in state.items() if n != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 tensors missing: {gone}"):
+        evaluate([folder], data=own)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="transformers cannot load it"):
+        evaluate([folder], data=own)
+
+
 def test_rows_as_csv(tmp_path: Path) -> None:
     leave(small(tmp_path))
     out = tmp_path / "rows.csv"

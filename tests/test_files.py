@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from zpp_lab.files import write_atomic
+from zpp_lab.files import is_full, write_atomic
 
 
 def test_replaces_in_one_step(tmp_path: Path) -> None:
@@ -37,3 +38,16 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"none.a.json"):
         write_atomic(tmp_path / "none" / "a.json", "x")
+
+
+def test_a_limit_on_files_counts_as_a_full_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as caught:
+            write_atomic(tmp_path / "a.json", "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_full(caught.value)
+    assert not is_full(FileNotFoundError(2, "no such file"))
+    assert not list(tmp_path.iterdir())

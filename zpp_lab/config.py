@@ -196,11 +196,6 @@ class ModelConfig:
         )
         _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         _need(
-            self.name != "hf" or self.loss_chunk == 0,
-            f"model.loss_chunk={self.loss_chunk} is for the built-in decoder: models of "
-            "transformers make their logits themselves, so set model.loss_chunk=0",
-        )
-        _need(
             self.name != "hf" or self.init == "torch",
             "model.init=philox is for the built-in decoder; models of transformers draw their "
             "weights by their own rules, so set model.init=torch",

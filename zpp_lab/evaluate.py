@@ -192,11 +192,7 @@ def _folder_row(path: Path, bench: _Bench) -> Row:
         import transformers
     except ImportError:
         raise ValueError(f"{path} is a model for transformers: pip install 'zpp_lab[hf]'") from None
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
-    except ImportError as error:  # a quantized one whose package is absent
-        raise ValueError(f"{path}: {error}") from None
-    model = model.to(bench.device).eval()
+    model = _whole_model(transformers, path).to(bench.device).eval()
     own = model.config.get_text_config().vocab_size
     if own < bench.vocabulary:
         raise ValueError(
@@ -205,6 +201,22 @@ def _folder_row(path: Path, bench: _Bench) -> Row:
         )
     loss = bench.loss(lambda x: model(input_ids=x, use_cache=False).logits)
     return bench.row(path, "transformers", model.dtype, loss, **_origin(path))
+
+
+def _whole_model(library: Any, path: Path) -> Any:
+    """The folder's model. ValueError when it cannot be loaded, or some of its weights are not
+    there: transformers would draw those at random and go on."""
+    try:
+        model, told = library.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    except Exception as error:  # of several libraries; an absent package for a quantized one too
+        raise ValueError(
+            f"{path}: transformers cannot load it ({type(error).__name__}: {error})"
+        ) from None
+    for what, key in (("missing", "missing_keys"), ("of another shape", "mismatched_keys")):
+        names = sorted(str(name) for name in told[key])
+        if names:
+            raise ValueError(f"{path}: {len(names)} tensors {what}: {', '.join(names)}")
+    return model
 
 
 def _origin(path: Path) -> dict[str, Any]:

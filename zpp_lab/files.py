@@ -54,5 +54,6 @@ def need_space(folder: Path, nbytes: int) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk, or the user's share of it, was full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Whether the disk, or the user's share of it, was full, or a file at its limit (ulimit -f)."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full

@@ -44,7 +44,7 @@ NOTES = (
 )
 ONE_HOST = (
     "Taken for {nodes} hosts. Where these are one host, a run gathers flat and over peer memory: "
-    "plan with engine.gather=flat engine.transport=peer."
+    "plan with engine=fsdp engine.gather=flat engine.transport=peer."
 )
 
 

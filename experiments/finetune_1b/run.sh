@@ -24,6 +24,7 @@ fi
 for study in ${STUDIES:-finetune_350m finetune_1b}; do
   timeout -k 30 "${LIMIT:-3600}" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
     "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
-  tar czf "$out/$study.tar.gz" --exclude=checkpoints -C runs "$study"
+  tar czf "$out/.$study.tmp" --exclude=checkpoints -C runs "$study" &&
+    mv "$out/.$study.tmp" "$out/$study.tar.gz"  # a call that is cut here leaves the one before
   echo "$study: $SECONDS s so far"
 done

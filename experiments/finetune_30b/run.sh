@@ -2,6 +2,7 @@
 # From the project's root on a machine with four NVIDIA GPUs of 140 GiB. The part `base` comes first
 # on each machine: a short pretraining on Python source, whose weights (65 GB) stay on its disk. The
 # other parts are arms, each within LIMIT seconds. OUT/finetune_30b.tar.gz is written after each.
+# OVERRIDES: Hydra overrides for every arm; train.optimizer_state=bf16 takes 30 GiB a GPU less.
 # STUDY=finetune_30b_mini tries all of it on a CPU.
 set -u
 out="${1:?name a folder for the results}"
@@ -40,5 +41,5 @@ for part in "$@"; do
   if [ "$part" = base ]; then base; continue; fi
   wait
   start=$(printf '%s\n' "$first"/checkpoints/step-* | tail -n 1)
-  arm "$STUDY" "$part" model.start="$start"
+  arm "$STUDY" "$part" model.start="$start" ${OVERRIDES:-}
 done

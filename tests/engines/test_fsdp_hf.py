@@ -43,7 +43,7 @@ def compared(folder: str) -> dict[str, str]:
     torch.use_deterministic_algorithms(True)
     return {
         "random": both("zeropp_every", settings("gpt_neox", checkpoint_activations=True)),
-        "tied": both("weights8", settings("qwen2")),
+        "tied": both("weights8", settings("qwen2", loss_chunk=5)),
         "pretrained": both("zeropp", settings("opt", path=folder, weights="pretrained")),
     }
 

@@ -67,3 +67,22 @@ def test_other_tokens_are_refused(tmp_path: Path) -> None:
     done = collect(tmp_path / "all", packed(tmp_path, "one"), packed(tmp_path, "two"))
     assert done.returncode == 1
     assert "different tokens" in done.stderr
+
+
+def test_archives_that_are_cut_or_something_else_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
+    archive = packed(tmp_path, "one")
+    whole = archive.read_bytes()
+    for content in (whole[:-40], whole[:5], b""):
+        archive.write_bytes(content)
+        done = collect(tmp_path / "all", archive)
+        assert done.returncode == 1
+        assert "one.tar.gz is no whole archive" in done.stderr
+        assert "Traceback" not in done.stderr
+    done = collect(tmp_path / "all", tmp_path / "none.tar.gz")
+    assert "none.tar.gz is no whole archive" in done.stderr
+    (tmp_path / "two").mkdir()
+    with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as file:
+        file.add(tmp_path / "two", "two")
+    assert "holds 0 studies" in collect(tmp_path / "all", tmp_path / "two.tar.gz").stderr
+    assert not (tmp_path / "all").exists()

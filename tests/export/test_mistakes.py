@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +80,33 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_numbers_beyond_fp16_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"w has numbers beyond .*float16"):
         write_safetensors(tmp_path, {"w": (1,)}, lambda _: torch.tensor([1e5]), torch.float16)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(folder), "--to", "hf", "--out", str(tmp_path / "out")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that fills up
+    try:
+        assert main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot write" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(words) == 0
+
+
+def test_a_small_disk_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
+
+    def read(name: str) -> torch.Tensor:
+        raise AssertionError(name)
+
+    with pytest.raises(OSError, match=r"4,000 bytes .* are needed .* 3,999"):
+        write_safetensors(tmp_path, {"w": (1000,)}, read, torch.float32)
 
 
 def test_files_are_cut_between_tensors() -> None:

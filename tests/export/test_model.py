@@ -26,7 +26,7 @@ LLAMAS = {
     "grouped": ["model.heads=4", "model.kv_heads=2", "model.rope_theta=500.0"],
     "tied": ["model.tied_head=true", "model.norm_eps=1e-4", "model.vocab_size=260"],
 }
-KINDS = ["llama", "gpt_neox", "opt", "qwen2", "gpt2"]
+KINDS = ["llama", "gpt_neox", "opt", "qwen2", "qwen3", "gpt2"]
 
 
 def llama(folder: Path, case: str, *more: str) -> Config:

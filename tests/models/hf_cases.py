@@ -13,6 +13,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"intermediate_size": 24},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32, "dropout": 0},
     "qwen2": {"intermediate_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8},
 }
 NAMED_OTHERWISE = {
     "gpt2": {

@@ -57,3 +57,45 @@ def test_a_base_models_names_are_known(tmp_path: Path) -> None:
     model = build_model(settings("opt", path=str(tmp_path), weights="pretrained"), VOCAB)
     for name, p in plain.named_parameters():
         assert torch.equal(model.get_parameter(name), p), name
+
+
+def pretrained(folder: Path) -> None:
+    build_model(settings("llama", path=str(folder), weights="pretrained"), VOCAB)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -7])
+def test_a_file_that_is_cut_short_is_named(keep: int, tmp_path: Path) -> None:
+    """A header that is cut, and tensors that are."""
+    saved("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors .* is no whole .*download it again"):
+        pretrained(tmp_path)
+
+
+def test_a_shard_that_is_cut_short_or_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    saved("llama", tmp_path, max_shard_size="4KB")
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+    whole = load_file(first)
+    gone = sorted(whole)[0]
+    save_file({n: t for n, t in whole.items() if n != gone}, first)
+    with pytest.raises(ValueError, match=f"tensors that are not there: {gone} in {first.name}"):
+        pretrained(tmp_path)
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{first.name} .* is no whole safetensors file"):
+        pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+    with pytest.raises(ValueError, match=r"index\.json is no index of safetensors"):
+        pretrained(tmp_path)
+
+
+def test_pointers_and_pickles_are_told_from_weights(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(ValueError, match="git lfs pull"):
+        pretrained(tmp_path)
+    file.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no \.safetensors file but pytorch_model\.bin"):
+        pretrained(tmp_path)

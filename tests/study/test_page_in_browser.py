@@ -63,7 +63,7 @@ def test_every_chart_has_marks_and_fits(page: Any) -> None:
     page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
     page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
     charts = page.locator(".chart")
-    assert charts.count() == 11
+    assert charts.count() == 12
     for name, drawn in charts.evaluate_all(PATHS):
         assert any(len(d) > 20 for d in drawn), name
         assert not any("NaN" in d for d in drawn), name

@@ -28,7 +28,7 @@ from zpp_lab.study.runs import write_study
 from zpp_lab.study.style import OTHERS, GapAxis, Style
 from zpp_lab.study.table import console_table, percent, results_csv
 
-FIGURES = {"gap", "loss", "gap_curves", "gap_vs_bytes", "main_effects", "telemetry"}
+FIGURES = {"gap", "loss", "gap_curves", "gap_steps", "gap_vs_bytes", "main_effects", "telemetry"}
 FIGURES |= {f"telemetry_{measure}" for measure in ("bias", "cosine", "saturated", "zeroed")}
 
 

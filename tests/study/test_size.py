@@ -15,7 +15,7 @@ from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.engines.build import build_engine
 from zpp_lab.launcher import launch
 from zpp_lab.memory import GIB
-from zpp_lab.planner import Outlook
+from zpp_lab.planner import Outlook, advise
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.settings import differences
 from zpp_lab.tracking import read
@@ -71,16 +71,33 @@ def test_what_was_promised() -> None:
     assert not pretrain.train.keep_checkpoints  # 156 GB that nobody will read
 
 
-@pytest.mark.parametrize(("study", "arm"), [("pretrain_13b", "zeropp"), ("finetune_30b", "w2")])
-def test_four_gpus_hold_it(study: str, arm: str) -> None:
+def outlook_of(study: str, arm: str, *more: str) -> Outlook:
     overrides = next(a.overrides for a in study_of(study).arms if a.name == arm)
     # the GPUs of one host read each other's memory, and its links are alike
     host = ["engine.transport=peer", "engine.gather=flat", "data.tokenizer=bytes"]
     host += ["data.tokenizer_path=null", "data.end_token=null"]
-    config = compose([*study_of(study).overrides, *overrides, *host])
-    outlook = Outlook.of(config, int(H200 * GIB))
+    config = compose([*study_of(study).overrides, *overrides, *host, *more])
+    return Outlook.of(config, int(H200 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("study", "arm"),
+    [("pretrain_13b", "zeropp"), ("finetune_30b", "w2"), ("finetune_30b", "zeropp")],
+)
+def test_four_gpus_hold_it(study: str, arm: str) -> None:
+    outlook = outlook_of(study, arm)
     assert outlook.fits
     assert outlook.estimate.peak < 0.95 * outlook.device  # room for the allocator's holes
+
+
+def test_hpz_at_30b_fits_by_what_the_plan_suggests() -> None:
+    outlook = outlook_of("finetune_30b", "zeropp", "train.optimizer_state=fp32")
+    assert not outlook.fits
+    (advice,) = advise(outlook)
+    assert advice.overrides == ("train.optimizer_state=bf16",)
+    for arm in study_of("finetune_30b").arms:
+        smaller = advice.overrides[0] in arm.overrides
+        assert smaller == (arm.name in ("zero3_bf16", "zeropp"))
 
 
 def small(name: str, arm: str, folder: Path, *more: str) -> Config:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zpp_lab.files import need_space
 from zpp_lab.models.weight_files import INDEX
 
 LIMIT = 4 << 30  # bytes of a file; as much is in memory while it is written
@@ -25,10 +26,12 @@ def write_safetensors(
     """Write every tensor of `shapes` as `dtype`, or each as its own; returns their bytes.
 
     One file, or several with an index when all take more than `limit`; a tensor is never cut.
-    `read` gives one whole tensor. ValueError for numbers that `dtype` cannot hold.
+    `read` gives one whole tensor. ValueError for numbers that `dtype` cannot hold, OSError when
+    the disk cannot hold the files: what is too much is said before anything is read.
     """
     dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
     sizes = {n: math.prod(shape) * dtypes[n].itemsize for n, shape in shapes.items()}
+    need_space(folder, sum(sizes.values()))
     files = cut(sizes, limit)
     where: dict[str, str] = {}
     for i, names in enumerate(files, 1):
@@ -49,12 +52,17 @@ def _write(
     read: Callable[[str], Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     part = {n: _as(read(n), dtypes[n], n) for n in names}
     path.touch()
     mode = path.stat().st_mode
-    save_file(part, path, metadata={"format": "pt"})
+    try:
+        save_file(part, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # whatever the disk said
+        fix = "make room there, or name another --out"
+        raise OSError(f"cannot write {path}: {error}; {fix}") from error
     path.chmod(mode)  # some versions leave a file that its owner alone can read
 
 

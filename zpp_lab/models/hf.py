@@ -17,8 +17,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config import ModelConfig
+from zpp_lab.models.hf_loss import check_head, head_losses
 from zpp_lab.models.hf_start import RandomStart, SavedStart
-from zpp_lab.models.loss import mean_of
+from zpp_lab.models.loss import mean_of, times
 from zpp_lab.models.run_start import RunStart
 from zpp_lab.models.start import Start
 
@@ -138,22 +139,40 @@ def _adapted(
 ) -> nn.Module:
     """The same object with our `forward`, `units` and `start`, by a subclass of its own class."""
     kind: Any = type(model)
-    longest = _learned_positions(settings)
+    longest, chunk = _learned_positions(settings), cfg.loss_chunk
+    if chunk:
+        check_head(model)
 
     class CausalLM(kind):
+        gives_token_losses = chunk > 0  # `each`: held-out losses need no whole logits either
+
         def forward(
-            self, tokens: Tensor, targets: Tensor | None = None, share: Tensor | None = None
+            self,
+            tokens: Tensor,
+            targets: Tensor | None = None,
+            share: Tensor | None = None,
+            each: bool = False,
         ) -> Tensor:
             """Mean cross-entropy in nats (fp32 scalar), see `mean_of` for `share`, or logits
-            [batch, length, vocab] when there are no targets. Those: int64 [batch, length]."""
+            [batch, length, vocab] when there are no targets. Those: int64 [batch, length].
+            `each`, in chunks: every target's own loss, fp32 [batch · length]."""
             if longest and tokens.shape[1] > longest:
                 raise ValueError(
                     f"data.seq_len={tokens.shape[1]}: this model has {longest} positions"
                 )
-            logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
-            if targets is None:
-                return logits
-            return mean_of(logits.flatten(0, 1), targets.flatten(), share)
+            if targets is None or not chunk:
+                logits = self.all_logits(tokens)
+                if targets is None:
+                    return logits
+                return mean_of(logits.flatten(0, 1), targets.flatten(), share)
+            losses = head_losses(self, partial(self.all_logits, tokens), targets, chunk)
+            if each:
+                return losses
+            return losses.mean() if share is None else times(losses.sum(), share)
+
+        def all_logits(self, tokens: Tensor) -> Tensor:
+            found: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            return found
 
         def units(self) -> list[tuple[str, nn.Module]]:
             return units

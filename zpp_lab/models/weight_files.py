@@ -17,8 +17,8 @@ INDEX = "model.safetensors.index.json"
 class WeightFiles:
     """The tensors of `folder`; `files` maps each one's name to its file.
 
-    ValueError when there is no such folder, no .safetensors in it, or an index that names files
-    that are not there.
+    ValueError when there is no such folder, no .safetensors in it, a file that is cut short, or an
+    index that names files or tensors that are not there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,42 +49,66 @@ class WeightFiles:
         return self._handle(name).get_slice(name)
 
     def _handle(self, name: str) -> Any:
-        from safetensors import safe_open
-
         path = self.files[name]
         if path not in self.handles:
-            self.handles[path] = safe_open(path, framework="pt")
+            self.handles[path] = _opened(path)
         return self.handles[path]
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Tensor name → file."""
+    """Tensor name → file. Every file's header is read: a download that was cut is found here."""
     if not folder.is_dir():
         raise ValueError(
             f"model.weights=pretrained reads a folder, and model.path={folder} is none: download "
             "the model first (hf download NAME --local-dir FOLDER)"
         )
     index = folder / INDEX
-    if index.is_file():
-        listed = json.loads(index.read_text())["weight_map"]
-        absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
-        return {name: folder / file for name, file in listed.items()}
-    return _in_each(folder)
+    return _by_index(folder, index) if index.is_file() else _in_each(folder)
+
+
+def _by_index(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        listed = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of safetensors ({type(error).__name__}: {error}): download it "
+            "again"
+        ) from None
+    absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
+    if absent:
+        raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
+    there = {f: set(_opened(folder / f).keys()) for f in sorted(set(listed.values()))}
+    wrong = sorted(f"{name} in {file}" for name, file in listed.items() if name not in there[file])
+    if wrong:
+        raise ValueError(f"{index} names tensors that are not there: {', '.join(wrong)}")
+    return {name: folder / file for name, file in listed.items()}
 
 
 def _in_each(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= dict.fromkeys(_opened(path).keys(), path)
+    if not found:
+        pickles = sorted(p.name for p in folder.glob("*.bin"))
+        hint = f" but {pickles[0]}: save the model again as safetensors" if pickles else ""
+        raise ValueError(f"model.path={folder} has no .safetensors file{hint}")
+    return found
+
+
+def _opened(path: Path) -> Any:
+    """A file whose header fits its size. ValueError when it is cut short or something else."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ValueError(
             "model.weights=pretrained needs the `safetensors` package: pip install zpp_lab[hf]"
         ) from None
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
-        raise ValueError(f"model.path={folder} has no .safetensors file")
-    return found
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            pointer = file.read(20).startswith(b"version https://git")
+        fix = "git lfs pull fetches what it points to" if pointer else "download it again"
+        raise ValueError(
+            f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file ({error}): {fix}"
+        ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zpp_lab.study.band import band_lines
 from zpp_lab.study.bootstrap import DocumentGap
 from zpp_lab.study.documents import document_gaps
 from zpp_lab.study.noise import NoiseFloor, noise_floors
@@ -28,7 +29,7 @@ class Certainty:
 
     def lines(self) -> list[str]:
         """Sentences on the intervals and on the noise floor."""
-        noise = [line for floor in self.floors for line in floor.lines]
+        noise = [line for floor in self.floors for line in floor.lines] + band_lines(self.result)
         if not self.documents:
             return noise
         counts = sorted({gap.documents for gap in self.documents.values()})

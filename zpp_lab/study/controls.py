@@ -16,6 +16,11 @@ class Control:
     role: str
     expected: str
     verdict: str
+    gap: float | None = None  # nats, where the arm has one seed, which no test can judge
+
+    @property
+    def untested(self) -> bool:
+        return self.gap is not None
 
     @property
     def ok(self) -> bool:
@@ -26,5 +31,9 @@ class Control:
 
     @property
     def text(self) -> str:
+        if self.gap is not None:
+            gap = f"{self.gap:+.4f}".replace("-", "−")
+            name = f"{_WORDS[self.role].capitalize()} {self.arm}"
+            return f"{name}: one seed, which no test can judge (gap {gap} nats)."
         mark = "as it must be" if self.ok else f"but must be {self.expected}"
         return f"{_WORDS[self.role].capitalize()} {self.arm}: {self.verdict}, {mark}."

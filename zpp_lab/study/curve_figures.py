@@ -11,9 +11,10 @@ from zpp_lab.config import WIRES
 from zpp_lab.study.curves import Row
 from zpp_lab.study.figure_rows import ends, margin_rows
 from zpp_lab.study.gap_figures import GAP, Spec, margin_layers
-from zpp_lab.study.style import GapAxis, Style, chart, finish
+from zpp_lab.study.style import GREY, GapAxis, Style, chart, finish
 
 CLASSES = ("embedding", "attention", "mlp", "norm", "head", "other")
+STEP_GAP = "Training loss gap, smoothed (nats per token)"
 _LOSS = "Loss (nats per token)"
 _STEPS = alt.Axis(tickCount=5, format="~s", labelFlush=True)
 _HEADER = alt.Header(labelExpr="split(datum.value, ' · ')", labelLineHeight=13)
@@ -45,16 +46,34 @@ def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
     return finish(alt.concat(*panels, columns=2), shown, side=62, legend=_legend(dressed))
 
 
-def gap_curves_figure(rows: Sequence[Row], margin: float, style: Style) -> Spec:
-    """Held-out loss minus the baseline's, over training."""
+def gap_curves_figure(
+    rows: Sequence[Row],
+    margin: float,
+    style: Style,
+    noise: Sequence[Row] = (),
+    title: str = GAP,
+    points: bool = True,
+) -> Spec:
+    """A loss minus the baseline's over training; `noise` has the ends of the noise band."""
     dressed, pick = style.dress(rows), _pick()
-    gaps = GapAxis.around(margin, *ends(rows))
-    y = {"scale": gaps.scale, "axis": gaps.axis, "title": GAP}
-    band, line = _lines("gaps", dressed, style, pick, y, points=True)
-    layers = [*margin_layers("y", gaps, GAP), band, line.add_params(pick)]
-    made = alt.layer(*layers).properties(width=690, height=320)
-    data = {"gaps": dressed, "margin": margin_rows(margin)}
+    low, high = ends(rows)
+    widest = max((row["high"] for row in noise), default=0.0)
+    gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
+    y = {"scale": gaps.scale, "axis": gaps.axis, "title": title}
+    band, line = _lines("gaps", dressed, style, pick, y, points)
+    layers = [*margin_layers("y", gaps, title), *_noise(noise, dressed, y)]
+    made = alt.layer(*layers, band, line.add_params(pick)).properties(width=690, height=320)
+    data = {"gaps": dressed, "margin": margin_rows(margin)} | ({"noise": noise} if noise else {})
     return finish(made, data, side=70, legend=_legend(dressed))
+
+
+def _noise(noise: Sequence[Row], dressed: Sequence[Row], y: dict[str, Any]) -> list[alt.Chart]:
+    if not noise:
+        return []
+    area = chart("noise", by_arm=False).mark_area(
+        color=GREY, fillOpacity=0.25, stroke=GREY, strokeWidth=1, strokeDash=[3, 2], clip=True
+    )
+    return [area.encode(x=_over_steps(dressed), y=alt.Y("low:Q", **y), y2="high:Q")]
 
 
 def telemetry_figure(rows: Sequence[Row], measure: str, style: Style) -> Spec:
@@ -113,11 +132,7 @@ def _lines(
 
     y: scale, title and axis. Layers share an axis, so all of them must name the same title.
     """
-    last = max(row["step"] for row in dressed)
-    x = alt.X(
-        "step:Q", title="Step", scale=alt.Scale(domain=[0, 1.02 * last], nice=False), axis=_STEPS
-    )
-    base = chart(data).encode(x=x, color=style.color(dressed), detail="arm:N")
+    base = chart(data).encode(x=_over_steps(dressed), color=style.color(dressed), detail="arm:N")
     band = base.mark_area(clip=True).encode(
         y=alt.Y("low:Q", **y),
         y2="high:Q",
@@ -131,6 +146,12 @@ def _lines(
         tooltip=["arm:N", "step:Q", alt.Tooltip("mean:Q", format=".5f")],
     )
     return band, line
+
+
+def _over_steps(dressed: Sequence[Row]) -> alt.X:
+    last = max(row["step"] for row in dressed)
+    scale = alt.Scale(domain=[0, 1.02 * last], nice=False)
+    return alt.X("step:Q", title="Step", scale=scale, axis=_STEPS)
 
 
 def _bare(rows: Sequence[Row]) -> list[Row]:

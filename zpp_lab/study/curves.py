@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from zpp_lab.study.band import heldout_band, training_band
 from zpp_lab.study.runs import Run, read_metrics
 from zpp_lab.study.stats import t_interval
 from zpp_lab.study.verdict import ArmResult, StudyResult
@@ -43,6 +44,8 @@ class StudyCurves:
 
     loss: series (training, held-out), mean, low, high (lowest and highest seed).
     gap: held-out loss minus the baseline's; mean, low, high (confidence interval of the mean).
+    steps: training loss (smoothed) minus the baseline's; mean, low, high (lowest, highest seed).
+    noise: "training", "held-out" → low, high: how far the order controls stray.
     telemetry: wire, param_class and one column a measure (mean over seeds); the row of step 0
     is the mean over all steps.
     """
@@ -50,6 +53,8 @@ class StudyCurves:
     loss: Sequence[Row]
     gap: Sequence[Row]
     telemetry: Sequence[Row]
+    steps: Sequence[Row] = ()
+    noise: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
 def study_curves(result: StudyResult, told: Collection[str] | None = None) -> StudyCurves:
@@ -62,7 +67,9 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
     told = {arm.name for arm in result.arms} if told is None else told
     loss: list[Row] = []
     gap: list[Row] = []
+    steps: list[Row] = []
     telemetry: list[Row] = []
+    strayed: dict[str, list[Points]] = {"training": [], "held-out": []}
     by_base: dict[str, list[ArmResult]] = {}
     for arm in result.arms:
         by_base.setdefault(result.baseline_of(arm).name, []).append(arm)
@@ -76,8 +83,29 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
             if arm.verdict != "baseline":
                 paired = {seed: curves[seed] for seed in arm.gaps} or curves  # as in the verdict
                 gap += _gap_rows(arm.name, paired, base, result.study.confidence, points)
-    steps = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, told)))
-    return StudyCurves(loss, gap, _thin_telemetry(telemetry, told, min(50, steps)))
+                apart = gaps_by_step(paired, base, "training")
+                steps += _band(arm.name, "training", apart, points)
+                if arm.arm.role == "order_control":
+                    strayed["training"] += apart
+                    strayed["held-out"] += gaps_by_step(paired, base, "held-out")
+    most = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, told)))
+    noise = {
+        "training": training_band(strayed["training"], {row["step"] for row in steps}),
+        "held-out": heldout_band(strayed["held-out"], {row["step"] for row in gap}),
+    }
+    thinned = _thin_telemetry(telemetry, told, min(50, most))
+    return StudyCurves(loss, gap, thinned, steps, noise)
+
+
+def gaps_by_step(
+    curves: Mapping[int, RunCurves], base: Mapping[int, RunCurves], series: str
+) -> list[Points]:
+    """Each seed's loss minus that of the baseline with the same seed, at the steps of both."""
+    return [
+        {step: v - theirs[step] for step, v in curves[seed].of(series).items() if step in theirs}
+        for seed in sorted(curves.keys() & base.keys())
+        for theirs in [base[seed].of(series)]
+    ]
 
 
 def points_each(arms: int) -> int:
@@ -157,11 +185,9 @@ def _gap_rows(
     points: int,
 ) -> list[Row]:
     by_step: dict[int, list[float]] = {}
-    for seed in sorted(curves.keys() & base.keys()):
-        theirs = base[seed].heldout
-        for step, value in curves[seed].heldout.items():
-            if step in theirs:
-                by_step.setdefault(step, []).append(value - theirs[step])
+    for run in gaps_by_step(curves, base, "held-out"):
+        for step, value in run.items():
+            by_step.setdefault(step, []).append(value)
     rows = []
     for step in thin(by_step, points):
         values = by_step[step]

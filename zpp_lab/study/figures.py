@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zpp_lab.study.curve_figures import gap_curves_figure, loss_figure, telemetry_figure
+from zpp_lab.study.curve_figures import (
+    STEP_GAP,
+    gap_curves_figure,
+    loss_figure,
+    telemetry_figure,
+)
 from zpp_lab.study.curves import MEASURES, Row, StudyCurves
 from zpp_lab.study.effect_figures import MOST_PAIRS, interactions_figure, main_effects_figure
 from zpp_lab.study.effects import Interaction, MainEffect
@@ -56,7 +61,13 @@ _TEXTS = {
     "gap_curves": (
         "Loss gap over training",
         "Held-out loss minus that of the baseline with the same seed, at every evaluation; bands: "
-        "{confidence} interval of the mean. Not smoothed. Shaded: the margin.",
+        "{confidence} interval of the mean. Not smoothed. Shaded: the margin.{heldout_noise}",
+    ),
+    "gap_steps": (
+        "Training loss gap over training",
+        "Training loss minus that of the baseline with the same seed, which has had the same "
+        "tokens; smoothed (moving average) for display only. Lines: mean over the seeds; bands: "
+        "lowest to highest seed. Shaded: the margin.{training_noise}",
     ),
     "telemetry": (
         "Codec error: normalized mean squared error",
@@ -116,7 +127,13 @@ def make_figures(
         "loss": (curves.loss, lambda: loss_figure(curves.loss, style)),
         "gap_curves": (
             curves.gap and result.margin,
-            lambda: gap_curves_figure(curves.gap, margin, style),
+            lambda: gap_curves_figure(curves.gap, margin, style, curves.noise.get("held-out", ())),
+        ),
+        "gap_steps": (
+            curves.steps and result.margin,
+            lambda: gap_curves_figure(
+                curves.steps, margin, style, curves.noise.get("training", ()), STEP_GAP, False
+            ),
         ),
     }
     steps = [row for row in curves.telemetry if row["step"] > 0]
@@ -136,6 +153,10 @@ def _telemetry(steps: Sequence[Row], measure: str, style: Style) -> Spec:
 def _words(name: str, result: StudyResult) -> tuple[str, str]:
     title, caption = _TEXTS[name]
     words = {"baseline": result.compared_with, "confidence": f"{result.study.confidence:.0%}"}
+    controls = [arm.name for arm in result.arms if arm.arm.role == "order_control" and arm.gaps]
+    for kind, where in (("heldout_noise", "there"), ("training_noise", "near a step")):
+        said = f" Grey, dashed: the noise band, ± the largest gap of {', '.join(controls)} {where}."
+        words[kind] = said if controls else ""
     caption = caption.format(**words)
     if len(result.arms) > TOLD and name in _COLORED:
         caption += (
@@ -145,4 +166,4 @@ def _words(name: str, result: StudyResult) -> tuple[str, str]:
     return title, caption
 
 
-_COLORED = ("gap", "gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves")
+_COLORED = ("gap", "gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves", "gap_steps")

@@ -27,7 +27,14 @@ _SHAPE = (
     "engine",
     "ops",
 )
-_SHAPE_TRAIN = ("batch_size", "micro_steps", "accumulate", "param_dtype", "reduce_dtype")
+_SHAPE_TRAIN = (
+    "batch_size",
+    "micro_steps",
+    "accumulate",
+    "param_dtype",
+    "reduce_dtype",
+    "optimizer_state",
+)
 
 
 def shape(config: Config) -> str:

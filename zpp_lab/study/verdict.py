@@ -76,7 +76,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """All arms in the study's order, with the margin in nats (None without a baseline)."""
+    """All arms in the study's order, with the margin in nats (None before any baseline has run)."""
 
     study: StudyConfig
     arms: Sequence[ArmResult]
@@ -96,7 +96,7 @@ class StudyResult:
     def controls(self) -> list[Control]:
         """The arms of a control's role, in the study's order."""
         return [
-            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict)
+            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict, _lone_gap(arm))
             for arm in self.arms
             if arm.arm.role in EXPECTED
         ]
@@ -144,8 +144,14 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
     notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
     for result in arms:
         notes += seed_notes(study, result)
-    margin = next(arm.margin for arm in arms if arm.name == study.baseline)
-    return StudyResult(study, arms, margin, notes)
+    return StudyResult(study, arms, _margin(study, arms), notes)
+
+
+def _margin(study: StudyConfig, arms: Sequence[ArmResult]) -> float | None:
+    """The study's baseline's, or while that has not run the smallest of another baseline's."""
+    own = next(arm.margin for arm in arms if arm.name == study.baseline)
+    known = [arm.margin for arm in arms if arm.margin is not None]
+    return own if own is not None else min(known, default=None)
 
 
 def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
@@ -233,6 +239,12 @@ def _outcome(
     if "finished" in outcomes.values():
         return "not run", "no baseline run to compare with"
     return "not run", ""
+
+
+def _lone_gap(arm: ArmResult) -> float | None:
+    """The gap of an arm's only pair of runs, in nats; None where there are more, or none."""
+    lone = arm.verdict == "undecided" and arm.gap is not None and arm.gap.n == 1
+    return next(iter(arm.gaps.values())) if lone else None
 
 
 def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:

@@ -1,0 +1,133 @@
+"""A study's runs as the files of its page: `publish.py STUDY_FOLDER PAGE_FOLDER`
+
+STUDY_FOLDER is what `zpp-lab study` or collect.py left. Written into PAGE_FOLDER:
+
+    results.csv    a row a step of every run: losses, gap, bytes, tokens/s
+    table.md       a row an arm: losses, gap, speed, bytes, memory; what the runs had in common
+    study.yaml, report.md, figures/*.svg    what `zpp-lab report` makes of them
+
+Speeds are medians over the steps of all seeds, so evaluations and compiling stay out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zpp_lab.study.appendix import facts
+from zpp_lab.study.band import noise_of
+from zpp_lab.study.export import export
+from zpp_lab.study.report import build_report
+from zpp_lab.study.result import read_result
+from zpp_lab.study.runs import Run, read_metrics
+from zpp_lab.study.table import NOTHING, gap_text, markdown_table, percent, perplexity
+from zpp_lab.study.verdict import ArmResult, StudyResult
+
+COLUMNS = (
+    "Arm",
+    "Held-out loss",
+    "Perplexity",
+    "Gap (nats)",
+    "× noise band",
+    "Verdict",
+    "Seconds a step",
+    "Tokens/s",
+    "GB a step",
+    "Bytes",
+    "Between nodes",
+    "Peak GiB a GPU",
+    "Seeds",
+)
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    study, page = map(Path, sys.argv[1:])
+    try:
+        build_report(study)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    page.mkdir(parents=True, exist_ok=True)
+    rows = export(study, page / "results.csv", steps=True)
+    for name in ("report.md", "study.yaml"):
+        shutil.copy(study / name, page / name)
+    shutil.rmtree(page / "figures", ignore_errors=True)
+    shutil.copytree(study / "figures", page / "figures", ignore=shutil.ignore_patterns("*.pdf"))
+    text = table(read_result(study))
+    (page / "table.md").write_text(text)
+    print(f"{text}\n{rows} rows: {page / 'results.csv'}")
+    return 0
+
+
+def table(result: StudyResult) -> str:
+    """The arms and the facts in Markdown."""
+    rows = [cells(result, arm) for arm in result.arms if arm.runs]
+    shared = [f"- {what}: {value}" for what, value in facts(result) if value != NOTHING]
+    return f"{markdown_table(COLUMNS, rows)}\n\n" + "\n".join(shared) + "\n"
+
+
+def cells(result: StudyResult, arm: ArmResult) -> list[str]:
+    """COLUMNS of one arm as text."""
+    seconds, rate = speed(arm.finished)
+    sent = [b for run in arm.finished if (b := run.bytes_per_step()) is not None]
+    peak = peak_gib(arm.finished)
+    return [
+        arm.name,
+        _number(arm.heldout_loss, ".4f"),
+        perplexity(arm.heldout_loss),
+        gap_text(arm),
+        beside_noise(result, arm),
+        arm.text,
+        _number(seconds, ".3f"),
+        _number(rate, ",.0f"),
+        _number(sent[0] / 1e9 if sent else None, ".3g"),
+        percent(arm.bytes_total),
+        percent(arm.bytes_inter),
+        _number(peak, ".1f"),
+        f"{len(arm.finished)} of {len(result.study.seeds)}",
+    ]
+
+
+def beside_noise(result: StudyResult, arm: ArmResult) -> str:
+    """The mean gap in units of what the order control strays in the second half of training."""
+    noise = noise_of(result, result.baseline_of(arm))
+    if arm.gap is None or not noise or arm.verdict == "baseline":
+        return NOTHING
+    return f"{abs(arm.gap.mean) / noise:,.1f}"
+
+
+def speed(runs: Sequence[Run]) -> tuple[float | None, float | None]:
+    """Median seconds of a step, and tokens/s at that; None where no run has two steps."""
+    steps = [step for run in runs for step in _steps(read_metrics(run.dir))]
+    if not steps:
+        return None, None
+    seconds = median(s for s, _ in steps)
+    return seconds, steps[0][1] / seconds if seconds > 0 else None
+
+
+def _steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
+    """(seconds, tokens) of each step after the first."""
+    for before, row in pairwise(rows):
+        yield row["seconds"] - before["seconds"], row["tokens"] - before["tokens"]
+
+
+def peak_gib(runs: Sequence[Run]) -> float | None:
+    """The most GiB of tensors that any GPU of the runs has held; None where none was."""
+    peaks = [gib for run in runs for gib in (run.summary or {}).get("peak_gib") or []]
+    return max(peaks, default=None)
+
+
+def _number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A study's runs as the files of its page."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.study.fake_runs import ARMS, fake_study, write_study_runs
+from zpp_lab.study.runs import write_study
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "publish.py"
+ROLES = {"zero3_reordered": "order_control", "broken": "negative_control"}
+
+
+def published(page: Path, root: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(SCRIPT), str(root), str(page)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
+    study = fake_study(tuple(a for a in ARMS if a.name in ("zero3", "w4", *ROLES)), seeds=1)
+    arms = [replace(arm, role=ROLES.get(arm.name, "arm")) for arm in study.arms]
+    root, page = tmp_path / "runs", tmp_path / "page"
+    write_study_runs(root, replace(study, arms=arms), steps=40)
+    write_study(root, replace(study, arms=arms))
+    summary = root / "w4" / "seed1" / "summary.json"
+    peaks = {"peak_gib": [61.25, 64.5]}
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | peaks))
+    done = published(page, root)
+    assert done.returncode == 0, done.stderr
+    with (page / "results.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 4 * 40
+    last = next(r for r in rows if r["arm"] == "w4" and r["step"] == "40")
+    assert float(last["tokens_per_s"]) == pytest.approx(10240)
+    assert {"seed", "loss", "heldout_loss", "bytes_intra", "bytes_inter", "gap"} <= set(last)
+    table = (page / "table.md").read_text().splitlines()
+    w4 = [cell.strip() for cell in next(r for r in table if r.startswith("| w4")).split("|")]
+    assert w4[7:9] == ["0.100", "10,240"]
+    assert w4[12] == "64.5"
+    assert float(w4[5]) > 1  # beyond the noise band
+    assert any(line.startswith("- Commit: 0123456789") for line in table)
+    assert {p.name for p in (page / "figures").iterdir()} >= {"gap_steps.svg", "loss.svg"}
+    assert "one seed, so nothing is tested" in (page / "report.md").read_text()
+    assert not list((page / "figures").glob("*.pdf"))
+
+
+def test_without_runs_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = published(tmp_path / "page", tmp_path / "empty")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "page").exists()

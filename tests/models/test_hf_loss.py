@@ -1,0 +1,84 @@
+"""Models of transformers with a loss in chunks: the same losses and gradients, no whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.hf_cases import CASES, VOCAB, settings
+from zpp_lab.config import ModelConfig
+from zpp_lab.engines.losses import token_losses
+from zpp_lab.models import build_model
+from zpp_lab.models.loss import IGNORED
+
+pytest.importorskip("transformers")
+CHUNK = 5
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    x = torch.randint(0, VOCAB, (3, 9), generator=torch.Generator().manual_seed(3))
+    targets = x.roll(-1, 1).clone()
+    targets[0, :4] = IGNORED
+    return x, targets
+
+
+def outcome(model: Any, share: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor]:
+    x, targets = pair()
+    targets = targets if share is not None else targets.clamp_min(0)
+    loss = model(x, targets, share)
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    with torch.no_grad():
+        return loss.detach(), grads, token_losses(model, x, targets)
+
+
+@pytest.mark.parametrize("kind", [*CASES, "gpt2"])
+@pytest.mark.parametrize("share", [None, torch.tensor([2, 46])])
+def test_chunks_give_the_whole_logits_losses(kind: str, share: Tensor | None) -> None:
+    whole, cut = (build_model(settings(kind, loss_chunk=c), VOCAB, seed=1) for c in (0, CHUNK))
+    loss, grads, held = outcome(whole, share)
+    other = outcome(cut, share)
+    torch.testing.assert_close(other[0], loss, rtol=1e-6, atol=0)
+    for one, two in zip(other[1], grads, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(other[2], held, rtol=1e-6, atol=1e-7)
+    x, _ = pair()
+    assert torch.equal(cut(x), whole(x))  # without targets: logits, as ever
+
+
+def test_no_logits_are_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def seen(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == VOCAB:
+            rows.append(x.shape[:-1].numel())
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", seen)
+    model = build_model(settings("llama", loss_chunk=CHUNK), VOCAB)
+    x, targets = pair()
+    model(x, targets.clamp_min(0)).backward()
+    assert rows
+    assert max(rows) <= CHUNK
+
+
+def of(options: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(name="hf", preset="hf", options=options, loss_chunk=CHUNK)
+
+
+def test_other_heads_are_refused() -> None:
+    gemma = {"final_logit_softcapping": 30.0, "head_dim": 8, "intermediate_size": 24}
+    gemma |= {"num_key_value_heads": 1, "attention_dropout": 0.0}
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kind = {"model_type": "gemma2", "vocab_size": VOCAB, **shape, **gemma}
+    model = build_model(of(kind), VOCAB)
+    x, targets = pair()
+    with pytest.raises(ValueError, match=r"changes its logits .* model\.loss_chunk=0"):
+        model(x, targets.clamp_min(0))
+    biased = {"model_type": "phi", "vocab_size": VOCAB, **shape, "intermediate_size": 24}
+    with pytest.raises(ValueError, match=r"no matrix alone.*model\.loss_chunk=0"):
+        build_model(of(biased), VOCAB)
