@@ -27,6 +27,7 @@ links=${LINKS:-max,50,25,12}
 bench() {  # seconds, model, folder, arguments of zpp-lab bench step
   local seconds=$1 model=$2 folder=$3
   shift 3
+  case $model in 13b | 32_5b) local -x PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ;; esac
   timeout -k 30 "$seconds" python3 -m zpp_lab.cli bench step $CPU --steps "${STEPS:-4}" \
     --rounds "${ROUNDS:-2}" --turn-seconds "${TURN:-6}" --limit "${LIMIT:-90}" \
     --budget "$((seconds - 20))" --out "$folder" "model=${MODEL:-$model}" \
