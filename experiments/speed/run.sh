@@ -15,9 +15,9 @@ shift
 source experiments/kernels/env.sh
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
 if [ -d .iproute ]; then export ZPP_LAB_IPROUTE="$PWD/.iproute"; fi
-mkdir -p "$out"
-CPU=${CPU:-}  # --cpu: gloo and CPU processes, to try this script
-[ -n "$CPU" ] || python3 -m zpp_lab.cli build
+mkdir -p "$out" runs/speed-logs
+cpu=--cpu
+if nvidia-smi > /dev/null 2>&1; then cpu="" && python3 -m zpp_lab.cli build; fi
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
@@ -25,14 +25,18 @@ w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe
 links=${LINKS:-max,50,25,12}
 
 bench() {  # seconds, model, folder, arguments of zpp-lab bench step
-  local seconds=$1 model=$2 folder=$3
+  local limit model=$2 folder=$3
+  limit=$(within "$1")
   shift 3
   case $model in 13b | 32_5b) local -x PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ;; esac
-  timeout -k 30 "$seconds" python3 -m zpp_lab.cli bench step $CPU --steps "${STEPS:-4}" \
+  mkdir -p "$folder"
+  [ -e "$folder/logs" ] || ln -s "$PWD/runs/speed-logs" "$folder/logs"  # a file a rank and session
+  timeout -k 30 "$limit" python3 -m zpp_lab.cli bench step $cpu --steps "${STEPS:-4}" \
     --rounds "${ROUNDS:-2}" --turn-seconds "${TURN:-6}" --limit "${LIMIT:-90}" \
-    --budget "$((seconds - 20))" --out "$folder" "model=${MODEL:-$model}" \
+    --budget "$((limit > 30 ? limit - 20 : limit))" --out "$folder" "model=${MODEL:-$model}" \
     model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} 2>&1 |
-    tee -a "$out/$part.log"
+    tee -a "$out/log.txt"
+  packed "$out/logs.tar.gz" -C runs speed-logs
 }
 
 deepspeed_there() {
@@ -45,11 +49,11 @@ deepspeed_there() {
     echo "no DeepSpeed: see experiments/deepspeed/wheels.sh"
     return 1
   fi
-  [ -n "$CPU" ] && return
+  [ -n "$cpu" ] && return
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
   export TORCH_CUDA_ARCH_LIST
   python3 -c "from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" \
-    > "$out/build-deepspeed.log" 2>&1
+    >> "$out/log.txt" 2>&1
 }
 
 page() {  # folder
@@ -63,7 +67,6 @@ page() {  # folder
 for part in "$@"; do
   echo "== $part"
   began=$SECONDS
-  : > "$out/$part.log"
   case $part in
     1x*)
       bench "${SECONDS_ONE:-150}" 1_3b "$out" --nodes 1 --gpus-per-node "${part#1x}" \
@@ -77,7 +80,7 @@ for part in "$@"; do
         --arm "ds_zero3: engine=deepspeed recipe=zero3" \
         --arm "ds_zeropp: engine=deepspeed recipe=zeropp" ;;
     compiled)
-      bench "${SECONDS_ONE:-400}" 1_3b "$out/compiled" --nodes 1 --gpus-per-node 4 \
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-500}" 1_3b "$out/compiled" --nodes 1 --gpus-per-node 4 \
         --recipes "${ARMS:-fsdp2,zero3,zeropp}" --arm "$w4_g84h" engine.compile=true
       page "$out/compiled" ;;
     sockets)
