@@ -136,3 +136,20 @@ def test_without_a_machine_nothing_is_predicted(capsys) -> None:
 def test_what_cannot_be_predicted_is_said(capsys, words: list[str], message: str) -> None:
     assert main(["plan", "recipe=zeropp", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_one_hop_between_nodes_of_several_gpus_is_said(capsys) -> None:
+    """Every GPU of a node sends its own row with one hop; with two their sum goes once."""
+    _, found = planned(capsys, "recipe=w8", "cluster=2x4")
+    bytes_of = found["grads_between_nodes"]
+    assert bytes_of["one_hop"] == found["wires"]["grads_inter"]["inter"]
+    assert bytes_of["one_hop"] == 4 * bytes_of["two_hops"]
+    main(["plan", "recipe=w8", "cluster=2x4"])
+    assert "recipe.hops=2" in capsys.readouterr().out
+    for words in (
+        ["recipe=zeropp", "cluster=2x4"],  # two hops
+        ["recipe=zero3", "cluster=2x4"],  # FSDP2's ring
+        ["recipe=w8", "cluster.nodes=4", "cluster.gpus_per_node=1"],
+        ["recipe=w8", "cluster=1x4"],
+    ):
+        assert planned(capsys, *words)[1]["grads_between_nodes"] is None

@@ -21,6 +21,7 @@ from zpp_lab.cost import show as time_shown
 from zpp_lab.cost.machine import load_machine
 from zpp_lab.cost.model import vocabulary as vocabulary
 from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.memory import GIB, MOMENTS, Estimate, Moment, estimate
 from zpp_lab.models import build_model
 from zpp_lab.plan import Plan
@@ -41,6 +42,11 @@ NOTES = (
     "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of",
     "libraries, evaluation and checkpoints, which hold less than a step.",
     "Bytes on the wires: all ranks together, one step.",
+)
+HOPS = (
+    "With one hop every GPU of a node sends gradient rows of its own, {one_hop:.3f} GB between "
+    "nodes. recipe.hops=2 adds up inside nodes first and sends {two_hops:.3f} GB; it rounds those "
+    "sums, so its loss is another recipe's."
 )
 ONE_HOST = (
     "Taken for {nodes} hosts. Where these are one host, a run gathers flat and over peer memory: "
@@ -171,6 +177,22 @@ def _with(outlook: Outlook, overrides: Sequence[str]) -> Outlook:
     return Outlook.of(replace(outlook.config, **parts), outlook.device)
 
 
+def two_hops(outlook: Outlook) -> dict[str, int] | None:
+    """Bytes of gradients between nodes with one hop and with two, all ranks together; None where
+    the recipe has two, or FSDP2's own ring serves, or a node has one GPU."""
+    config, recipe = outlook.config, outlook.plan.recipe
+    if len(recipe.hops) != 1 or min(config.cluster.nodes, config.cluster.gpus_per_node) == 1:
+        return None
+    if is_untouched(outlook.plan, config.engine.ordered):
+        return None
+    other = build_plan(
+        build_model(config.model, vocabulary(config), "meta"),
+        replace(config, recipe=replace(config.recipe, hops=2)),
+    )
+    one, two = (p.step_bytes()["grads_inter"].inter for p in (outlook.plan, other))
+    return {"one_hop": one, "two_hops": two} if two < one else None
+
+
 # ---------------------------------------------------------------------- shown
 
 
@@ -201,6 +223,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "peak_tensors": found.tensors,
         "device": outlook.device,
         "fits": outlook.fits,
+        "grads_between_nodes": two_hops(outlook),
         "advice": [
             {
                 "overrides": list(a.overrides),
@@ -241,6 +264,9 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
             f"{_gib(one.outlook.estimate.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
         )
         console.print(f"  {lead} {' '.join(one.overrides)}  → {after}", highlight=False)
+    saved = two_hops(outlook)
+    if saved:
+        console.print(HOPS.format(**{k: n / 1e9 for k, n in saved.items()}), highlight=False)
     settings = outlook.config.engine
     if cluster.nodes > 1 and "auto" in (settings.gather, settings.transport):
         console.print(ONE_HOST.format(nodes=cluster.nodes), style="dim")

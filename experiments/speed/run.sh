@@ -1,5 +1,11 @@
-# Tokens per second of 1.3B over links of several speeds, on one host with four GPUs, as root:
-#   bash experiments/speed/run.sh OUT [PART...]       parts: 2x2 1x4 4x1; without any: 2x2 1x4
+# Tokens per second over links of several speeds, on one host with four GPUs, as root:
+#   bash experiments/speed/run.sh OUT [PART...]
+# Parts (without any: 2x2 1x4), each a call of its own where a machine's time is short:
+#   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 is NVLink alone
+#   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
+#   compiled     1x4 with engine.compile=true, in OUT/compiled
+#   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
+#   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time
 # Each part has its own time limit and each arm its own within it; what was measured is kept, and a
 # part that runs again replaces its rows. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
 set -u
@@ -9,33 +15,89 @@ shift
 source experiments/kernels/env.sh
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
 if [ -d .iproute ]; then export ZPP_LAB_IPROUTE="$PWD/.iproute"; fi
-mkdir -p "$out"
-python3 -m zpp_lab.cli build
-arms=${ARMS:-fsdp2,fsdp2+node,zeropp}
+mkdir -p "$out" runs/speed-logs
+cpu=--cpu
+if nvidia-smi > /dev/null 2>&1; then cpu="" && python3 -m zpp_lab.cli build; fi
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
-if [ -z "${ARMS:-}" ] && python3 -c "$groups"; then arms=$arms,fsdp2+groups; fi
-beyond="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
-run() {  # seconds, then arguments of zpp-lab bench step
-  timeout -k 30 "$1" python3 -m zpp_lab.cli bench step "${@:2}" --recipes "$arms" --arm "$beyond" \
-    --steps "${STEPS:-4}" --rounds "${ROUNDS:-2}" --turn-seconds "${TURN:-6}" \
-    --limit "${LIMIT:-90}" --budget "$(($1 - 20))" --out "$out" model=1_3b \
-    model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 ${EXTRA:-} 2>&1 |
-    tee "$out/$part.log"
+ours=fsdp2,fsdp2+node,zeropp
+if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
+w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
+links=${LINKS:-max,50,25,12}
+
+bench() {  # seconds, model, folder, arguments of zpp-lab bench step
+  local limit model=$2 folder=$3
+  limit=$(within "$1")
+  shift 3
+  case $model in 13b | 32_5b) local -x PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ;; esac
+  mkdir -p "$folder"
+  [ -e "$folder/logs" ] || ln -s "$PWD/runs/speed-logs" "$folder/logs"  # a file a rank and session
+  timeout -k 30 "$limit" python3 -m zpp_lab.cli bench step $cpu --steps "${STEPS:-4}" \
+    --rounds "${ROUNDS:-2}" --turn-seconds "${TURN:-6}" --limit "${LIMIT:-90}" \
+    --budget "$((limit > 30 ? limit - 20 : limit))" --out "$folder" "model=${MODEL:-$model}" \
+    model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} 2>&1 |
+    tee -a "$out/log.txt"
+  packed "$out/logs.tar.gz" -C runs speed-logs
 }
+
+deepspeed_there() {
+  if [ -d .whl-ds ]; then
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+      --target .site-ds .whl-ds/*.whl
+    export PYTHONPATH="$PYTHONPATH:$PWD/.site-ds" PATH="$PWD/.site-ds/bin:$PATH"
+  fi
+  if ! python3 -c "import deepspeed" > /dev/null 2>&1; then
+    echo "no DeepSpeed: see experiments/deepspeed/wheels.sh"
+    return 1
+  fi
+  [ -n "$cpu" ] && return
+  TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
+  export TORCH_CUDA_ARCH_LIST
+  python3 -c "from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" \
+    >> "$out/log.txt" 2>&1
+}
+
+page() {  # folder
+  if python3 -c "import altair, vl_convert" 2> /dev/null; then
+    python3 -m zpp_lab.cli report "$1" > "$1/report.log" && echo "page: $1/report.html"
+  else
+    echo "no page: zpp-lab report $1 makes it where the report's packages are installed"
+  fi
+}
+
 for part in "$@"; do
   echo "== $part"
   began=$SECONDS
-  nodes=${part%x*} gpus=${part#*x}
-  if [ "$nodes" = 1 ]; then
-    run "${SECONDS_ONE:-150}" --nodes 1 --gpus-per-node "$gpus"
-  else
-    run "${SECONDS_LINKS:-400}" --nodes "$nodes" --gpus-per-node "$gpus" \
-      --link-gbps "${LINKS:-max,50,25,12}"
-  fi
+  case $part in
+    1x*)
+      bench "${SECONDS_ONE:-150}" 1_3b "$out" --nodes 1 --gpus-per-node "${part#1x}" \
+        --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
+    *x*)
+      bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
+        --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
+    deepspeed)
+      deepspeed_there && bench "${SECONDS_LINKS:-500}" 1_3b "$out" --nodes 2 --gpus-per-node 2 \
+        --tag deepspeed --link-gbps "$links" --recipes "${ARMS:-}" \
+        --arm "ds_zero3: engine=deepspeed recipe=zero3" \
+        --arm "ds_zeropp: engine=deepspeed recipe=zeropp" ;;
+    compiled)
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-500}" 1_3b "$out/compiled" --nodes 1 --gpus-per-node 4 \
+        --recipes "${ARMS:-fsdp2,zero3,zeropp}" --arm "$w4_g84h" engine.compile=true
+      page "$out/compiled" ;;
+    sockets)
+      for pair in ${PAIRS:-1x1 2x2 4x4 8x2 2x8}; do
+        export NCCL_SOCKET_NTHREADS=${pair%x*} NCCL_NSOCKS_PERTHREAD=${pair#*x}
+        ROUNDS=1 bench "${SECONDS_ONE:-100}" 1_3b "$out/sockets/$pair" --nodes 2 --gpus-per-node 2 \
+          --link-gbps "${LINKS:-max,50}" --recipes "${ARMS:-zeropp}" --no-compute --no-probe
+      done
+      unset NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD ;;
+    13b)
+      bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --nodes 1 --gpus-per-node 4 \
+        --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 ;;
+    32_5b)
+      bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --nodes 1 --gpus-per-node 4 \
+        --recipes "${ARMS:-zero3,zeropp}" ;;
+    *) echo "no part $part" ;;
+  esac
   echo "== $part: $((SECONDS - began)) s"
 done
-if python3 -c "import altair, vl_convert" 2> /dev/null; then
-  python3 -m zpp_lab.cli report "$out" > "$out/report.log" && echo "page: $out/report.html"
-else
-  echo "no page: zpp-lab report $out makes it where the report's packages are installed"
-fi
+if [ -f "$out/results.csv" ]; then page "$out"; fi

@@ -20,7 +20,7 @@ def tools() -> build.Toolchain:
 @pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_sm_90a(tmp_path: Path) -> None:
     objects = build.compile_kernels(tools(), ("90a",), tmp_path, jobs=2)
-    names = {"adamw", "encode", "errors", "decode", "reduce", "reencode", "ship"}
+    names = {"adamw", "encode", "errors", "decode", "reduce", "reencode", "ship", "squares"}
     assert {o.stem for o in objects} == names
     assert all(o.stat().st_size > 8_000 for o in objects)
 
@@ -29,7 +29,12 @@ def test_the_bindings_compile_against_this_torch(tmp_path: Path) -> None:
     if not (Path(torch.__file__).parent / "include" / "torch" / "csrc" / "stable").is_dir():
         pytest.skip("this torch has no stable headers")
     objects = build.compile_bindings(tools(), tmp_path)
-    assert [o.stem for o in objects] == ["adamw_bindings_cpp", "bindings_cpp", "ship_cpp"]
+    assert [o.stem for o in objects] == [
+        "adamw_bindings_cpp",
+        "bindings_cpp",
+        "ship_cpp",
+        "squares_bindings_cpp",
+    ]
     assert all(o.stat().st_size > 10_000 for o in objects)
 
 

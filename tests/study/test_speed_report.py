@@ -99,7 +99,9 @@ def test_markdown_and_csv_have_the_same_numbers(page: SpeedReport) -> None:
     assert "12 Gb/s (1_3b, 2 × 2): w4_g84h is fastest, 20,480 tokens/s, 9.00× plain FSDP2" in text
     assert "No limit (1_3b, 2 × 2): no arm is more than 2% faster than plain FSDP2." in text
     assert "![Speed-up over plain FSDP2](figures/speedup.svg)" in text
-    row = "| zeropp | 1_3b, 2 × 2 | 12 Gb/s | 13,653 | 6.00× | 5.88–6.12 | 100% | 0.6 | 21.50 |"
+    row = (
+        "| zeropp | 1_3b, 2 × 2 | 12 Gb/s | 13,653 | 6.00× | 5.88–6.12 | 0.6 | 100% | 0.6 | 21.50 |"
+    )
     assert f"{row} 15,019 | +10.0% |" in text
     lines = list(csv.DictReader(page.csv.open()))
     assert len(lines) == 24
@@ -108,6 +110,19 @@ def test_markdown_and_csv_have_the_same_numbers(page: SpeedReport) -> None:
     assert float(line["predicted_tokens_per_s"]) == pytest.approx(15018.7, rel=1e-4)
     breaks = {x["arm"]: x for x in csv.DictReader(page.break_even.open())}
     assert 50 < float(breaks["zeropp"]["break_even_gbps"]) < 400
+
+
+def test_speed_over_deepspeed_where_it_was_measured(tmp_path: Path) -> None:
+    """Against the faster of its arms at the same link."""
+    peers = [Arm("ds_zero3", 3.6, 0.4, "deepspeed"), Arm("ds_zeropp", 1.8, 0.3, "deepspeed")]
+    folder = write_speeds(tmp_path, rows([*ARMS, *peers], LINKS))
+    found = build_speed_report(folder)
+    lines = {(x["arm"], x["nodes"], x["link_gbps"]): x for x in csv.DictReader(found.csv.open())}
+    assert float(lines["zeropp", "2", "12"]["over_deepspeed"]) == pytest.approx(2)
+    assert float(lines["ds_zero3", "2", "12"]["over_deepspeed"]) == pytest.approx(0.5)
+    assert float(lines["zeropp", "2", "12"]["floor_s"]) == pytest.approx(0.6)
+    assert "| Over DeepSpeed |" in found.markdown.read_text()
+    assert "6.00× | 5.88–6.12 | 2.00× | 0.6 |" in found.markdown.read_text()
 
 
 def test_spec_has_points_spread_and_predictions(page: SpeedReport) -> None:

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--apart", action="store_true", help="one arm at a time: less memory")
     made.add_argument("--no-compute", action="store_true", help="no step without communication")
     made.add_argument("--no-probe", action="store_true", help="take the links at their word")
+    made.add_argument("--tag", default="", help="a second call's JSON file: 2x2-TAG.json")
     made.add_argument("--cpu", action="store_true", help="gloo and CPU processes")
     made.add_argument("--iproute", help="a folder with iproute2, where it is not installed")
     made.add_argument("overrides", nargs="*", help="Hydra overrides of `zpp-lab train`")
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         every = [replace(arm, session=arm.name) for arm in every]
     pace = Pace(args.steps, args.rounds, args.turn_seconds, args.limit, args.budget)
     with hosts(args.nodes, args.iproute) as made:
-        bench = StepBench(made, cluster, every, pace, args.out, probes=not args.no_probe)
+        bench = StepBench(made, cluster, every, pace, args.out, not args.no_probe, args.tag)
         bench.run(speeds)
     for arm, why in bench.failed.items():
         print(f"zpp-lab bench step: {arm} failed: {why}", file=sys.stderr)

@@ -73,10 +73,12 @@ class StepBench:
         pace: Pace,
         folder: Path,
         probes: bool = True,
+        tag: str = "",
     ) -> None:
         self.hosts, self.cluster, self.arms, self.pace = hosts, cluster, list(arms), pace
         self.folder, self.probes = folder, probes and isinstance(hosts, EmulatedNodes)
         self.shape = f"{cluster.nodes}x{cluster.gpus_per_node}"
+        self.name = f"{self.shape}-{tag}" if tag else self.shape  # of files
         self.cells: dict[tuple[str, Link], Cell] = {}
         self.turns: dict[tuple[str, Link], int] = {}
         self.links: dict[Link, LinkReport] = {}
@@ -134,7 +136,7 @@ class StepBench:
         return []
 
     def _name(self, arms: list[Arm]) -> str:
-        return "-".join([self.shape, arms[0].session.replace(" ", "-"), str(len(self.failed))])
+        return "-".join([self.name, arms[0].session.replace(" ", "-"), str(len(self.failed))])
 
     def _patience(self) -> float:
         """Seconds that a command may take."""
@@ -241,7 +243,7 @@ class StepBench:
                 for (name, link), cell in self.cells.items()
             ],
         }
-        write_json(self.folder / f"{self.shape}.json", details)
+        write_json(self.folder / f"{self.name}.json", details)
 
     def _network(self) -> dict[str, Any]:
         """How nodes are joined, and how NCCL was told to use it."""

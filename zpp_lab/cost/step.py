@@ -25,8 +25,7 @@ from zpp_lab.plan import Plan, UnitPlan
 from zpp_lab.recipe import quantizes_any
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
-NORM = 76  # squares in fp64 and their pairwise sum: engines/norm.py
-PLAIN_NORM = 4  # gradients read once
+NORM = 4  # gradients read once, by ours (ops/squares.py) and by torch's
 CLIP = 8
 ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
 LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read
@@ -190,7 +189,7 @@ class _Step:
             if p.name in u.unit.trainable
         )
         rate, train = self.machine.memory_bytes_per_s, self.config.train
-        norm = (NORM if own_loop else PLAIN_NORM) + (CLIP if train.clip else 0)
+        norm = NORM + (CLIP if train.clip else 0)
         host = self.machine.host
         add = self.line.add
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])

@@ -1,7 +1,8 @@
 """The gradient's sums of squares, in an order that no batching changes.
 
 Rows are filled up with zeros, so that each is summed by the tree of its padded length. Rows of
-one length are summed together, which saves launches and changes no bit.
+one length are summed together, which saves launches and changes no bit. On a GPU with kernels
+`ops/squares.py` does it all, with the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from zpp_lab.numerics import square_norms
 from zpp_lab.ops import padded_rows
+from zpp_lab.ops import squares as kernels
 from zpp_lab.plan import Plan
 
 FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64
@@ -41,6 +43,9 @@ def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.dev
     """Gradients that are cut into `rows` shards → fp64 [rows], added in plan order."""
     lengths = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
     names = [name for name in lengths if name in grads]
+    own = [grads[name] for name in names]
+    if kernels.serves(own):
+        return kernels.square_sums(own, [lengths[n] for n in names], rows).to(device)
     groups: dict[int, list[str]] = defaultdict(list)
     for name in names:
         groups[lengths[name]].append(name)

@@ -26,6 +26,7 @@ NAMES = (
     "finish_sums",
     "decode_sum_encode",
     "adamw",
+    "square_sums",
 )
 
 

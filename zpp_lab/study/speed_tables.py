@@ -25,7 +25,9 @@ _CSV = (
     "speedup",
     "speedup_slowest_step",
     "speedup_fastest_step",
+    "floor_s",
     "share_of_floor",
+    "over_deepspeed",
     "predicted_tokens_per_s",
 )
 _BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
@@ -34,12 +36,15 @@ _BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
 def speed_table(found: SpeedFindings) -> Table:
     """One row a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
-    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps", "Of the floor"]
+    peers = _peers(found.measured)
+    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps"]
+    columns += [*(["Over DeepSpeed"] if peers else []), "Floor (s)", "Of the floor"]
     columns += ["Step (s)", "Peak (GiB)", *(["Predicted tokens/s", "Off by"] if said else [])]
     lines = []
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
-        cells += [*_up_cells(ups.get(id(m))), percent(m.share_of_floor)]
+        cells += [*_up_cells(ups.get(id(m))), *([_over_text(m, peers)] if peers else [])]
+        cells += [_number(m.floor_s, ".4g"), percent(m.share_of_floor)]
         cells += [_number(m.step_s, ".4g"), _number(m.peak_gib, ".2f")]
         cells += _said_cells(_said(said, m), m) if said else []
         lines.append(Line(cells, m.arm))
@@ -94,13 +99,14 @@ def notes(found: SpeedFindings) -> list[str]:
 def speed_csv(found: SpeedFindings) -> str:
     """speedup.csv: a line a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
-    lines = []
+    peers, lines = _peers(found.measured), []
     for m in found.measured:
         s, up = m.setting, ups.get(id(m))
         line = [s.model, s.nodes, s.gpus_per_node, m.link, _text(m.gbps)]
         line += [m.arm, m.engine, m.recipe, _text(m.tokens_per_s)]
         line += [_text(v) for v in ((up.value, up.low, up.high) if up else (None, None, None))]
-        lines.append([*line, _text(m.share_of_floor), _text(_said(said, m))])
+        line += [_text(m.floor_s), _text(m.share_of_floor), _text(_over(m, peers))]
+        lines.append([*line, _text(_said(said, m))])
     return _csv(_CSV, lines)
 
 
@@ -139,6 +145,29 @@ def _up_cells(up: SpeedUp | None) -> list[str]:
         return [NOTHING, NOTHING]
     spread = NOTHING if up.low == up.high else f"{up.low:.2f}–{up.high:.2f}"
     return [f"{up.value:.2f}×", spread]
+
+
+_Peers = dict[tuple[Setting, str], float]
+
+
+def _peers(measured: Sequence[Measured]) -> _Peers:
+    """Tokens/s of the fastest arm of DeepSpeed, by setting and link."""
+    found: _Peers = {}
+    for m in measured:
+        if m.engine == "deepspeed":
+            at = m.setting, m.link
+            found[at] = max(m.tokens_per_s, found.get(at, 0.0))
+    return found
+
+
+def _over(m: Measured, peers: _Peers) -> float | None:
+    peer = peers.get((m.setting, m.link))
+    return m.tokens_per_s / peer if peer else None
+
+
+def _over_text(m: Measured, peers: _Peers) -> str:
+    over = _over(m, peers)
+    return NOTHING if over is None else f"{over:.2f}×"
 
 
 _Said = dict[tuple[Setting, str, float | None], float]

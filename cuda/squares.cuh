@@ -1,0 +1,98 @@
+// The pairwise tree of zpp_lab/numerics.py, `fold_sum`, for device and host.
+//
+// A row is halved again and again: with n elements left, h = ceil(n / 2), element i < h becomes
+// x[i] + x[i + h], or stays x[i] where i + h is past the end. So element j of what k halvings leave
+// is the root of a tree over up to 2^k elements of the row, and one thread can add them up in the
+// order of the tree without ever writing the levels between. What is missing counts as +0: sums of
+// squares are never -0, so that adding it changes no bit.
+// The host compiles this file too (tests/cuda/test_squares.py).
+#pragma once
+
+#include "numerics.cuh"
+#include "squares.h"
+
+namespace zpp {
+
+constexpr int INNER = 3;  // levels whose 2^INNER loads are under way together
+
+ZPP_HD uint32_t left_after(uint32_t numel, int halvings) {
+  return uint32_t((numel + (uint64_t(1) << halvings) - 1) >> halvings);
+}
+
+ZPP_HD int levels_to(uint32_t numel, uint32_t most) {
+  int found = 0;
+  while (left_after(numel, found) > most) ++found;
+  return found;
+}
+
+struct Squares {  // of the gradients; what is not there is 0
+  float const* values;
+  uint32_t count;
+
+  ZPP_HD double at(uint32_t i) const {
+    double const x = i < count ? double(values[i]) : 0.0;
+    return x * x;  // exact
+  }
+};
+
+struct Sums {  // what the first kernel left
+  double const* values;
+
+  ZPP_HD double at(uint32_t i) const { return values[i]; }
+};
+
+// Element i of what LEVEL halvings leave of `numel` elements; 0 where `there` is false.
+template <int LEVEL, class From>
+ZPP_HD double small_tree(From const& from, uint32_t numel, uint32_t i, bool there) {
+  if constexpr (LEVEL == 0) {
+    return there ? from.at(i) : 0.0;
+  } else {
+    uint32_t const other = i + left_after(numel, LEVEL);
+    bool const too = there && other < left_after(numel, LEVEL - 1);
+    double const left = small_tree<LEVEL - 1>(from, numel, i, there);
+    return left + small_tree<LEVEL - 1>(from, numel, other, too);
+  }
+}
+
+// The same for any number of levels: small trees from left to right, and sums of neighbours as soon
+// as both are known.
+template <class From>
+ZPP_HD double tree(From const& from, uint32_t numel, int levels, uint32_t i) {
+  switch (levels) {
+    case 0: return small_tree<0>(from, numel, i, true);
+    case 1: return small_tree<1>(from, numel, i, true);
+    case 2: return small_tree<2>(from, numel, i, true);
+    default: break;
+  }
+  constexpr int MOST = 32 - INNER;
+  double known[MOST], sum = 0.0;
+  uint32_t const trees = 1u << (levels - INNER);
+#pragma unroll 1
+  for (uint32_t t = 0; t < trees; ++t) {
+    uint32_t at = i;
+    bool there = true;
+#pragma unroll 1
+    for (int level = levels; level > INNER; --level) {  // t's bits say left or right, from the root on
+      if (!(t >> (level - 1 - INNER) & 1)) continue;
+      at += left_after(numel, level);
+      there = there && at < left_after(numel, level - 1);
+    }
+    sum = small_tree<INNER>(from, numel, at, there);
+    int done = 0;
+    for (; t >> done & 1; ++done) sum = known[done] + sum;
+    known[done] = sum;
+  }
+  return sum;
+}
+
+// Element i of the `left` that the first kernel leaves of a row.
+ZPP_HD double square_tree(SquaredRow const& row, uint32_t i) {
+  return tree(Squares{row.values, row.count}, row.numel, levels_to(row.numel, TOP), i);
+}
+
+// Element i of the FOLDERS or fewer that are left of these.
+ZPP_HD double top_tree(SquaredRow const& row, double const* tops, uint32_t i) {
+  return tree(Sums{tops + row.top}, row.left, levels_to(row.left, FOLDERS), i);
+}
+
+}  // namespace zpp

@@ -1,0 +1,104 @@
+// The operator square_sums: its schema, every check, and the plans that the kernels run. Nothing
+// here reads device memory, and nothing is launched before all checks have passed.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "squares.h"
+
+namespace zpp {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t MOST = int64_t(1) << 31;  // elements of a row
+
+void* checked(Tensor const& t, ScalarType type, int64_t least, int32_t device, char const* name) {
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
+                  ": must be on the first gradient's CUDA device");
+  STD_TORCH_CHECK(t.scalar_type() == type, name, ": has the wrong dtype");
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": must be contiguous");
+  STD_TORCH_CHECK(t.numel() >= least, name, ": has ", t.numel(), " elements, needs ", least);
+  return t.data_ptr();
+}
+
+// Row r of a gradient: elements [r numel, (r + 1) numel), zeros past its end.
+SquaredRow row_of(float const* values, int64_t total, int64_t numel, int64_t r) {
+  int64_t const first = std::min(r * numel, total);
+  SquaredRow row = {};
+  row.values = values + first;
+  row.count = uint32_t(std::min(numel, total - first));
+  row.numel = uint32_t(numel);
+  row.left = left_of(row.numel);
+  return row;
+}
+
+void add_row(std::vector<SquareSums>& plans, SquaredRow row, double* sum) {
+  if (plans.empty() || plans.back().rows == MAX_ROWS) {
+    plans.push_back({});
+    plans.back().sums = sum;
+  }
+  SquareSums& last = plans.back();
+  if (last.rows) row.top = last.row[last.rows - 1].top + last.row[last.rows - 1].left;
+  last.tiles += (row.left + FOLDERS - 1) / FOLDERS;
+  last.row[last.rows++] = row;
+}
+
+// All launches use the same `tops`, one after the other.
+void square_sums(std::vector<Tensor> grads, std::vector<int64_t> numels, int64_t rows, Tensor tops,
+                 Tensor sums, Tensor total) {
+  STD_TORCH_CHECK(!grads.empty() && rows > 0, "grads: must not be empty, nor have 0 rows");
+  STD_TORCH_CHECK(numels.size() == grads.size(), "numels: need one for each of ", grads.size());
+  int32_t const device = grads[0].get_device_index();
+  int64_t const count = int64_t(grads.size());
+  auto* const each = static_cast<double*>(
+      checked(sums, ScalarType::Double, count * rows, device, "sums"));
+  auto* const all = static_cast<double*>(checked(total, ScalarType::Double, rows, device, "total"));
+  std::vector<SquareSums> plans;
+  for (int64_t i = 0; i < count; ++i) {
+    Tensor const& grad = grads[size_t(i)];
+    int64_t const numel = numels[size_t(i)];
+    STD_TORCH_CHECK(0 <= numel && numel < MOST, "numels: must be from 0 to 2^31 - 1");
+    STD_TORCH_CHECK(grad.numel() <= rows * numel, "grads: one has ", grad.numel(),
+                    " elements, more than ", rows, " rows of ", numel);
+    auto const* const values =
+        static_cast<float const*>(checked(grad, ScalarType::Float, 0, device, "grads"));
+    for (int64_t r = 0; r < rows; ++r) {
+      add_row(plans, row_of(values, grad.numel(), numel, r), each + i * rows + r);
+    }
+  }
+  int64_t least = 0;
+  for (SquareSums const& plan : plans) {
+    SquaredRow const& last = plan.row[plan.rows - 1];
+    least = std::max(least, int64_t(last.top) + last.left);
+  }
+  auto* const room = static_cast<double*>(checked(tops, ScalarType::Double, least, device, "tops"));
+  torch::stable::accelerator::DeviceGuard const guard(device);
+  void* stream = nullptr;
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+                  "no current CUDA stream");
+  for (SquareSums& plan : plans) {
+    plan.tops = room;
+    int const error = launch_square_sums(plan, stream);
+    STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
+  }
+  int const error = launch_add_in_order(each, count, rows, all, stream);
+  STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
+}
+
+}  // namespace
+}  // namespace zpp
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
+  m.def("square_sums(Tensor[] grads, int[] numels, int rows, Tensor(a!) tops, Tensor(b!) sums, "
+        "Tensor(c!) total) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("square_sums", TORCH_BOX(&zpp::square_sums)); }

@@ -1,0 +1,58 @@
+// The operator square_sums on the CPU, for test_squares.py: squares_bindings.cpp as it is,
+// registered under another name for tensors that lie here, and before it a twin of squares.cu that
+// runs the same code of squares.cuh element by element.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "squares.cuh"
+
+namespace zpp {
+
+void square_sum(SquareSums const& plan, int r) {
+  SquaredRow const& row = plan.row[r];
+  for (uint32_t i = 0; i < row.left; ++i) plan.tops[row.top + i] = square_tree(row, i);
+  double sums[FOLDERS];
+  uint32_t left = left_after(row.left, levels_to(row.left, FOLDERS));
+  for (uint32_t i = 0; i < left; ++i) sums[i] = top_tree(row, plan.tops, i);
+  while (left > 1) {
+    uint32_t const half = left_after(left, 1);
+    for (uint32_t i = 0; i < left - half; ++i) sums[i] = sums[i] + sums[i + half];
+    left = half;
+  }
+  plan.sums[r] = left ? sums[0] : 0.0;
+}
+
+int launch_square_sums(SquareSums const& plan, void*) {
+  for (int r = 0; r < plan.rows; ++r) square_sum(plan, r);
+  return 0;
+}
+
+int launch_add_in_order(double const* sums, int64_t count, int64_t rows, double* total, void*) {
+  for (int64_t r = 0; r < rows; ++r) {
+    total[r] = 0.0;
+    for (int64_t i = 0; i < count; ++i) total[r] = total[r] + sums[i * rows + r];
+  }
+  return 0;
+}
+
+struct NoGuard {
+  explicit NoGuard(int32_t) {}
+};
+
+int no_stream(int32_t, void**) { return 0; }
+
+}  // namespace zpp
+
+#define zpp_lab zpp_host_squares
+#define CUDA CPU
+#define is_cuda is_cpu
+#define aoti_torch_get_current_cuda_stream no_stream
+namespace torch::stable::accelerator {
+using NoGuard = zpp::NoGuard;
+}
+#define DeviceGuard NoGuard
+#include "squares_bindings.cpp"

@@ -1,0 +1,162 @@
+"""The kernels for a gradient's sums of squares against `numerics.square_norms`: on the host their
+operator, plans and trees, compiled for tensors on the CPU; where there is a GPU the kernels."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zpp_lab import ops
+from zpp_lab.numerics import square_norms
+from zpp_lab.ops import backend, build, padded_rows, squares
+from zpp_lab.paths import cuda_dir
+
+CXX = shutil.which("g++") or shutil.which("clang++")
+TORCH = Path(torch.__file__).parent
+NO_HOST = CXX is None or not (TORCH / "include" / "torch" / "csrc" / "stable").is_dir()
+on_host = pytest.mark.skipif(NO_HOST, reason="needs a C++ compiler and torch's stable headers")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# around every number of levels: of one thread, of the end, of both kernels
+LENGTHS = [1, 2, 3, 255, 256, 257, 1023, 4097, 32767, 32768, 32769, 65537, 100_003, 299_999]
+LENGTHS += [2**18 - 1, 2**18 + 1, 1_048_577]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """The operator for tensors on the CPU."""
+    target = tmp_path_factory.mktemp("host") / "squares.so"
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{cuda_dir()}"]
+    flags += ["-isystem", str(TORCH / "include"), "-DUSE_CUDA"]
+    flags += [f"-DTORCH_TARGET_VERSION={build.TARGET}"]
+    source = Path(__file__).with_name("host_squares.cpp")
+    libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+    subprocess.run([str(CXX), *flags, str(source), "-o", str(target), *libraries], check=True)
+    torch.ops.load_library(str(target))
+    return torch.ops.zpp_host_squares.square_sums.default
+
+
+@pytest.fixture
+def by_host(host: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squares, "operator", lambda: host)
+
+
+def gradients(lengths: list[int], rows: int, device: str = "cpu") -> list[Tensor]:
+    """Of all sizes, with zeros, from squares that vanish beside others to very large ones; the
+    last row lacks some elements, or all."""
+    made = torch.Generator().manual_seed(len(lengths) + rows)
+    found = []
+    for i, numel in enumerate(lengths):
+        g = torch.randn(rows * numel, generator=made) * 10.0 ** (i % 7 - 3)
+        g[:: i + 3] = 0
+        found.append(g[: rows * numel - min(i, numel)].to(device))
+    return found
+
+
+def wanted(grads: list[Tensor], lengths: list[int], rows: int) -> Tensor:
+    total = torch.zeros(rows, dtype=torch.float64, device=grads[0].device)
+    for g, numel in zip(grads, lengths, strict=True):
+        total = total + square_norms([padded_rows(g, rows, numel)[None]])[0]
+    return total
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    assert a.cpu().view(torch.int64).tolist() == b.cpu().view(torch.int64).tolist()
+
+
+@on_host
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_one_rows_bits_on_the_host(numel: int, by_host: None) -> None:
+    grads = gradients([numel], 1)
+    same(squares.square_sums(grads, [numel], 1), wanted(grads, [numel], 1))
+
+
+@on_host
+@pytest.mark.parametrize("rows", [1, 3])
+def test_many_rows_bits_on_the_host(rows: int, by_host: None) -> None:
+    """More than one launch takes, added in their order."""
+    lengths = [33_000, 5, 1, 0, 512, 70_001] + 170 * [7, 40]
+    grads = gradients(lengths, rows)
+    assert len(lengths) * rows > 2 * squares.ROWS
+    same(squares.square_sums(grads, lengths, rows), wanted(grads, lengths, rows))
+
+
+@on_host
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(bad: float, by_host: None) -> None:
+    grads = gradients([40_000, 9], 2)
+    grads[0][71] = bad
+    total = squares.square_sums(grads, [40_000, 9], 2)
+    assert not total[0].isfinite()
+    assert total[1].isfinite()
+
+
+@on_host
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"grads": [torch.zeros(4).double()]}, "grads: has the wrong dtype"),
+        ({"grads": [torch.zeros(2, 4)[:, ::2]]}, "grads: must be contiguous"),
+        ({"grads": [torch.zeros(9)]}, "one has 9 elements, more than 2 rows of 4"),
+        ({"grads": []}, "grads: must not be empty"),
+        ({"numels": [4, 4]}, "numels: need one for each of 1"),
+        ({"numels": [-1]}, "numels: must be from 0"),
+        ({"tops": torch.zeros(7).double()}, "tops: has 7 elements, needs 8"),
+        ({"sums": torch.zeros(2)}, "sums: has the wrong dtype"),
+        ({"total": torch.zeros(1).double()}, "total: has 1 elements, needs 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], problem: str, host: Callable[..., None]
+) -> None:
+    good = {
+        "grads": [torch.ones(7)],
+        "numels": [4],
+        "rows": 2,
+        "tops": torch.zeros(8).double(),
+        "sums": torch.zeros(2).double(),
+        "total": torch.zeros(2).double(),
+    }
+    host(*good.values())
+    assert good["total"].tolist() == [4.0, 3.0]  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=problem):
+        host(*(good | change).values())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "room"),
+    [
+        ((5,), 1, 5),
+        ((70_000,), 1, 17_500),
+        ((7,), 170, 7 * squares.ROWS),
+        ((3, 9), 100, 100 * 3 + 60 * 9),
+    ],
+)
+def test_room_is_that_of_the_largest_launch(lengths: tuple[int, ...], rows: int, room: int) -> None:
+    assert squares._room(lengths, rows) == room
+
+
+def test_a_cpus_gradients_take_plain_torch() -> None:
+    assert not squares.serves([torch.zeros(3)])
+    assert not squares.serves([])
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_kernels_bits(rows: int) -> None:
+    lengths = [*LENGTHS, 2**22 + 3, 0] + 170 * [7, 4096]
+    grads = gradients(lengths, rows, "cuda")
+    ops.configure("cuda")
+    try:
+        assert squares.serves(grads)
+        found = squares.square_sums(grads, lengths, rows)
+    finally:
+        backend._state.backend = "auto"
+    same(found, wanted(grads, lengths, rows))
