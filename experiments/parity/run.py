@@ -102,7 +102,7 @@ def race(lab: Lab, size: str, case: str, steps: int, repeats: int) -> bool:
         found[key] = hashes
         same &= len(set(hashes)) == 1
         lab.say(f"race {key}: {'equal' if len(set(hashes)) == 1 else 'DIFFERENT'} {hashes[0][:16]}")
-    lab.keep("race", found)
+        lab.keep("race", found)
     return same
 
 
