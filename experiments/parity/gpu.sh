@@ -31,11 +31,11 @@ for part in "$@"; do
     cost) run "${COST:-120}" --parts cost --cost-sizes "${SIZES:-125m,1b}" \
       --priced "${PRICED:-auto}" --cost-steps "${STEPS:-24}" --clusters "${CLUSTERS:-}" ;;
     profile) run "${PROFILE:-60}" --parts profile --profile-size "${SIZE:-1b-long}" ;;
-    race) run "${RACE:-130}" --parts race ${RACE_ARGS:-} ;;
+    race) run "${RACE:-190}" --parts race ${RACE_ARGS:-} ;;
     big) mkdir -p "$out/big"
       limited "${BIG:-120}" $ranks experiments/parity/run.py --out "$out/big" --parts table \
         --sizes 125m ;;
-    kills) limited "${KILLS:-120}" python3 experiments/parity/kills.py --out "$out" \
+    kills) limited "${KILLS:-150}" python3 experiments/parity/kills.py --out "$out" \
       ${KILL_ARGS:-} ;;
     kernels)  # the tests that need a GPU and have not been run on one with all else
       for tests in "tests/ops/test_kernels.py -k beside" tests/cuda/test_adamw.py \

@@ -12,7 +12,7 @@ for case in "$@"; do
   batch=2 keep=false
   [ "$model" = 32_5b ] && batch=1
   [ "${setting%/}" = recompute ] && keep=true
-  timeout -k 5 "$(within "${LIMIT:-90}")" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
+  timeout -k 5 "$(within "${LIMIT:-120}")" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
     experiments/plan/compare.py --out "$out" --name "$case" --steps "${STEPS:-3}" \
     model="$model" recipe="$recipe" model.checkpoint_activations=$keep train.batch_size=$batch \
     cluster="${CLUSTER:-2x2}" engine.gather=flat engine.compile=true data.seq_len=2048 \
