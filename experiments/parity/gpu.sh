@@ -42,7 +42,7 @@ for part in "$@"; do
         "tests/cuda/test_compile.py -k bindings"; do  # the kernels' own build was the first line
         limited "${TESTS:-120}" python3 -m pytest -q -p no:hydra_pytest -p no:cacheprovider $tests
       done ;;
-    update) limited "${UPDATE:-90}" python3 -m tests.optimizers.gpu_update \
+    update) limited "${UPDATE:-150}" python3 -m tests.optimizers.gpu_update \
       --millions "${MILLIONS:-1024}" ;;
     *) echo "no part $part" ;;
   esac
