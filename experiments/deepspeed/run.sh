@@ -21,7 +21,7 @@ fi
 export NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 quiet() { grep -v -i -E "warn|OMP_NUM|\*\*\*\*|return func|^ *$"; }
 gradient() {  # name, arguments
-  timeout -k 5 "$(within "${CHECK:-60}")" torchrun --standalone --nproc-per-node 4 \
+  timeout -k 5 "$(within "${CHECK:-100}")" torchrun --standalone --nproc-per-node 4 \
     experiments/deepspeed/gradient.py --out "$out/$1.json" "${@:2}" 2>&1 |
     tee -a "$out/check.log" | quiet | tail -n 25
 }
