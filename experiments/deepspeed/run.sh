@@ -1,6 +1,7 @@
 # What experiments/deepspeed/README.md reports: bash experiments/deepspeed/run.sh OUT [PART...]
 # Parts: build check study (all without any). From the project's root, on a machine with four NVIDIA
 # GPUs and nvcc; wheels from wheels.sh lie in .whl-ds where DeepSpeed is not installed.
+# Smaller: MODEL (of check), OVERRIDES (of study).
 set -u
 out="${1:?name a folder for the results}"
 shift
@@ -22,7 +23,7 @@ export NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 quiet() { grep -v -i -E "warn|OMP_NUM|\*\*\*\*|return func|^ *$"; }
 gradient() {  # name, arguments
   timeout -k 5 "$(within "${CHECK:-100}")" torchrun --standalone --nproc-per-node 4 \
-    experiments/deepspeed/gradient.py --out "$out/$1.json" "${@:2}" 2>&1 |
+    experiments/deepspeed/gradient.py --out "$out/$1.json" ${MODEL:+--model "$MODEL"} "${@:2}" 2>&1 |
     tee -a "$out/check.log" | quiet | tail -n 25
 }
 for part in $parts; do
