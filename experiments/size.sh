@@ -30,7 +30,7 @@ arm() {  # study, arm, overrides: its run of seed SEED; what it wrote is packed,
   else
     timeout -k 20 "$limit" $zpp study "$study" --arms "$arm" --alone --seeds "$seed" \
       --dir "runs/$study" "$@" 2>&1 | grep -v "no report" | tail -n 4
-    grep -h "start-up" "$run/log.txt"
+    grep -hs "start-up" "$run/log.txt"
     say "$study $arm seed $seed"
   fi
   pack "$study"
