@@ -1,7 +1,8 @@
 # Sourced by the scripts of the studies of size, from the project's root on a machine with GPUs.
 source experiments/kernels/env.sh
 export PYTHONPATH="$PWD/experiments:$PYTHONPATH"
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 export PYTORCH_CUDA_ALLOC_CONF="${ALLOC-expandable_segments:True}"
 zpp="python3 -m zpp_lab.cli"
 
@@ -17,19 +18,25 @@ ready() {  # study, overrides: kernels and token files, side by side; a second c
   say "ready"
 }
 
-arm() {  # study, arm, overrides: one arm within LIMIT seconds; what it wrote is packed either way
-  local study=$1 arm=$2
+arm() {  # study, arm, overrides: its run of seed SEED; what it wrote is packed, finished or not
+  local study=$1 arm=$2 seed=${SEED:-1} limit
+  local run=runs/$study/$arm/seed$seed
   shift 2
-  timeout -k 20 "$LIMIT" $zpp study "$study" --arms "$arm" --alone --seeds "${SEEDS:-1}" \
-    --dir "runs/$study" "$@" 2>&1 | grep -v "no report" | tail -n 4
-  for log in runs/"$study"/"$arm"/seed*/log.txt; do grep -h "start-up" "$log"; done
+  limit=$(within "$LIMIT")
+  if [ -f "$run/summary.json" ]; then
+    say "$study $arm seed $seed: finished before"
+  elif [ "$limit" -lt $((LIMIT * 5 / 6)) ]; then  # the machine would take it away half-way
+    say "$study $arm seed $seed: not begun, $limit s are left"
+  else
+    timeout -k 20 "$limit" $zpp study "$study" --arms "$arm" --alone --seeds "$seed" \
+      --dir "runs/$study" "$@" 2>&1 | grep -v "no report" | tail -n 4
+    grep -hs "start-up" "$run/log.txt"
+    say "$study $arm seed $seed"
+  fi
   pack "$study"
-  say "$study $arm"
 }
 
 pack() {  # folder below runs: every small file of its runs
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "runs/$1/gpus.txt" 2> /dev/null
-  # beside its place and then renamed: a call that is cut here leaves the archive before
-  tar czf "$out/.$1.tmp" --exclude=checkpoints --exclude=wandb -C runs "$1" &&
-    mv "$out/.$1.tmp" "$out/$1.tar.gz"
+  packed "$out/$1.tar.gz" --exclude=checkpoints --exclude=wandb -C runs "$1"
 }

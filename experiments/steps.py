@@ -24,6 +24,7 @@ from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.footprint import GIB, peak_gib
 from zpp_lab.launcher import connect
 from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.place import die_with_parent
 
 VOCAB = 32000
 
@@ -43,6 +44,7 @@ class Measured:
 
 def start(config: Config) -> torch.device:
     """Join the other ranks."""
+    die_with_parent()
     connect(config)
     ops.configure(config.ops.backend)
     return pick_device(config.engine)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +100,42 @@ def test_real_nodes_are_left_alone() -> None:
     alone = {"RANK": "1", "LOCAL_RANK": "1"}
     see_own_node(alone, ClusterConfig(nodes=1, gpus_per_node=2))
     assert "CUDA_VISIBLE_DEVICES" not in alone
+
+
+RANK = """
+import sys, time
+from zpp_lab.place import die_with_parent
+die_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(rank.pid, flush=True)
+rank.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word to a child is Linux's")
+def test_a_rank_in_a_session_of_its_own_ends_with_its_launcher() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.kill()
+    launcher.wait()
+    for _ in range(500):
+        if not Path(f"/proc/{rank}").exists() or "Z" in status(rank):
+            return
+        time.sleep(0.02)
+    pytest.fail("the rank goes on without its launcher")
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

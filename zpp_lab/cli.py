@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-ALONE = "with --arms: without their baselines, which run elsewhere; the study keeps all arms"
+ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 SPEED = "results.csv of `bench step`: speeds of a study's arms; the study keeps a copy"
 MACHINE = "figures of `bench calibrate`, or a name such as h200: predicted speeds too"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
@@ -240,9 +240,8 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.study import run_study
     from zpp_lab.study.selection import matching, some_arms
 
-    changes: dict[str, object] = {}
-    if args.seeds:
-        changes["seeds"] = _numbers(args.seeds)
+    seeds = _numbers(args.seeds) if args.seeds else []
+    changes: dict[str, object] = {"seeds": seeds} if seeds and not args.alone else {}
     study = load_study(args.name, changes, overrides)
     if args.alone and not args.arms:
         raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
@@ -266,6 +265,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         retry=args.retry,
         launcher=args.launcher,
         arms=matching(study, patterns) if args.alone else (),
+        seeds=seeds if args.alone else (),
         until=_until(args.piece),
     )
     if not outcome.unfinished and not outcome.waiting:

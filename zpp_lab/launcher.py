@@ -11,9 +11,7 @@ Ranks that somebody else started watch each other (`pulse.py`).
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import tempfile
 import traceback
@@ -31,14 +29,13 @@ import yaml
 from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer
 from zpp_lab.config import Config, load
 from zpp_lab.piece import UNFINISHED
-from zpp_lab.place import check_place, enter, placed, see_own_node
+from zpp_lab.place import check_place, die_with_parent, enter, placed, see_own_node
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
-_PR_SET_PDEATHSIG = 1
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
 
@@ -198,19 +195,11 @@ def leave() -> None:
         _end_now(0)
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the launcher ends, even by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
-
-
 def main(path: str) -> None:
     """A rank's process: the config's file is all it is told."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    _die_with_parent()
+    die_with_parent()
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:
         record(join)(config)  # it notes the message for the launcher

@@ -7,12 +7,17 @@ node. One machine may stand for a cluster of several nodes: then only the number
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from zpp_lab.config import ClusterConfig
 
 Variables = Mapping[str, str]
+_PR_SET_PDEATHSIG = 1
 
 
 def placed(environment: Variables) -> bool:
@@ -30,6 +35,17 @@ def _in_srun(environment: Variables) -> bool:
 def _tasks(environment: Variables) -> int:
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     return int(tasks) if tasks.isdigit() else 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this rank when its launcher ends, even by SIGKILL (Linux).
+
+    Elastic launchers give ranks sessions of their own, so nothing else would end them then.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
 
 
 def enter(environment: MutableMapping[str, str]) -> None:

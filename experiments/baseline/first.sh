@@ -13,10 +13,10 @@ for recipe in "$@"; do
   for start in cold warm ${PROFILE:+profile}; do
     profile=""
     [ "$start" = profile ] && profile="--profile $out/$model-$recipe.txt"
-    timeout -k 5 "${LIMIT:-150}" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
+    timeout -k 5 "$(within "${LIMIT:-150}")" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
       experiments/baseline/first.py --out "$out" --name "$model $recipe $start" $profile \
-      "model=$model" "recipe=$recipe" ${OVERRIDES:-} > "$out/$model-$recipe-$start.log" 2>&1
-    grep -hE "^$model |Error|error" "$out/$model-$recipe-$start.log" | cut -c1-300
+      "model=$model" "recipe=$recipe" ${OVERRIDES:-} 2>&1 | tee -a "$out/log.txt" |
+      grep -E "^$model |Error|error" | cut -c1-300
     say "$model $recipe $start"
   done
 done

@@ -10,9 +10,9 @@ for part in "$@"; do
   model="${part%%:*}"
   settings="${part#*:}"
   [ "$settings" = "$part" ] && settings=eager,fused_adamw,flash,compile,chunked_loss,keep,deterministic
-  timeout -k 5 "${LIMIT:-180}" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
+  timeout -k 5 "$(within "${LIMIT:-180}")" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
     experiments/baseline/run.py --out "$out" --model "$model" --settings "$settings" \
-    --steps "${STEPS:-6}" ${OVERRIDES:-} 2>&1 | tee "$out/$model.log" | grep -E "^$model |Error|error" |
+    --steps "${STEPS:-6}" ${OVERRIDES:-} 2>&1 | tee -a "$out/log.txt" | grep -E "^$model |Error|error" |
     cut -c1-400
   say "$model"
 done

@@ -1,13 +1,18 @@
 # The controls of the studies whose settings differ from those of `bits`: bash experiments/bits/controls.sh OUT
 # WORLD, SCALE: seconds after which that study is asked to stop; the same command goes on from there.
-# Both studies run side by side.
+# Both studies run side by side. Smaller, without a GPU: SEEDS, JOBS, OVERRIDES, SIZES.
 out="${1:?name a folder for the results}"
 mkdir -p "$out"
-python3 -m zpp_lab.cli build 2>&1 | tail -n 1
+source experiments/kernels/env.sh
+settings=(tracking.wandb=off ${OVERRIDES:-})
+if nvidia-smi > /dev/null 2>&1; then
+  python3 -m zpp_lab.cli build 2>&1 | tail -n 1
+  settings+=(ops.backend=cuda)
+fi
 study() {  # name, seconds, arms
-  timeout -k 20 "$2" python3 -m zpp_lab.cli study "$1" --arms "$3" --jobs 6 --dir "runs/$1" \
-    ops.backend=cuda tracking.wandb=off >"$out/$1.log" 2>&1
-  tar czf "$out/$1.tar.gz" --exclude=checkpoints -C runs "$1"
+  timeout -k 20 "$(within "$2")" python3 -m zpp_lab.cli study "$1" --arms "$3" --jobs "${JOBS:-6}" \
+    --dir "runs/$1" ${SEEDS:+--seeds "$SEEDS"} "${settings[@]}" > "$out/$1.log" 2>&1
+  packed "$out/$1.tar.gz" --exclude=checkpoints -C runs "$1"
   tail -n 15 "$out/$1.log"
   echo "$1: $SECONDS s"
 }

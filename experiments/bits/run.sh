@@ -4,10 +4,11 @@
 # The archive leaves checkpoints out; `zpp-lab report` builds the report from it on any machine.
 out="${1:?name a folder for the results}"
 mkdir -p "$out"
+source experiments/kernels/env.sh
 python3 -m zpp_lab.cli build > "$out/build.log" 2>&1 &  # the first runs wait for it
-timeout -k 30 "${LIMIT:-3600}" python3 -m zpp_lab.cli study bits --dir runs/bits \
+timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study bits --dir runs/bits \
   ops.backend=cuda tracking.wandb=off "${@:2}" 2>&1 | tee "$out/study.log"
 tail -n 3 "$out/build.log"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >> "$out/study.log"
-tar czf "$out/bits.tar.gz" --exclude=checkpoints -C runs bits
+packed "$out/bits.tar.gz" --exclude=checkpoints -C runs bits
 echo "study and archive: $SECONDS s"

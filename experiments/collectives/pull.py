@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zpp_lab.collectives.symmetric import SymmetricMemory
 from zpp_lab.machine import machine_facts, versions
+from zpp_lab.place import die_with_parent
 
 MIB = 2**20
 SIZES = (1 / 16, 1 / 4, 1, 4, 16, 64, 160)  # MiB from each peer
@@ -33,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    die_with_parent()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -30,6 +30,7 @@ from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.deepspeed import load_deepspeed
 from zpp_lab.launcher import connect
 from zpp_lab.models import build_model
+from zpp_lab.place import die_with_parent
 
 G4 = ["recipe=base", "recipe.name=g4", "recipe.hops=2", "recipe.grads.bits=4"]
 SCALE = 2.0**16  # of the loss in fp16: DeepSpeed's first
@@ -56,6 +57,7 @@ def main() -> None:
     asked = parser.parse_args()
     device = "cuda" if Path("/dev/nvidia0").exists() else "cpu"  # CUDA must not start yet
     config = settings(asked.model, asked.whole_host, "bf16", device)
+    die_with_parent()
     rank = connect(config)
     rows = [] if asked.whole_host else table(config)
     rows.append(engine_row(config))

@@ -1,46 +1,50 @@
 # What experiments/deepspeed/README.md reports: bash experiments/deepspeed/run.sh OUT [PART...]
 # Parts: build check study (all without any). From the project's root, on a machine with four NVIDIA
 # GPUs and nvcc; wheels from wheels.sh lie in .whl-ds where DeepSpeed is not installed.
+# Smaller: MODEL (of check), OVERRIDES (of study).
 set -u
 out="${1:?name a folder for the results}"
 shift
 parts="${*:-build check study}"
 mkdir -p "$out"
 source experiments/kernels/env.sh
+gpu=$(nvidia-smi > /dev/null 2>&1 && echo yes)
 if [ -d .whl-ds ]; then
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-    --target .site-ds .whl-ds/*.whl && export PYTHONPATH="$PYTHONPATH:$PWD/.site-ds"
+  [ -d .site-ds ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+    --target .site-ds .whl-ds/*.whl
+  export PYTHONPATH="$PYTHONPATH:$PWD/.site-ds"
   export PATH="$PWD/.site-ds/bin:$PATH"  # ninja
 fi
-if [ -z "${TORCH_CUDA_ARCH_LIST:-}" ]; then
+if [ "$gpu" ] && [ -z "${TORCH_CUDA_ARCH_LIST:-}" ]; then
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
   export TORCH_CUDA_ARCH_LIST
 fi
-export NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS=4
+export NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 quiet() { grep -v -i -E "warn|OMP_NUM|\*\*\*\*|return func|^ *$"; }
 gradient() {  # name, arguments
-  timeout -k 5 "${CHECK:-60}" torchrun --standalone --nproc-per-node 4 \
-    experiments/deepspeed/gradient.py --out "$out/$1.json" "${@:2}" 2>&1 |
-    tee "$out/$1.log" | quiet | tail -n 25
+  timeout -k 5 "$(within "${CHECK:-100}")" torchrun --standalone --nproc-per-node 4 \
+    experiments/deepspeed/gradient.py --out "$out/$1.json" ${MODEL:+--model "$MODEL"} "${@:2}" 2>&1 |
+    tee -a "$out/check.log" | quiet | tail -n 25
 }
 for part in $parts; do
   echo "== $part"
   began=$SECONDS
   case $part in
     build)  # DeepSpeed's quantizer and our kernels, side by side
-      timeout -k 5 "${BUILD:-150}" python3 -c "
+      [ "$gpu" ] || continue
+      timeout -k 5 "$(within "${BUILD:-150}")" python3 -c "
 from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" \
         > "$out/build-deepspeed.log" 2>&1 &
-      timeout -k 5 "${BUILD:-150}" python3 -m zpp_lab.cli build > "$out/build.log" 2>&1
+      timeout -k 5 "$(within "${BUILD:-150}")" python3 -m zpp_lab.cli build > "$out/build.log" 2>&1
       wait
       tail -qn 2 "$out/build-deepspeed.log" "$out/build.log" ;;
     check)
       gradient gradient
       gradient whole-host --whole-host ;;
     study)
-      timeout -k 20 "${STUDY:-330}" python3 -m zpp_lab.cli study deepspeed --dir runs/deepspeed \
-        tracking.wandb=off 2>&1 | tee "$out/study.log" | quiet | tail -n 40
-      tar czf "$out/deepspeed.tar.gz" --exclude=checkpoints -C runs deepspeed ;;
+      timeout -k 20 "$(within "${STUDY:-330}")" python3 -m zpp_lab.cli study deepspeed \
+        --dir runs/deepspeed tracking.wandb=off ${OVERRIDES:-} 2>&1 | tee "$out/study.log" | quiet | tail -n 40
+      packed "$out/deepspeed.tar.gz" --exclude=checkpoints -C runs deepspeed ;;
     *) echo "no part $part" ;;
   esac
   echo "== $part: $((SECONDS - began)) s"

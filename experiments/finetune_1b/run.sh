@@ -15,16 +15,15 @@ if [ "${GPUS:-1}" -gt 1 ]; then
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
   settings+=(engine=fsdp engine.ordered=true)
 fi
-if command -v nvidia-smi > /dev/null; then
+if nvidia-smi > /dev/null 2>&1; then
   python3 -m zpp_lab.cli build > "$out/build.log" 2>&1
   tail -n 2 "$out/build.log"
   settings+=(ops.backend=cuda)
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "$out/machine.log"
 fi
 for study in ${STUDIES:-finetune_350m finetune_1b}; do
-  timeout -k 30 "${LIMIT:-3600}" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
+  timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
     "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
-  tar czf "$out/.$study.tmp" --exclude=checkpoints -C runs "$study" &&
-    mv "$out/.$study.tmp" "$out/$study.tar.gz"  # a call that is cut here leaves the one before
+  packed "$out/$study.tar.gz" --exclude=checkpoints -C runs "$study"
   echo "$study: $SECONDS s so far"
 done

@@ -15,6 +15,7 @@ source experiments/size.sh
 first="runs/${STUDY}_base"
 
 base() {  # pretraining with plain ZeRO-3, of the study's own model and speed settings
+  if [ -f "$first/summary.json" ]; then say "base: finished before" && return; fi
   mapfile -t settings < <(python3 - "$STUDY" << 'END'
 import sys
 from zpp_lab.compose import load_study
@@ -24,15 +25,15 @@ data = load_study("pretrain_13b_mini" if small else "pretrain_13b").overrides
 print(*found, *(o for o in data if o.startswith("data")), "recipe=zero3", sep="\n")
 END
   )
-  OMP_NUM_THREADS=16 $zpp prepare "${STUDY/finetune_30b/pretrain_13b}" 2>&1 | tee "$out/prepare.log"
+  OMP_NUM_THREADS=16 $zpp prepare "${STUDY/finetune_30b/pretrain_13b}" 2>&1 | tee -a "$out/prepare.log"
   mkdir -p "$first"
   cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
   $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
-  timeout -k 20 "${BASE_LIMIT:-400}" $zpp train "${settings[@]}" run.dir="$first" \
+  timeout -k 20 "$(within "${BASE_LIMIT:-400}")" $zpp train "${settings[@]}" run.dir="$first" \
     train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS * 2 / 3)) train.lr=3e-5 \
     train.eval_every="$BASE_STEPS" train.keep_checkpoints=2 \
     train.checkpoint_weights_only=true 2>&1 | tail -n 4
-  tar czf "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"
+  packed "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"
   say "base"
 }
 
@@ -40,6 +41,10 @@ build > "$out/build.log" 2>&1 &
 for part in "$@"; do
   if [ "$part" = base ]; then base; continue; fi
   wait
+  if ! [ -f "$first/summary.json" ]; then
+    say "$part: not begun, $first has not finished: give the part base first"
+    continue
+  fi
   start=$(printf '%s\n' "$first"/checkpoints/step-* | tail -n 1)
   arm "$STUDY" "$part" model.start="$start" ${OVERRIDES:-}
 done

@@ -1,35 +1,49 @@
 # Checks of the real engine on one machine with four GPUs: bash experiments/parity/gpu.sh OUT PART...
-# Each part has its own time limit, so that one that hangs costs no other its turn.
+# Each part has its own time limit, so that one that hangs costs no other its turn. OUT/log.txt has
+# what every part said, to its end; the screen the last lines. Without GPUs it runs over gloo: make
+# it small with TABLE_SIZE, RACE_ARGS, SIZE, SIZES, KILL_ARGS.
 set -u
 out=$1
 shift
 source experiments/kernels/env.sh
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 mkdir -p "$out"
-time python3 -m zpp_lab.cli build
-ranks="torchrun --standalone --nproc-per-node 4"
-quiet() { grep -v -i -E "warn|OMP_NUM|\*\*\*\*|^ *$"; }
-run() {  # seconds, folder, arguments of run.py
-  timeout -k 5 "$1" $ranks experiments/parity/run.py --out "$out/$2" "${@:3}" 2>&1 |
-    tee "$out/$2.log" | quiet | tail -n "${LINES_SHOWN:-40}"
+gpu=$(nvidia-smi > /dev/null 2>&1 && echo yes)
+if [ "$gpu" ]; then time python3 -m zpp_lab.cli build; fi
+ranks="torchrun --standalone --nproc-per-node ${RANKS:-4}"
+shown() { tee -a "$out/log.txt" | grep -v -i -E "warn|OMP_NUM|\*\*\*\*|^ *$" | tail -n "${LINES_SHOWN:-40}" | cut -c1-600; }
+limited() {  # seconds, command: into the log, and its end to the screen
+  timeout -k 5 "$(within "$1")" "${@:2}" 2>&1 | shown
+}
+run() {  # seconds, arguments of run.py
+  limited "$1" $ranks experiments/parity/run.py --out "$out" "${@:2}"
 }
 for part in "$@"; do
-  echo "== $part"
+  echo "== $part" | tee -a "$out/log.txt"
   began=$SECONDS
   case $part in
-    pull) timeout -k 5 60 $ranks experiments/collectives/pull.py --out "$out" 2>&1 | quiet ;;
-    bench) timeout -k 5 "${BENCH:-90}" python3 -m zpp_lab.cli bench collectives --nodes 1,2 \
+    pull) limited 60 $ranks experiments/collectives/pull.py --out "$out" ;;
+    bench) limited "${BENCH:-90}" python3 -m zpp_lab.cli bench collectives --nodes 1,2 \
       --transports "${TRANSPORTS:-groups,peer}" --mib "${MIB:-1,4,16,64,640}" \
-      --bits "${BITS:-8,6,4,2}" --calls "${CALLS:-12}" --out "$out/collectives.json" 2>&1 | quiet ;;
-    table) run "${TABLE:-150}" table --parts table --sizes tiny --cases "${CASES:-all}" \
-      --transport "${TRANSPORT:-auto}" ;;
-    cost) run "${COST:-120}" cost --parts cost --cost-sizes "${SIZES:-125m,1b}" \
+      --bits "${BITS:-8,6,4,2}" --calls "${CALLS:-12}" --out "$out/collectives.json" ;;
+    table) run "${TABLE:-150}" --parts table --sizes "${TABLE_SIZE:-tiny}" \
+      --cases "${CASES:-all}" --transport "${TRANSPORT:-auto}" ;;
+    cost) run "${COST:-120}" --parts cost --cost-sizes "${SIZES:-125m,1b}" \
       --priced "${PRICED:-auto}" --cost-steps "${STEPS:-24}" --clusters "${CLUSTERS:-}" ;;
-    profile) run "${PROFILE:-60}" profile --parts profile --profile-size "${SIZE:-1b-long}" ;;
-    race) run "${RACE:-130}" race --parts race ;;
-    big) run "${BIG:-120}" big --parts table --sizes 125m ;;
-    kills) timeout -k 5 "${KILLS:-120}" python3 experiments/parity/kills.py --out "$out/kills" 2>&1 |
-      quiet | cut -c1-600 ;;
+    profile) run "${PROFILE:-60}" --parts profile --profile-size "${SIZE:-1b-long}" ;;
+    race) run "${RACE:-190}" --parts race ${RACE_ARGS:-} ;;
+    big) mkdir -p "$out/big"
+      limited "${BIG:-120}" $ranks experiments/parity/run.py --out "$out/big" --parts table \
+        --sizes 125m ;;
+    kills) limited "${KILLS:-150}" python3 experiments/parity/kills.py --out "$out" \
+      ${KILL_ARGS:-} ;;
+    kernels)  # the tests that need a GPU and have not been run on one with all else
+      for tests in "tests/ops/test_kernels.py -k beside" tests/cuda/test_adamw.py \
+        "tests/cuda/test_compile.py -k bindings"; do  # the kernels' own build was the first line
+        limited "${TESTS:-120}" python3 -m pytest -q -p no:hydra_pytest -p no:cacheprovider $tests
+      done ;;
+    update) limited "${UPDATE:-150}" python3 -m tests.optimizers.gpu_update \
+      --millions "${MILLIONS:-1024}" ;;
     *) echo "no part $part" ;;
   esac
   echo "== $part: $((SECONDS - began)) s"

@@ -82,7 +82,7 @@ class Chain:
                      "seconds to end": round(time.monotonic() - killed, 2), "exit code": code}
                 )  # fmt: skip
                 print(f"{self.folder.name}: {done[-1]}", flush=True)
-        assert self.start().wait(timeout=120) == 0, f"{self.folder} did not end; see its log"
+        assert self.start().wait(timeout=300) == 0, f"{self.folder} did not end; see its log"
         print(f"{self.folder.name}: ended", flush=True)
         return done
 

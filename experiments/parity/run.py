@@ -33,6 +33,7 @@ from speed import cost, profile
 from tests.engines.fsdp_parity import CASES, differs
 from zpp_lab.api import init
 from zpp_lab.config import ClusterConfig
+from zpp_lab.place import die_with_parent
 
 
 def table(lab: Lab, sizes: list[str], cases: list[str], steps: int) -> bool:
@@ -101,7 +102,7 @@ def race(lab: Lab, size: str, case: str, steps: int, repeats: int) -> bool:
         found[key] = hashes
         same &= len(set(hashes)) == 1
         lab.say(f"race {key}: {'equal' if len(set(hashes)) == 1 else 'DIFFERENT'} {hashes[0][:16]}")
-    lab.keep("race", found)
+        lab.keep("race", found)
     return same
 
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--clusters", default="", help="shapes such as 2x2; all by default")
     parser.add_argument("--cost-steps", type=int, default=24)
     args = parser.parse_args()
+    die_with_parent()
     lab = Lab(init(), args.out, args.transport)
     lab.priced = args.priced.split(",")
     lab.only = args.clusters.split(",") if args.clusters else []

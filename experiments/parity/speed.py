@@ -94,9 +94,9 @@ def profile(lab: Lab, size: str) -> None:
         if lab.rank == 0:
             lab.out.mkdir(parents=True, exist_ok=True)
             prof.export_chrome_trace(str(lab.out / f"trace-{key.replace(' ', '-')}.json.gz"))
+        lab.keep("profile", found)
         del engine, prof
         free()
-    lab.keep("profile", found)
 
 
 def overlap(prof: torch.profiler.profile) -> dict[str, Any]:

@@ -18,12 +18,12 @@ for case in "$@"; do
     bf16 | 8bit) moments="${setting%/}" ;;
     *) echo "$case: no setting ${setting%/}; recompute, bf16 or 8bit" >&2; continue ;;
   esac
-  timeout -k 5 "${LIMIT:-90}" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
+  timeout -k 5 "$(within "${LIMIT:-120}")" torchrun --standalone --nproc-per-node "${RANKS:-4}" \
     experiments/plan/compare.py --out "$out" --name "$case" --steps "${STEPS:-3}" \
     model="$model" recipe="$recipe" model.checkpoint_activations=$keep train.batch_size=$batch \
     train.optimizer_state=$moments \
     cluster="${CLUSTER:-2x2}" engine.gather=flat engine.compile=true data.seq_len=2048 \
     train.param_dtype=bf16 train.reduce_dtype=bf16 ${OVERRIDES:-engine.transport=peer} 2>&1 |
-    tee "$out/${case//\//-}.log" | grep -E "planned|Error|error" | cut -c1-400
+    tee -a "$out/log.txt" | grep -E "planned|Error|error" | cut -c1-400
   say "$case"
 done

@@ -3,13 +3,14 @@
 # capitals make it smaller, for a try without a GPU.
 out="${1:?name a folder for the results}"
 mkdir -p "$out"
+source experiments/kernels/env.sh
 big="model=${BIG:-350m} cluster=${CLUSTER:-8x8} data.seq_len=${LENGTH:-1024} train.param_dtype=bf16"
 small="model=${SMALL:-10m} cluster=${CLUSTER:-8x8} data.seq_len=${SHORT:-256} train.batch_size=2
   train.param_dtype=bf16 train.reduce_dtype=bf16"
 recipes=zero3,zeropp,qsdp,g8_4_hadamard
 
 part() {  # seconds, log, command
-  timeout -k 5 "$1" "${@:3}" > "$out/$2.log" 2>&1
+  timeout -k 5 "$(within "$1")" "${@:3}" > "$out/$2.log" 2>&1
   echo "$2: exit $?, at $SECONDS s"
   grep -v -i warn "$out/$2.log" | tail -n 12
 }

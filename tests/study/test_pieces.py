@@ -17,6 +17,7 @@ from zpp_lab.config import Config, StudyConfig
 from zpp_lab.piece import PAUSED, UNFINISHED
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.outcome import StudyOutcome
+from zpp_lab.study.runs import read_study
 
 ENTRY = "tests.study.test_pieces:run"
 
@@ -33,12 +34,25 @@ def run(config: Config) -> Any:
 
 
 def launch(
-    what: StudyConfig, root: Path, *, arms: tuple[str, ...] = (), seconds: float | None = None
+    what: StudyConfig,
+    root: Path,
+    *,
+    arms: tuple[str, ...] = (),
+    seeds: tuple[int, ...] = (),
+    seconds: float | None = None,
 ) -> tuple[StudyOutcome, str]:
     out = io.StringIO()
     until = None if seconds is None else time.time() + seconds
     outcome = run_study(
-        what, root, 1, arms=arms, until=until, compose=fake_compose, entry=ENTRY, stream=out
+        what,
+        root,
+        1,
+        arms=arms,
+        seeds=seeds,
+        until=until,
+        compose=fake_compose,
+        entry=ENTRY,
+        stream=out,
     )
     return outcome, out.getvalue()
 
@@ -52,6 +66,14 @@ def test_some_arms_alone(tmp_path: Path) -> None:
     assert started(tmp_path)[2:] == ["zero3 1", "zero3 2"]
     with pytest.raises(ValueError, match="no arm 'c'; arms: zero3, a, b"):
         launch(what, tmp_path, arms=("a", "c"))
+
+
+def test_some_seeds_alone(tmp_path: Path) -> None:
+    """The study's own seeds are what a report counts, whichever of them ran here."""
+    what = study("zero3", "a")
+    launch(what, tmp_path, arms=("a",), seeds=(2,))
+    assert started(tmp_path) == ["a 2"]
+    assert read_study(tmp_path) == what
 
 
 def test_out_of_time_and_on_again(tmp_path: Path) -> None:

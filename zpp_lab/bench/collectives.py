@@ -270,14 +270,18 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
                 bench.size(mib)
             rows += bench.rows
             torch.cuda.empty_cache()
-    if dist.get_rank() == 0 and args.out:
-        facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        results = {**facts, "results": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+            if dist.get_rank() == 0 and args.out:  # what is known, should time end here
+                _keep(args.out, rows)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def _keep(out: Path, rows: list[Row]) -> None:
+    facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    results = {**facts, "results": [asdict(row) for row in rows]}
+    out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from zpp_lab.place import die_with_parent
+
 
 def start(module: str, argv: Sequence[str], ranks: int) -> None:
     """Run `python -m module argv` as so many ranks; returns when they have ended."""
@@ -22,6 +24,7 @@ def start(module: str, argv: Sequence[str], ranks: int) -> None:
 
 def join(on_gpu: bool) -> torch.device:
     """Joins the ranks; this one's device."""
+    die_with_parent()
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

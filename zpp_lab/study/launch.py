@@ -40,6 +40,7 @@ def run_study(
     retry: bool = False,
     launcher: str | None = None,
     arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
     until: float | None = None,
     compose: Compose | None = None,
     entry: str = ENTRY,
@@ -52,7 +53,7 @@ def run_study(
     jobs: runs side by side; 0 takes study.jobs, and if that is 0 too as many as fit.
     retry: also start the runs again that diverged or failed too often.
     launcher: a Hydra launcher (conf/hydra/launcher, such as slurm) in place of this machine.
-    arms: those to run now; the study keeps the others, and adds no seeds. Empty: all.
+    arms, seeds: those to run now; the study keeps the others, and adds none. Empty: all.
     until: unix time before which running runs stop, each with a checkpoint; for this machine.
     compose, entry: other than Hydra's compose and the trainer only in tests.
     Raises ValueError before anything runs for a config that does not compose, for a folder
@@ -63,7 +64,7 @@ def run_study(
     if until is not None and launcher is not None:
         raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
     first = planner.prepare()
-    runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), study.seeds))]
+    runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
@@ -76,7 +77,7 @@ def run_study(
         executor.run([run for run in todo if run.prepares], stop)
         ready = _ready(first, progress, stop)
         executor.run([run for run in todo if ready and not run.prepares], stop)
-        while ready and not (arms or stop.requested or _over(until, executor)):
+        while ready and not (arms or seeds or stop.requested or _over(until, executor)):
             more = _more(planner, root)
             if not more:
                 break

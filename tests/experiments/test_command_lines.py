@@ -1,0 +1,291 @@
+"""Every command that the experiments' scripts and pages give is one that there is.
+
+Scripts and the command lines of the pages run in bash with recorders in place of python3, torchrun
+and zpp-lab. What was recorded is then read as the command would read it: options by its own
+parser, settings by Hydra. So a name that is gone fails here, not on a machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zpp_lab import cli, compose
+from zpp_lab.bench import step_arms
+from zpp_lab.recipe import Recipe
+from zpp_lab.study.plan import run_overrides
+from zpp_lab.study.selection import matching
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(ROOT.glob("experiments/*/README.md"))
+RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
+# A program that says what it was told. Programs on standard input are real.
+RECORDER = """#!/bin/bash
+if [ "$1" = - ]; then exec "$REAL_PYTHON" "$@"; fi
+{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "$RECORD"
+"""
+# What the scripts can be told beyond what the pages show.
+MORE = [
+    "bash experiments/pretrain_13b/run.sh OUT zero3 zero3_reordered w8 w6 zeropp g8_4_hadamard",
+    "STUDY=pretrain_13b_mini bash experiments/pretrain_13b/run.sh OUT broken resume",
+    "STUDY=finetune_30b_mini bash experiments/finetune_30b/run.sh OUT base w4",
+    "bash experiments/plan/run.sh OUT 32_5b/w8/recompute 6_7b/zero3",
+    "PROFILE=1 bash experiments/baseline/first.sh OUT 13b zeropp",
+    "bash experiments/parity/gpu.sh OUT pull bench table cost profile race big kills",
+    "bash experiments/parity/gpu.sh OUT kernels update",
+    "bash experiments/speed/run.sh OUT 2x2 1x4 4x1",
+    "bash experiments/bits/controls.sh OUT",
+    "bash experiments/bits/run.sh OUT",
+    "bash experiments/virtual/run.sh OUT",
+    "bash experiments/deepspeed/run.sh OUT build check study",
+    "bash experiments/finetune_1b/run.sh OUT",
+    "STUDIES=finetune_1b_mini GPUS=4 bash experiments/finetune_1b/run.sh OUT",
+    "bash experiments/qexport/run.sh OUT --seeds 1 --no-folders",
+    "bash experiments/kernels/run.sh OUT",
+    "zpp-lab bench calibrate --out OUT/machine.json",
+]
+composed = cache(lambda words: compose.compose(list(words)))  # a fifth of a second each
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_arms, "compose", lambda words: composed(tuple(words)))
+
+
+def shell_lines(page: Path) -> list[str]:
+    """The page's commands: lines of its indented blocks, continued ones joined."""
+    joined = re.sub(r" \\\n\s+", " ", page.read_text())
+    lines = [line.strip() for line in joined.splitlines() if line.startswith("    ")]
+    lines = [line for line in lines if not re.search(r"/(wheels|iproute)\.sh", line)]  # download
+    start = re.compile(r"(\w+=\S+ )*(bash experiments/|zpp-lab |python experiments/|torchrun )")
+    return [re.sub(r"\s+#.*", "", line) for line in lines if start.match(line)]
+
+
+EVERY = [*MORE, *sorted({line for page in PAGES for line in shell_lines(page)})]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the project's root, with the recorders in bin/."""
+    folder = tmp_path_factory.mktemp("place")
+    for name in ("experiments", "zpp_lab", "conf", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "recorder").write_text(RECORDER)
+    (folder / "bin" / "recorder").chmod(0o755)
+    for name in RECORDED:
+        (folder / "bin" / name).symlink_to("recorder")
+    left = ["data_cache/installation-bpe-x/tokenizer.json"]  # what the commands would leave
+    for base in ("runs/finetune_30b_base", "runs/finetune_30b_mini_base"):
+        left += [f"{base}/summary.json", f"{base}/checkpoints/step-00000120/x"]
+    for name in left:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}\n")
+    return folder
+
+
+def recorded(line: str, place: Path) -> list[list[str]]:
+    """The commands that a line of bash gives."""
+    record = place / "record"
+    record.write_bytes(b"")
+    kept = {k: v for k, v in os.environ.items() if k not in ("CALL", "CALL_END", "LIMIT")}
+    own = {"PATH": f"{place}/bin:{os.environ['PATH']}", "RECORD": str(record)}
+    own |= {"REAL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(
+        ["bash", "-c", line], cwd=place, env=kept | own, capture_output=True, text=True, check=False
+    )
+    assert "command not found" not in said.stderr, said.stderr
+    assert "unbound variable" not in said.stderr, said.stderr
+    assert "syntax error" not in said.stderr, said.stderr
+    every = record.read_text().split("\n\0")[:-1]
+    return [one.split("\0")[:-1] for one in every]
+
+
+@pytest.mark.parametrize("line", EVERY)
+def test_what_a_line_starts_is_there(line: str, place: Path) -> None:
+    commands = recorded(line, place)
+    assert commands, f"{line}: starts nothing"
+    for command in commands:
+        check(command)
+
+
+# ---------------------------------------------------------------------- reading a command
+
+
+def check(command: list[str]) -> None:
+    name, *words = command
+    if name == "zpp-lab":
+        check_cli(words)
+    elif name == "torchrun":
+        check_script(*after_options(words))
+    elif name.startswith("python") and words and words[0] not in ("-c", "--version"):
+        module = words[1] if words[0] == "-m" else None
+        if module is None:
+            check_script(words[0], words[1:])
+        elif module.startswith("zpp_lab.bench."):
+            check_bench(module.rpartition(".")[2], words[2:])
+        elif module == "zpp_lab.cli":
+            check_cli(words[2:])
+        elif module == "pytest":
+            check_tests(words[2:])
+        elif module.startswith("tests."):
+            assert read_by(importlib.import_module(module), words[2:])
+        else:
+            assert importlib.util.find_spec(module.split(".")[0]) or module == "pip", command
+
+
+def after_options(words: list[str]) -> tuple[str, list[str]]:
+    """torchrun's words → the script and its own."""
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "4"}, words
+    return words[at], words[at + 1 :]
+
+
+def check_cli(words: list[str]) -> None:
+    known, rest = cli._parser().parse_known_args(words)
+    dashed = [w for w in rest if w.startswith("-") and "=" not in w]
+    assert known.command is not None, words
+    assert known.passes_on or not dashed, dashed
+    if known.command == "train":
+        check_config(rest)
+    elif known.command in ("study", "prepare"):
+        check_study(known, rest)
+    elif known.command == "plan":
+        check_config(rest)
+    elif known.command == "bench":
+        check_bench(known.what, rest)
+    elif known.command == "build":
+        assert rest == []
+
+
+def check_config(words: Sequence[str]) -> None:
+    mine = ("run.dir=", "run.arm=", "seed=")  # differ by run, and need no second look
+    config = composed(tuple(sorted(w for w in words if not w.startswith(mine))))
+    Recipe(config.recipe, config.cluster)
+
+
+def check_study(known: argparse.Namespace, overrides: list[str]) -> None:
+    """The study's own settings are tested elsewhere; here one arm under the line's overrides."""
+    study = compose.load_study(known.name, {}, overrides)
+    arms = getattr(known, "arms", None)
+    names = matching(study, arms.split(",")) if arms else [study.baseline]
+    if overrides:
+        arm = next(arm for arm in study.arms if arm.name == names[0])
+        check_config(run_overrides(study, arm, 1, Path("runs", study.name, arm.name, "seed1")))
+
+
+def check_bench(what: str, words: list[str]) -> None:
+    module = importlib.import_module(f"zpp_lab.bench.{what}")
+    (asked,) = read_by(module, words)
+    if what == "step":
+        module.links(asked.link_gbps, asked.nodes)
+        step_arms.arms([w for w in asked.recipes.split(",") if w] + asked.arm, asked.overrides)
+    elif what == "virtual":
+        for recipe in asked.recipes.split(","):
+            check_config([f"recipe={recipe}", *asked.overrides])
+
+
+def check_tests(words: list[str]) -> None:
+    files = [ROOT / word for word in words if word.startswith("tests/")]
+    assert files
+    for file in files:
+        assert file.exists(), file
+        if "-k" in words:
+            assert f"_{words[words.index('-k') + 1]}_" in file.read_text()
+
+
+# ---------------------------------------------------------------------- scripts
+
+
+def check_script(path: str, words: list[str]) -> None:
+    script = loaded(path)
+    found = read_by(script, words) if hasattr(script, "argparse") else []
+    for asked in found:
+        for settings in settings_of(path, script, asked):
+            check_config(settings)
+
+
+def settings_of(path: str, script: ModuleType, asked: argparse.Namespace) -> Iterator[list[str]]:
+    """The settings that a script makes of what it was asked."""
+    name = path.removeprefix("experiments/")
+    if name == "baseline/run.py":
+        assert set(asked.settings.split(",")) <= set(script.SETTINGS)
+        yield [*list(script.cumulative(asked.model))[-1][1], *asked.overrides]  # all settings
+    elif name == "baseline/first.py":
+        yield [*script.DEFAULTS, *asked.overrides]
+    elif name == "plan/compare.py":
+        yield ["engine=fsdp", *asked.overrides]
+    elif name == "deepspeed/gradient.py":
+        script.settings(asked.model, asked.whole_host, "bf16", "cpu")
+    elif name == "parity/run.py":
+        assert asked.cases == "all" or set(asked.cases.split(",")) <= set(script.CASES)
+        sizes = f"{asked.sizes},{asked.race_size},{asked.cost_sizes},{asked.profile_size}"
+        assert set(sizes.split(",")) <= set(script.SHAPES)
+        assert set(asked.parts.split(",")) <= {"table", "race", "cost", "profile"}
+    elif name == "qexport/run.py":
+        compose.load_study(str(ROOT / asked.study))
+
+
+@cache
+def loaded(path: str) -> ModuleType:
+    """A script as a module, which finds its neighbours as when it is started."""
+    file = ROOT / path
+    assert file.is_file(), f"there is no {path}"
+    spec = importlib.util.spec_from_file_location(f"script_{path.replace('/', '_')[:-3]}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
+    before = sys.path[:]
+    sys.path[:0] = [str(file.parent), str(ROOT / "experiments")]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
+    return module
+
+
+class _Read(Exception):
+    """The words have been read; nothing is started."""
+
+
+def read_by(module: ModuleType, words: list[str]) -> list[argparse.Namespace]:
+    """What `module.main` makes of its words, without going on. An unknown one fails."""
+    found: list[argparse.Namespace] = []
+    with pytest.MonkeyPatch.context() as patch, reading(patch, found):
+        patch.setattr(sys, "argv", ["script", *words])
+        takes_words = module.main.__code__.co_argcount > 0
+        module.main(words) if takes_words else module.main()
+    assert found, f"{module.__name__} reads no words"
+    return found
+
+
+@contextmanager
+def reading(patch: pytest.MonkeyPatch, found: list[argparse.Namespace]) -> Iterator[None]:
+    for name in ("parse_args", "parse_intermixed_args"):
+        own = getattr(argparse.ArgumentParser, name)
+
+        def stop(self, args=None, namespace=None, own=own):  # type: ignore[no-untyped-def]
+            try:
+                found.append(own(self, args, namespace))
+            except SystemExit:
+                pytest.fail(f"{self.prog} does not take {args if args is not None else sys.argv}")
+            raise _Read
+
+        patch.setattr(argparse.ArgumentParser, name, stop)
+    try:
+        yield
+    except _Read:
+        return
