@@ -48,17 +48,15 @@ from zpp_lab.collectives.transport import Transport, all_gather, peers
 from zpp_lab.config import Wire
 from zpp_lab.plan import Unit, UnitPlan
 
-# Everything non-public that this file leans on; a test looks for each of them.
+# What this file and fsdp_base.py lean on beyond the names that they spell out; a test looks for
+# each of them.
 LEANS_ON = {
-    "torch.distributed.fsdp._fully_shard._fsdp_api": ("AllGather", "ReduceScatter"),
-    "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),
-    "torch.utils._pytree": ("tree_map",),
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
     "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
     "FSDPParamGroup": ("fsdp_params",),
     "FSDPParam": (
         "sharded_param",
-        # the rest in fsdp_base.py
+        # the rest for fsdp_base.py
         "_sharded_param_data",
         "padded_sharded_param_size",
         "sharded_size",
