@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import pickle
 import shutil
 from collections import namedtuple
 from contextlib import redirect_stderr
@@ -98,6 +99,27 @@ def test_what_a_checkpoint_says(streamed: Any) -> None:
     assert states["exp_avg"]["norm.weight"] == states["step"]["norm.weight"] == torch.float32
     assert "norm.weight" not in states["exp_avg_scale"]
     assert not holds_weights_only(path)
+
+
+class Seen:
+    """In place of a class while unpickling: keeps the state that it would be given."""
+
+    states: list[tuple[Any, ...]] = []
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.states.append(state)
+
+
+class OnlySeen(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return Seen if name == "TensorProperties" else super().find_class(module, name)
+
+
+def test_metadata_suits_every_torch(streamed: Any) -> None:
+    """torch 2.11 and 2.13 unpack exactly five properties of a tensor; 2.15 has six."""
+    with (streamed[0] / "8bit_states" / "step-00000003" / ".metadata").open("rb") as file:
+        OnlySeen(file).load()
+    assert {len(state) for state in Seen.states} == {5}
 
 
 # ---------------------------------------------------------------------- what goes wrong

@@ -11,7 +11,9 @@ on the device nor in host memory, and written pages leave the page cache as they
 
 from __future__ import annotations
 
+import copyreg
 import os
+import pickle
 import threading
 import zlib
 from collections import defaultdict
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -52,6 +54,7 @@ LANE_BYTES = 2**26  # another lane for each so many bytes
 ALIGN = 64
 FLUSH = 2**28  # a file's bytes between two waits for the disk
 HEADROOM = 2**20  # for .metadata and the marker
+PROPERTIES = 5  # of a tensor in `.metadata`; torch 2.15 writes a sixth, its strides
 
 
 class CastPlanner(DefaultSavePlanner):
@@ -111,6 +114,27 @@ class StreamWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        if len(TensorProperties().__getstate__()) > PROPERTIES:
+            _write_for_all(Path(self.path) / ".metadata")
+
+
+def _write_for_all(path: Path) -> None:
+    """Rewrite `.metadata` as every torch that zpp_lab supports reads it."""
+    metadata = pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        _MetadataPickler(file).dump(metadata)
+
+
+class _MetadataPickler(pickle.Pickler):
+    """torch 2.11 and 2.13 cannot unpickle a tensor that has more properties than their own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, TensorProperties):
+            return NotImplemented
+        return copyreg.__newobj__, (type(value),), value.__getstate__()[:PROPERTIES]  # type: ignore[attr-defined]
 
 
 class _Lane:

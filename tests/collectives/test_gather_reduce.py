@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +19,6 @@ from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, hop_traffic, secondary_traffic
-from zpp_lab.collectives.transport import STARTS
 from zpp_lab.config import ClusterConfig, Wire
 from zpp_lab.layout import Layout
 
@@ -193,9 +191,3 @@ def test_fewer_bytes_than_planned_are_an_error() -> None:
 
     with pytest.raises(LedgerError, match=r"layers\.1, weights_forward"):
         on_ranks(ClusterConfig(nodes=1, gpus_per_node=2), job)
-
-
-def test_what_transfers_start_with_exists() -> None:
-    """The methods of torch's process groups behind its public functions."""
-    for names in STARTS.values():
-        assert any(hasattr(dist.ProcessGroup, name) for name in names), names

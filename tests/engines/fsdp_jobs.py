@@ -185,9 +185,10 @@ def ledger_error() -> str:
     return "nothing"
 
 
-def unknown_operator(name: str) -> list[str]:
+def unknown_operator(start: str) -> list[str]:
     """FSDP2 without an operator that our buffer knows: an error, or allowed and counted."""
-    taken = fsdp_comm.HANDLERS.pop(name)
+    names = [n for n in fsdp_comm.HANDLERS if n.startswith(start)]  # one for each torch
+    taken = {n: fsdp_comm.HANDLERS.pop(n) for n in names}
     said = []
     try:
         for allowed in (False, True):
@@ -199,7 +200,7 @@ def unknown_operator(name: str) -> list[str]:
             except RuntimeError as error:
                 said.append(str(error))
     finally:
-        fsdp_comm.HANDLERS[name] = taken
+        fsdp_comm.HANDLERS.update(taken)
     return said
 
 

@@ -1,18 +1,13 @@
-"""The real engine beyond parity: shapes of models, faults, FSDP2's insides."""
+"""The real engine beyond parity: shapes of models, faults."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.fsdp import fully_shard
 
 from tests.engines.fsdp_jobs import run_jobs
 from tests.engines.fsdp_world import run_world
-from zpp_lab.engines import fsdp_comm
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +70,3 @@ def test_unknown_operator_is_no_silent_fallback(answers: dict[str, Any], job: st
     assert "went past the recipe's collectives: " in refused
     assert "engine.allow_fallback=true" in refused
     assert allowed == "went on"
-
-
-def test_what_we_lean_on_exists() -> None:
-    """Everything non-public that fsdp_comm.py uses of this torch."""
-    for place, names in fsdp_comm.LEANS_ON.items():
-        for name in names:
-            assert _exists(place, name), f"torch {torch.__version__} has no {place}.{name}"
-
-
-def _exists(place: str, name: str) -> bool:
-    if place == "operators":
-        return any(hasattr(torch.ops.fsdp, n) for n in name.split("|"))
-    internals = torch.distributed.fsdp._fully_shard
-    if place == "FSDPState":
-        made = internals._fsdp_state.FSDPState
-        known = (*dir(made), *made.__init__.__code__.co_names)
-        return any(n in known for n in name.split("|")) and hasattr(fully_shard, "state")
-    if place == "FSDPParamGroup":
-        return name in internals._fsdp_param_group.FSDPParamGroup.__init__.__code__.co_names
-    if place == "FSDPParam":
-        cut = inspect.unwrap(internals._fsdp_param.FSDPParam._init_sharded_param)
-        return name in cut.__code__.co_names
-    return hasattr(importlib.import_module(place), name)

@@ -17,6 +17,16 @@ from zpp_lab.collectives.express import Express
 from zpp_lab.collectives.peer import MIB
 from zpp_lab.collectives.streams import CudaStreams, Streams
 
+# What this file leans on beyond the names that it spells out; a test looks for each of them.
+LEANS_ON = {
+    "torch.distributed._symmetric_memory._SymmetricMemory": (
+        "empty_strided_p2p",
+        "get_buffer",
+        "barrier",
+        "signal_pad_ptrs_dev",  # for the kernels' library
+    ),
+}
+
 KERNEL_BYTES = 32 * MIB  # up to here one kernel copies everything: fewer launches
 STREAMS = CudaStreams()
 

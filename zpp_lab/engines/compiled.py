@@ -15,6 +15,9 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import calculate_time_spent
 
+# What this file leans on beyond the names that it spells out; a test looks for it.
+LEANS_ON = {"torch._inductor.config": ("deterministic",)}
+
 Options = dict[str, str | int | bool | Callable[..., object]]
 
 

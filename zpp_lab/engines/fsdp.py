@@ -159,6 +159,9 @@ class FsdpEngine:
             # FSDP2 cannot keep a gradient back for a unit that has never run
             module.set_requires_gradient_sync(reduces or name not in self.started, recurse=False)
         (loss / self.plan.micro_steps).backward()
+        if not reduces:
+            for unit in self.wrapped.installed:
+                unit.present.dtypes.keep()
         self.laps.done("backward")
         self.vain.add(self.prefetch.wasted(self.usage), self.usage)
         self.prefetch.after_pass(self.usage)

@@ -46,19 +46,18 @@ from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Transport, all_gather, peers
 from zpp_lab.config import Wire
+from zpp_lab.engines.fsdp_dtypes import GradDtypes
 from zpp_lab.plan import Unit, UnitPlan
 
-# Everything non-public that this file leans on; a test looks for each of them.
+# What this file and fsdp_base.py lean on beyond the names that they spell out; a test looks for
+# each of them.
 LEANS_ON = {
-    "torch.distributed.fsdp._fully_shard._fsdp_api": ("AllGather", "ReduceScatter"),
-    "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),
-    "torch.utils._pytree": ("tree_map",),
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
     "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
     "FSDPParamGroup": ("fsdp_params",),
     "FSDPParam": (
         "sharded_param",
-        # the rest in fsdp_base.py
+        # the rest for fsdp_base.py
         "_sharded_param_data",
         "padded_sharded_param_size",
         "sharded_size",
@@ -282,7 +281,7 @@ class PackedReduce(ReduceScatter):
     ) -> dist.Work | None:
         box = input_tensor.box if isinstance(input_tensor, Packed) else None
         if box is not None and box.grads:
-            self.reduce.run(self.present.take(box.grads), box.grads, output_tensor)
+            self.reduce.run(*self.present.take(box.grads), output_tensor)
             return None
         self.fallbacks.note("a reduce-scatter of plain tensors")
         inside, beyond = peers(self.reduce.cluster, "world")
@@ -311,6 +310,7 @@ class Present:
         self.taken: list[Names] = []  # of each reduction since the step began
         self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
         self.found: dict[Names, list[torch.Size]] = {}  # shapes
+        self.dtypes = GradDtypes()
         self.places = {n: _place(module, local[n]) for n in names}
         self.handle = module.register_forward_pre_hook(self._attach)
 
@@ -319,14 +319,15 @@ class Present:
         for name, (owner, attribute) in self.places.items():
             parameter = getattr(owner, attribute)
             if parameter.requires_grad:
+                self.dtypes.attach(parameter)
                 # a function of C: Python's would cost every gradient some microseconds
                 parameter.register_post_accumulate_grad_hook(self.seen.append)
                 self.hooked[id(parameter)] = name, parameter
         self.handle.remove()
 
-    def take(self, grads: Sequence[Tensor]) -> Names:
-        """The names of `grads`, in order, and start anew."""
-        seen = set(map(id, self.seen))
+    def take(self, grads: Sequence[Tensor]) -> tuple[Names, Sequence[Tensor]]:
+        """The names of `grads`, in order, and these in their dtypes; start anew."""
+        seen = Counter(map(id, self.seen))
         self.seen.clear()
         names = tuple([name for key, (name, _) in self.hooked.items() if key in seen])
         self.taken.append(names)
@@ -335,7 +336,8 @@ class Present:
             self.found[names] = [shapes[name] for name in names]
         own = [g.shape for g in grads]
         assert own == self.found[names], "FSDP2 reduces other gradients than seen"
-        return names
+        given = [parameter for key, (_, parameter) in self.hooked.items() if key in seen]
+        return names, self.dtypes.own(given, grads, seen)
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,0 +1,116 @@
+"""Everything non-public of torch that the package leans on exists in the torch that is here.
+
+Names that the code spells out are found by reading it. The rest (attributes of torch's objects,
+operators, options) stands in tables beside the code, LEANS_ON.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from zpp_lab.collectives import symmetric
+from zpp_lab.collectives.transport import STARTS
+from zpp_lab.engines import compiled, fsdp_comm
+
+PACKAGE = Path(__file__).parents[1] / "zpp_lab"
+TABLES = (fsdp_comm.LEANS_ON, symmetric.LEANS_ON, compiled.LEANS_ON)
+
+
+def spelled_out() -> list[str]:
+    """Dotted names below torch that are not public, as the code imports or writes them."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        found |= {name for name in _names(ast.parse(path.read_text())) if "._" in name}
+    return sorted(found)
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    known: dict[str, str] = {}  # local name → dotted name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            own = [a for a in node.names if a.name.split(".")[0] == "torch"]
+            known |= {a.asname or "torch": a.name if a.asname else "torch" for a in own}
+    yield from known.values()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in known and rest.replace(".", "").isidentifier():
+                yield f"{known[root]}.{rest}"
+
+
+def look_up(dotted: str) -> Any:
+    """AttributeError or ImportError, naming the torch, when it is not there."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(dotted)
+
+
+def test_the_code_is_read() -> None:
+    names = spelled_out()
+    assert "torch.distributed._symmetric_memory.rendezvous" in names
+    assert "torch.distributed.checkpoint.filesystem._StorageInfo" in names
+    assert "torch._dynamo.config.fail_on_recompile_limit_hit" in names
+
+
+@pytest.mark.parametrize("dotted", spelled_out())
+def test_what_the_code_spells_out_exists(dotted: str) -> None:
+    look_up(dotted)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(p, n) for table in TABLES for p, names in table.items() for n in names]
+)
+def test_what_the_tables_list_exists(place: str, name: str) -> None:
+    assert _exists(place, name), f"torch {torch.__version__} has no {place}.{name}"
+
+
+def _exists(place: str, name: str) -> bool:
+    if place == "operators":
+        return any(hasattr(torch.ops.fsdp, n) for n in name.split("|"))
+    internals = torch.distributed.fsdp._fully_shard
+    if place == "FSDPState":
+        made = internals._fsdp_state.FSDPState
+        known = (*dir(made), *made.__init__.__code__.co_names)
+        return any(n in known for n in name.split("|")) and hasattr(fully_shard, "state")
+    if place == "FSDPParamGroup":
+        return name in internals._fsdp_param_group.FSDPParamGroup.__init__.__code__.co_names
+    if place == "FSDPParam":
+        cut = inspect.unwrap(internals._fsdp_param.FSDPParam._init_sharded_param)
+        return name in cut.__code__.co_names
+    return hasattr(look_up(place), name)
+
+
+@pytest.mark.parametrize("operator", [n for n in fsdp_comm.HANDLERS if n.startswith("fsdp::")])
+def test_operators_of_fsdp2_fit_their_handlers(operator: str) -> None:
+    overloads = getattr(torch.ops.fsdp, operator.removeprefix("fsdp::"), None)
+    if overloads is None:  # a name of another torch; the table says which one must be there
+        pytest.skip(f"torch {torch.__version__} has no {operator}")
+    arguments = overloads.default._schema.arguments
+    given = [a.name for a in arguments if not a.kwarg_only]
+    named = {a.name: None for a in arguments if a.kwarg_only}
+    inspect.signature(fsdp_comm.HANDLERS[operator]).bind(*given, **named)
+
+
+def test_what_transfers_start_with_exists() -> None:
+    """The methods of torch's process groups behind its public functions."""
+    for names in STARTS.values():
+        assert any(hasattr(dist.ProcessGroup, name) for name in names), names
