@@ -238,7 +238,7 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(
     with pytest.raises(ValueError, match="running here already"):
         launch(study("zero3", "slow"), tmp_path)
     process.send_signal(number)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=240)
     if number != signal.SIGKILL:
         assert process.returncode == 130
         assert "2 of 4 runs finished" in text
@@ -261,7 +261,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
-        assert time.monotonic() < deadline, "waited for a minute"
+        assert time.monotonic() < deadline, "waited for four minutes"
         time.sleep(0.05)

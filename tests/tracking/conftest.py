@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,7 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> 
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NETRC", str(home / "netrc"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "240")  # its helper process starts slowly under load
 
 
 @pytest.fixture
@@ -216,6 +218,13 @@ def dead_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         use_server(monkeypatch, url)
         yield url
+
+
+def be_patient(folder: Path) -> None:
+    """The runs in `folder` wait for a server that answers, however slow this machine is."""
+    for config in folder.rglob("config.yaml"):
+        text = re.sub(r"timeout_seconds: .*", "timeout_seconds: 240.0", config.read_text())
+        config.write_text(text)
 
 
 def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
