@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -117,8 +116,8 @@ def test_a_run_that_loses_a_rank_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    overrides = ("engine=fsdp", "cluster=1x2")
-    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 240.0)
+    overrides = ("engine=fsdp", "cluster=1x2", "engine.silence_seconds=600")
+    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 480.0)
     assert all(code != 0 for code in codes)
     late = "weights_forward of unit root (world) has not finished after 5 s"
     assert late in log.read_text()

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
 _PR_SET_PDEATHSIG = 1
+_LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
 
@@ -218,6 +220,8 @@ def main(path: str) -> None:
         user = isinstance(error, ValueError | FileNotFoundError)
         if not user:
             traceback.print_exc()
+            if lost_a_peer(traceback.format_exc()):  # which has closed its files, but not yet ended
+                time.sleep(_LINGER)  # the launcher finds that one, and ends this process
         _end_now(USER_ERROR if user else 1)
     leave()
 

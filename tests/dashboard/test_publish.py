@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.tracking.conftest import FakeWandb
+from tests.tracking.conftest import FakeWandb, be_patient
 from tests.tracking.wandb_file import OfflineRun
 from zpp_lab.dashboard import publish
 
@@ -63,8 +62,7 @@ def test_nothing_is_sent_without_a_report_or_with_wandb_off(
 def test_a_dead_server_is_one_line_and_a_second_chance(
     study_root: Path, dead_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for config in study_root.rglob("config.yaml"):
-        config.write_text(re.sub(r"timeout_seconds: .*", "timeout_seconds: 1.5", config.read_text()))
+    be_patient(study_root, 1.5)
     assert publish.sync([study_root]) == 1
     assert "the report was not sent to wandb: CommError" in capsys.readouterr().err
     state = json.loads((study_root / publish.STATE).read_text())

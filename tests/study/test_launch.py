@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -201,7 +202,10 @@ def test_exit_codes_in_words() -> None:
     assert "out of memory" in how_it_ended(-signal.SIGKILL)
 
 
-def test_live_line_has_eta_and_plain_output_has_none(tmp_path: Path) -> None:
+def test_live_line_has_eta_and_plain_output_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zpp_lab.study.progress.time", SimpleNamespace(monotonic=lambda: 1.0))
     runs = plan_runs(study("zero3", "a", seeds=1), tmp_path, fake_compose)
 
     class Terminal(io.StringIO):

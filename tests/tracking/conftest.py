@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from zpp_lab.tracking.wandb_run import forget
 
@@ -220,11 +221,12 @@ def dead_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         yield url
 
 
-def be_patient(folder: Path) -> None:
-    """The runs in `folder` wait for a server that answers, however slow this machine is."""
-    for config in folder.rglob("config.yaml"):
-        text = re.sub(r"timeout_seconds: .*", "timeout_seconds: 240.0", config.read_text())
-        config.write_text(text)
+def be_patient(folder: Path, seconds: float = 240.0) -> None:
+    """The runs in `folder` wait so long for a server: by default, however slow this machine is."""
+    for file in folder.rglob("config.yaml"):
+        config = yaml.safe_load(file.read_text())
+        config["tracking"]["timeout_seconds"] = seconds
+        file.write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
