@@ -225,8 +225,9 @@ def be_patient(folder: Path, seconds: float = 240.0) -> None:
     """The runs in `folder` wait so long for a server: by default, however slow this machine is."""
     for file in folder.rglob("config.yaml"):
         config = yaml.safe_load(file.read_text())
-        config["tracking"]["timeout_seconds"] = seconds
-        file.write_text(yaml.safe_dump(config, sort_keys=False))
+        if "tracking" in config:  # wandb has a file of this name too
+            config["tracking"]["timeout_seconds"] = seconds
+            file.write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
