@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -28,8 +28,10 @@ from zpp_lab.engines.fsdp import FsdpEngine
 from zpp_lab.launcher import launch, leave
 
 def stall(engine, *args, real=FsdpEngine._pass):
-    if engine.rank == 1 and engine.clock.step == 2:
-        time.sleep(600)
+    if engine.clock.step == 2:
+        if engine.rank == 1:
+            time.sleep(600)
+        engine.transport.watchdog.seconds = 5.0  # not before: ranks may start far apart
     return real(engine, *args)
 
 if "stall" in sys.argv:
@@ -40,9 +42,12 @@ leave()
 
 
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
+    """A free one below those that the kernel gives away, as it stays free until rank 0 is up."""
+    for number in range(20000 + os.getpid() % 10000, 32768):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", number))
+            return number
+    raise AssertionError("no free port")
 
 
 def srun(config: Config, log: Path, *words: str) -> list[subprocess.Popen[bytes]]:
@@ -111,11 +116,8 @@ def test_a_run_that_loses_a_rank_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    overrides = ("engine=fsdp", "cluster=1x2", "engine.timeout_seconds=5")
-    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 240.0)
+    overrides = ("engine=fsdp", "cluster=1x2", "engine.silence_seconds=600")
+    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 480.0)
     assert all(code != 0 for code in codes)
-    # gloo's own limit is the same, and may come first
-    late = (
-        r"weights_forward of unit root \(world\) (has not finished after 5 s|failed: .*Timed out)"
-    )
-    assert re.search(late, log.read_text())
+    late = "weights_forward of unit root (world) has not finished after 5 s"
+    assert late in log.read_text()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
+_LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
 
@@ -207,6 +209,8 @@ def main(path: str) -> None:
         user = isinstance(error, ValueError | FileNotFoundError)
         if not user:
             traceback.print_exc()
+            if lost_a_peer(traceback.format_exc()):  # which has closed its files, but not yet ended
+                time.sleep(_LINGER)  # the launcher finds that one, and ends this process
         _end_now(USER_ERROR if user else 1)
     leave()
 

@@ -62,9 +62,9 @@ class Pulse:
 
     def leave(self) -> None:
         """This rank is done; the others need not watch it any more."""
+        self.store.set(f"left/{self.rank}", "")  # first: no moment in which it is only silent
         self.left.set()
         self.thread.join(5.0)
-        self.store.set(f"left/{self.rank}", "")
 
     def _beat(self) -> None:
         watched, seen, changed = (self.rank + 1) % self.world, -1, time.monotonic()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -160,20 +163,37 @@ def test_small_shipments_and_lonely_links_take_the_groups() -> None:
     assert on_ranks(cluster, job, peers(Boards()))[0] == ["_Gathering", "_Pulls", "_Gathering"]
 
 
+def read_late(transport: ThreadPeers, after: threading.Event, seconds: float) -> None:
+    """This rank's reads wait for `after`, no longer than `seconds`: it may never come."""
+    memory = transport.memories[0]
+    pull = memory.pull
+
+    def late(*args: Any) -> None:
+        transport.lanes.do(lambda: (after.wait(seconds), None)[1])
+        pull(*args)
+
+    memory.pull = late  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("rule", ["read", "barriers", None])
 def test_a_slow_reader_needs_both_rules(rule: str | None) -> None:
     """Where one rank reads slowly, the others overwrite it without either of the ring's waits."""
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
+    overwritten = threading.Event()  # rank 0 has filled its first slot again
 
     def job(transport: ThreadPeers) -> bool:
-        transport.lanes.slow = "send 0" if transport.rank == 1 else ""
         ring, found, wanted = transport.ring("gather", "world"), [], []
+        if transport.rank == 1:
+            read_late(transport, overwritten, 0.2 if rule is None else 240)
         for use in range(6):
             if rule is not None:
                 setattr(ring, rule, None if rule == "read" else [None] * ring.slots)
             seen, _ = ship(transport, "gather", "world", 32, use)
             found.append(seen)
             wanted.append(expected(transport, "gather", "world", 32, use))
+            if transport.rank == 0 and use == ring.slots:
+                with transport.lanes.lane("encode"):
+                    transport.lanes.do(overwritten.set)
         transport.lanes.finish()
         return all_equal(found, wanted)
 

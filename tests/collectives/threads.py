@@ -18,7 +18,7 @@ class Post:
 
     def __init__(self, world: int) -> None:
         self.slots: list[Any] = [None] * world
-        self.barrier = threading.Barrier(world, timeout=30)
+        self.barrier = threading.Barrier(world, timeout=240)
 
 
 class ThreadTransport(Collectives):

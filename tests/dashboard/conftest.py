@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
-from tests.tracking.conftest import dead_server, fake_wandb, no_wandb_account
+from tests.tracking.conftest import be_patient, dead_server, fake_wandb, no_wandb_account
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import write_study
 from zpp_lab.study.table import results_csv
@@ -26,5 +26,6 @@ def study_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "results.csv").write_text(results_csv(read_result(root)))
     for config in root.rglob("config.yaml"):
         text = config.read_text().replace("project: zpp_lab", "project: mine")
-        config.write_text(text.replace("timeout_seconds: 60.0", "timeout_seconds: 1.5"))
+        config.write_text(text)
+    be_patient(root)
     return root

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tracking.conftest import FakeWandb
+from tests.tracking.conftest import FakeWandb, be_patient
 from tests.tracking.wandb_file import OfflineRun
 from zpp_lab.dashboard import publish
 
 
 def test_the_report_is_an_artifact_in_the_studys_group(study_root: Path) -> None:
     handle = publish.start(study_root)
-    assert handle.wait(60.0), (study_root / publish.LOG).read_text()
+    assert handle.wait(240.0), (study_root / publish.LOG).read_text()
     run = OfflineRun(study_root)
     assert (run.run.run_group, run.run.job_type) == ("fake", "report")
     assert (run.run.project, run.run.display_name) == ("mine", "fake report")
@@ -62,6 +62,7 @@ def test_nothing_is_sent_without_a_report_or_with_wandb_off(
 def test_a_dead_server_is_one_line_and_a_second_chance(
     study_root: Path, dead_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    be_patient(study_root, 1.5)
     assert publish.sync([study_root]) == 1
     assert "the report was not sent to wandb: CommError" in capsys.readouterr().err
     state = json.loads((study_root / publish.STATE).read_text())

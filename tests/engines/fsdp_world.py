@@ -69,7 +69,7 @@ def _rank(rank: int, world: int, folder: str, job: Callable[..., Any], args: Any
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=600),
         )
         result = job(*args)
         if rank == 0:

@@ -71,7 +71,7 @@ def _fail(config: Config, folder: Path, root: Path) -> None:
             raise OSError(28, "No space left on device")
         case "slow":
             (root / f"waiting{config.seed}").touch()
-            time.sleep(120)
+            time.sleep(600)
 
 
 def _noise(config: Config) -> float:

@@ -15,6 +15,7 @@ from tests.study.fake_sweep import grid, write_sweep
 from zpp_lab.study.report import Report, build_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+LIMIT = 240e3  # milliseconds; only a failing test waits that long
 NAMES = ("chromium", "google-chrome", "chromium-browser")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), "")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
@@ -36,7 +37,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as play:
         args = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=args)
+        args += ["--disable-dev-shm-usage"]  # a container's may be small
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=args, timeout=LIMIT)
         yield browser
         browser.close()
 
@@ -45,6 +47,7 @@ def browser() -> Iterator[Any]:
 def page(report: Report, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page at one width; it must never complain, nor ask for anything but itself."""
     page = browser.new_page(viewport={"width": request.param, "height": 900})
+    page.set_default_timeout(LIMIT)
     faults: list[str] = []
     page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: faults.append(str(error)))

@@ -11,7 +11,7 @@ import pytest
 from tests.study.fake_runs import ARMS as STUDY_ARMS
 from tests.study.fake_runs import fake_study, write_study_runs
 from tests.study.fake_speeds import ARMS, rows, write_speeds
-from tests.study.test_page_in_browser import CHROMIUM, PATHS, browser
+from tests.study.test_page_in_browser import CHROMIUM, LIMIT, PATHS, browser
 from tests.study.test_speed_report import bench_of, predict
 from zpp_lab.study.report import build_report
 from zpp_lab.study.runs import write_study
@@ -50,6 +50,7 @@ def page(
 ) -> Iterator[Any]:
     """A page that never complains and asks for nothing but itself."""
     page = browser.new_page(viewport={"width": width, "height": 900})
+    page.set_default_timeout(LIMIT)
     faults: list[str] = []
     page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: faults.append(str(error)))

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from zpp_lab.tracking.wandb_run import forget
 
@@ -195,6 +197,7 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> 
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NETRC", str(home / "netrc"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "240")  # its helper process starts slowly under load
 
 
 @pytest.fixture
@@ -216,6 +219,15 @@ def dead_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         use_server(monkeypatch, url)
         yield url
+
+
+def be_patient(folder: Path, seconds: float = 240.0) -> None:
+    """The runs in `folder` wait so long for a server: by default, however slow this machine is."""
+    for file in folder.rglob("config.yaml"):
+        config = yaml.safe_load(file.read_text())
+        if "tracking" in config:  # wandb has a file of this name too
+            config["tracking"]["timeout_seconds"] = seconds
+            file.write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

@@ -26,7 +26,7 @@ STEPS = 6
 
 def config(arm: str, study: str | None = "s", seed: int = 1) -> Config:
     recipe = RecipeConfig(name=arm)
-    tracking = TrackingConfig(wandb="off", timeout_seconds=20.0)
+    tracking = TrackingConfig(wandb="off", timeout_seconds=LIMIT)
     run = RunConfig(study=study, arm=arm if study else None)
     return Config(
         seed=seed, train=TrainConfig(steps=STEPS), recipe=recipe, tracking=tracking, run=run

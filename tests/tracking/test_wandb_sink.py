@@ -22,14 +22,14 @@ from zpp_lab.tracking import Tracker, read, start_study_sink
 from zpp_lab.tracking.folder import RunFolder
 from zpp_lab.tracking.wandb_sink import follow, serve_study, sync, sync_all
 
-LIMIT = 60.0  # seconds; only a failing test waits that long
+LIMIT = 240.0  # seconds; only a failing test waits that long
 
 
 def config(run: RunConfig | None = None, **tracking: Any) -> Config:
     return Config(
         seed=3,
         train=TrainConfig(steps=20),
-        tracking=TrackingConfig(**{"timeout_seconds": 20.0, "tags": ["t1"], **tracking}),
+        tracking=TrackingConfig(**{"timeout_seconds": LIMIT, "tags": ["t1"], **tracking}),
         run=run or RunConfig(),
     )
 

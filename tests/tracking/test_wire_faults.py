@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tracking.conftest import FakeWandb
+from tests.tracking.conftest import FakeWandb, be_patient
 from tests.tracking.test_wandb_sink import config, finish, sent, state, write_run
 from zpp_lab.cli import main
 from zpp_lab.config import RunConfig
@@ -37,6 +37,7 @@ def test_training_goes_on_and_sync_sends_the_rest(
         assert "was not sent to wandb: " in capsys.readouterr().err
     fake_wandb.fault = None
     fake_wandb.released.set()
+    be_patient(tmp_path)
     assert main(["sync", str(tmp_path)]) == 0
     ((run_id, run),) = fake_wandb.runs.items()
     assert run_id in capsys.readouterr().out

@@ -42,7 +42,7 @@ def marked(wanted: Callable[[str], bool]) -> list[int]:
     return found
 
 
-def end(wanted: Callable[[str], bool], patience: float = 5.0) -> list[int]:
+def end(wanted: Callable[[str], bool], patience: float = 60.0) -> list[int]:
     """Kill the processes whose mark `wanted` accepts, and wait until they are gone.
 
     Returns those that were found. RuntimeError names the ones that do not die.

@@ -135,7 +135,7 @@ def _rates(
     """Gigabits per second of each pair, all at the same time."""
     flows = [[_Flow(_connect(nodes, *pair), chunk) for _ in range(streams)] for pair in pairs]
     time.sleep(WARM_UP)
-    before, began = [sum(f.arrived for f in pair) for pair in flows], time.perf_counter()
+    began, before = time.perf_counter(), [sum(f.arrived for f in pair) for pair in flows]
     time.sleep(seconds)
     after, passed = [sum(f.arrived for f in pair) for pair in flows], time.perf_counter() - began
     for pair in flows:

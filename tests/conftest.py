@@ -1,0 +1,38 @@
+"""The same tests on every machine and at every run: in whatever process and order they come."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums depend on it; torch is imported after this
+os.environ["COLUMNS"] = "80"  # whatever terminal the tests are started from
+for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+
+# A slow machine is no fault, and two runs of one commit must try the same examples.
+# `pytest --hypothesis-profile=default` looks further.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """No test inherits what an earlier one in its process has drawn or set."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
