@@ -6,44 +6,42 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import yaml
 
+from tests.engines.fsdp_world import forks, say_into
 from tests.runs import small
 from zpp_lab.config import Config
 from zpp_lab.dcp import read_whole
+from zpp_lab.launcher import start
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
-CODE = """
-import sys, yaml
-from zpp_lab.config import Config, load
-from zpp_lab.launcher import start
-start(load(Config, yaml.safe_load(open(sys.argv[1]))))
-"""
 
-
-def started(config: Config, folder: Path, *, log: Path) -> subprocess.Popen[bytes]:
+def started(config: Config, *, log: Path) -> Any:
     """A launcher of its own process for `config`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "asked.yaml"
-    file.write_text(yaml.safe_dump(asdict(config)))
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-c", CODE, str(file)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[1],
-        )
+    process = forks().Process(target=_start, args=(config, str(log)))
+    process.start()
+    return process
+
+
+def _start(config: Config, log: str) -> None:
+    say_into(log)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(Path(__file__).parents[1])
+    start(config)
+
+
+def ended(process: Any, seconds: float) -> int:
+    """Its exit code, once it has ended."""
+    process.join(seconds)
+    assert process.exitcode is not None, f"it still runs after {seconds} s"
+    return int(process.exitcode)
 
 
 def ranks_of(parent: int) -> list[int]:
@@ -63,9 +61,9 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def wait_for_lines(folder: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_lines(folder: Path, count: int, process: Any) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and lines(folder) < count:
+    while time.monotonic() < deadline and process.is_alive() and lines(folder) < count:
         time.sleep(0.02)
 
 
@@ -86,20 +84,20 @@ def fsdp(folder: Path, *overrides: str) -> Config:
 
 
 def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -> None:
-    run(fsdp(tmp_path, f"run.dir={tmp_path / 'virtual'}", "train.steps=30"))
+    run(fsdp(tmp_path, f"run.dir={tmp_path / 'virtual'}", "train.steps=18"))
     folder, log = tmp_path / "real", tmp_path / "log.txt"
-    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=30")
+    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=18")
     config = fsdp(tmp_path, *settings, f"run.dir={folder}")
-    process = started(config, folder, log=log)
-    wait_for_lines(folder, 8, process)
+    process = started(config, log=log)
+    wait_for_lines(folder, 5, process)
     ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    assert process.wait(timeout=60) != 0
+    assert ended(process, 60.0) != 0
     assert "rank 1 ended the run (SIGKILL)" in log.read_text()
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
     assert _gone(ranks)
-    assert started(config, folder, log=log).wait(timeout=120) == 0
+    assert ended(started(config, log=log), 120.0) == 0
     assert without_times(folder) == without_times(tmp_path / "virtual")
 
 
@@ -116,11 +114,11 @@ def _gone(pids: Sequence[int]) -> bool:
 @pytest.mark.slow
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     config = fsdp(tmp_path, "engine=fsdp", "engine.device=cpu", "train.steps=500")
-    process = started(config, tmp_path / "run", log=tmp_path / "log.txt")
+    process = started(config, log=tmp_path / "log.txt")
     wait_for_lines(tmp_path / "run", 5, process)
     ranks = ranks_of(process.pid)
     process.kill()
-    process.wait()
+    process.join()
     assert len(ranks) == 2
     assert _gone(ranks)
 
@@ -131,25 +129,25 @@ def test_ten_kills_change_no_bit(tmp_path: Path) -> None:
     rng, log = random.Random(4), tmp_path / "log.txt"
     settings = ("engine=fsdp", "engine.device=cpu", "train.steps=60")
     configs = {n: fsdp(tmp_path, *settings, f"run.dir={tmp_path / n}") for n in ("whole", "killed")}
-    assert started(configs["whole"], tmp_path / "whole", log=log).wait(timeout=300) == 0
+    assert ended(started(configs["whole"], log=log), 300.0) == 0
     killed, kills = tmp_path / "killed", 0
     while kills < 10:
-        process = started(configs["killed"], killed, log=log)
+        process = started(configs["killed"], log=log)
         deadline = time.monotonic() + 60
         while len(ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 14.0))  # from the imports to the last steps
         ranks = ranks_of(process.pid)
-        if process.poll() is not None or not ranks:
-            process.wait(timeout=60)
+        if not process.is_alive() or not ranks:
+            ended(process, 60.0)
             if (killed / "summary.json").is_file():  # it got through: again, from the start
                 for file in (killed / "summary.json", *killed.glob("checkpoints/step-00000060/*")):
                     file.unlink()
             continue
         os.kill(rng.choice(ranks), signal.SIGKILL)
-        process.wait(timeout=60)
+        ended(process, 60.0)
         kills += 1
-    assert started(configs["killed"], killed, log=log).wait(timeout=300) == 0
+    assert ended(started(configs["killed"], log=log), 300.0) == 0
     assert without_times(killed) == without_times(tmp_path / "whole")
     newest = "checkpoints/step-00000060"
     a, b = (read_whole(tmp_path / n / newest) for n in ("whole", "killed"))

@@ -5,38 +5,38 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
+from tests.engines.fsdp_world import forks, say_into
 from tests.runs import small
 from tests.test_launcher import lines, without_times
 from zpp_lab.config import Config
-from zpp_lab.trainer import run
-
-RANK = """
-import sys, time, yaml
-from zpp_lab.config import Config, load
 from zpp_lab.engines.fsdp import FsdpEngine
 from zpp_lab.launcher import launch, leave
+from zpp_lab.trainer import run
 
-def stall(engine, *args, real=FsdpEngine._pass):
-    if engine.rank == 1 and engine.clock.step == 2:
-        time.sleep(600)
-    return real(engine, *args)
 
-if "stall" in sys.argv:
-    FsdpEngine._pass = stall
-launch(load(Config, yaml.safe_load(open(sys.argv[1]))))
-leave()
-"""
+def rank_of(config: Config, log: str, variables: dict[str, str], stalls: bool) -> None:
+    """A task: what the script that srun starts does."""
+    say_into(log)
+    os.environ.update(variables)
+    os.chdir(Path(__file__).parents[1])
+    real = FsdpEngine._pass
+
+    def stall(engine: FsdpEngine, *args: Any) -> Any:
+        if engine.rank == 1 and engine.clock.step == 2:
+            time.sleep(600)
+        return real(engine, *args)
+
+    if stalls:
+        FsdpEngine._pass = stall  # type: ignore[method-assign]
+    launch(config)
+    leave()
 
 
 def port() -> int:
@@ -45,10 +45,8 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def srun(config: Config, log: Path, *words: str) -> list[subprocess.Popen[bytes]]:
+def srun(config: Config, log: Path, stalls: bool = False) -> list[Any]:
     """One process a task, with the variables that srun sets on two machines of two tasks."""
-    file = log.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(asdict(config)))
     shared = {
         "SLURM_NTASKS": str(config.cluster.world),
         "SLURM_NNODES": str(config.cluster.nodes),
@@ -61,25 +59,22 @@ def srun(config: Config, log: Path, *words: str) -> list[subprocess.Popen[bytes]
     for rank in range(config.cluster.world):
         node, local = divmod(rank, config.cluster.gpus_per_node)
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
-        environment = {**os.environ, **shared, **{k: str(v) for k, v in own.items()}}
-        with log.open("ab") as output:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", RANK, str(file), *words],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    cwd=Path(__file__).parents[1],
-                )
-            )
+        variables = shared | {k: str(v) for k, v in own.items()}
+        task = forks().Process(target=rank_of, args=(config, str(log), variables, stalls))
+        task.start()
+        ranks.append(task)
     return ranks
 
 
-def ended(ranks: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+def ended(ranks: list[Any], seconds: float) -> list[int]:
     """Exit codes; kills and fails those that are still there after `seconds`."""
     deadline = time.monotonic() + seconds
     try:
-        return [p.wait(timeout=max(0.1, deadline - time.monotonic())) for p in ranks]
+        for p in ranks:
+            p.join(max(0.1, deadline - time.monotonic()))
+        codes = [p.exitcode for p in ranks]
+        assert None not in codes, f"some still run after {seconds} s: {codes}"
+        return codes
     finally:
         for p in ranks:
             p.kill()
@@ -97,9 +92,9 @@ def test_a_run_that_loses_a_rank_and_goes_on(tmp_path: Path) -> None:
     ranks = srun(config, log)
     deadline = time.monotonic() + 200
     while lines(tmp_path / "real") < 6 and time.monotonic() < deadline:
-        assert all(p.poll() is None for p in ranks), log.read_text()
+        assert all(p.is_alive() for p in ranks), log.read_text()
         time.sleep(0.02)
-    ranks[2].send_signal(signal.SIGKILL)
+    ranks[2].kill()
     codes = ended(ranks, 60.0)
     assert all(code != 0 for code in codes), log.read_text()
     assert "rank 0: rank 2 ended the run: no sign of life" in log.read_text()
@@ -112,7 +107,7 @@ def test_a_run_that_loses_a_rank_and_goes_on(tmp_path: Path) -> None:
 def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     overrides = ("engine=fsdp", "cluster=1x2", "engine.timeout_seconds=5")
-    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 240.0)
+    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, stalls=True), 240.0)
     assert all(code != 0 for code in codes)
     # gloo's own limit is the same, and may come first
     late = (
