@@ -102,11 +102,11 @@ def agree(config: Config, steps: int = 3) -> None:
         assert torch.equal(mine.view(torch.int32), whole.view(torch.int32)), f"weights of {name}"
 
 
-@pytest.mark.parametrize(("case", "cluster"), on_clusters())
+@pytest.mark.parametrize(("case", "cluster"), list(on_clusters()))
 def test_bit_equal(case: str, cluster: tuple[int, int]) -> None:
     agree(configured(CASES[case], *cluster))
 
 
-@pytest.mark.parametrize(("case", "train"), with_training())
+@pytest.mark.parametrize(("case", "train"), list(with_training()))
 def test_bit_equal_precision_and_accumulation(case: str, train: dict) -> None:
     agree(configured(CASES[case], 2, 2, **train))
