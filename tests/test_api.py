@@ -69,28 +69,42 @@ def eval_between() -> list[float]:
     return results
 
 
+def every_job() -> dict[str, Any]:
+    """One start of a world serves all tests."""
+    return {
+        "plain": hand_written(),
+        **{name: loop(name, 2, 2) for name in ("zero3", "zero3_reordered", "zeropp")},
+        "evaluated": eval_between(),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    found: dict[str, Any] = run_world(4, every_job)
+    return found
+
+
 def _small(name: str) -> Any:
     return recipe(name, "recipe.weights.block_size=16", "recipe.grads.block_size=16")
 
 
-def test_zero3_follows_the_hand_written_loop() -> None:
-    plain = run_world(4, hand_written)
-    losses, _, installed = run_world(4, loop, "zero3", 2, 2)
+def test_zero3_follows_the_hand_written_loop(answers: dict[str, Any]) -> None:
+    losses, _, installed = answers["zero3"]
     assert installed == 0, "FSDP2 is untouched"
-    assert losses == pytest.approx(plain, rel=1e-4)
+    assert losses == pytest.approx(answers["plain"], rel=1e-4)
 
 
-def test_zeropp_learns_with_fewer_bytes() -> None:
-    raw, raw_sent, _ = run_world(4, loop, "zero3_reordered", 2, 2)
-    losses, sent, installed = run_world(4, loop, "zeropp", 2, 2)
+def test_zeropp_learns_with_fewer_bytes(answers: dict[str, Any]) -> None:
+    raw, raw_sent, _ = answers["zero3_reordered"]
+    losses, sent, installed = answers["zeropp"]
     assert installed == 3
     assert losses[-1] < losses[0]
     assert losses[0] == pytest.approx(raw[0], rel=0.05)
     assert sum(map(sum, sent.values())) < 0.6 * sum(map(sum, raw_sent.values()))
 
 
-def test_evaluation_leaves_no_trace() -> None:
-    quiet, disturbed = run_world(4, eval_between)
+def test_evaluation_leaves_no_trace(answers: dict[str, Any]) -> None:
+    quiet, disturbed = answers["evaluated"]
     assert quiet == disturbed
 
 

@@ -143,7 +143,13 @@ def test_a_block_keeps_what_autograd_saves(dtype: torch.dtype, kv_heads: int) ->
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 4, 4, 176), (64, 4, 2, 176), (64, 4, 4, 64), (32, 2, 1, 256)]
+    "shape",  # by default without grouped heads and with them, and both sides of dim = ffn
+    [
+        (64, 4, 4, 64),
+        (32, 2, 1, 256),
+        pytest.param((64, 4, 4, 176), marks=pytest.mark.slow),
+        pytest.param((64, 4, 2, 176), marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_block_keeps_what_its_partition_says(shape: tuple[int, int, int, int]) -> None:
     """By the partition of torch.compile's default backend, without its code."""

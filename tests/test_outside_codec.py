@@ -47,7 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     here = sysconfig.get_path("purelib")
     Path(own.strip(), "borrowed.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     script(bin_ / "pip", 'exec python -m pip "$@" --no-index --no-deps --no-build-isolation -q')
-    small = f'[ "$1" = study ] && set -- "$@" --seeds 1,2 {SMALL} data.cache_dir={tmp_path}/cache'
+    small = f'[ "$1" = study ] && set -- "$@" --seeds 1 {SMALL} data.cache_dir={tmp_path}/cache'
     script(bin_ / "zpp-lab", f'{small}\nexec python -m zpp_lab.cli "$@"')
     script(bin_ / "open", 'test -s "$1"')
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "PIP_", "PYTHON"))}

@@ -78,8 +78,12 @@ def _move(folder: Path) -> None:
     folder.with_name("elsewhere").rename(folder)
 
 
-@pytest.mark.parametrize("recipe", ["zero3", "qsdp"])
-@pytest.mark.parametrize("every", [0, 5])
+SLOW = pytest.mark.slow
+PIECES = [("zero3", 5), ("qsdp", 0)]
+PIECES += [pytest.param("zero3", 0, marks=SLOW), pytest.param("qsdp", 5, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("recipe", "every"), PIECES)
 def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, every: int
 ) -> None:

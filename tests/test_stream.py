@@ -214,11 +214,11 @@ def test_mistakes_and_weights_alone(tmp_path: Path) -> None:
 
 
 def peak_while_saving(folder: str) -> dict[str, int]:
-    """MiB of resident memory that a save of 512 MiB through 64 MiB adds."""
-    state = {"weights": {f"w{i}": torch.full((2**24 + i,), float(i)) for i in range(8)}}
+    """MiB of resident memory that a save of 256 MiB through 32 MiB adds."""
+    state = {"weights": {f"w{i}": torch.full((2**23 + i,), float(i)) for i in range(8)}}
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    ShardedCheckpoints(Path(folder), 1, Saving(host=2**20, staging=2**26)).save(1, state)
+    ShardedCheckpoints(Path(folder), 1, Saving(host=2**20, staging=2**25)).save(1, state)
     grown = resident("VmHWM") - before
     values = read_whole(Path(folder) / "step-00000001")["weights"]
     assert all(torch.equal(state["weights"][n], values[n]) for n in values)
@@ -233,8 +233,8 @@ def resident(key: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_memory_is_bounded_while_saving(tmp_path: Path) -> None:
     found = run_world(1, peak_while_saving, str(tmp_path))
-    assert found["state"] == 512
-    assert found["grown"] < 64 + 32
+    assert found["state"] == 256
+    assert found["grown"] < 32 + 32
     files = json.loads((tmp_path / "step-00000001" / "whole.json").read_text())["files"]
     assert len([n for n in files if n.endswith(".distcp")]) == 4
 
@@ -256,13 +256,19 @@ def test_a_run_with_weights_alone_is_exported_and_does_not_resume(tmp_path: Path
     assert run(more)["heldout_loss"] < summary["heldout_loss"]
 
 
+@pytest.fixture(scope="module")
+def plain_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
+    return float(run(small(tmp_path_factory.mktemp("plain"), "train.lr=0.02"))["heldout_loss"])
+
+
 @pytest.mark.parametrize("kind", CASES)
-def test_runs_with_small_states_learn_and_resume(kind: str, tmp_path: Path) -> None:
+def test_runs_with_small_states_learn_and_resume(
+    kind: str, tmp_path: Path, plain_loss: float
+) -> None:
     small_states = f"train.optimizer_state={kind.split('_')[0]}"
     config = small(tmp_path, small_states, "train.lr=0.02")
     summary = run(config)
-    plain = run(small(tmp_path, "train.lr=0.02", f"run.dir={tmp_path / 'fp32'}"))
-    assert summary["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=0.02)
+    assert summary["heldout_loss"] == pytest.approx(plain_loss, abs=0.02)
     first = sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))
     end = first[-1].read_bytes()
     (tmp_path / "run" / "summary.json").unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import shutil
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.fsdp_world import forks
 from tests.runs import small
 from zpp_lab.config import WIRES, Config
 from zpp_lab.engines.base import NonFiniteError
@@ -69,14 +69,14 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
-def test_twenty_kills_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_change_no_bit(tmp_path: Path, wanted: int) -> None:
     steps, rng = "train.steps=120", random.Random(0)
     run(small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'whole'}"))
     killed = small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'killed'}")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zpp_lab.trainer", "tests.test_trainer"])
+    context = forks()
     kills = 0
-    while kills < 20:
+    while kills < wanted:
         process = context.Process(target=_run_quietly, args=(killed,))
         process.start()
         _wait_for_progress(tmp_path / "killed", process)
@@ -132,15 +132,17 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "embed.weight" in failure["error"]
 
 
-def test_384_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [6, pytest.param(48, marks=pytest.mark.slow)])
+def test_nodes_of_eight(tmp_path: Path, nodes: int) -> None:
+    """Up to 384 ranks."""
     summary = run(
         small(
             tmp_path,
             "recipe=zeropp",
-            "cluster.nodes=48",
+            f"cluster.nodes={nodes}",
             "cluster.gpus_per_node=8",
             "train.steps=1",
         )
     )
-    assert summary["cluster"] == {"nodes": 48, "gpus_per_node": 8}
-    assert summary["tokens"] == 384 * 2 * 16
+    assert summary["cluster"] == {"nodes": nodes, "gpus_per_node": 8}
+    assert summary["tokens"] == nodes * 8 * 2 * 16

@@ -139,19 +139,19 @@ def test_decode_sum_is_decode_then_sum(codec: BlockCodec, x: Tensor, k: int) -> 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_stochastic_rounding_is_unbiased(bits: int, symmetric: bool) -> None:
     codec = BlockCodec(bits=bits, block_size=64, symmetric=symmetric, rounding="stochastic")
-    x = torch.linspace(-1.0, 1.0, 64).repeat(1, 1) * 0.7
-    draws = torch.stack(
-        [
-            codec.decode(encode(codec, x, noise(1, rank=r, step=s)), 64)
-            for r in range(40)
-            for s in range(50)
-        ]
-    ).double()
-    n, step = draws.shape[0], 1.4 / (2**bits - 1) if not symmetric else 0.7 / codec.levels
+    x = torch.linspace(-1.0, 1.0, 64)[None] * 0.7
+    ranks = tuple(range(40))
+    draws = []
+    for step in range(50):
+        key = noise_key(1, step, 0, "grads_intra")
+        drawn = SegmentNoise(Noise(key, ranks, (0,) * len(ranks)), parameter_id("w"))
+        draws.append(codec.decode(encode(codec, x.expand(len(ranks), -1), drawn), 64))
+    found = torch.cat(draws)[:, None].double()
+    n, size = found.shape[0], 1.4 / (2**bits - 1) if not symmetric else 0.7 / codec.levels
     # each draw lies within one step, so its mean has deviation at most step / 2 / sqrt(n)
-    deviation = (draws.mean(0) - x.double()).abs().max()
-    assert float(deviation) < 5.0 * step / 2 / math.sqrt(n)
-    assert float((draws.mean(0) - x.double()).mean().abs()) < 5.0 * step / 2 / math.sqrt(64 * n)
+    deviation = (found.mean(0) - x.double()).abs().max()
+    assert float(deviation) < 5.0 * size / 2 / math.sqrt(n)
+    assert float((found.mean(0) - x.double()).mean().abs()) < 5.0 * size / 2 / math.sqrt(64 * n)
 
 
 def test_noise_differs_in_every_key() -> None:

@@ -2,14 +2,13 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.engines.fsdp_world import forks
 from zpp_lab.config import DataConfig
 from zpp_lab.data import open_data, prepare
 from zpp_lab.data.corpus import FileCorpus, open_corpus
@@ -195,32 +194,27 @@ def test_unreadable_text_leaves_nothing(cfg):
     assert folders(cfg) == []
 
 
-OPEN = """
-import json, sys
-from zpp_lab.config import DataConfig
-from zpp_lab.data import open_data
-print(open_data(DataConfig(**json.loads(sys.argv[1]))).hash)
-"""
-KILLED = """
-import os, signal
-from zpp_lab.data import prepare
-prepare.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def start(cfg: DataConfig, code: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(asdict(cfg))], stdout=subprocess.PIPE, text=True
-    )
+def prepared(cfg: DataConfig, dies: bool, hashes: Any = None) -> None:
+    if dies:
+        prepare.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    found = open_data(cfg).hash
+    hashes.put(found)
 
 
 def test_processes_killed_or_side_by_side(cfg):
-    killed = start(cfg, KILLED + OPEN)
-    assert killed.wait() == -signal.SIGKILL
+    context = forks()
+    killed = context.Process(target=prepared, args=(cfg, True))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert [p.name.startswith(".") for p in folders(cfg)] == [True]  # half-written, not in use
-    both = [start(cfg, OPEN) for _ in range(2)]
-    hashes = {process.communicate()[0].strip() for process in both}
-    assert hashes == {open_data(cfg).hash}
+    hashes = context.Queue()
+    both = [context.Process(target=prepared, args=(cfg, False, hashes)) for _ in range(2)]
+    for process in both:
+        process.start()
+    assert {hashes.get(timeout=120) for _ in both} == {open_data(cfg).hash}
+    for process in both:
+        process.join()
     assert [p.name.startswith(".") for p in folders(cfg)] == [False]
 
 

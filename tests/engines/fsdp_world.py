@@ -18,7 +18,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "tests.engines.fsdp_parity"]
+# What most jobs import: once in the server in place of once in every rank.
+PRELOAD = ["torch", "torch.distributed.fsdp", "tests.engines.fsdp_parity", "tests.test_stream"]
+
+
+def forks() -> Any:
+    """Processes that start with most imports done; a worker has one server for all its tests."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def say_into(log: str) -> None:
+    """This process's output, and that of what it starts, goes to the end of a file."""
+    with open(log, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
 
 
 def run_world(world: int, job: Callable[..., Any], *args: Any, seconds: float = 1700.0) -> Any:
@@ -26,8 +41,7 @@ def run_world(world: int, job: Callable[..., Any], *args: Any, seconds: float = 
 
     `job` runs on each rank of a fresh gloo world.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forks()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_rank, args=(rank, world, folder, job, args), daemon=True)

@@ -51,7 +51,7 @@ def trained(folder: str) -> list[Any]:
     assert newest is not None
     other.load_checkpoint(newest)
     again = other.step(3, 1e-2, partial(batch, 3), telemetry=False)
-    return [far, alike, len(engine.wrapped.installed), after == again]
+    return [far, alike, len(engine.wrapped.installed), after == again, ordered()]
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -61,11 +61,12 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def test_it_trains_as_two_hops_do_and_resumes(tmp_path: Path) -> None:
-    far, alike, installed, resumed = run_world(4, trained, str(tmp_path))
+    far, alike, installed, resumed, said = run_world(4, trained, str(tmp_path))
     assert far < 1e-5
     assert alike
     assert installed == 0
     assert resumed
+    assert "engine.ordered=true with recipe.shard=node" in said, "its sums cannot be ordered"
     whole = read_whole(tmp_path / "step-00000003")["weights"]
     assert {n: t.shape for n, t in whole.items()} == {
         n: p.shape for n, p in build_uneven().named_parameters()
@@ -111,7 +112,3 @@ def ordered() -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
-
-
-def test_its_sums_cannot_be_ordered() -> None:
-    assert "engine.ordered=true with recipe.shard=node" in run_world(4, ordered)

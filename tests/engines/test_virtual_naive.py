@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +50,33 @@ CASES: dict[str, dict] = {
         "rules": [{"name": "embed*", "exempt": True}, {"name": "*up*", "set": {"bits": 2}}],
     },
 }
-CLUSTERS = [(2, 2), (1, 3), (3, 2), (5, 1), pytest.param((2, 4), marks=pytest.mark.slow)]
+CLUSTERS = [(2, 2), (1, 3), (3, 2), (5, 1), (2, 4)]
+TRAIN: list[dict[str, Any]] = [
+    {"param_dtype": "bf16"},
+    {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+    {"param_dtype": "bf16", "micro_steps": 2, "accumulate": "every"},
+    {"param_dtype": "bf16", "micro_steps": 3, "accumulate": "last"},
+    {"micro_steps": 2, "clip": 0.0},
+]
+
+
+def on_clusters() -> Iterator[Any]:
+    """Every recipe on every cluster; by default each on one of two levels and one of a single
+    level, in turns, so that every cluster has half of them."""
+    for i, case in enumerate(CASES):
+        for cluster in CLUSTERS:
+            quick = cluster in ([(2, 2), (5, 1)] if i % 2 else [(3, 2), (1, 3)])
+            name = f"{case}-{cluster[0]}x{cluster[1]}"
+            yield pytest.param(case, cluster, id=name, marks=[] if quick else pytest.mark.slow)
+
+
+def with_training() -> Iterator[Any]:
+    """Four recipes with every kind of training; by default half of the pairs, like a chessboard."""
+    for i, case in enumerate(["zero3", "zeropp", "hadamard_kept", "backward_other_codec"]):
+        for j, train in enumerate(TRAIN):
+            name = "-".join([case, *map(str, train.values())])
+            marks = pytest.mark.slow if (i + j) % 2 else []
+            yield pytest.param(case, train, id=name, marks=marks)
 
 
 def configured(recipe: dict, nodes: int, local: int, **train: object) -> Config:
@@ -74,23 +102,11 @@ def agree(config: Config, steps: int = 3) -> None:
         assert torch.equal(mine.view(torch.int32), whole.view(torch.int32)), f"weights of {name}"
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "cluster"), list(on_clusters()))
 def test_bit_equal(case: str, cluster: tuple[int, int]) -> None:
     agree(configured(CASES[case], *cluster))
 
 
-@pytest.mark.parametrize("case", ["zero3", "zeropp", "hadamard_kept", "backward_other_codec"])
-@pytest.mark.parametrize(
-    "train",
-    [
-        {"param_dtype": "bf16"},
-        {"param_dtype": "bf16", "reduce_dtype": "bf16"},
-        {"param_dtype": "bf16", "micro_steps": 2, "accumulate": "every"},
-        {"param_dtype": "bf16", "micro_steps": 3, "accumulate": "last"},
-        {"micro_steps": 2, "clip": 0.0},
-    ],
-    ids=lambda t: "-".join(map(str, t.values())),
-)
+@pytest.mark.parametrize(("case", "train"), list(with_training()))
 def test_bit_equal_precision_and_accumulation(case: str, train: dict) -> None:
     agree(configured(CASES[case], 2, 2, **train))

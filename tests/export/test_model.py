@@ -26,6 +26,7 @@ LLAMAS = {
     "grouped": ["model.heads=4", "model.kv_heads=2", "model.rope_theta=500.0"],
     "tied": ["model.tied_head=true", "model.norm_eps=1e-4", "model.vocab_size=260"],
 }
+SHORT = ("train.steps=3", "train.warmup_steps=1")
 KINDS = ["llama", "gpt_neox", "opt", "qwen2", "qwen3", "gpt2"]
 
 
@@ -70,7 +71,7 @@ def test_the_built_in_decoder(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
     own = settings(kind, {"vocab_size": 256})
-    config = replace(small(tmp_path), model=own)
+    config = replace(small(tmp_path, *SHORT), model=own)
     summary = run(config)
     export_hf(tmp_path / "run", tmp_path / "out", limit=8000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
@@ -82,7 +83,7 @@ def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", LLAMAS)
 def test_a_folder_starts_the_built_in_decoder(case: str, tmp_path: Path) -> None:
-    config = llama(tmp_path, case)
+    config = llama(tmp_path, case, *SHORT)
     summary = run(config)
     export_hf(tmp_path / "run", tmp_path / "out", limit=4000)
     again = replace(config.model, path=str(tmp_path / "out"), weights="pretrained")

@@ -167,13 +167,13 @@ def test_rounding_to_bf16_is_right_on_average() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_moments_follow_gradients_that_shrink(kind: StateKind) -> None:
-    """To nearest, bf16 would stand still at beta2 = 0.999."""
+    """To nearest, bf16 would stand still at beta2 = 0.999: 0.5 of a nat too high in the end."""
     p = nn.Parameter(torch.zeros(4, 256))
     optimizer = adamw({"p": p}, TrainConfig(optimizer_state=kind, beta2=0.999), seed=0)
     exact = torch.zeros(4, 256)
-    for number in range(1500):
+    for number in range(700):
         p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(number))
-        p.grad *= 1.0 if number < 300 else 0.1
+        p.grad *= 1.0 if number < 200 else 0.1
         exact = 0.999 * exact + 0.001 * p.grad.square()
         update(optimizer, number)
     state = optimizer.state[p]

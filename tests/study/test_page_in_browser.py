@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.study.fake_sweep import grid, write_sweep
+from zpp_lab.study import pictures
 from zpp_lab.study.report import Report, build_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -30,7 +32,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     root = tmp_path_factory.mktemp("sweep")
     cells = grid(bits=(4, 8), blocks=(32, 1024), roundings=("nearest",))
     write_sweep(root, cells, seeds=3, steps=100)
-    return build_report(root)
+    with without_files():
+        return build_report(root)
+
+
+@contextmanager
+def without_files() -> Iterator[None]:
+    """The page alone: SVG and PDF beside it are test_report's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "write_pictures", lambda *_: [])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +54,10 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(params=[1280, 390], ids=["desktop", "phone"])
+@pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
 def page(report: Report, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page at one width; it must never complain, nor ask for anything but itself."""
+    """The page at one width, loaded once for all tests, which leave it as a reader might; it must
+    never complain, nor ask for anything but itself."""
     page = browser.new_page(viewport={"width": request.param, "height": 900})
     page.set_default_timeout(LIMIT)
     faults: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 from tests.study.fake_runs import ARMS as STUDY_ARMS
 from tests.study.fake_runs import fake_study, write_study_runs
 from tests.study.fake_speeds import ARMS, rows, write_speeds
-from tests.study.test_page_in_browser import CHROMIUM, LIMIT, PATHS, browser
+from tests.study.test_page_in_browser import CHROMIUM, LIMIT, PATHS, browser, without_files
 from tests.study.test_speed_report import bench_of, predict
 from zpp_lab.study.report import build_report
 from zpp_lab.study.runs import write_study
@@ -35,20 +35,21 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     study = fake_study(STUDY_ARMS[:6])
     write_study_runs(runs, study, 60)
     write_study(runs, study)
-    made = build_report(runs, speed=bench_of(tmp_path_factory.mktemp("speeds")))
-    return {"bench": build_speed_report(root, predict).html, "study": made.html}
+    with without_files():
+        made = build_report(runs, speed=bench_of(tmp_path_factory.mktemp("speeds")))
+        return {"bench": build_speed_report(root, predict).html, "study": made.html}
 
 
-@pytest.fixture(params=[1280, 390], ids=["desktop", "phone"])
+@pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
 def width(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(params=["bench", "study"])
+@pytest.fixture(scope="module", params=["bench", "study"])
 def page(
     pages: dict[str, Path], browser: Any, width: int, request: pytest.FixtureRequest
 ) -> Iterator[Any]:
-    """A page that never complains and asks for nothing but itself."""
+    """A page that never complains and asks for nothing but itself; loaded once for all tests."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.set_default_timeout(LIMIT)
     faults: list[str] = []
