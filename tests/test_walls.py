@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {"study"},
     {"dashboard", "planner", "predicted"},
     {"search"},
+    {"commands"},
     {"cli"},
 ]
 TORCH_FREE = [
