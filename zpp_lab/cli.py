@@ -56,7 +56,7 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except OSError as error:
         return _mistake(args.command, _told(error))
     except ValueError as error:
-        return _mistake(args.command, str(error))
+        return _mistake(args.command, _explained(error))
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
     except KeyboardInterrupt:
@@ -75,11 +75,22 @@ def _no_command(word: str, names: list[str]) -> str:
     return f"no command {word!r}{hint}; there are: {', '.join(names)}"
 
 
+def _explained(error: ValueError) -> str:
+    """The text of an error; of a setting's own check without pydantic's frame."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "\n".join(str(one.get("ctx", {}).get("error", one["msg"])) for one in error.errors())
+
+
 def _told(error: OSError) -> str:
     """The file and what is wrong with it, without Python's error number."""
-    if error.strerror is None or error.filename is None:
+    if error.strerror is None:
         return str(error)
-    text = f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+    text = error.strerror[:1].lower() + error.strerror[1:]
+    if error.filename is not None:
+        text = f"{error.filename}: {text}"
     if error.errno == errno.ENOSPC:
         text += "; make room, then the same command goes on"
     return text

@@ -90,6 +90,17 @@ def study_names() -> list[str]:
     return sorted(p.stem for p in (conf_dir() / "study").glob("*.yaml"))
 
 
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a study's file holds; ValueError that names the file when that is no study."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    return values
+
+
 def load_study(
     name: str, changes: dict[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> StudyConfig:
@@ -98,16 +109,19 @@ def load_study(
     Arms written as a grid are expanded. `changes` replace the study's own settings;
     `overrides` go to every run.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else conf_dir() / "study" / f"{name}.yaml"
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"{name}: no such file")
+    else:
+        path = conf_dir() / "study" / f"{name}.yaml"
     if not path.is_file():
         near = difflib.get_close_matches(name, study_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )
-    values = yaml.safe_load(path.read_text())
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    values = _mapping(path)
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
     values["arms"] = expand_arms(values.get("arms"))

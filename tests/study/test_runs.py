@@ -106,6 +106,16 @@ def test_plain_runs_named_by_a_sweep_find_their_baseline(tmp_path: Path) -> None
     assert study.baseline == "recipe=zero3"
 
 
+def test_a_zero3_with_bits_is_no_baseline(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", FakeArm("zero3", "", gap=0.5, weight_bits=4), 1, steps=2)
+    study, _, notes = study_of("x", find_runs(tmp_path))
+    assert [arm.name for arm in study.arms] == [
+        "zero3",
+        "zero3 weights.bits=4 weights.block_size=256",
+    ]
+    assert "There is no zero3 run" in notes[0]
+
+
 def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:
     write_run(tmp_path / "a", W4, 1, steps=2)
     write_run(tmp_path / "b", W4, 1, steps=2)

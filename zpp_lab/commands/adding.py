@@ -43,7 +43,9 @@ class Add:
 
 def takes_settings(command: argparse.ArgumentParser) -> None:
     """Let `command` take Hydra's overrides as well, behind its other words."""
-    command.add_argument("settings", nargs="*", metavar="setting=value", help="see below")
+    command.add_argument(
+        "settings", nargs="*", default=[], metavar="setting=value", help="see below"
+    )
     command.epilog = SETTINGS
 
 

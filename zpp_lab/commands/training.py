@@ -113,12 +113,12 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.study.selection import matching, some_arms
 
     changes: dict[str, object] = {}
-    if args.seeds:
+    if args.seeds is not None:
         changes["seeds"] = _numbers(args.seeds)
     study = load_study(args.name, changes, overrides)
     if args.alone and not args.arms:
         raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
-    patterns = args.arms.split(",") if args.arms else []
+    patterns = args.arms.split(",") if args.arms is not None else []
     if patterns and not args.alone:
         study = some_arms(study, patterns)
     root = args.dir or Path("runs") / study.name
@@ -149,7 +149,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds {text}: give whole numbers, such as 1,2,3") from None
+        raise ValueError(f"--seeds {text!r}: give whole numbers, such as 1,2,3") from None
 
 
 def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
