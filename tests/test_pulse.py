@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ from zpp_lab.pulse import Pulse
 
 
 def heard(how: str) -> list[Any]:
-    """What every rank heard of rank 1, which fails, falls silent or just leaves."""
+    """What ranks 0 and 2 heard of rank 1, which fails, falls silent, is missed or just leaves."""
     said: list[Any] = []
     event = threading.Event()
 
@@ -20,14 +21,16 @@ def heard(how: str) -> list[Any]:
         said.append([rank, text.splitlines()[-1]])
         event.set()
 
-    pulse = Pulse(3.0, note)
+    pulse = Pulse(600.0 if how == "missed" else 3.0, note)
     if dist.get_rank() == 1:
         if how == "fails":
             pulse.fail("Traceback\nKeyError: 'a'")
-        elif how == "silent":
+        elif how in ("silent", "missed"):
             pulse.left.set()  # its thread ends without a word
         else:
             pulse.leave()
+    elif how == "missed" and dist.get_rank() == 2:
+        pulse.lost_a_peer("Connection closed by peer")
     else:
         event.wait(30.0 if how != "leaves" else 6.0)
     every: list[Any] = [None] * 3
@@ -41,8 +44,10 @@ def both(*jobs: str) -> list[Any]:
 
 
 def test_the_others_hear_of_it() -> None:
-    fails, silent, leaves = run_world(3, both, "fails", "silent", "leaves")
+    fails, silent, missed, leaves = run_world(3, both, "fails", "silent", "missed", "leaves")
     assert fails == [[[1, "KeyError: 'a'"]]] * 2
-    lost = [1, "no sign of life for 3 s: killed, or its machine is gone"]
-    assert silent == [[lost]] * 2
+    for rank_0, rank_2 in (silent, missed):
+        assert rank_0 == rank_2
+        assert [rank for rank, _ in rank_0] == [1]
+        assert re.fullmatch(r"no sign of life for \d+ s: killed, .*", rank_0[0][1])
     assert leaves == [[], []]

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"ops"},
     {"optimizers"},
     {"recipe", "optim", "divergence"},
-    {"collectives", "pulse"},
+    {"collectives", "pulse", "cause"},
     {"plan"},
     {"frozen"},
     {"engines"},

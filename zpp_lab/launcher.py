@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer
 from zpp_lab.config import Config, load
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import check_place, enter, placed, see_own_node
@@ -37,7 +38,6 @@ from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
-USER_ERROR = 2  # exit code of a rank that met a user's mistake
 _PR_SET_PDEATHSIG = 1
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
@@ -110,8 +110,8 @@ def _check_gpus(config: Config) -> None:
 
 
 def _report(error: Any, folder: Path) -> None:
-    """Raise what the first rank that failed has said, and leave it in failure.json."""
-    rank, failure = error.get_first_failure()
+    """Raise what the rank that ended the run has said, and leave it in failure.json."""
+    rank, failure = first_cause(error.failures)
     said, text = failure.message, failure.message
     if isinstance(said, Mapping):  # an exception that the rank could still write down
         text = said.get("extraInfo", {}).get("py_callstack") or said.get("message")
@@ -164,7 +164,10 @@ def join_watched(config: Config) -> Record:
         user = isinstance(error, ValueError | FileNotFoundError)
         text = str(error) if user else traceback.format_exc()
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-        pulse.fail(text)
+        if lost_a_peer(text):  # who watches that one will name it, and `lost` ends this process
+            pulse.lost_a_peer(text)
+        else:
+            pulse.fail(text)
         os._exit(USER_ERROR if user else 1)  # an orderly end would wait for the others
 
 
@@ -192,9 +195,7 @@ def leave() -> None:
         for pulse in PULSES:
             pulse.leave()
         dist.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _end_now(0)
 
 
 def _die_with_parent() -> None:
@@ -212,10 +213,20 @@ def main(path: str) -> None:
     _die_with_parent()
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:
-        record(join)(config)
-    except (ValueError, FileNotFoundError):
-        sys.exit(USER_ERROR)  # `record` has noted the message for the launcher
+        record(join)(config)  # it notes the message for the launcher
+    except Exception as error:
+        user = isinstance(error, ValueError | FileNotFoundError)
+        if not user:
+            traceback.print_exc()
+        _end_now(USER_ERROR if user else 1)
     leave()
+
+
+def _end_now(code: int) -> None:
+    """End this process at once: an orderly end would let the others fail, and exit, first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

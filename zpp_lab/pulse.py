@@ -3,7 +3,7 @@
 torchrun and srun end a job when a process fails, if they are told to and if they notice. This
 does not rely on them: a thread of each rank counts up in a small store of rank 0's, and watches
 the next rank. A rank that fails says so there; one that has been silent too long is taken for
-dead. Every rank then says which it was and why, and ends.
+dead, and sooner if some rank has lost a peer. Every rank then says which it was and why, and ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-FAILED = "failed"
+FAILED, SUSPECT = "failed", "suspect"
 BEAT = 1.0  # seconds
+PATIENCE = 5 * BEAT  # with a rank that is silent after another has lost a peer
 
 
 class Pulse:
@@ -53,6 +54,12 @@ class Pulse:
         if self.rank == 0:
             time.sleep(3 * BEAT)  # the store goes with this process: let the others read it
 
+    def lost_a_peer(self, text: str) -> None:
+        """Tell the others that some rank is gone, and wait for `act`; fail if nobody is silent."""
+        self.store.set(SUSPECT, str(self.rank))
+        self.thread.join(2 * PATIENCE)
+        self.fail(text)
+
     def leave(self) -> None:
         """This rank is done; the others need not watch it any more."""
         self.left.set()
@@ -68,8 +75,8 @@ class Pulse:
                 count = self.store.add(f"beat/{watched}", 0)
                 if count != seen or self.store.check([f"left/{watched}"]):
                     seen, changed = count, time.monotonic()
-                elif time.monotonic() - changed > self.silence:
-                    text = f"no sign of life for {self.silence:g} s: killed, or its machine is gone"
+                elif (silent := time.monotonic() - changed) > self._limit():
+                    text = f"no sign of life for {silent:.0f} s: killed, or its machine is gone"
                     self.store.set(FAILED, f"{watched}\n{text}")
                     lost = watched, text
             except (RuntimeError, OSError):  # DistNetworkError and its kin
@@ -77,6 +84,9 @@ class Pulse:
             if lost is not None and not self.left.is_set():
                 self.act(*lost)
                 return
+
+    def _limit(self) -> float:
+        return min(self.silence, PATIENCE) if self.store.check([SUSPECT]) else self.silence
 
     def _failed(self) -> tuple[int, str] | None:
         if not self.store.check([FAILED]):
