@@ -33,6 +33,7 @@ def multirun(overrides: list[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
     finally:
         sys.argv = argv
+    print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
     return 0
 
 
@@ -47,6 +48,12 @@ def _job(composed: DictConfig) -> float:
         composed.run.dir = composed.run.dir or folder
         composed.run.name = composed.run.name or f"{name}-seed{composed.seed}"
     return float(launch(to_config(composed))["heldout_loss"])
+
+
+def _sweep_dir(overrides: list[str]) -> str:
+    """The folder of the last hydra.sweep.dir, without quotes."""
+    named = [o.partition("=")[2] for o in overrides if o.startswith("hydra.sweep.dir=")]
+    return named[-1].strip("'\"")
 
 
 def _swept(override: str) -> bool:

@@ -83,6 +83,8 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
         return multirun([*overrides, *times])
     from zpp_lab.compose import compose
+    from zpp_lab.runconfig import run_dir
+    from zpp_lab.tracking.folder import SUMMARY
 
     config = compose([*overrides, *times])
     if args.dry_run:
@@ -90,6 +92,8 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from zpp_lab.launcher import RankFailed, launch, leave
 
+    folder = run_dir(config)
+    ended = (folder / SUMMARY).is_file()
     try:
         summary = launch(config)
     except RankFailed as error:
@@ -102,7 +106,8 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         loss = f"held-out loss {summary['heldout_loss']:.4f}"
         if "perplexity" in summary:  # runs of older versions have none
             loss += f", perplexity {summary['perplexity']:.4g},"
-        print(f"{loss} after {summary['steps']} steps")
+        before = ", trained before" if ended else ""
+        print(f"{loss} after {summary['steps']} steps: {folder}{before}")
     leave()
     return PAUSED if paused else 0
 
