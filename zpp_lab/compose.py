@@ -95,7 +95,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from None
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
     return values

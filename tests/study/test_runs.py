@@ -9,7 +9,7 @@ from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config import CodecConfig, Config, RecipeConfig, RunConfig, TrainConfig
 from zpp_lab.runconfig import flat_config
 from zpp_lab.study.arms import study_of
-from zpp_lab.study.runs import find_runs, last_step, read_metrics
+from zpp_lab.study.runs import find_runs, last_step, read_metrics, read_run
 from zpp_lab.study.settings import differences
 from zpp_lab.study.verdict import judge_study
 
@@ -61,8 +61,9 @@ def test_a_run_that_failed_before_its_config_is_told_by_its_folder(tmp_path: Pat
     (run,) = find_runs(tmp_path)
     assert (run.arm, run.seed, run.outcome) == ("w4", 7, "crashed")
     (tmp_path / "w4" / "other" / "failure.json").write_text(failure)
+    assert find_runs(tmp_path) == [run]  # a refused start does not stand in a report's way
     with pytest.raises(ValueError, match="tell the seed"):
-        find_runs(tmp_path)
+        read_run(tmp_path / "w4" / "other")
 
 
 def test_settings_that_change_no_numbers_do_not_differ() -> None:

@@ -79,9 +79,9 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     until = _until(args.piece)
     times = [] if until is None else [f"run.until={until!r}"]
     if args.multirun:
-        from zpp_lab.multirun import multirun
-
-        return multirun([*overrides, *times])
+        if args.dry_run:
+            raise ValueError("--dry-run is for one run: leave out -m")
+        return _sweep([*overrides, *times])
     from zpp_lab.compose import compose
     from zpp_lab.runconfig import run_dir
     from zpp_lab.tracking.folder import SUMMARY
@@ -107,9 +107,21 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         if "perplexity" in summary:  # runs of older versions have none
             loss += f", perplexity {summary['perplexity']:.4g},"
         before = ", trained before" if ended else ""
-        print(f"{loss} after {summary['steps']} steps: {folder}{before}")
+        steps = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
+        print(f"{loss} after {steps}: {folder}{before}")
     leave()
     return PAUSED if paused else 0
+
+
+def _sweep(overrides: list[str]) -> int:
+    from zpp_lab.launcher import RankFailed
+    from zpp_lab.multirun import multirun
+
+    try:
+        return multirun(overrides)
+    except RankFailed as error:
+        print(f"zpp-lab train: {error}", file=sys.stderr)
+        return 1
 
 
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
