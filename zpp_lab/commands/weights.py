@@ -12,6 +12,11 @@ EXPORT = """    zpp-lab export runs/smoke --out smoke.csv
 
 
 def add_weights(add: Add) -> None:
+    _add_export(add)
+    _add_evaluate(add)
+
+
+def _add_export(add: Add) -> None:
     out = add(
         "export", "write runs as one table, or a run's weights for transformers", _export, EXPORT
     )
@@ -43,6 +48,9 @@ def add_weights(add: Add) -> None:
         "--requantize", action="store_true", help="quantized: round anew what does not fit"
     )
     unfit.add_argument("--dense", action="store_true", help="quantized: decode what does not fit")
+
+
+def _add_evaluate(add: Add) -> None:
     losses = add(
         "evaluate", "measure held-out loss and perplexity of runs and of folders", _evaluate
     )
