@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from tests.runs import corpus
 from zpp_lab.cli import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
+from zpp_lab.config import Config, load
 
 TINY = [
     "data=text",
@@ -60,6 +63,15 @@ def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -
         (["train", "train.stpes=3"], "Did you mean steps"),
         (["train", "recipe=zero4"], "zero3"),
         (["train", "recipe.weights.codec=os.system", "recipe.weights.bits=4"], "there are: block"),
+        (["train", "seed"], "write settings as name=value"),
+        (["train", "--fro", "3m"], "unknown option --fro; see zpp-lab train --help"),
+        (["train", "-m", "recipe.weights.bits=5", "seed=1,2"], "bits=5: use one of"),
+        (["train", "-m", "recipe=zero4,w4"], "Did you mean zero3"),
+        (["train", "-m", "train.steps=[1,2"], "cannot be read"),
+        (["train", "-m", "--dry-run"], "--dry-run is for one run"),
+        (["trian"], "did you mean train?"),
+        (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
+        (["bench", "everything"], "there are: kernels, collectives"),
         (["study", "nothing"], "there are:"),
         (["report", "nowhere"], "nowhere"),
     ],
@@ -68,6 +80,22 @@ def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
     extra = here if words[0] == "train" else []
     assert main([words[0], *extra, *words[1:]]) == 2
     assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["study"], ["plan"], ["bench"], ["report"]])
+def test_help_says_what_to_type(command: list[str], capsys) -> None:
+    with suppress(SystemExit):  # argparse's own way out
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert "usage: zpp-lab" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_dry_run_prints_every_setting_and_leaves_nothing(here: list[str], capsys) -> None:
+    assert main(["train", *here, "recipe=w4", "--dry-run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert load(Config, printed).recipe.weights.bits == 4
+    assert not Path("runs").exists()
 
 
 @dataclass(frozen=True)

@@ -89,3 +89,9 @@ def test_shipped_recipes_hold(name: str) -> None:
     if name in wanted:
         codec = made.codec("grads_inter" if made.config.hops == 2 else "grads_intra", MATRIX)
         assert getattr(codec, "bits", None) == wanted[name]
+
+
+@pytest.mark.parametrize("bits", [4, None])
+def test_a_wrong_setting_is_named_with_its_wire(bits: int | None) -> None:
+    with pytest.raises(ValueError, match="recipe case, grads_intra: block_size=100: use a power"):
+        recipe(hops=2, grads={"bits": bits, "block_size": 100})

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
     {"codec_config"},
-    {"lora_config", "record_config", "config_load"},
+    {"lora_config", "record_config", "study_config", "config_load"},
     {"config", "paths", "files", "numerics", "text", "hydra_words", "philox", "piece"},
     {"factors", "stream"},
     {"dcp"},
@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {"study"},
     {"dashboard", "planner", "predicted"},
     {"search"},
+    {"commands"},
     {"cli"},
 ]
 TORCH_FREE = [

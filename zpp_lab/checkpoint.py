@@ -44,7 +44,7 @@ class Checkpoints:
         try:
             self._write(path, {"step": step, **state})
         except OSError as error:
-            text = f"could not write {path}: {error}"
+            text = f"could not write {path}: {error.strerror or error}"
             if not (self.skip_full and is_full(error)):
                 raise OSError(
                     f"{text}; free some space and start again, or train on without it "

@@ -12,10 +12,11 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from zpp_lab.config import Config, StudyConfig, load, unknown_key
+from zpp_lab.config import Config, StudyConfig, load, unknown_key, valid_names
 from zpp_lab.factors import expand_arms
 from zpp_lab.paths import conf_dir
 
@@ -37,22 +38,47 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def explain(error: Exception, overrides: list[str]) -> str:
-    """Hydra's complaint, with the valid names where a key is unknown or an option is missing."""
+    """Hydra's complaint in our words: an override it cannot read, an unknown key or option."""
+    for override in overrides:
+        if _parsed(override) is None:
+            return (
+                f"{override!r} cannot be read: write name=value, and quote a value with spaces, "
+                "commas or brackets, such as 'data.suffixes=[.h,.hpp]'"
+            )
     key = _unknown_key(overrides)
     if key is not None and "Could not override" in str(error):
         return unknown_key(Config, key)
+    several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
+    if several is not None:
+        return f"{several[1]}: add -m to run each value, or write a list in brackets"
+    missing = re.search(r"Could not find '(\w+)/([^']*)'", str(error))
+    if missing is not None:
+        return _unknown_option(*missing.groups())
     text = str(error).split("\nConfig search path")[0]
     return re.sub(r"\n\s*\n", "\n", text).strip()
 
 
-def _unknown_key(overrides: list[str]) -> str | None:
-    from zpp_lab.config import valid_names
+def _unknown_option(group: str, name: str) -> str:
+    """The message for a file that a group of conf/ does not have."""
+    there = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    near = difflib.get_close_matches(name, there, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{group}={name}: no such {group}.{hint} There are: {', '.join(there)}"
 
+
+def _parsed(override: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None
+
+
+def _unknown_key(overrides: list[str]) -> str | None:
     for override in overrides:
-        try:
-            key = OverridesParser.create().parse_override(override).key_or_group.split("@")[0]
-        except HydraException:
+        parsed = _parsed(override)
+        if parsed is None:
             continue
+        key = parsed.key_or_group.split("@")[0]
         parents, _, last = key.rpartition(".")
         names = valid_names(Config, parents.split(".") if parents else [])
         if last not in names and not (conf_dir() / key).is_dir():  # a group, such as lora
@@ -64,6 +90,17 @@ def study_names() -> list[str]:
     return sorted(p.stem for p in (conf_dir() / "study").glob("*.yaml"))
 
 
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a study's file holds; ValueError that names the file when that is no study."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    return values
+
+
 def load_study(
     name: str, changes: dict[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> StudyConfig:
@@ -72,16 +109,19 @@ def load_study(
     Arms written as a grid are expanded. `changes` replace the study's own settings;
     `overrides` go to every run.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else conf_dir() / "study" / f"{name}.yaml"
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"{name}: no such file")
+    else:
+        path = conf_dir() / "study" / f"{name}.yaml"
     if not path.is_file():
         near = difflib.get_close_matches(name, study_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )
-    values = yaml.safe_load(path.read_text())
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    values = _mapping(path)
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
     values["arms"] = expand_arms(values.get("arms"))

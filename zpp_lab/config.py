@@ -24,6 +24,11 @@ from zpp_lab.config_load import unknown_key as unknown_key
 from zpp_lab.config_load import valid_names as valid_names
 from zpp_lab.lora_config import LoraConfig as LoraConfig
 from zpp_lab.record_config import RecordConfig
+from zpp_lab.study_config import ArmConfig as ArmConfig
+from zpp_lab.study_config import Level as Level
+from zpp_lab.study_config import PrepareConfig as PrepareConfig
+from zpp_lab.study_config import Role as Role
+from zpp_lab.study_config import StudyConfig as StudyConfig
 
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
@@ -166,15 +171,16 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
+        self._check_start()
+        self._check_decoder()
+        self._check_shape()
+
+    def _check_start(self) -> None:
+        """Where the weights come from."""
         _need(
-            not self.lora.on or self.weights == "pretrained" or bool(getattr(self, "start", None)),
+            not self.lora.on or self.weights == "pretrained" or bool(self.start),
             "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
             "its folder, or model.lora.rank=0 to train all parameters",
-        )
-        changed = [k for k in ("units", "options") if getattr(self, k) is not None]
-        _need(
-            self.name == "hf" or not changed,
-            f"model.{changed[0] if changed else ''} is for model=hf",
         )
         _need(
             self.name == "hf" or not self.path or self.weights == "pretrained",
@@ -194,12 +200,22 @@ class ModelConfig:
             not self.start or self.weights == "random",
             "model.start and model.weights=pretrained are two starts: set one of them",
         )
+
+    def _check_decoder(self) -> None:
+        """What only one of the built-in decoder and transformers' models has."""
+        changed = [k for k in ("units", "options") if getattr(self, k) is not None]
+        _need(
+            self.name == "hf" or not changed,
+            f"model.{changed[0] if changed else ''} is for model=hf",
+        )
         _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         _need(
             self.name != "hf" or self.init == "torch",
             "model.init=philox is for the built-in decoder; models of transformers draw their "
             "weights by their own rules, so set model.init=torch",
         )
+
+    def _check_shape(self) -> None:
         for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
             _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
         _need(
@@ -371,91 +387,3 @@ class Config:
             f"train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed, which "
             f"scales the loss; engine={self.engine.name} has bf16 and fp32",
         )
-
-
-Role = Literal["baseline", "arm", "negative_control", "order_control"]
-Level = str | int | float | bool | None  # of a factor
-
-
-@dataclass(frozen=True, config=_STRICT)
-class ArmConfig:
-    """One recipe in a study: its name and the Hydra overrides that make it.
-
-    Where the baseline differs by level (model size, ranks), each level has an arm of role
-    `baseline`, and the other arms of that level say in `against` which one they are paired with.
-    """
-
-    name: str
-    overrides: list[str] = field(default_factory=list)
-    describe: str = ""
-    role: Role = "arm"
-    against: str | None = None  # the arm that this one is paired with; None: the study's baseline
-    factors: dict[str, Level] = field(default_factory=dict)  # what this arm's place in a grid is
-    start: str | None = None  # the prepared run it starts from; None: the study's only one
-
-
-@dataclass(frozen=True, config=_STRICT)
-class PrepareConfig:
-    """A run before the arms of a study, which start from its weights. It takes the study's own
-    overrides and then these."""
-
-    name: str
-    overrides: list[str] = field(default_factory=list)
-    seed: int = 1
-
-
-@dataclass(frozen=True, config=_STRICT)
-class StudyConfig:
-    """Arms × seeds with a question. Lives in conf/study/NAME.yaml."""
-
-    name: str
-    question: str
-    arms: list[ArmConfig]
-    seeds: list[int]
-    overrides: list[str] = field(default_factory=list)  # for every arm
-    prepare: list[PrepareConfig] = field(default_factory=list)  # runs before the arms
-    baseline: str = "zero3"
-    margin: float = 0.0025  # of the baseline's held-out loss
-    confidence: float = 0.95
-    jobs: int = 0  # runs side by side; 0: as many as the machine has cores or GPUs
-    runs_per_gpu: int = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
-    retries: int = 2  # new starts of a run that crashed or ran out of memory
-    max_seeds: int = 0  # seeds are added until every arm is decided, up to so many; 0: never
-    seeds_per_look: int = 1  # so many at a time
-
-    def __post_init__(self) -> None:
-        names = [arm.name for arm in self.arms]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        _need(not twice, f"study {self.name}: arm named twice: {', '.join(twice)}")
-        _need(
-            self.baseline in names,
-            f"study {self.name}: baseline {self.baseline!r} is no arm; arms: {', '.join(names)}",
-        )
-        _need(len(set(self.seeds)) == len(self.seeds) > 0, f"study {self.name}: seeds must differ")
-        _need(self.margin > 0, f"study {self.name}: margin must be above 0")
-        _need(0.5 < self.confidence < 1, f"study {self.name}: confidence must lie in (0.5, 1)")
-        for key in ("jobs", "runs_per_gpu", "retries", "max_seeds"):
-            _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
-        _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
-        self._check_pairs()
-        self._check_starts()
-
-    def _check_starts(self) -> None:
-        known = [one.name for one in self.prepare]
-        _need(len(set(known)) == len(known), f"study {self.name}: two prepared runs of one name")
-        for arm in self.arms:
-            _need(arm.name != "prepare", f"study {self.name}: no arm can be called prepare")
-            _need(
-                arm.start in known or (arm.start is None and len(known) < 2),
-                f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "
-                f"there are: {', '.join(known) or 'none'}",
-            )
-
-    def _check_pairs(self) -> None:
-        bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
-        for arm in self.arms:
-            _need(
-                arm.against in (None, *bases),
-                f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
-                f"baseline; there are: {', '.join(sorted(bases))}",
-            )

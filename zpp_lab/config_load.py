@@ -28,7 +28,28 @@ def _explain(cls: type, error: Any) -> str:
         return unknown_key(cls, place)
     if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
         return str(error["ctx"]["error"])
-    return f"{place}={error['input']!r}: {error['msg']}"
+    if error["type"] == "missing":
+        return f"{place}: missing"
+    given = "null" if error["input"] is None else repr(error["input"])
+    return f"{place}={given}: use {_expected(error)}"
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list, such as [a,b]",
+    "dict": "a mapping, such as {a: 1}",
+}
+
+
+def _expected(error: Any) -> str:
+    """What a setting takes, from pydantic's complaint."""
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return _KINDS.get(error["type"].split("_")[0], str(error["msg"]))
 
 
 def unknown_key(cls: type, place: str) -> str:
@@ -39,8 +60,8 @@ def unknown_key(cls: type, place: str) -> str:
     valid = sorted(valid_names(cls, parents))
     near = difflib.get_close_matches(key, valid, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    where = ".".join(parents) or "the top level"
-    return f"{place}: no such setting.{hint} Valid names in {where}: {', '.join(valid)}"
+    where = f"in {'.'.join(parents)}" if parents else "at the top level"
+    return f"{place}: no such setting.{hint} Valid names {where}: {', '.join(valid)}"
 
 
 def valid_names(cls: Any, path: list[str]) -> list[str]:

@@ -65,6 +65,9 @@ def evaluate(
     train.eval_tokens. ValueError for what is neither a run nor a folder, and for a model that
     reads other tokens.
     """
+    for path in (*paths, *([data] if data else [])):
+        if not path.is_dir():
+            raise ValueError(f"{path}: no such folder; give a run's, or a model's for transformers")
     source = data or next((p for p in paths if _is_run(p)), None)
     if source is None:
         raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")

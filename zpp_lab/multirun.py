@@ -9,31 +9,51 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
-from zpp_lab.compose import to_config
+from zpp_lab.compose import explain, to_config
 from zpp_lab.paths import conf_dir
 
 
 def multirun(overrides: list[str]) -> int:
-    """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised."""
+    """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised: ValueError
+    with the valid names where it is an override."""
     folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
     if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
         # Written out, because a job elsewhere has no such variable.
         overrides = [*overrides, f"hydra.sweep.dir={folder}"]
-    fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
-    exclude = ",".join(["seed", "run.dir", *fixed])
-    named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
-    argv, sys.argv = sys.argv, ["zpp-lab train", "--multirun", *overrides, named]
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
+        fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
+        exclude = ",".join(["seed", "run.dir", *fixed])
+        named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
+        with _command_line("--multirun", *overrides, named):
+            task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+            task(_job)()
+    except HydraException as error:
+        raise ValueError(explain(error, overrides)) from None
+    print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
+    return 0
+
+
+@contextmanager
+def _command_line(*words: str) -> Iterator[None]:
+    """sys.argv as Hydra reads it; errors are raised here and do not take Hydra's own way out."""
+    argv, sys.argv = sys.argv, ["zpp-lab train", *words]
+    full = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
     finally:
         sys.argv = argv
-    return 0
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
 
 
 def _job(composed: DictConfig) -> float:
@@ -47,6 +67,12 @@ def _job(composed: DictConfig) -> float:
         composed.run.dir = composed.run.dir or folder
         composed.run.name = composed.run.name or f"{name}-seed{composed.seed}"
     return float(launch(to_config(composed))["heldout_loss"])
+
+
+def _sweep_dir(overrides: list[str]) -> str:
+    """The folder of the last hydra.sweep.dir, without quotes."""
+    named = [o.partition("=")[2] for o in overrides if o.startswith("hydra.sweep.dir=")]
+    return named[-1].strip("'\"")
 
 
 def _swept(override: str) -> bool:

@@ -39,8 +39,10 @@ SHOWN: tuple[tuple[Moment, ...], ...] = (
 )
 NOTES = (
     "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
-    "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of",
+    "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of "
     "libraries, evaluation and checkpoints, which hold less than a step.",
+    "Moments: the loss goes back; an early and the last (late) block goes back; the root unit's "
+    "gradients are reduced; norm, clipping and optimizer.",
     "Bytes on the wires: all ranks together, one step.",
 )
 HOPS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -37,7 +37,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for wire in WIRES:
-            build_codec(self.wire(wire), torch.float32)  # a wrong setting fails here
+            _check_settings(self.config.name, wire, self.wire(wire))
         _check_reduction(self)
         _check_weights(self)
         _check_shard(self)
@@ -120,6 +120,15 @@ def _quantizes(recipe: Recipe, wire: Wire) -> bool:
     asked = not isinstance(build_codec(recipe.wire(wire), torch.float32), RawCodec)
     ruled = any(wire in r.wires and not r.exempt for r in recipe.config.rules)
     return asked or ruled
+
+
+def _check_settings(recipe: str, wire: Wire, settings: CodecConfig) -> None:
+    """Also where nothing is quantized: a wrong block_size is one with bits=null too."""
+    plain = settings.codec in (None, "block") and settings.bits is None
+    try:
+        build_codec(replace(settings, bits=8) if plain else settings, torch.float32)
+    except ValueError as error:
+        raise ValueError(f"recipe {recipe}, {wire}: {error}") from None
 
 
 def _check_reduction(recipe: Recipe) -> None:

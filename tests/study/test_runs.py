@@ -9,7 +9,7 @@ from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config import CodecConfig, Config, RecipeConfig, RunConfig, TrainConfig
 from zpp_lab.runconfig import flat_config
 from zpp_lab.study.arms import study_of
-from zpp_lab.study.runs import find_runs, last_step, read_metrics
+from zpp_lab.study.runs import find_runs, last_step, read_metrics, read_run
 from zpp_lab.study.settings import differences
 from zpp_lab.study.verdict import judge_study
 
@@ -61,8 +61,9 @@ def test_a_run_that_failed_before_its_config_is_told_by_its_folder(tmp_path: Pat
     (run,) = find_runs(tmp_path)
     assert (run.arm, run.seed, run.outcome) == ("w4", 7, "crashed")
     (tmp_path / "w4" / "other" / "failure.json").write_text(failure)
+    assert find_runs(tmp_path) == [run]  # a refused start does not stand in a report's way
     with pytest.raises(ValueError, match="tell the seed"):
-        find_runs(tmp_path)
+        read_run(tmp_path / "w4" / "other")
 
 
 def test_settings_that_change_no_numbers_do_not_differ() -> None:
@@ -104,6 +105,16 @@ def test_plain_runs_named_by_a_sweep_find_their_baseline(tmp_path: Path) -> None
             (folder / "summary.json").write_text(json.dumps(summary))
     study, _, _ = study_of("sweep", find_runs(tmp_path))
     assert study.baseline == "recipe=zero3"
+
+
+def test_a_zero3_with_bits_is_no_baseline(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", FakeArm("zero3", "", gap=0.5, weight_bits=4), 1, steps=2)
+    study, _, notes = study_of("x", find_runs(tmp_path))
+    assert [arm.name for arm in study.arms] == [
+        "zero3",
+        "zero3 weights.bits=4 weights.block_size=256",
+    ]
+    assert "There is no zero3 run" in notes[0]
 
 
 def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:

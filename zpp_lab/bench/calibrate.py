@@ -84,6 +84,7 @@ TINY = Sizes(
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("zpp-lab bench calibrate", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--out", type=Path, required=True, help="the machine's JSON file")
     made.add_argument("--name", help="the machine's name (default: the file's)")
     made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")

@@ -230,6 +230,7 @@ def _words(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("zpp-lab bench collectives", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
     made.add_argument("--nodes", type=_numbers, default=[1], help="shapes: nodes of the ranks")
     made.add_argument("--transports", type=_words, default=["auto"], help="of engine.transport")

@@ -26,6 +26,7 @@ WARM = 5  # steps that are not counted
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("zpp-lab bench deterministic", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each setting")
     parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")

@@ -7,7 +7,11 @@ from typing import Any
 
 from zpp_lab.bench.work import OPS
 
-KINDS = ("nearest", "stochastic", "Hadamard 64")
+KINDS = {
+    "nearest": "nearest rounding",
+    "stochastic": "stochastic rounding (where noise is drawn)",
+    "Hadamard 64": "Hadamard 64, nearest rounding",
+}
 
 
 def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -33,14 +37,22 @@ def draw(report: dict[str, Any], path: Path) -> None:
         subtitle=f"share of a copy ({report['copy_gb_s']:.0f} GB/s); block 64, symmetric",
     )
     rows = rows_of(report)
+    ops = [op for op in OPS if any(row["op"] == op for row in rows)]
+    operators = altair.X(
+        "op:N",
+        title=None,
+        sort=ops,
+        scale=altair.Scale(domain=ops),  # the same places in every panel
+        axis=altair.Axis(labelAngle=0),
+    )
     panels = []
-    for kind in KINDS:
+    for kind, text in KINDS.items():
         values = altair.Data(values=[row for row in rows if row["kind"] == kind])
         bars = (
-            altair.Chart(values, title=altair.Title(kind, anchor="start", fontSize=11))
+            altair.Chart(values, title=altair.Title(text, anchor="start", fontSize=11))
             .mark_bar()
             .encode(
-                x=altair.X("op:N", title=None, sort=list(OPS), axis=altair.Axis(labelAngle=0)),
+                x=operators,
                 xOffset=altair.XOffset("bits:N"),
                 y=altair.Y(
                     "of_copy:Q",

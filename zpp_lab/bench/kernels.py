@@ -151,6 +151,7 @@ def print_table(rows: list[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="zpp-lab bench kernels", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--mib", type=int, nargs="*", default=[64, 512], help="bf16 bytes per call")
     parser.add_argument("--full", action="store_true", help="every block size and scale dtype")
     parser.add_argument("--peers", action="store_true", help="also torch.compile and DeepSpeed")

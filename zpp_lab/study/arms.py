@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zpp_lab.config import ArmConfig, StudyConfig
+from zpp_lab.config import ArmConfig, Config, StudyConfig
 from zpp_lab.runconfig import differing, flat_config
 from zpp_lab.study.runs import Run
 
 BASELINE = "zero3"
 _NAME = "recipe.name"
+_PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
 _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
 
 
@@ -55,7 +56,11 @@ def _name_arms(runs: Sequence[Run]) -> list[Run]:
 def _split(name: str, group: list[Run]) -> list[Run]:
     """Give the runs of one recipe their own arm names where their settings vary."""
     flat = [flat_config(run.config) for run in group]
-    varying = sorted({key for other in flat for key in differing(flat[0], other)} - {"seed"})
+    known = flat[:1]
+    if name == BASELINE and any(map(_has_bits, group)):  # its name alone would say: no codec
+        known.append(flat[0] | _PLAIN)
+    varying = sorted({k for one in known for other in flat for k in differing(one, other)})
+    varying = [key for key in varying if key != "seed"]
 
     def label(settings: dict) -> str:
         parts = [f"{k.removeprefix('recipe.')}={settings.get(k)}" for k in varying]

@@ -120,10 +120,12 @@ def commands_table(result: StudyResult, appendix: Appendix) -> Table:
 
 
 def certainty_table(certainty: Certainty) -> Table:
-    """p-values and intervals over documents, one row an arm."""
-    lines = [Line(row, row[0]) for row in certainty.rows()]
-    numbers = range(1, len(CERTAINTY_COLUMNS))
-    return Table("certainty", "How sure each gap is", CERTAINTY_COLUMNS, lines, numbers)
+    """p-values and intervals over documents, one row an arm; no column without a value."""
+    rows = certainty.rows()
+    told = [i for i in range(len(CERTAINTY_COLUMNS)) if any(row[i] != NOTHING for row in rows)]
+    columns = [CERTAINTY_COLUMNS[i] for i in told]
+    lines = [Line([row[i] for i in told], row[0]) for row in rows]
+    return Table("certainty", "How sure each gap is", columns, lines, range(1, len(told)))
 
 
 def facts_table(result: StudyResult) -> Table:
@@ -134,7 +136,7 @@ def facts_table(result: StudyResult) -> Table:
 def runs_table(result: StudyResult) -> Table:
     """One row a run."""
     columns = ["Arm", "Seed", "Outcome", "Steps", "Held-out loss", "Perplexity"]
-    columns += ["With master weights", "Gap (nats)", "MiB per step", "Seconds"]
+    columns += ["Loss of the fp32 masters", "Gap (nats)", "MiB per step", "Seconds"]
     lines = [
         Line(_run_cells(arm, seed, run), arm.name)
         for arm in result.arms
@@ -158,7 +160,7 @@ def _run_cells(arm: ArmResult, seed: int, run: Run) -> list[str]:
         _number(run.heldout_loss, ".4f"),
         perplexity(run.heldout_loss),
         _number(summary.get("heldout_loss_master"), ".4f"),
-        NOTHING if gap is None else signed(gap),
+        NOTHING if gap is None or arm.verdict == "baseline" else signed(gap),
         _number(None if sent is None else sent / _MIB, ".2f"),
         _number(summary.get("seconds"), ".0f"),
     ]

@@ -59,10 +59,14 @@ class NoiseFloor:
                 f"{_count(self.seeds_unpaired)} unpaired (80% power, one arm, one look)."
             )
         return pairs + [
-            f"{order.arm}: only the order of sums differs, and the gap is {order.mean:+.5f} nats "
-            f"on average, {order.largest:.5f} at most over {order.seeds} seeds."
+            f"{order.arm}: only the order of sums differs, and the gap is {_signed(order.mean)} "
+            f"nats on average, {order.largest:.5f} at most over {order.seeds} seeds."
             for order in self.orders
         ]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.5f}".replace("-", "−")
 
 
 def noise_floors(result: StudyResult) -> list[NoiseFloor]:

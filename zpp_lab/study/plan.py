@@ -53,22 +53,27 @@ class Planner:
     def __init__(self, study: StudyConfig, root: Path, compose: Compose) -> None:
         self.study, self.root = study, root
         check_folder(study, root)
-        faults = []
+        faults: dict[str, list[str]] = {}
         self._configs: dict[str, Config] = {}
         self._first: list[PlannedRun] = []
         for arm in study.arms:
             try:
                 self._configs[arm.name] = self._compose(arm, compose)
             except ValueError as error:
-                faults.append(f"study {study.name}, arm {arm.name}: {error}")
+                faults.setdefault(str(error), []).append(f"arm {arm.name}")
         for one in study.prepare:
             try:
                 self._first.append(self._prepared(one, compose))
             except ValueError as error:
-                faults.append(f"study {study.name}, {PREPARE} {one.name}: {error}")
+                faults.setdefault(str(error), []).append(f"{PREPARE} {one.name}")
         if faults:
-            raise ValueError("\n".join(faults))
+            raise ValueError("\n".join(self._told(*fault) for fault in faults.items()))
         _check_different(study, self._configs)
+
+    def _told(self, error: str, whose: Sequence[str]) -> str:
+        """One line for a fault, however many arms have it."""
+        every = len(whose) > 1 and len(whose) == len(self.study.arms) + len(self.study.prepare)
+        return f"study {self.study.name}, {'every arm' if every else ', '.join(whose)}: {error}"
 
     def prepare(self) -> list[PlannedRun]:
         """The runs that must have finished before any arm starts. ValueError as for `plan`."""

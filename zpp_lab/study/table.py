@@ -89,7 +89,7 @@ def perplexity(loss: float | None) -> str:
     """exp of a loss in nats a token; of a mean over seeds their perplexities' geometric mean."""
     if loss is None:
         return NOTHING
-    return f"{math.exp(loss):.4g}" if loss < 700 else "∞"
+    return f"{math.exp(loss):#.4g}".rstrip(".") if loss < 700 else "∞"
 
 
 def p_value_rows(result: StudyResult) -> list[list[str]]:
@@ -121,6 +121,16 @@ def correction_line(result: StudyResult) -> str:
     if looks > 1:
         text += f", and for up to {looks} looks at the data, which the intervals allow for too"
     return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."
+
+
+def p_value_line(result: StudyResult) -> str:
+    """What the columns of the p-values are."""
+    looked = " Looks: how often an arm has been tested so far, as seeds were added."
+    return (
+        "p (differs): how probable so large a gap is if there is none. p (on par): how probable so "
+        "small a gap is if the true one lies outside the margin. Verdicts go by the corrected "
+        f"ones.{looked if len(look_sizes(result.study)) > 1 else ''}"
+    )
 
 
 def gap_text(arm: ArmResult) -> str:

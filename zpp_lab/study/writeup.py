@@ -33,7 +33,7 @@ from zpp_lab.study.speed_tables import (
     notes,
     speed_table,
 )
-from zpp_lab.study.table import margin_line, markdown_table, verdict_markdown
+from zpp_lab.study.table import margin_line, markdown_table, p_value_line, verdict_markdown
 
 if TYPE_CHECKING:
     from zpp_lab.study.report import Findings
@@ -55,6 +55,7 @@ def html(found: Findings, figures: Sequence[Figure]) -> str:
         decision=page.decision(),
         certainty=found.certainty.lines(),
         margin_line=margin_line(result),
+        p_value_line=p_value_line(result),
         advice=found.advice,
         rules=RULES,
         shown=[figure for figure in figures if not figure.name.startswith(_FOLDED)],
@@ -114,6 +115,7 @@ def markdown(found: Findings, figures: Sequence[Figure]) -> str:
         "\n".join(rules),
         "## How sure",
         table_markdown(tables["certainty"]),
+        p_value_line(result),
         "\n\n".join(found.certainty.lines()),
         *(["## Notes", "\n".join(f"- {note}" for note in result.notes)] if result.notes else []),
         *(["## Figures", *drawn] if drawn else []),
@@ -181,8 +183,11 @@ def _commit(found: Findings) -> str | None:
 
 
 def _breakable(text: str) -> markupsafe.Markup:
-    """A name that a narrow column may break after an underscore."""
-    return markupsafe.escape(text).replace("_", markupsafe.Markup("_<wbr>"))
+    """A name that a narrow column may break after an underscore or a dot."""
+    escaped = markupsafe.escape(text)
+    for mark in "_.":
+        escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
+    return escaped
 
 
 def _json_in_html(value: Any) -> str:

@@ -1,0 +1,151 @@
+"""`zpp-lab report`, `compare`, `sync` and `dashboard`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zpp_lab.commands.adding import Add
+
+if TYPE_CHECKING:
+    from zpp_lab.config import StudyConfig
+    from zpp_lab.study.speed_rows import Predict
+
+SPEED = "results.csv of `bench step`: speeds of a study's arms; the study keeps a copy"
+MACHINE = "figures of `bench calibrate`, or a name such as h200: predicted speeds too"
+REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
+REPORT = """Into that folder: report.html (one page that works offline), report.md, report.tex,
+results.csv and figures/."""
+
+
+def add_results(add: Add) -> None:
+    report = add(
+        "report", "write the report of a folder of runs, or of measured speeds", _report, REPORT
+    )
+    report.add_argument(
+        "dir", type=Path, help="a study's folder, any folder with runs, or one of `bench step`"
+    )
+    report.add_argument("--speed", type=Path, metavar="FILE", help=SPEED)
+    report.add_argument("--machine", metavar="FILE", help=MACHINE)
+    comparison = add("compare", "show the arms of several studies side by side", _compare)
+    comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
+    comparison.add_argument(
+        "--out", type=Path, metavar="FILE", help="write a .csv, .md or .html file too"
+    )
+    sync = add("sync", "send runs to wandb that it did not get whole", _sync)
+    sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    pages = add("dashboard", "make a study's workspace and report in wandb", _dashboard)
+    pages.add_argument("study", nargs="?", help="a study's folder, its name or its YAML file")
+    pages.add_argument(
+        "--apply",
+        type=Path,
+        metavar="FILE",
+        help="make the pages that such a file (dashboard.json) describes",
+    )
+    pages.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write that file (default: dashboard.json)",
+    )
+    pages.add_argument("--project", help="wandb's project (default: the runs' own)")
+    pages.add_argument("--entity", help="wandb's user or team (default: the runs' own)")
+
+
+def _report(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.study.speed_results import is_speed_table
+
+    if is_speed_table(args.dir):
+        if args.speed:
+            raise ValueError(f"{args.dir} holds speeds: --speed goes with the folder of a study")
+        _show_speed(args.dir, _predict(args.machine))
+    else:
+        _show(args.dir, None, args.speed, _predict(args.machine))
+    return 0
+
+
+def _predict(machine: str | None) -> Predict | None:
+    """The predictions of a machine's figures; only these need torch."""
+    if machine is None:
+        return None
+    from zpp_lab.predicted import predictions
+
+    return partial(predictions, machine=machine)
+
+
+def _show_speed(path: Path, predict: Predict | None) -> None:
+    """Make the page of measured speeds and print its table."""
+    from zpp_lab.study.speed_report import build_speed_report
+
+    report = build_speed_report(path, predict)
+    print(report.table)
+    print(f"\nreport: {report.html}")
+
+
+def _show(
+    root: Path,
+    study: StudyConfig | None,
+    speed: Path | None = None,
+    predict: Predict | None = None,
+) -> None:
+    """Build the report of the runs below `root` and print its table."""
+    from zpp_lab.study import build_report  # loads the charting libraries: after the runs
+
+    report = build_report(root, study, speed, predict)
+    print(report.table)
+    print(f"\nreport: {report.html}")
+
+
+def finish(root: Path, study: StudyConfig) -> None:
+    """The report, here and in wandb. Runs that ended well do not fail for want of a chart."""
+    try:
+        _show(root, study)
+    except ModuleNotFoundError as error:
+        advice = report_advice(error, f"`zpp-lab report {root}`")
+        print(f"zpp-lab study: no report: {advice}", file=sys.stderr)
+        return
+    from zpp_lab.dashboard import publish
+
+    publish.start(root)
+
+
+def report_advice(error: ModuleNotFoundError, then: str) -> str:
+    """What to do where a package of the report is absent. Any other absence is a fault of ours."""
+    if error.name not in REPORT_PACKAGES:
+        raise error
+    return (
+        f"this needs {error.name}, which is not installed; the runs are safe. Run `pip install "
+        f"'zpp_lab[report]'` here or on another machine, then {then}"
+    )
+
+
+def _compare(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.study.compare import compare
+    from zpp_lab.study.comparison_text import console, write_comparison
+
+    found = compare(args.dirs)
+    print(console(found))
+    if args.out:
+        write_comparison(found, args.out)
+        print(f"\nwritten: {args.out}")
+    return 0
+
+
+def _sync(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.dashboard import publish
+    from zpp_lab.tracking.wandb_sink import sync_all
+
+    return int(sync_all(args.dirs) + publish.sync(args.dirs) > 0)
+
+
+def _dashboard(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.dashboard.command import apply_file, dashboard
+
+    if (args.study is None) == (args.apply is None):
+        raise ValueError("name a study (its folder, name or YAML file), or --apply FILE")
+    if args.apply is not None:
+        return apply_file(args.apply)
+    return dashboard(args.study, args.out, args.project, args.entity)

@@ -1,0 +1,186 @@
+"""`zpp-lab train`, `study` and `prepare`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from zpp_lab.commands.adding import Add, takes_settings
+from zpp_lab.commands.results import finish
+from zpp_lab.piece import PAUSED, UNFINISHED, seconds
+
+ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
+PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
+TRAIN = """Into run.dir, or runs/RECIPE/seedN. The same command goes on with an interrupted run; a
+folder that holds a run with other settings is left alone.
+
+    zpp-lab train recipe=zeropp train.steps=100
+    zpp-lab train recipe.name=mine recipe.weights.bits=4 recipe.weights.block_size=64
+    zpp-lab train -m recipe.weights.bits=null,4 seed=1,2     # into runs/sweep-DATE"""
+STUDY = """Trains every arm with every seed, prints the verdicts and writes report.html into --dir.
+Finished runs are not repeated. Settings are for all arms.
+
+    zpp-lab study smoke
+    zpp-lab study smoke --seeds 1,2,3,4,5
+    zpp-lab study bits --dry-run"""
+
+
+def add_training(add: Add) -> None:
+    _add_train(add)
+    _add_study(add)
+    tokens = add("prepare", "make a study's token files before its runs need them", _prepare)
+    tokens.add_argument("name", help="a study's name, or the path of a YAML file")
+    takes_settings(tokens)
+
+
+def _add_train(add: Add) -> None:
+    train = add("train", "train one run, or several with -m", _train, TRAIN)
+    train.add_argument(
+        "-m", "--multirun", action="store_true", help="every combination of a=1,2 b=x,y"
+    )
+    train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
+    train.add_argument("--dry-run", action="store_true", help="print all settings, do not train")
+    takes_settings(train)
+
+
+def _add_study(add: Add) -> None:
+    study = add("study", "train the arms of a study, then judge and report", _study, STUDY)
+    study.add_argument("name", help="a study's name, or the path of a YAML file")
+    study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
+    study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
+    study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
+    study.add_argument("--alone", action="store_true", help=ALONE)
+    study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
+    study.add_argument(
+        "--retry", action="store_true", help="try again what diverged or failed too often"
+    )
+    study.add_argument(
+        "--dry-run", action="store_true", help="show runs, cost and what is done; train nothing"
+    )
+    study.add_argument(
+        "--watch", action="store_true", help="show a live table of a study that runs"
+    )
+    study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
+    takes_settings(study)
+
+
+def _until(piece: str | None) -> float | None:
+    """The unix time that `--for` means, counted from now."""
+    return None if piece is None else time.time() + seconds(piece)
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    until = _until(args.piece)
+    times = [] if until is None else [f"run.until={until!r}"]
+    if args.multirun:
+        if args.dry_run:
+            raise ValueError("--dry-run is for one run: leave out -m")
+        return _sweep([*overrides, *times])
+    from zpp_lab.compose import compose
+    from zpp_lab.runconfig import run_dir
+    from zpp_lab.tracking.folder import SUMMARY
+
+    config = compose([*overrides, *times])
+    if args.dry_run:
+        print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+        return 0
+    from zpp_lab.launcher import RankFailed, launch, leave
+
+    folder = run_dir(config)
+    ended = (folder / SUMMARY).is_file()
+    try:
+        summary = launch(config)
+    except RankFailed as error:
+        print(f"zpp-lab train: {error}", file=sys.stderr)
+        return 1
+    paused = summary.get("outcome") == UNFINISHED
+    if paused:
+        print("stopped before the end; the same command goes on from here")
+    elif summary:  # rank 0, when somebody else started the ranks
+        loss = f"held-out loss {summary['heldout_loss']:.4f}"
+        if "perplexity" in summary:  # runs of older versions have none
+            loss += f", perplexity {summary['perplexity']:.4g},"
+        before = ", trained before" if ended else ""
+        steps = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
+        print(f"{loss} after {steps}: {folder}{before}")
+    leave()
+    return PAUSED if paused else 0
+
+
+def _sweep(overrides: list[str]) -> int:
+    from zpp_lab.launcher import RankFailed
+    from zpp_lab.multirun import multirun
+
+    try:
+        return multirun(overrides)
+    except RankFailed as error:
+        print(f"zpp-lab train: {error}", file=sys.stderr)
+        return 1
+
+
+def _study(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.compose import load_study
+    from zpp_lab.study import run_study
+    from zpp_lab.study.selection import matching, some_arms
+
+    seeds = _numbers(args.seeds) if args.seeds is not None else []
+    changes: dict[str, object] = {"seeds": seeds} if seeds and not args.alone else {}
+    study = load_study(args.name, changes, overrides)
+    if args.alone and not args.arms:
+        raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
+    patterns = args.arms.split(",") if args.arms is not None else []
+    if patterns and not args.alone:
+        study = some_arms(study, patterns)
+    root = args.dir or Path("runs") / study.name
+    if args.watch:
+        from zpp_lab.study.watch import show
+
+        show(root, study)
+        return 0
+    if args.dry_run:
+        from zpp_lab.study.dry_run import dry_run
+
+        return int(bool(dry_run(study, root, args.jobs or 0).faults))
+    outcome = run_study(
+        study,
+        root,
+        args.jobs or 0,
+        retry=args.retry,
+        launcher=args.launcher,
+        arms=matching(study, patterns) if args.alone else (),
+        seeds=seeds if args.alone else (),
+        until=_until(args.piece),
+    )
+    if not outcome.unfinished and not outcome.waiting:
+        finish(root, study)
+    return outcome.exit_code
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {text!r}: give whole numbers, such as 1,2,3") from None
+
+
+def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.compose import compose, load_study
+    from zpp_lab.data import open_data
+
+    study = load_study(args.name, {}, overrides)
+    arm = next(arm for arm in study.arms if arm.name == study.baseline)
+    config = compose([*study.overrides, *arm.overrides])
+    began = time.monotonic()
+    data = open_data(config.data)
+    print(
+        f"{data.files} documents, {data.tokens:,} training and {data.heldout_tokens:,} held-out "
+        f"tokens, vocabulary {data.vocab_size}, hash {data.hash[:16]}, "
+        f"{time.monotonic() - began:.1f} s"
+    )
+    return 0
