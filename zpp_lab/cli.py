@@ -28,6 +28,19 @@ EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command o
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
     words = list(sys.argv[1:] if argv is None else argv)
+    parser, add = _parser()
+    if words and not words[0].startswith("-") and words[0] not in add.names:
+        return _mistake("", _no_command(words[0], add.names))
+    known, rest = parser.parse_known_args(words)
+    if known.command is None:
+        if rest:
+            return _mistake("", f"unknown option {rest[0]}; see zpp-lab --help")
+        parser.print_help(sys.stderr)
+        return 2
+    return _call(known, rest)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Add]:
     parser = argparse.ArgumentParser(
         "zpp-lab",
         usage="zpp-lab [-h] COMMAND ...",
@@ -39,15 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = Add(parser)
     for more in (add_training, add_results, add_weights, add_machine):
         more(add)
-    if words and not words[0].startswith("-") and words[0] not in add.names:
-        return _mistake("", _no_command(words[0], add.names))
-    known, rest = parser.parse_known_args(words)
-    if known.command is None:
-        if rest:
-            return _mistake("", f"unknown option {rest[0]}; see zpp-lab --help")
-        parser.print_help(sys.stderr)
-        return 2
-    return _call(known, rest)
+    return parser, add
 
 
 def _call(args: argparse.Namespace, rest: list[str]) -> int:

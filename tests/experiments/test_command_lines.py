@@ -24,6 +24,7 @@ import pytest
 
 from zpp_lab import cli, compose
 from zpp_lab.bench import step_arms
+from zpp_lab.commands.adding import check_words
 from zpp_lab.recipe import Recipe
 from zpp_lab.study.plan import run_overrides
 from zpp_lab.study.selection import matching
@@ -154,10 +155,9 @@ def after_options(words: list[str]) -> tuple[str, list[str]]:
 
 
 def check_cli(words: list[str]) -> None:
-    known, rest = cli._parser().parse_known_args(words)
-    dashed = [w for w in rest if w.startswith("-") and "=" not in w]
+    known, rest = cli._parser()[0].parse_known_args(words)
     assert known.command is not None, words
-    assert known.passes_on or not dashed, dashed
+    rest = check_words(known, rest)
     if known.command == "train":
         check_config(rest)
     elif known.command in ("study", "prepare"):
