@@ -50,7 +50,6 @@ def test_a_resumed_run_ends_at_the_same_step(cut: int) -> None:
 
 def test_a_run_whose_loss_runs_away_is_diverged(tmp_path: Path) -> None:
     settings = ["train.lr=8", "train.warmup_steps=1000", "train.steps=150", "train.eval_every=150"]
-    settings += ["cluster.nodes=1", "cluster.gpus_per_node=1"]
     rule = ["train.diverge_above=0.5", "train.diverge_steps=10", "train.checkpoint_every=0"]
     with pytest.raises(DivergedError, match="nats above its best"):
         run(small(tmp_path, *settings, *rule))

@@ -71,7 +71,7 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wanted", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_change_no_bit(tmp_path: Path, wanted: int) -> None:
-    steps, rng = "train.steps=120", random.Random(0)
+    steps, rng = f"train.steps={max(60, 6 * wanted)}", random.Random(0)
     run(small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'whole'}"))
     killed = small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'killed'}")
     context = forks()
