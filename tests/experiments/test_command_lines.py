@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "nc
 # A program that says what it was told. Programs on standard input are real.
 RECORDER = """#!/bin/bash
 if [ "$1" = - ]; then exec "$REAL_PYTHON" "$@"; fi
-{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "$RECORD"
+printf '%s\\0' "${0##*/}" "$@" > "$(mktemp "$RECORD/XXXXXXXX")"
 """
 # What the scripts can be told beyond what the pages show.
 MORE = [
@@ -99,8 +100,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded(line: str, place: Path) -> list[list[str]]:
     """The commands that a line of bash gives."""
-    record = place / "record"
-    record.write_bytes(b"")
+    record = place / "record"  # a file each, as some run side by side
+    shutil.rmtree(record, ignore_errors=True)
+    record.mkdir()
     kept = {k: v for k, v in os.environ.items() if k not in ("CALL", "CALL_END", "LIMIT")}
     own = {"PATH": f"{place}/bin:{os.environ['PATH']}", "RECORD": str(record)}
     own |= {"REAL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
@@ -110,8 +112,7 @@ def recorded(line: str, place: Path) -> list[list[str]]:
     assert "command not found" not in said.stderr, said.stderr
     assert "unbound variable" not in said.stderr, said.stderr
     assert "syntax error" not in said.stderr, said.stderr
-    every = record.read_text().split("\n\0")[:-1]
-    return [one.split("\0")[:-1] for one in every]
+    return [one.read_text().split("\0")[:-1] for one in sorted(record.iterdir())]
 
 
 @pytest.mark.parametrize("line", EVERY)
