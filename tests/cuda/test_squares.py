@@ -144,8 +144,8 @@ def test_room_is_that_of_the_largest_launch(lengths: tuple[int, ...], rows: int,
 
 
 def test_a_cpus_gradients_take_plain_torch() -> None:
-    assert not squares.serves([torch.zeros(3)])
-    assert not squares.serves([])
+    assert not squares.serves([torch.zeros(3)], [3])
+    assert not squares.serves([], [])
 
 
 @on_gpu
@@ -155,7 +155,7 @@ def test_the_kernels_bits(rows: int) -> None:
     grads = gradients(lengths, rows, "cuda")
     ops.configure("cuda")
     try:
-        assert squares.serves(grads)
+        assert squares.serves(grads, lengths)
         found = squares.square_sums(grads, lengths, rows)
     finally:
         backend._state.backend = "auto"

@@ -43,9 +43,9 @@ def _added(grads: Mapping[str, Tensor], rows: int, plan: Plan, device: torch.dev
     """Gradients that are cut into `rows` shards → fp64 [rows], added in plan order."""
     lengths = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
     names = [name for name in lengths if name in grads]
-    own = [grads[name] for name in names]
-    if kernels.serves(own):
-        return kernels.square_sums(own, [lengths[n] for n in names], rows).to(device)
+    own, numels = [grads[name] for name in names], [lengths[name] for name in names]
+    if kernels.serves(own, numels):
+        return kernels.square_sums(own, numels, rows).to(device)
     groups: dict[int, list[str]] = defaultdict(list)
     for name in names:
         groups[lengths[name]].append(name)

@@ -17,11 +17,11 @@ ROWS = 160  # of a launch: MAX_ROWS of cuda/squares.h
 TOP = 2**15  # what the first kernel leaves of a row, at most: TOP there
 
 
-def serves(grads: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these."""
+def serves(grads: Sequence[Tensor], numels: Sequence[int]) -> bool:
+    """Whether the kernels take gradients that are cut into rows of these lengths."""
     if not grads or not all(g.is_cuda and g.dtype == torch.float32 for g in grads):
         return False
-    return use_kernels(grads[0])
+    return max(numels) < 2**31 and use_kernels(grads[0])
 
 
 def square_sums(grads: Sequence[Tensor], numels: Sequence[int], rows: int) -> Tensor:
