@@ -42,7 +42,7 @@ def held(engine, step, *args, real=FsdpEngine.step, **named):
     return real(engine, step, *args, **named)
 
 FsdpEngine.step = held
-main(sys.argv[-1])
+main(*sys.argv[-2:])
 """
 HOLD = f"""
 import torch.distributed.launcher.api as api

@@ -85,8 +85,9 @@ def start(config: Config) -> Record:
             max_restarts=0,
             monitor_interval=0.2,
         )
+        words = ("-m", "zpp_lab.launcher", str(os.getpid()), str(file))
         try:
-            elastic_launch(settings, sys.executable)("-m", "zpp_lab.launcher", str(file))
+            elastic_launch(settings, sys.executable)(*words)
         except ChildFailedError as error:
             _report(error, folder)
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
@@ -197,11 +198,11 @@ def leave() -> None:
         _end_now(0)
 
 
-def main(path: str) -> None:
-    """A rank's process: the config's file is all it is told."""
+def main(parent: str, path: str) -> None:
+    """A rank's process: its launcher's pid and the config's file are all it is told."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    die_with_parent()
+    die_with_parent(int(parent))
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:
         record(join)(config)  # it notes the message for the launcher
@@ -223,4 +224,4 @@ def _end_now(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -37,14 +37,15 @@ def _tasks(environment: Variables) -> int:
     return int(tasks) if tasks.isdigit() else 1
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this rank when its launcher ends, even by SIGKILL (Linux).
 
     Elastic launchers give ranks sessions of their own, so nothing else would end them then.
+    parent: the launcher's pid, where it is known; if it is gone already, the rank ends here.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
+        if parent is not None and os.getppid() != parent:
             os._exit(1)
 
 

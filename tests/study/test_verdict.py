@@ -161,8 +161,8 @@ def test_failed_runs_leave_the_others_to_judge(outcome: str) -> None:
 def test_without_a_baseline_nothing_is_judged() -> None:
     result = judge_study(STUDY, shifted(0.0, 0.0, 0.0))
     assert result.margin is None
-    assert [arm.verdict for arm in result.arms] == ["not run", "not run"]
-    assert "no baseline" in result.arms[1].note
+    assert [arm.verdict for arm in result.arms] == ["not run", "no baseline"]
+    assert result.arms[1].text == "no baseline (it ran, its baseline has not)"
 
 
 def test_arms_and_seeds_outside_the_study_are_left_out() -> None:

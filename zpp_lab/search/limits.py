@@ -21,7 +21,7 @@ from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult, judge_study
 
 Kind = Literal["allowed", "loss", "not measured"]
-OPEN = ("not run", "failed")  # verdicts that say nothing
+OPEN = ("no baseline", "not run", "failed")  # verdicts that say nothing
 
 
 @dataclass(frozen=True)

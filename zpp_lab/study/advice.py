@@ -14,7 +14,7 @@ from zpp_lab.study.verdict import ArmResult, StudyResult
 
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
-_OPEN = ("undecided", "not run", "failed")
+_OPEN = ("undecided", "no baseline", "not run", "failed")
 _LISTED = 8  # arms named in one sentence
 RULES = (
     "If a control came out wrong, nothing is advised; while one is undecided, that is said.",

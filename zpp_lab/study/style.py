@@ -33,6 +33,7 @@ SHAPES = {
     "undecided": "diamond",
     "diverged": "cross",
     "failed": "cross",
+    "no baseline": "cross",
     "not run": "cross",
 }
 OTHERS = "other arms"

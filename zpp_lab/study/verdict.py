@@ -11,7 +11,8 @@ seed), a margin in nats and alpha = 1 − confidence:
 - **undecided**: neither. More seeds decide it; the text says about how many.
 - **diverged**: the loss of a seed was lost where the baseline's was not.
 - **failed**: no pair of finished runs, and a run of the arm failed.
-- **not run**: no pair of finished runs yet.
+- **no baseline**: runs of the arm finished, their baseline's have not.
+- **not run**: no run of the arm has finished yet.
 
 "Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
 Holm's method, separately for the claims "on par" and "differs"; `family.py` says why this keeps
@@ -237,7 +238,7 @@ def _outcome(
     if failed:
         return "failed", ", ".join(o.replace("_", " ") for o in failed)
     if "finished" in outcomes.values():
-        return "not run", "no baseline run to compare with"
+        return "no baseline", "it ran, its baseline has not"
     return "not run", ""
 
 
