@@ -8,6 +8,7 @@ dead, and sooner if some rank has lost a peer. Every rank then says which it was
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 FAILED, SUSPECT = "failed", "suspect"
 BEAT = 1.0  # seconds
+NO_STORE = (RuntimeError, OSError)  # DistNetworkError and its kin: rank 0 does not answer
 PATIENCE = 5 * BEAT  # with a rank that is silent after another has lost a peer
 
 
@@ -49,14 +51,16 @@ class Pulse:
         """Tell the others that this rank is ending, and why."""
         self.left.set()
         self.thread.join(5.0)
-        if not self.store.check([FAILED]):
-            self.store.set(FAILED, f"{self.rank}\n{text}")
+        with contextlib.suppress(*NO_STORE):  # then rank 0 is gone, and the others see it
+            if not self.store.check([FAILED]):
+                self.store.set(FAILED, f"{self.rank}\n{text}")
         if self.rank == 0:
             time.sleep(3 * BEAT)  # the store goes with this process: let the others read it
 
     def lost_a_peer(self, text: str) -> None:
         """Tell the others that some rank is gone, and wait for `act`; fail if nobody is silent."""
-        self.store.set(SUSPECT, str(self.rank))
+        with contextlib.suppress(*NO_STORE):  # this rank's own thread says so
+            self.store.set(SUSPECT, str(self.rank))
         self.thread.join(2 * PATIENCE)
         self.fail(text)
 
@@ -79,7 +83,7 @@ class Pulse:
                     text = f"no sign of life for {silent:.0f} s: killed, or its machine is gone"
                     self.store.set(FAILED, f"{watched}\n{text}")
                     lost = watched, text
-            except (RuntimeError, OSError):  # DistNetworkError and its kin
+            except NO_STORE:
                 lost = 0, "it no longer answers: killed, or its machine is gone"
             if lost is not None and not self.left.is_set():
                 self.act(*lost)
