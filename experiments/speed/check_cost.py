@@ -2,11 +2,13 @@
 
     check_cost.py check RESULTS.csv... [--machine h200] [--set "overrides of all rows"] [--out FILE]
     check_cost.py project [--machine h200] [--model 13b] [--out FILE]
+    check_cost.py arms [--machine h200] [--out FILE]
     check_cost.py published
 
 `check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
 where a table has none, what the other columns say with `overrides` and --set on top.
-Engines without a plan of ours are left out and counted. `published` asks for the shape only:
+Engines without a plan of ours are left out and counted. `arms`: those of run.sh at 1.3B on
+2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
 the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
 """
 
@@ -177,6 +179,31 @@ def project(machine: Machine, model: str, out: Path | None) -> int:
     return 0
 
 
+def arms(machine: Machine, out: Path | None) -> int:
+    """Tokens a second, over the measured FSDP2, and the share of the floor: the larger of compute
+    and the links' bytes at their named speed."""
+    with (HERE / "rows.csv").open() as file:
+        plain = [r for r in csv.DictReader(file) if (r["model"], r["nodes"]) == ("1_3b", "2")]
+    measured = {
+        r["link_gbps"]: r for r in plain if (r["engine"], r["recipe"]) == ("fsdp2", "zero3")
+    }
+    rows: list[Row] = []
+    for arm in ("zeropp", "w4_g84h"):
+        for gbps, fsdp2 in measured.items():
+            words = [*BASE, "model=1_3b", "cluster=2x2", *recipe_words("fsdp", arm)]
+            words += ["data.seq_len=2048", "train.batch_size=1", *fsdp2["overrides"].split()]
+            found = predict(compose(words), machine, float(gbps))
+            floor = max(found.compute_s, found.inter_s * machine.inter.efficiency)
+            row = {"recipe": arm, "link_gbps": gbps, "tokens_per_s": f"{found.tokens_per_s:.0f}"}
+            row["over_fsdp2"] = f"{found.tokens_per_s / float(fsdp2['tokens_per_s']):.2f}"
+            row |= {"step_s": f"{found.step_s:.4f}", "floor_s": f"{floor:.4f}"}
+            rows.append(row | {"of_floor": f"{floor / found.step_s:.3f}"})
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    if out:
+        write(out, rows)
+    return 0
+
+
 PUBLISHED = {100.0: (1.77, 2.21), 400.0: (1.41, 1.56)}  # Gbit/s of a node: least and most
 
 
@@ -225,7 +252,7 @@ def write(path: Path, rows: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=["check", "project", "published"])
+    parser.add_argument("what", choices=["check", "project", "arms", "published"])
     parser.add_argument("results", type=Path, nargs="*")
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--model", default="13b")
@@ -237,6 +264,8 @@ def main() -> int:
     machine = load_machine(args.machine)
     if args.what == "project":
         return project(machine, args.model, args.out)
+    if args.what == "arms":
+        return arms(machine, args.out)
     return check(args.results or [HERE / "rows.csv"], machine, args.set.split(), args.out)
 
 

@@ -37,6 +37,12 @@ def test_measured_rows_are_met_without_a_factor_for_each(tmp_path: Path, capsys)
     assert "median error" in capsys.readouterr().out
 
 
+def test_the_arms_of_the_page_are_what_the_model_says(tmp_path: Path) -> None:
+    out = tmp_path / "predicted.csv"
+    assert script("check_cost").arms(load_machine("h200"), out) == 0
+    assert out.read_text() == (HERE / "predicted.csv").read_text()
+
+
 def test_rows_without_a_plan_of_ours_are_left_out_and_said(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("engine,recipe\ndeepspeed,zeropp\n")
