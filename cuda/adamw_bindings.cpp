@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "checked.h"
 
 namespace zpp {
 namespace {
@@ -20,15 +21,6 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
 constexpr int64_t MOST_BLOCKS = int64_t(1) << 31;  // of one launch
-
-void* checked(Tensor const& t, ScalarType type, int64_t least, int32_t device, char const* name) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
-                  ": must be on the weights' CUDA device");
-  STD_TORCH_CHECK(t.scalar_type() == type, name, ": has the wrong dtype");
-  STD_TORCH_CHECK(t.is_contiguous(), name, ": must be contiguous");
-  STD_TORCH_CHECK(t.numel() >= least, name, ": has ", t.numel(), " elements, needs ", least);
-  return t.data_ptr();
-}
 
 State state_of(Tensor const& moment) {
   switch (moment.scalar_type()) {

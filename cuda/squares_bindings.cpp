@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "checked.h"
 #include "squares.h"
 
 namespace zpp {
@@ -19,15 +20,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t MOST = int64_t(1) << 31;  // elements of a row
-
-void* checked(Tensor const& t, ScalarType type, int64_t least, int32_t device, char const* name) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
-                  ": must be on the first gradient's CUDA device");
-  STD_TORCH_CHECK(t.scalar_type() == type, name, ": has the wrong dtype");
-  STD_TORCH_CHECK(t.is_contiguous(), name, ": must be contiguous");
-  STD_TORCH_CHECK(t.numel() >= least, name, ": has ", t.numel(), " elements, needs ", least);
-  return t.data_ptr();
-}
 
 // Row r of a gradient: elements [r numel, (r + 1) numel), zeros past its end.
 SquaredRow row_of(float const* values, int64_t total, int64_t numel, int64_t r) {

@@ -1,13 +1,6 @@
 // The operator adamw on the CPU, for test_adamw.py: adamw_bindings.cpp as it is, registered under
 // another name for tensors that lie here, and before it a twin of adamw.cu that runs the same code
 // of adamw.cuh warp by warp, a lane after the other.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include "adamw.cuh"
 
 namespace zpp {
@@ -49,20 +42,7 @@ int launch_adamw(AdamW const& plan, State state, void*) {
   return 0;
 }
 
-struct NoGuard {
-  explicit NoGuard(int32_t) {}
-};
-
-int no_stream(int32_t, void**) { return 0; }
-
 }  // namespace zpp
 
-#define zpp_lab zpp_host
-#define CUDA CPU
-#define is_cuda is_cpu
-#define aoti_torch_get_current_cuda_stream no_stream
-namespace torch::stable::accelerator {
-using NoGuard = zpp::NoGuard;
-}
-#define DeviceGuard NoGuard
+#include "on_host.h"
 #include "adamw_bindings.cpp"

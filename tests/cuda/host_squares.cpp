@@ -1,13 +1,6 @@
 // The operator square_sums on the CPU, for test_squares.py: squares_bindings.cpp as it is,
 // registered under another name for tensors that lie here, and before it a twin of squares.cu that
 // runs the same code of squares.cuh element by element.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include "squares.cuh"
 
 namespace zpp {
@@ -39,20 +32,7 @@ int launch_add_in_order(double const* sums, int64_t count, int64_t rows, double*
   return 0;
 }
 
-struct NoGuard {
-  explicit NoGuard(int32_t) {}
-};
-
-int no_stream(int32_t, void**) { return 0; }
-
 }  // namespace zpp
 
-#define zpp_lab zpp_host_squares
-#define CUDA CPU
-#define is_cuda is_cpu
-#define aoti_torch_get_current_cuda_stream no_stream
-namespace torch::stable::accelerator {
-using NoGuard = zpp::NoGuard;
-}
-#define DeviceGuard NoGuard
+#include "on_host.h"
 #include "squares_bindings.cpp"

@@ -3,29 +3,20 @@ and arithmetic, compiled for tensors on the CPU; where there is a GPU the kernel
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cuda.host import load_operators, on_gpu, with_operators
 from zpp_lab import ops
 from zpp_lab.config import TrainConfig
-from zpp_lab.ops import backend, build
+from zpp_lab.ops import backend
 from zpp_lab.optim import AdamW, adamw, update
 from zpp_lab.optimizers import StateKind, kernel
 from zpp_lab.optimizers.states import noise_key, row_noise
-from zpp_lab.paths import cuda_dir
-
-CXX = shutil.which("g++") or shutil.which("clang++")
-TORCH = Path(torch.__file__).parent
-NO_HOST = CXX is None or not (TORCH / "include" / "torch" / "csrc" / "stable").is_dir()
-on_host = pytest.mark.skipif(NO_HOST, reason="needs a C++ compiler and torch's stable headers")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 KINDS: list[StateKind] = ["bf16", "8bit"]
 # rows of whole vectors and others, of one block, more and less; in fp32; a rank without rows
@@ -36,14 +27,7 @@ MANY = SHAPES + 60 * [(2, 24)]  # more than one launch takes
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """The operator for tensors on the CPU."""
-    target = tmp_path_factory.mktemp("host") / "adamw.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    flags += [f"-I{cuda_dir()}", "-isystem", str(TORCH / "include"), "-DUSE_CUDA"]
-    flags += [f"-DTORCH_TARGET_VERSION={build.TARGET}"]
-    source = Path(__file__).with_name("host_adamw.cpp")
-    libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    subprocess.run([str(CXX), *flags, str(source), "-o", str(target), *libraries], check=True)
-    torch.ops.load_library(str(target))
+    load_operators("host_adamw", tmp_path_factory.mktemp("host"))
     return torch.ops.zpp_host.adamw.default
 
 
@@ -121,7 +105,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ok", [None, True, False])
 def test_the_hosts_bits(kind: StateKind, ok: bool | None, by_host: Callable[[], None]) -> None:
@@ -131,7 +115,7 @@ def test_the_hosts_bits(kind: StateKind, ok: bool | None, by_host: Callable[[], 
     same(wanted, results(kind, ok=flag))
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shift", [1, 2, 4])
 def test_addresses_that_vectors_cannot_have(
@@ -142,7 +126,7 @@ def test_addresses_that_vectors_cannot_have(
     same(wanted, results(kind, shapes=SHAPES, shift=shift))
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(
@@ -154,7 +138,7 @@ def test_what_is_not_finite_stays_so(
     same(wanted, results(kind, shapes=SHAPES, bad=bad))
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("offset", range(9))
 def test_noise_from_any_place_on(offset: int, host: Callable[..., None]) -> None:
     """A second moment at rest, 1 + half a step of bf16: its lower bits decide by the noise."""
@@ -176,7 +160,7 @@ def call(host: Callable[..., None], *tensors: Any, scales: list[Tensor] | None =
     host(weights, grads, first, second, *two, offsets, signed, rates, rates, None, 0, 0.5, 1e-8, 1)
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

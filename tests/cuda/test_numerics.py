@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.host import compiled, with_compiler
 from tests.ops.cases import HARD, hard_rows
 from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode
 from zpp_lab.codecs.hadamard import sign_words
 from zpp_lab.paths import cuda_dir
 
-CXX = shutil.which("g++") or shutil.which("clang++")
-pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+pytestmark = with_compiler
 
 SPECS = [
     BlockCodec(bits, block, symmetric, rounding, scale)  # type: ignore[arg-type]
@@ -33,11 +30,7 @@ PARAMETER = 0xDEADBEEF
 
 @pytest.fixture(scope="module")
 def run_row(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    target = tmp_path_factory.mktemp("host") / "numerics.so"
-    source = Path(__file__).with_name("host_numerics.cpp")
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{cuda_dir()}"]
-    subprocess.run([str(CXX), *flags, str(source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target)).run_row
+    return ctypes.CDLL(str(compiled("host_numerics", tmp_path_factory.mktemp("host")))).run_row
 
 
 def call(

@@ -3,26 +3,17 @@ operator, plans and trees, compiled for tensors on the CPU; where there is a GPU
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.host import load_operators, on_gpu, with_operators
 from zpp_lab import ops
 from zpp_lab.numerics import square_norms
-from zpp_lab.ops import backend, build, padded_rows, squares
-from zpp_lab.paths import cuda_dir
-
-CXX = shutil.which("g++") or shutil.which("clang++")
-TORCH = Path(torch.__file__).parent
-NO_HOST = CXX is None or not (TORCH / "include" / "torch" / "csrc" / "stable").is_dir()
-on_host = pytest.mark.skipif(NO_HOST, reason="needs a C++ compiler and torch's stable headers")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from zpp_lab.ops import backend, padded_rows, squares
 
 # around every number of levels: of one thread, of the end, of both kernels
 LENGTHS = [1, 2, 3, 255, 256, 257, 1023, 4097, 32767, 32768, 32769, 65537, 100_003, 299_999]
@@ -32,15 +23,8 @@ LENGTHS += [2**18 - 1, 2**18 + 1, 1_048_577]
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """The operator for tensors on the CPU."""
-    target = tmp_path_factory.mktemp("host") / "squares.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{cuda_dir()}"]
-    flags += ["-isystem", str(TORCH / "include"), "-DUSE_CUDA"]
-    flags += [f"-DTORCH_TARGET_VERSION={build.TARGET}"]
-    source = Path(__file__).with_name("host_squares.cpp")
-    libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    subprocess.run([str(CXX), *flags, str(source), "-o", str(target), *libraries], check=True)
-    torch.ops.load_library(str(target))
-    return torch.ops.zpp_host_squares.square_sums.default
+    load_operators("host_squares", tmp_path_factory.mktemp("host"))
+    return torch.ops.zpp_host.square_sums.default
 
 
 @pytest.fixture
@@ -71,14 +55,14 @@ def same(a: Tensor, b: Tensor) -> None:
     assert a.cpu().view(torch.int64).tolist() == b.cpu().view(torch.int64).tolist()
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_one_rows_bits_on_the_host(numel: int, by_host: None) -> None:
     grads = gradients([numel], 1)
     same(squares.square_sums(grads, [numel], 1), wanted(grads, [numel], 1))
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("rows", [1, 3])
 def test_many_rows_bits_on_the_host(rows: int, by_host: None) -> None:
     """More than one launch takes, added in their order."""
@@ -88,7 +72,7 @@ def test_many_rows_bits_on_the_host(rows: int, by_host: None) -> None:
     same(squares.square_sums(grads, lengths, rows), wanted(grads, lengths, rows))
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(bad: float, by_host: None) -> None:
     grads = gradients([40_000, 9], 2)
@@ -98,7 +82,7 @@ def test_what_is_not_finite_stays_so(bad: float, by_host: None) -> None:
     assert total[1].isfinite()
 
 
-@on_host
+@with_operators
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

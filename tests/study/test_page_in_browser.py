@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.study.chromium import PATHS, WIDTHS, browser, fits, needs_chromium, opened, without_files
 from tests.study.fake_sweep import grid, write_sweep
-from zpp_lab.study import pictures
 from zpp_lab.study.report import Report, build_report
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-LIMIT = 240e3  # milliseconds; only a failing test waits that long
-NAMES = ("chromium", "google-chrome", "chromium-browser")
-CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), "")
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
-PATHS = """charts => charts.map(chart => [chart.id,
-    [...chart.querySelectorAll("svg .mark-line path, svg .mark-symbol path")]
-        .map(path => path.getAttribute("d") || "")])"""
+__all__ = ["browser"]  # a fixture
+pytestmark = needs_chromium
 VISIBLE = "rows => rows.filter(row => !row.hidden).map(row => row.dataset.arm)"
 
 
@@ -36,42 +27,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         return build_report(root)
 
 
-@contextmanager
-def without_files() -> Iterator[None]:
-    """The page alone: SVG and PDF beside it are test_report's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "write_pictures", lambda *_: [])
-        yield
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as play:
-        args = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        args += ["--disable-dev-shm-usage"]  # a container's may be small
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=args, timeout=LIMIT)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
+@pytest.fixture(scope="module", **WIDTHS)
 def page(report: Report, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page at one width, loaded once for all tests, which leave it as a reader might; it must
-    never complain, nor ask for anything but itself."""
-    page = browser.new_page(viewport={"width": request.param, "height": 900})
-    page.set_default_timeout(LIMIT)
-    faults: list[str] = []
-    page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    address = report.html.resolve().as_uri()
-    page.goto(address)
-    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 5")
-    yield page
-    assert faults == []
-    assert [url for url in asked if url != address and not url.startswith("data:")] == []
-    page.close()
+    """The page at one width, loaded once for all tests, which leave it as a reader might."""
+    with opened(browser, report.html, request.param, 5) as page:
+        yield page
 
 
 def test_every_chart_has_marks_and_fits(page: Any) -> None:
@@ -82,10 +42,7 @@ def test_every_chart_has_marks_and_fits(page: Any) -> None:
     for name, drawn in charts.evaluate_all(PATHS):
         assert any(len(d) > 20 for d in drawn), name
         assert not any("NaN" in d for d in drawn), name
-    room = page.evaluate("document.documentElement.clientWidth")
-    assert page.evaluate("document.documentElement.scrollWidth") == room
-    wide = "cs => cs.filter(c => c.scrollWidth > c.clientWidth + 1).map(c => c.id)"
-    assert page.eval_on_selector_all(".chart", wide) == []
+    fits(page)
 
 
 def test_the_filter_hides_rows_and_curves(page: Any) -> None:

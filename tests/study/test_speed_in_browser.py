@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.study.chromium import PATHS, WIDTHS, browser, fits, needs_chromium, opened, without_files
 from tests.study.fake_runs import ARMS as STUDY_ARMS
 from tests.study.fake_runs import fake_study, write_study_runs
 from tests.study.fake_speeds import ARMS, rows, write_speeds
-from tests.study.test_page_in_browser import CHROMIUM, LIMIT, PATHS, browser, without_files
 from tests.study.test_speed_report import bench_of, predict
 from zpp_lab.study.report import build_report
 from zpp_lab.study.runs import write_study
 from zpp_lab.study.speed_report import build_speed_report
 
 __all__ = ["browser"]  # a fixture
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+pytestmark = needs_chromium
 SPEED = ("speedup", "speedup_inside", "floor")
 TEXTS = """chart => [...chart.querySelectorAll("svg text")].map(t => {
     const r = t.getBoundingClientRect();
@@ -40,7 +40,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         return {"bench": build_speed_report(root, predict).html, "study": made.html}
 
 
-@pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
+@pytest.fixture(scope="module", **WIDTHS)
 def width(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -49,21 +49,9 @@ def width(request: pytest.FixtureRequest) -> int:
 def page(
     pages: dict[str, Path], browser: Any, width: int, request: pytest.FixtureRequest
 ) -> Iterator[Any]:
-    """A page that never complains and asks for nothing but itself; loaded once for all tests."""
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    page.set_default_timeout(LIMIT)
-    faults: list[str] = []
-    page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    address = pages[request.param].resolve().as_uri()
-    page.goto(address)
-    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 2")
-    yield page
-    assert faults == []
-    assert [url for url in asked if url != address and not url.startswith("data:")] == []
-    page.close()
+    """Either page at one width, loaded once for all tests."""
+    with opened(browser, pages[request.param], width, 2) as page:
+        yield page
 
 
 def test_charts_have_marks_fit_and_overlap_nowhere(page: Any) -> None:
@@ -77,10 +65,7 @@ def test_charts_have_marks_fit_and_overlap_nowhere(page: Any) -> None:
             for other, x0, y0, x1, y1 in texts[:i]:
                 apart = left >= x1 - 1 or x0 >= right - 1 or top >= y1 - 1 or y0 >= bottom - 1
                 assert apart, (name, one, other)
-    room = page.evaluate("document.documentElement.clientWidth")
-    assert page.evaluate("document.documentElement.scrollWidth") == room
-    wide = "cs => cs.filter(c => c.scrollWidth > c.clientWidth + 1).map(c => c.id)"
-    assert page.eval_on_selector_all(".chart", wide) == []
+    fits(page)
 
 
 def test_the_legend_singles_an_arm_out_and_tables_sort(page: Any) -> None:

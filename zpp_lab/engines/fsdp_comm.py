@@ -336,8 +336,10 @@ class Present:
             self.found[names] = [shapes[name] for name in names]
         own = [g.shape for g in grads]
         assert own == self.found[names], "FSDP2 reduces other gradients than seen"
-        given = [parameter for key, (_, parameter) in self.hooked.items() if key in seen]
-        return names, self.dtypes.own(given, grads, seen)
+        if self.dtypes.waiting:
+            given = [parameter for key, (_, parameter) in self.hooked.items() if key in seen]
+            grads = self.dtypes.own(given, grads, seen)
+        return names, grads
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -49,8 +49,6 @@ class GradDtypes:
 
         times: how many backwards each, by the parameter's id, has gradients of.
         """
-        if not self.waiting:
-            return grads
         return [
             g.to(p.dtype) if times[id(p)] == 1 and g.itemsize > p.itemsize else g
             for p, g in zip(parameters, grads, strict=True)
