@@ -1,6 +1,6 @@
 # The runs of conf/study/pretrain_350m.yaml: bash experiments/pretrain_350m/run.sh OUT PART...
 # A part is ARM[:SEED,...], one run after the other on one GPU; `all`, the arms ARMS with the seeds
-# SEEDS, a run on each GPU; or `compiled`, twelve steps with compiled blocks and twelve without.
+# SEEDS, a run on each GPU; or `faster`, twelve steps of the baseline with each setting of TRY.
 # From the project's root on a machine with one NVIDIA GPU of 24 GiB or more. Each run has LIMIT
 # seconds; OUT/pretrain_350m.tar.gz is written after each, and experiments/collect.py puts the
 # archives of several machines together. OVERRIDES make it small enough for a try on a CPU.
@@ -24,19 +24,20 @@ every() {  # the study itself, its archive renewed as runs end
   pack "$STUDY"
 }
 
-compiled() {  # true and false: a GPU each where there are two
-  local one device=0
-  for one in true false; do
+faster() {  # twelve steps of the baseline with each setting of TRY, a GPU each where there are two
+  local one name device=0
+  for one in ${TRY:-engine.compile=false engine.compile=true engine.lanes=2 engine.lanes=4}; do
+    name="try_${one//[^a-z0-9]/_}"
     CUDA_VISIBLE_DEVICES=$((gpus > 1 ? device : 0)) $zpp study "$STUDY" --arms zero3 --alone \
-      --seeds 1 --dir "runs/compile_$one" ${OVERRIDES:-} train.steps=12 train.warmup_steps=4 \
-      train.eval_every=12 engine.compile="$one" > "$out/compile_$one.log" 2>&1 &
+      --seeds 1 --dir "runs/$name" ${OVERRIDES:-} train.steps=12 train.warmup_steps=4 \
+      train.eval_every=12 "$one" > "$out/$name.log" 2>&1 &
     device=$((device + 1))
-    [ "$gpus" -gt 1 ] || wait
+    if [ "$device" -ge "$gpus" ]; then wait && device=0; fi
   done
   wait
-  for one in true false; do
-    say "engine.compile=$one: $(tail -n 1 runs/compile_$one/zero3/seed1/log.txt)"
-    pack "compile_$one"
+  for name in runs/try_*; do
+    say "$(basename "$name"): $(tail -n 1 "$name/zero3/seed1/log.txt")"
+    pack "$(basename "$name")"
   done
 }
 
@@ -49,7 +50,7 @@ alone() {  # ARM[:SEED,...]
 for part in "$@"; do
   case $part in
     all) every ;;
-    compiled) compiled ;;
+    faster) faster ;;
     *) alone "$part" ;;
   esac
 done

@@ -153,7 +153,7 @@ def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) 
     start = tmp_path / "zero3" / "checkpoints" / "step-00000008.pt"
     assert start.is_file()
     for arm in study_of("finetune_30b_mini").arms:
-        more = (f"data.tokenizer_path={tokenizer}", f"run.start_from={start}", virtual[0])
+        more = (f"data.tokenizer_path={tokenizer}", f"model.start={start}", virtual[0])
         folder = tmp_path / "finetune"
         config = small("finetune_30b_mini", arm.name, folder, *more)
         data = open_data(config.data)
