@@ -4,7 +4,23 @@ export PYTHONPATH="$PWD/experiments:$PYTHONPATH"
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 export PYTORCH_CUDA_ALLOC_CONF="${ALLOC-expandable_segments:True}"
+# Compiled blocks are found again by the next run on this machine; a few workers a rank, as a block
+# has a dozen kernels and all ranks compile at once.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/zpp_lab/inductor}"
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-8}"
 zpp="python3 -m zpp_lab.cli"
+# GPUS: what nvidia-smi counts, 4 without it. On two GPUs a study's twin of that size runs.
+GPUS="${GPUS:-$(nvidia-smi --list-gpus 2> /dev/null | wc -l)}"
+if [ "$GPUS" = 0 ]; then GPUS=4; fi
+case $GPUS in 2 | 4) ;; *) echo "GPUS=$GPUS: these studies are for 2 or 4" >&2; exit 2 ;; esac
+
+sized() {  # study → the one for so many GPUs
+  case $GPUS:$1 in
+    4:* | *_x2*) echo "$1" ;;
+    *_mini) echo "${1%_mini}_x${GPUS}_mini" ;;
+    *) echo "${1}_x$GPUS" ;;
+  esac
+}
 
 build() { if nvidia-smi > /dev/null 2>&1; then $zpp build; else echo "no GPU: no kernels"; fi; }
 

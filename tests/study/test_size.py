@@ -118,7 +118,8 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
     real = read(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["start_up"]) == [
-        *("data", "engine", "checkpoint", "first step"),
+        *("launcher", "imports", "ranks meet", "data", "engine", "checkpoint", "first step"),
+        *(f"engine, {part}" for part in ("transport", "sharding", "weights")),
         *(f"first step, {part}" for part in ("forward", "backward", "norm", "update", "waiting")),
     ]
     assert summary["peak_gib"] is None
