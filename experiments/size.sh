@@ -45,7 +45,7 @@ arm() {  # study, arm, overrides: its run of seed SEED; what it wrote is packed,
     say "$study $arm seed $seed: not begun, $limit s are left"
   else
     timeout -k 20 "$limit" $zpp study "$study" --arms "$arm" --alone --seeds "$seed" \
-      --dir "runs/$study" "$@" 2>&1 | grep -v "no report" | tail -n 4
+      --dir "runs/$study" --no-report "$@" 2>&1 | tail -n 4
     grep -hs "start-up" "$run/log.txt"
     say "$study $arm seed $seed"
   fi

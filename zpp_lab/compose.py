@@ -106,8 +106,8 @@ def load_study(
 ) -> StudyConfig:
     """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
-    Arms written as a grid are expanded, and what it `extends` is there. `changes` replace the study's own settings;
-    `overrides` go to every run.
+    Arms written as a grid are expanded, and what it `extends` is there. `changes` replace the
+    study's own settings; `overrides` go to every run.
     """
     values = _inherited(_study_path(name))
     values |= changes or {}
@@ -142,7 +142,7 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in heirs:
         raise ValueError(f"{path}: extends itself, by way of {heirs[-1].name}")
     base = _inherited(_study_path(str(values.pop("extends"))), (*heirs, path))
-    arms = {str(arm["name"]): arm for arm in base["arms"]}
+    arms = _by_name(path, base.get("arms"))
     without = values.pop("without", [])
     unknown = [name for name in without if name not in arms]
     if unknown:
@@ -150,7 +150,14 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"{path}: without: {', '.join(unknown)}: no such arm in what it extends; "
             f"there are: {', '.join(arms)}"
         )
-    own = {str(arm["name"]): arm for arm in values.pop("arms", [])}
+    own = _by_name(path, values.pop("arms", []))
     overrides = [*base.get("overrides", []), *values.pop("overrides", [])]
     kept = {name: arm for name, arm in (arms | own).items() if name not in without}
     return base | values | {"overrides": overrides, "arms": list(kept.values())}
+
+
+def _by_name(path: Path, arms: Any) -> dict[str, Any]:
+    """A grid goes by the name that it gives its arms."""
+    if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
+        raise ValueError(f"{path}: arms must be a list of mappings with a name each")
+    return {str(arm["name"]): arm for arm in arms}

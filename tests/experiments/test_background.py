@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,8 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     yield made
     session = tmp_path / "kept" / "session"
     if session.is_file():
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(int(session.read_text()), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def names(archive: Path) -> dict[str, str]:

@@ -39,8 +39,8 @@ def compile_units(units: Iterable[tuple[str, nn.Module]], deterministic: bool) -
 
 
 def seconds() -> dict[str, float]:
-    """What this process has spent on compiling since `compile_units`, in all and on code; the loading
-    of what a former run compiled is included."""
+    """What this process has spent on compiling since `compile_units`, in all and on code; loading
+    what a former run compiled is included."""
     spent = calculate_time_spent()
     names = {"compiling in all": "total_wall_time", "compiling, code": "inductor_compile"}
     return {name: float(spent.get(key, 0.0)) for name, key in names.items()}
