@@ -22,6 +22,16 @@ sized() {  # study → the one for so many GPUs
   esac
 }
 
+two() {  # model → settings for two GPUs, none for four: as many tokens a step, and what fits
+  case $GPUS:$1 in
+    4:*) ;;
+    *:32_5b)
+      echo "cluster=2x1 train.batch_size=2 train.optimizer_state=8bit train.optimizer_place=host" ;;
+    *:13b) echo "cluster=2x1 train.batch_size=4 train.optimizer_state=8bit" ;;
+    *) echo "cluster=2x1 train.batch_size=4" ;;
+  esac
+}
+
 build() { if nvidia-smi > /dev/null 2>&1; then $zpp build; else echo "no GPU: no kernels"; fi; }
 
 say() { echo "== $* ($SECONDS s)"; }
@@ -41,7 +51,7 @@ arm() {  # study, arm, overrides: its run of seed SEED; what it wrote is packed,
   limit=$(within "$LIMIT")
   if [ -f "$run/summary.json" ]; then
     say "$study $arm seed $seed: finished before"
-  elif [ "$limit" -lt $((LIMIT * 5 / 6)) ]; then  # the machine would take it away half-way
+  elif [ "$limit" -lt "${NEED:-$((LIMIT * 5 / 6))}" ]; then  # it would be taken away half-way
     say "$study $arm seed $seed: not begun, $limit s are left"
   else
     timeout -k 20 "$limit" $zpp study "$study" --arms "$arm" --alone --seeds "$seed" \

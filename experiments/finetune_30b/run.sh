@@ -2,7 +2,7 @@
 # From the project's root on a machine with four NVIDIA GPUs of 140 GiB, or with two, where
 # finetune_30b_x2 runs (GPUS: how many, by default all). The part `base` comes first on each machine: a
 # short pretraining on Python source of BASE_STEPS steps, whose weights (65 GB) stay on its disk. The
-# other parts are arms, each within LIMIT seconds. OUT/STUDY.tar.gz is written after each.
+# other parts are arms, each within LIMIT seconds, begun when NEED are left. OUT/STUDY.tar.gz is written after each.
 # OVERRIDES: Hydra overrides for every arm; on four GPUs train.optimizer_state=bf16 takes 30 GiB a GPU
 # less.
 # STUDY=finetune_30b_mini tries all of it on a CPU.
@@ -12,7 +12,8 @@ shift
 mkdir -p "$out"
 source experiments/size.sh
 STUDY=$(sized "${STUDY:-finetune_30b}")
-LIMIT="${LIMIT:-$((GPUS == 2 ? 420 : 240))}"
+LIMIT="${LIMIT:-$((GPUS == 2 ? 450 : 240))}"
+NEED="${NEED:-$((GPUS == 2 ? 310 : 200))}"
 BASE_STEPS="${BASE_STEPS:-$((GPUS == 2 ? 60 : 120))}"
 first="runs/${STUDY}_base"
 

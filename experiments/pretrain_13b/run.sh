@@ -1,7 +1,7 @@
 # The runs of conf/study/pretrain_13b.yaml: bash experiments/pretrain_13b/run.sh OUT ARM...
 # From the project's root on a machine with four NVIDIA GPUs of 80 GiB or more, or with two of 140
 # GiB, where pretrain_13b_x2 runs (GPUS: how many, by default all). Each arm has LIMIT seconds; with
-# CALL=590 none begins that this machine would not let end, and the same command goes on in the next
+# CALL=590 none begins that has less than NEED of them left, and the same command goes on in the next
 # call; experiments/background.sh lets arms outlive calls. OUT/STUDY.tar.gz is written after each, and
 # experiments/collect.py puts the archives of several machines together. OVERRIDES: Hydra overrides
 # for every arm. STUDY=pretrain_13b_mini tries all of it on a CPU.
@@ -12,7 +12,8 @@ shift
 mkdir -p "$out"
 source experiments/size.sh
 STUDY=$(sized "${STUDY:-pretrain_13b}")
-LIMIT="${LIMIT:-$((GPUS == 2 ? 400 : 240))}"
+LIMIT="${LIMIT:-$((GPUS == 2 ? 420 : 240))}"
+NEED="${NEED:-$((GPUS == 2 ? 285 : 200))}"
 ready "$STUDY"
 for part in "$@"; do
   case $part in

@@ -45,6 +45,9 @@ MORE = [
     "STUDY=finetune_30b_mini bash experiments/finetune_30b/run.sh OUT base w4",
     "GPUS=2 bash experiments/pretrain_13b/run.sh OUT zero3 w6 resume",
     "GPUS=2 bash experiments/finetune_30b/run.sh OUT base zero3 w2",
+    "GPUS=2 bash experiments/plan/run.sh OUT 32_5b/w8/recompute 13b/zeropp",
+    "GPUS=2 bash experiments/baseline/run.sh OUT 13b 32_5b:flash,keep",
+    "GPUS=2 bash experiments/baseline/first.sh OUT 13b zero3",
     "STUDY=pretrain_13b_mini GPUS=2 bash experiments/pretrain_13b/run.sh OUT zeropp resume",
     "STUDY=finetune_30b_mini GPUS=2 bash experiments/finetune_30b/run.sh OUT base w4",
     "bash experiments/plan/run.sh OUT 32_5b/w8/recompute 6_7b/zero3",
@@ -157,7 +160,7 @@ def check(command: list[str]) -> None:
 def after_options(words: list[str]) -> tuple[str, list[str]]:
     """torchrun's words → the script and its own."""
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "4"}, words
+    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "2", "4"}, words
     return words[at], words[at + 1 :]
 
 
@@ -179,7 +182,7 @@ def check_cli(words: list[str]) -> None:
 
 def check_config(words: Sequence[str]) -> None:
     mine = ("run.dir=", "run.arm=", "seed=")  # differ by run, and need no second look
-    config = composed(tuple(sorted(w for w in words if not w.startswith(mine))))
+    config = composed(tuple(w for w in words if not w.startswith(mine)))  # the last of a name wins
     Recipe(config.recipe, config.cluster)
 
 
