@@ -1,10 +1,10 @@
 # The runs of conf/study/finetune_30b.yaml: bash experiments/finetune_30b/run.sh OUT PART...
 # From the project's root on a machine with four NVIDIA GPUs of 140 GiB, or with two, where
-# finetune_30b_x2 runs (GPUS: how many, by default all). The part `base` comes first on each machine: a
-# short pretraining on Python source of BASE_STEPS steps, whose weights (65 GB) stay on its disk. The
-# other parts are arms, each within LIMIT seconds, begun when NEED are left. OUT/STUDY.tar.gz is written after each.
-# OVERRIDES: Hydra overrides for every arm; on four GPUs train.optimizer_state=bf16 takes 30 GiB a GPU
-# less.
+# finetune_30b_x2 runs (GPUS: how many, by default all). The part `base` comes first on each machine:
+# a short pretraining on Python source of BASE_STEPS steps, whose weights (65 GB) stay on its disk.
+# The other parts are arms, each within LIMIT seconds and begun when NEED of them are left.
+# OUT/STUDY.tar.gz is written after each. OVERRIDES: Hydra overrides for every arm; on four GPUs
+# train.optimizer_state=bf16 takes 30 GiB a GPU less.
 # STUDY=finetune_30b_mini tries all of it on a CPU.
 set -u
 out="${1:?name a folder for the results}"
