@@ -36,8 +36,25 @@ build() { if nvidia-smi > /dev/null 2>&1; then $zpp build; else echo "no GPU: no
 
 say() { echo "== $* ($SECONDS s)"; }
 
-ready() {  # study, overrides: kernels and token files, side by side; a second call finds them
+warm() {  # study, overrides: its blocks compiled, by a step of a model that has one of them
+  local settings mark="$TORCHINDUCTOR_CACHE_DIR/warm-$1"
+  if [ -f "$mark" ] || ! nvidia-smi > /dev/null 2>&1; then return; fi
+  mapfile -t settings < <(python3 - "$@" << 'END'
+import sys
+from zpp_lab.compose import load_study
+print(*load_study(sys.argv[1]).overrides, *sys.argv[2:], sep="\n")
+END
+  )
+  timeout -k 5 "$(within 120)" $zpp train "${settings[@]}" recipe=zero3 model.layers=1 train.steps=1 \
+    train.warmup_steps=1 train.eval_tokens=2048 data=stdlib data.tokenizer=bytes \
+    data.tokenizer_path=null data.end_token=null data.suffixes=[.py] data.max_bytes=20000000 \
+    run.dir="$(mktemp -d)" 2>&1 | grep -E "start-up|rror"
+  if [ "${PIPESTATUS[0]}" = 0 ]; then touch "$mark"; fi
+}
+
+ready() {  # study, overrides: kernels, token files and blocks, side by side; later calls find them
   build > "$out/build.log" 2>&1 &
+  warm "$@" > "$out/warm.log" 2>&1 &
   OMP_NUM_THREADS=16 $zpp prepare "$@" 2>&1 | tee -a "$out/prepare.log"
   wait
   tail -n 1 "$out/build.log" | cut -c1-200

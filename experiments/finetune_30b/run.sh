@@ -30,6 +30,7 @@ END
   OMP_NUM_THREADS=16 $zpp prepare "${STUDY/finetune_30b/pretrain_13b}" 2>&1 | tee -a "$out/prepare.log"
   mkdir -p "$first"
   cp "$(ls -t data_cache/installation-bpe-*/tokenizer.json | head -n 1)" "$first/tokenizer.json"
+  wait  # its weights would lie beside the base's
   $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
   timeout -k 20 "$(within "${BASE_LIMIT:-400}")" $zpp train "${settings[@]}" run.dir="$first" \
     train.steps="$BASE_STEPS" train.warmup_steps=$((BASE_STEPS * 2 / 3)) \
@@ -41,6 +42,7 @@ END
 }
 
 build > "$out/build.log" 2>&1 &
+if ! [ -f "$first/summary.json" ]; then warm "$STUDY" ${OVERRIDES:-} > "$out/warm.log" 2>&1 & fi
 for part in "$@"; do
   if [ "$part" = base ]; then base; continue; fi
   wait

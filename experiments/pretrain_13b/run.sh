@@ -14,7 +14,7 @@ source experiments/size.sh
 STUDY=$(sized "${STUDY:-pretrain_13b}")
 LIMIT="${LIMIT:-$((GPUS == 2 ? 420 : 240))}"
 NEED="${NEED:-$((GPUS == 2 ? 285 : 200))}"
-ready "$STUDY"
+ready "$STUDY" ${OVERRIDES:-}
 for part in "$@"; do
   case $part in
     resume) source experiments/pretrain_13b/resume.sh ;;

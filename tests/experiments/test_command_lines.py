@@ -115,6 +115,7 @@ def recorded(line: str, place: Path) -> list[list[str]]:
     own = {"PATH": f"{place}/bin:{os.environ['PATH']}", "RECORD": str(record)}
     own |= {"REAL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     own |= {"BACKGROUND": f"{place}-background", "POLL": "0.1"}
+    own |= {"TORCHINDUCTOR_CACHE_DIR": f"{place}-compiled"}
     said = subprocess.run(
         ["bash", "-c", line], cwd=place, env=kept | own, capture_output=True, text=True, check=False
     )
