@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from zpp_lab.compose import compose, load_study
@@ -75,3 +77,41 @@ def test_dataclasses_are_frozen_and_typed() -> None:
     assert load(Config, {}).cluster == ClusterConfig()
     with pytest.raises(AttributeError):
         load(Config, {}).seed = 2  # type: ignore[misc]
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_study_extends_another(tmp_path: Path) -> None:
+    text = "extends: smoke\nname: mine\noverrides: [train.steps=3]\nwithout: [broken]\n"
+    text += "arms: [{name: w8, describe: mine, overrides: [recipe=w8]}, {name: w6}]\n"
+    mine, smoke = load_study(written(tmp_path, "mine", text)), load_study("smoke")
+    assert (mine.name, mine.question, mine.seeds) == ("mine", smoke.question, smoke.seeds)
+    assert mine.overrides == [*smoke.overrides, "train.steps=3"]
+    before = {arm.name: arm for arm in smoke.arms}
+    after = {arm.name: arm for arm in mine.arms}
+    assert set(after) == set(before) - {"broken"} | {"w8", "w6"}
+    assert after["w8"].describe == "mine"
+    assert after["zero3"] == before["zero3"]
+
+
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    [
+        ("without: [w9]", "without: w9: no such arm in what it extends; there are: zero3"),
+        ("arms: [w8]", "arms must be a list of mappings with a name each"),
+    ],
+)
+def test_what_extends_wrongly_is_told(tmp_path: Path, more: str, answer: str) -> None:
+    name = written(tmp_path, "mine", f"extends: smoke\nname: mine\n{more}\n")
+    with pytest.raises(ValueError, match=answer):
+        load_study(name)
+
+
+def test_a_study_does_not_extend_itself(tmp_path: Path) -> None:
+    name = written(tmp_path, "mine", f"extends: {tmp_path}/mine.yaml\nname: mine\n")
+    with pytest.raises(ValueError, match="extends itself"):
+        load_study(name)

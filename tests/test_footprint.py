@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from zpp_lab.engines.laps import Laps
@@ -22,7 +28,7 @@ def test_a_start_says_what_its_first_step_did(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("time.perf_counter", lambda: next(moments))
     start = StartUp()
     start.done("data")
-    start.first_step({"forward": 30.25, "compiling in all": 40.0})
+    start.parted("first step", {"forward": 30.25, "compiling in all": 40.0})
     assert str(start) == (
         "start-up: data 1.5 s, first step 44.5 s (forward 30.2 s, compiling in all 40.0 s)"
     )
@@ -32,3 +38,16 @@ def test_a_start_says_what_its_first_step_did(monkeypatch: pytest.MonkeyPatch) -
         "first step, forward": 30.25,
         "first step, compiling in all": 40.0,
     }
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc")
+def test_a_start_counts_from_the_launchers_own() -> None:
+    """In a process of its own, which sleeps before it looks."""
+    program = "import os, time; time.sleep(0.3); from zpp_lab.footprint import StartUp; "
+    program += "import sys; print(StartUp.of_process(int(sys.argv[1])).facts())"
+    words = [sys.executable, "-c", program, str(os.getpid())]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    facts = ast.literal_eval(said)
+    assert list(facts) == ["launcher", "imports"]
+    assert facts["launcher"] > 0
+    assert facts["imports"] >= 0.3

@@ -106,23 +106,58 @@ def load_study(
 ) -> StudyConfig:
     """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
-    Arms written as a grid are expanded. `changes` replace the study's own settings;
-    `overrides` go to every run.
+    Arms written as a grid are expanded, and what it `extends` is there. `changes` replace the
+    study's own settings; `overrides` go to every run.
     """
+    values = _inherited(_study_path(name))
+    values |= changes or {}
+    values["overrides"] = [*values.get("overrides", []), *overrides]
+    values["arms"] = expand_arms(values.get("arms"))
+    return load(StudyConfig, values)
+
+
+def _study_path(name: str) -> Path:
+    """The file that a study's name or path means; ValueError when there is none."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"{name}: no such file")
-    else:
-        path = conf_dir() / "study" / f"{name}.yaml"
+        return path
+    path = conf_dir() / "study" / f"{name}.yaml"
     if not path.is_file():
         near = difflib.get_close_matches(name, study_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )
+    return path
+
+
+def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A study's mapping. With `extends: STUDY` it is that study's with this one's keys in place
+    of its own; overrides are added, arms replaced by name or added, those in `without` left out."""
     values = _mapping(path)
-    values |= changes or {}
-    values["overrides"] = [*values.get("overrides", []), *overrides]
-    values["arms"] = expand_arms(values.get("arms"))
-    return load(StudyConfig, values)
+    if "extends" not in values:
+        return values
+    if path in heirs:
+        raise ValueError(f"{path}: extends itself, by way of {heirs[-1].name}")
+    base = _inherited(_study_path(str(values.pop("extends"))), (*heirs, path))
+    arms = _by_name(path, base.get("arms"))
+    without = values.pop("without", [])
+    unknown = [name for name in without if name not in arms]
+    if unknown:
+        raise ValueError(
+            f"{path}: without: {', '.join(unknown)}: no such arm in what it extends; "
+            f"there are: {', '.join(arms)}"
+        )
+    own = _by_name(path, values.pop("arms", []))
+    overrides = [*base.get("overrides", []), *values.pop("overrides", [])]
+    kept = {name: arm for name, arm in (arms | own).items() if name not in without}
+    return base | values | {"overrides": overrides, "arms": list(kept.values())}
+
+
+def _by_name(path: Path, arms: Any) -> dict[str, Any]:
+    """A grid goes by the name that it gives its arms."""
+    if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
+        raise ValueError(f"{path}: arms must be a list of mappings with a name each")
+    return {str(arm["name"]): arm for arm in arms}

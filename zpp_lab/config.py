@@ -248,6 +248,7 @@ class DataConfig:
     vocab_size: int = 256  # of a BPE to train
     bpe_every: int = 1  # a BPE learns from every n-th training document
     seq_len: int = 64
+    draw_ranks: int = 0  # a step's sequences are those of so many ranks; 0: of the cluster's
     heldout_every: int = 20  # every n-th file is held out
     max_bytes: int = 0  # 0 reads all
     cache_dir: str = "data_cache"
@@ -298,6 +299,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0  # 0 does not clip
     optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"  # AdamW's moments; masters stay fp32
+    optimizer_place: Literal["device", "host"] = "device"  # host: moments pass through the GPU
     eval_every: int = 50
     eval_tokens: int = 32768
     checkpoint_every: int = 100  # 0 saves at the end only
@@ -322,6 +324,11 @@ class TrainConfig:
         ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
         _need(self.keep_checkpoints >= 0, "train.keep_checkpoints: use 0 or more")
+        _need(
+            self.optimizer_place == "device" or self.optimizer_state != "fp32",
+            "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: moments cross "
+            "the host's bus twice a step, and torch's own AdamW keeps fp32 ones where weights are",
+        )
         _need(
             self.checkpoint_staging_mib >= 1 and self.checkpoint_host_gib >= 0,
             "train.checkpoint_staging_mib: use 1 or more; train.checkpoint_host_gib: 0 (never "

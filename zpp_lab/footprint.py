@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +17,27 @@ GIB = 2**30
 class StartUp:
     """Seconds of each part of a start, in order; the last is the first step, compiling included.
 
-    `inside` has what the first step consists of, and how much of it all was compiling.
+    `inside` has what parts consist of: building the engine, the first step, and how much of it all
+    was compiling.
     """
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        self.inside: dict[str, float] = {}
+        self.inside: dict[str, dict[str, float]] = {}
+
+    @classmethod
+    def of_process(cls, launcher: int | None = None) -> StartUp:
+        """From this process's own start on, or that of the process `launcher`, where the system
+        tells them (Linux)."""
+        start, own = cls(), _age(os.getpid())
+        if own is None:
+            return start
+        before = _age(launcher) if launcher is not None else None
+        if before is not None:
+            start.seconds["launcher"] = round(before - own, 3)
+        start.seconds["imports"] = round(own, 3)
+        return start
 
     def done(self, part: str) -> None:
         """`part` has just ended; a part that ended before is left as it was."""
@@ -30,22 +46,35 @@ class StartUp:
             self.seconds[part] = round(now - self._last, 3)
         self._last = now
 
-    def first_step(self, inside: Mapping[str, float]) -> None:
-        """It has just ended."""
-        self.done("first step")
-        self.inside = {part: round(seconds, 3) for part, seconds in inside.items()}
+    def parted(self, part: str, inside: Mapping[str, float]) -> None:
+        """`part` has just ended, and consists of these."""
+        self.done(part)
+        self.inside[part] = {name: round(seconds, 3) for name, seconds in inside.items()}
 
     def facts(self) -> dict[str, float]:
         """For the summary."""
-        return self.seconds | {f"first step, {k}": s for k, s in self.inside.items()}
+        found = dict(self.seconds)
+        for part, inside in self.inside.items():
+            found |= {f"{part}, {name}": seconds for name, seconds in inside.items()}
+        return found
 
     def __str__(self) -> str:
-        inside = f" ({_listed(self.inside)})" if self.inside else ""
-        return f"start-up: {_listed(self.seconds)}{inside}"
+        return "start-up: " + ", ".join(map(self._told, self.seconds))
+
+    def _told(self, part: str) -> str:
+        inside = ", ".join(f"{k} {s:.1f} s" for k, s in self.inside.get(part, {}).items())
+        return f"{part} {self.seconds[part]:.1f} s" + (f" ({inside})" if inside else "")
 
 
-def _listed(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
+def _age(pid: int) -> float | None:
+    """Seconds since the process began; None where the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return None
+    ticks = int(text.rpartition(")")[2].split()[19])  # field 22: after boot; a name may hold spaces
+    return up - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_gib(device: torch.device) -> list[float] | None:

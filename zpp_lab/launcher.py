@@ -29,6 +29,7 @@ import yaml
 
 from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer
 from zpp_lab.config import Config, load
+from zpp_lab.footprint import StartUp
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import check_place, die_with_parent, enter, placed, see_own_node
 from zpp_lab.pulse import Pulse, end_process
@@ -139,17 +140,20 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
 # ---------------------------------------------------------------------- inside a rank
 
 
-def join(config: Config) -> Record:
+def join(config: Config, start_up: StartUp) -> Record:
     """Run as one of the ranks that are there already."""
     enter(os.environ)
     rank = connect(config)
-    return run(config, rank)
+    start_up.done("ranks meet")
+    return run(config, rank, start_up)
 
 
 def join_watched(config: Config) -> Record:
     """`join` without a launcher of ours: the ranks watch each other, and end together."""
+    start_up = StartUp.of_process()
     enter(os.environ)
     rank = connect(config)
+    start_up.done("ranks meet")
 
     def lost(other: int, text: str) -> None:
         if rank == 0:
@@ -159,7 +163,7 @@ def join_watched(config: Config) -> Record:
     pulse = Pulse(config.engine.silence_seconds, lost)
     PULSES.append(pulse)
     try:
-        return run(config, rank)
+        return run(config, rank, start_up)
     except BaseException as error:
         user = isinstance(error, ValueError | FileNotFoundError)
         text = str(error) if user else traceback.format_exc()
@@ -203,9 +207,10 @@ def main(parent: str, path: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     die_with_parent(int(parent))
+    start_up = StartUp.of_process(int(parent))
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:
-        record(join)(config)  # it notes the message for the launcher
+        record(join)(config, start_up)  # it notes the message for the launcher
     except Exception as error:
         user = isinstance(error, ValueError | FileNotFoundError)
         if not user:

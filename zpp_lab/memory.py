@@ -32,6 +32,7 @@ from zpp_lab.engines.norm import FOLD_NUMEL
 from zpp_lab.layout import Parameter
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
+from zpp_lab.optimizers.host import LANES, STAGE, pinned_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
 Moment = Literal["loss", "early", "early sent", "late", "late sent", "root", "update"]
@@ -174,10 +175,23 @@ class _Rank:
         return [
             Item("master weights, fp32", _always(shard_bytes(every)), place),
             Item("frozen base, as it travels", _always(base_bytes(self.plan))),
-            Item(f"optimizer state, {kind}", _always(optimizer_bytes(trained, kind)), place),
+            *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
             Item("secondary partition", _always(secondary_bytes(self.plan))),
         ]
+
+    def _moments(
+        self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
+    ) -> list[Item]:
+        """Of AdamW; those in host memory pass through the GPU, some in each lane."""
+        nbytes = optimizer_bytes(trained, kind)
+        name = f"optimizer state, {kind}"
+        if self.config.train.optimizer_place == "device":
+            return [Item(name, _always(nbytes), place)]
+        lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
+        pinned = sum(2 * pinned_bytes(optimizer_bytes([p], kind) // 2) for p in trained)
+        passing = Item("optimizer state, passing", _moments(update=min(LANES * lane, nbytes)))
+        return [Item(name, _always(pinned), "host"), passing]
 
     def _gradients(self) -> dict[Moment, int]:
         """This rank's, of the units that are reduced already. A unit's come with its reduction."""

@@ -32,7 +32,9 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     groups = [g for g in groups if g["params"]]
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32":
-        return CompactAdamW(groups, train.optimizer_state, seed, train.lr, betas, train.eps)
+        host = train.optimizer_place == "host"
+        settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
+        return CompactAdamW(groups, *settings, host=host)
     made = ShardAdamW if any(isinstance(p, DTensor) for p in trained) else torch.optim.AdamW
     return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(trained))
 
@@ -107,7 +109,9 @@ def load_optimizer_state(
     for name, p in parameters.items():
         if name in state.get("step", {}):
             own = zero_state(optimizer, p.detach())
-            optimizer.state[p] = {k: state[k][name].to(own[k].device) for k in own}
+            for key, value in own.items():
+                value.copy_(state[key][name])
+            optimizer.state[p] = own
 
 
 def check_state(

@@ -22,6 +22,7 @@ FREE = (
     "train.checkpoint_host_gib",
     "train.checkpoint_staging_mib",
     "train.checkpoint_full_disk",
+    "train.optimizer_place",
     "engine.timeout_seconds",
     "engine.silence_seconds",
 )

@@ -50,13 +50,13 @@ Record = dict[str, Any]
 Data = TokenData | PackedData
 
 
-def run(config: Config, rank: int = 0) -> Record:
+def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
     """Train as `config` says, going on where a former start of the run stopped.
 
     Returns the summary, which is also in summary.json; a finished run returns at once. A run that
     stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step.
     Raises what went wrong, after writing failure.json. An engine of several processes has
-    each call this with its rank; rank 0 alone writes.
+    each call this with its rank; rank 0 alone writes. `start_up`: what came before.
     """
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,13 +64,15 @@ def run(config: Config, rank: int = 0) -> Record:
     summary = folder / SUMMARY
     if config.run.resume and summary.is_file():
         return from_json(summary.read_text())
-    return Trainer(config, folder, rank).run()
+    return Trainer(config, folder, rank, start_up).run()
 
 
 class Trainer:
     """The step loop of one run over any engine."""
 
-    def __init__(self, config: Config, folder: Path, rank: int = 0) -> None:
+    def __init__(
+        self, config: Config, folder: Path, rank: int = 0, start_up: StartUp | None = None
+    ) -> None:
         self.config, self.folder, self.rank = config, folder, rank
         self.train = config.train
         if config.engine.threads:
@@ -81,7 +83,7 @@ class Trainer:
         self.device = pick_device(config.engine)
         self.checkpoints = _checkpoints(config, folder / "checkpoints", self.device, rank)
         self.piece = Piece(config.run.until, config.run.piece_steps)
-        self.start_up = StartUp()
+        self.start_up = start_up or StartUp()
         self.step = 0  # steps done
         self.saved = 0  # of them in the newest checkpoint
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
@@ -93,7 +95,7 @@ class Trainer:
             self._look_at(data)
             self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
-            self.start_up.done("engine")
+            self.start_up.parted("engine", engine.built)
             self._resume(engine)
             self.saved = self.step
             self.start_up.done("checkpoint")
@@ -143,7 +145,7 @@ class Trainer:
             result = self._step(engine, data)
             self.step += 1
             if self.step == first:
-                self.start_up.first_step(result.seconds | self._compiled())
+                self.start_up.parted("first step", result.seconds | self._compiled())
                 if tracker is not None:
                     print(self.start_up, flush=True)
             record = self._record(result)
@@ -200,7 +202,7 @@ class Trainer:
             return {}
         from zpp_lab.engines.compiled import seconds  # loads the compiler
 
-        return {"compiling in all": seconds()}
+        return seconds()
 
     def _evaluate(self, engine: Engine) -> float:
         """Held-out loss with the wire's weights; token by token it is kept for the end."""

@@ -1,9 +1,8 @@
-# Sourced by run.sh: one run of STEPS steps in one go, and one that stops half-way with a checkpoint
-# and goes on in new processes. Their lines must be equal but for times. The checkpoint lies on this
-# machine's disk: 12 bytes a parameter (MODEL=13b: 156 GB, 6_7b: 81 GB, 1_3b: 16 GB), and there must
-# be room for one: the study keeps none once a run has finished. OVERRIDES: Hydra overrides for all
-# three launches.
-case $STUDY in *_mini) MODEL=mini ;; *) MODEL="${MODEL:-13b}" ;; esac
+# Sourced by run.sh: one run of STEPS steps that saves a checkpoint half-way and goes on to its end,
+# then new processes that start from that checkpoint and must repeat the second half to the bit. The
+# checkpoint lies on this machine's disk: 12 bytes a parameter, with moments of 8 bits 6 (on two GPUs
+# MODEL=13b: 78 GB; on four MODEL=6_7b: 81 GB, 13b: 156 GB). OVERRIDES: Hydra overrides for both.
+case $STUDY:$GPUS in *_mini:*) MODEL=mini ;; *:2) MODEL="${MODEL:-13b}" ;; *) MODEL="${MODEL:-6_7b}" ;; esac
 STEPS="${STEPS:-30}"
 settings() {  # folder
   python3 - "$STUDY" "$1" "$STEPS" "$MODEL" ${OVERRIDES:-} << 'END'
@@ -17,15 +16,25 @@ last = [f"train.steps={steps}", f"train.eval_every={steps}", "recipe=zeropp", f"
 print(*found, *last, *more, sep="\n")
 END
 }
-mapfile -t whole < <(settings "runs/resume/whole")
-mapfile -t cut < <(settings "runs/resume/cut")
-timeout -k 20 "$(within "${RESUME_LIMIT:-400}")" $zpp train "${whole[@]}" 2>&1 | tail -n 2
-say "resume: whole"
-timeout -k 20 "$(within "${RESUME_LIMIT:-400}")" $zpp train "${cut[@]}" run.piece_steps=$((STEPS / 2)) 2>&1 | tail -n 2
-say "resume: first piece"
-du -sh runs/resume/cut/checkpoints/* | tail -n 1
-wc -l runs/resume/cut/metrics.jsonl
-timeout -k 20 "$(within "${RESUME_LIMIT:-400}")" $zpp train "${cut[@]}" 2>&1 | tail -n 2
-say "resume: second piece"
-python3 experiments/same_run.py runs/resume/whole runs/resume/cut | tee "$out/resume.log"
+resumed() {  # what, settings: one start of its processes
+  local what=$1
+  shift
+  timeout -k 20 "$(within "${RESUME_LIMIT:-400}")" $zpp train "$@" 2>&1 | tee "$out/launch.log" |
+    tail -n 2
+  grep -hs "start-up" "$out/launch.log"
+  say "resume: $what"
+}
+# The whole run's checkpoints lie in the other's folder, behind a link, which its end leaves alone.
+rm -rf runs/resume
+mkdir -p runs/resume/whole runs/resume/again/checkpoints
+ln -s ../again/checkpoints runs/resume/whole/checkpoints
+mapfile -t whole < <(settings runs/resume/whole)
+mapfile -t again < <(settings runs/resume/again)
+resumed "the whole run" "${whole[@]}" train.checkpoint_every=$((STEPS / 2))
+du -sh runs/resume/again/checkpoints/* | tail -n 1
+cp runs/resume/whole/{config.yaml,metrics.jsonl,data.json} runs/resume/again
+begun=$(ls runs/resume/again/checkpoints)
+resumed "its second half again" "${again[@]}"
+echo "started from ${begun:-the beginning, as there is no checkpoint}" | tee "$out/resume.log"
+python3 experiments/same_run.py runs/resume/whole runs/resume/again | tee -a "$out/resume.log"
 pack resume

@@ -1,20 +1,23 @@
 # The runs of conf/study/pretrain_13b.yaml: bash experiments/pretrain_13b/run.sh OUT ARM...
-# From the project's root on a machine with four NVIDIA GPUs of 80 GiB or more. Each arm has LIMIT
-# seconds; with CALL=590 none begins that this machine would not let end, and the same command goes
-# on in the next call. OUT/pretrain_13b.tar.gz is written after each, and experiments/collect.py puts the
-# archives of several machines together. STUDY=pretrain_13b_mini tries all of it on a CPU.
+# From the project's root on a machine with four NVIDIA GPUs of 80 GiB or more, or with two of 140
+# GiB, where pretrain_13b_x2 runs (GPUS: how many, by default all). Each arm has LIMIT seconds; with
+# CALL=590 none begins that has less than NEED of them left, and the same command goes on in the next
+# call; experiments/background.sh lets arms outlive calls. OUT/STUDY.tar.gz is written after each, and
+# experiments/collect.py puts the archives of several machines together. OVERRIDES: Hydra overrides
+# for every arm. STUDY=pretrain_13b_mini tries all of it on a CPU.
 # The part `resume` shows that an interrupted run goes on with the same bits; see the README.
 set -u
 out="${1:?name a folder for the results}"
 shift
 mkdir -p "$out"
-STUDY="${STUDY:-pretrain_13b}"
-LIMIT="${LIMIT:-240}"
 source experiments/size.sh
-ready "$STUDY"
+STUDY=$(sized "${STUDY:-pretrain_13b}")
+LIMIT="${LIMIT:-$((GPUS == 2 ? 420 : 240))}"
+NEED="${NEED:-$((GPUS == 2 ? 285 : 200))}"
+ready "$STUDY" ${OVERRIDES:-}
 for part in "$@"; do
   case $part in
     resume) source experiments/pretrain_13b/resume.sh ;;
-    *) arm "$STUDY" "$part" ;;
+    *) arm "$STUDY" "$part" ${OVERRIDES:-} ;;
   esac
 done

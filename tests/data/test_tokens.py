@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,17 @@ def test_config_group_holds_every_field(name):
             load(DataConfig, settings)
         settings["path"] = "somewhere"
     assert load(DataConfig, settings).name == name
+
+
+@pytest.mark.parametrize(("world", "micros", "size"), [(4, 1, 2), (2, 1, 4), (2, 2, 2), (1, 8, 1)])
+def test_a_step_drawn_for_four_ranks_is_the_same_on_any(data, world, micros, size):
+    drawn = replace(data, draw_ranks=4)
+    batches = drawn.step(7, 3, world, micros, size, 8)
+    mine = [batches(rank, micro)[0] for rank in range(world) for micro in range(micros)]
+    four = data.step(7, 3, 4, 1, 2, 8)
+    assert torch.equal(torch.cat(mine), torch.cat([four(rank, 0)[0] for rank in range(4)]))
+
+
+def test_a_step_that_cannot_be_shared_evenly_is_refused(data):
+    with pytest.raises(ValueError, match="draw_ranks=4: a step has 6 sequences"):
+        replace(data, draw_ranks=4).step(7, 3, 2, 1, 3, 8)

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reversed_two_hops": ({"hops": 2, "order": "reversed", "grads": Q4}, {}),
     "bf16_states": (ZEROPP, {**BF16, "optimizer_state": "bf16"}),
     "8bit_states": ({}, {"optimizer_state": "8bit", "micro_steps": 2}),
+    "host_states": (ZEROPP, {"optimizer_state": "8bit", "optimizer_place": "host"}),
     "everything": (
         {
             "hops": 2,

@@ -43,6 +43,13 @@ MORE = [
     "bash experiments/pretrain_13b/run.sh OUT zero3 zero3_reordered w8 w6 zeropp g8_4_hadamard",
     "STUDY=pretrain_13b_mini bash experiments/pretrain_13b/run.sh OUT broken resume",
     "STUDY=finetune_30b_mini bash experiments/finetune_30b/run.sh OUT base w4",
+    "GPUS=2 bash experiments/pretrain_13b/run.sh OUT zero3 w6 resume",
+    "GPUS=2 bash experiments/finetune_30b/run.sh OUT base zero3 w2",
+    "GPUS=2 bash experiments/plan/run.sh OUT 32_5b/w8/recompute 13b/zeropp",
+    "GPUS=2 bash experiments/baseline/run.sh OUT 13b 32_5b:flash,keep",
+    "GPUS=2 bash experiments/baseline/first.sh OUT 13b zero3",
+    "STUDY=pretrain_13b_mini GPUS=2 bash experiments/pretrain_13b/run.sh OUT zeropp resume",
+    "STUDY=finetune_30b_mini GPUS=2 bash experiments/finetune_30b/run.sh OUT base w4",
     "bash experiments/plan/run.sh OUT 32_5b/w8/recompute 6_7b/zero3",
     "PROFILE=1 bash experiments/baseline/first.sh OUT 13b zeropp",
     "bash experiments/parity/gpu.sh OUT pull bench table cost profile race big kills",
@@ -90,7 +97,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in RECORDED:
         (folder / "bin" / name).symlink_to("recorder")
     left = ["data_cache/installation-bpe-x/tokenizer.json"]  # what the commands would leave
-    for base in ("runs/finetune_30b_base", "runs/finetune_30b_mini_base"):
+    for size in ("", "_mini", "_x2", "_x2_mini"):
+        base = f"runs/finetune_30b{size}_base"
         left += [f"{base}/summary.json", f"{base}/checkpoints/step-00000120/x"]
     for name in left:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,6 +114,8 @@ def recorded(line: str, place: Path) -> list[list[str]]:
     kept = {k: v for k, v in os.environ.items() if k not in ("CALL", "CALL_END", "LIMIT")}
     own = {"PATH": f"{place}/bin:{os.environ['PATH']}", "RECORD": str(record)}
     own |= {"REAL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    own |= {"BACKGROUND": f"{place}-background", "POLL": "0.1"}
+    own |= {"TORCHINDUCTOR_CACHE_DIR": f"{place}-compiled"}
     said = subprocess.run(
         ["bash", "-c", line], cwd=place, env=kept | own, capture_output=True, text=True, check=False
     )
@@ -151,7 +161,7 @@ def check(command: list[str]) -> None:
 def after_options(words: list[str]) -> tuple[str, list[str]]:
     """torchrun's words → the script and its own."""
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "4"}, words
+    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "2", "4"}, words
     return words[at], words[at + 1 :]
 
 
@@ -173,7 +183,7 @@ def check_cli(words: list[str]) -> None:
 
 def check_config(words: Sequence[str]) -> None:
     mine = ("run.dir=", "run.arm=", "seed=")  # differ by run, and need no second look
-    config = composed(tuple(sorted(w for w in words if not w.startswith(mine))))
+    config = composed(tuple(w for w in words if not w.startswith(mine)))  # the last of a name wins
     Recipe(config.recipe, config.cluster)
 
 

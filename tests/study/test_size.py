@@ -21,7 +21,12 @@ from zpp_lab.study.settings import differences
 from zpp_lab.tracking import read
 
 H200 = 139.8  # GiB
-TWINS = {"pretrain_13b": "pretrain_13b_mini", "finetune_30b": "finetune_30b_mini"}
+TWINS = {
+    "pretrain_13b": "pretrain_13b_mini",
+    "finetune_30b": "finetune_30b_mini",
+    "pretrain_13b_x2": "pretrain_13b_x2_mini",
+    "finetune_30b_x2": "finetune_30b_x2_mini",
+}
 SMALLER = (  # what a twin changes: sizes, the device, and the compiler
     "model.",
     "data.max_bytes",
@@ -90,6 +95,32 @@ def test_four_gpus_hold_it(study: str, arm: str) -> None:
     assert outlook.estimate.peak < 0.95 * outlook.device  # room for the allocator's holes
 
 
+@pytest.mark.parametrize("study", ["pretrain_13b", "finetune_30b"])
+def test_two_gpus_train_on_the_sequences_of_four(study: str) -> None:
+    four, two = (config_of(name, "zero3") for name in (study, f"{study}_x2"))
+    assert (two.cluster.nodes, two.cluster.gpus_per_node) == (2, 1)
+    assert (two.data.draw_ranks, tokens_of(two)) == (four.cluster.world, tokens_of(four))
+    free = ("cluster.", "data.draw_ranks", "train.batch_size", "train.optimizer_", "model.check")
+    free += ("data.tokenizer_path", "train.eval_tokens")
+    assert not [key for key in differences(four, two) if not key.startswith(free)]
+
+
+@pytest.mark.parametrize(
+    ("study", "arm", "gib"),
+    [("pretrain_13b_x2", "zeropp", 105.0), ("finetune_30b_x2", "w2", 129.1)],
+)
+def test_two_gpus_hold_it_with_six_gib_to_spare(study: str, arm: str, gib: float) -> None:
+    outlook = outlook_of(study, arm)
+    assert outlook.estimate.peak / GIB == pytest.approx(gib, abs=0.3)  # what the pages say
+    assert outlook.estimate.peak < outlook.device - 6 * GIB
+    assert 2 * outlook.estimate.host < 128 * GIB  # of 256
+
+
+def test_on_two_gpus_neither_fp32_moments_nor_8_bits_on_the_gpu_would_do() -> None:
+    assert not outlook_of("pretrain_13b_x2", "zeropp", "train.optimizer_state=fp32").fits
+    assert not outlook_of("finetune_30b_x2", "w2", "train.optimizer_place=device").fits
+
+
 def test_hpz_at_30b_fits_by_what_the_plan_suggests() -> None:
     outlook = outlook_of("finetune_30b", "zeropp", "train.optimizer_state=fp32")
     assert not outlook.fits
@@ -118,7 +149,8 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
     real = read(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["start_up"]) == [
-        *("data", "engine", "checkpoint", "first step"),
+        *("launcher", "imports", "ranks meet", "data", "engine", "checkpoint", "first step"),
+        *(f"engine, {part}" for part in ("transport", "sharding", "weights")),
         *(f"first step, {part}" for part in ("forward", "backward", "norm", "update", "waiting")),
     ]
     assert summary["peak_gib"] is None

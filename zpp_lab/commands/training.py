@@ -57,6 +57,7 @@ def _add_study(add: Add) -> None:
     study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
     study.add_argument("--alone", action="store_true", help=ALONE)
     study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
+    study.add_argument("--no-report", action="store_true", help="leave it to zpp-lab report DIR")
     study.add_argument(
         "--retry", action="store_true", help="try again what diverged or failed too often"
     )
@@ -157,7 +158,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         seeds=seeds if args.alone else (),
         until=_until(args.piece),
     )
-    if not outcome.unfinished and not outcome.waiting:
+    if not (outcome.unfinished or outcome.waiting or args.no_report):
         finish(root, study)
     return outcome.exit_code
 

@@ -92,6 +92,10 @@ def _check(config: Config, link_gbps: float | None) -> None:
         raise ValueError("engine=deepspeed follows no plan of ours: predict engine=fsdp")
     if config.engine.offload:
         raise ValueError("engine.offload=true has no figures: predict engine.offload=false")
+    if config.train.optimizer_place == "host":
+        raise ValueError(
+            "train.optimizer_place=host has no figures: predict train.optimizer_place=device"
+        )
     if config.train.param_dtype != "bf16":
         raise ValueError(
             f"train.param_dtype={config.train.param_dtype}: figures are of bf16; set "

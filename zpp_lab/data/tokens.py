@@ -48,6 +48,7 @@ def open_data(cfg: DataConfig) -> TokenData | PackedData:
         folder=folder,
         streams={s: np.memmap(folder / f"{s}.bin", dtype, mode="r") for s in SPLITS},
         offsets={s: np.fromfile(folder / f"{s}.offsets.bin", "<i8") for s in SPLITS},
+        draw_ranks=cfg.draw_ranks,
     )
 
 
@@ -88,7 +89,7 @@ class TokenData:
     where the token files and a BPE's tokenizer.json lie. `streams`
     maps a split to its tokens (memory-mapped, unsigned integers [tokens]),
     `offsets` to where its documents start in there (int64 [documents + 1], the
-    last one is the end).
+    last one is the end). `draw_ranks`: see `step`.
     """
 
     vocab_size: int
@@ -98,6 +99,7 @@ class TokenData:
     folder: Path
     streams: dict[Split, np.ndarray]
     offsets: dict[Split, np.ndarray]
+    draw_ranks: int = 0
 
     @property
     def tokens(self) -> int:
@@ -120,9 +122,24 @@ class TokenData:
     def step(
         self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """(rank, micro-step) → the batch of one step."""
+        """(rank, micro-step) → the batch of one step.
+
+        With `draw_ranks` the step's sequences are those that so many ranks would draw in one
+        micro-step; ranks here take them in order, micro-step by micro-step. ValueError when they
+        cannot be dealt out evenly.
+        """
         own = partial(self.batch, seed, step, batch_size=batch_size, seq_len=seq_len)
-        return lambda rank, micro: own(rank, micro)
+        if not self.draw_ranks:
+            return lambda rank, micro: own(rank, micro)
+        each, left = divmod(world * micros * batch_size, self.draw_ranks)
+        if left:
+            raise ValueError(
+                f"data.draw_ranks={self.draw_ranks}: a step has {world * micros * batch_size} "
+                "sequences (ranks × micro-steps × batch), which so many ranks cannot share evenly"
+            )
+        drawn = [self._starts(seed, step, r, 0, each, seq_len) for r in range(self.draw_ranks)]
+        turns = np.concatenate(drawn).reshape(world, micros, batch_size)
+        return lambda rank, micro: self._windows("train", turns[rank, micro], seq_len)
 
     def batch(
         self, seed: int, step: int, rank: int, micro: int, batch_size: int, seq_len: int
@@ -133,9 +150,15 @@ class TokenData:
         the generator's key is `seed`, its counter the rest, and its raw bits are used,
         which NumPy keeps the same in every version.
         """
-        bits = np.random.Philox(key=seed, counter=[0, step, rank, micro]).random_raw(batch_size)
-        starts = bits % np.uint64(self._room("train", seq_len))
-        return self._windows("train", starts.astype(np.int64), seq_len)
+        starts = self._starts(seed, step, rank, micro, batch_size, seq_len)
+        return self._windows("train", starts, seq_len)
+
+    def _starts(
+        self, seed: int, step: int, rank: int, micro: int, count: int, seq_len: int
+    ) -> np.ndarray:
+        """Where the windows of a batch begin, int64 [count]."""
+        bits = np.random.Philox(key=seed, counter=[0, step, rank, micro]).random_raw(count)
+        return (bits % np.uint64(self._room("train", seq_len))).astype(np.int64)
 
     def heldout(
         self, tokens: int, batch_size: int, seq_len: int

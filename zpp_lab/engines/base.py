@@ -43,6 +43,7 @@ class Engine(Protocol):
     """Trains a model under a plan. Steps count from 0."""
 
     plan: Plan
+    built: dict[str, float]  # seconds of what building it consisted of, where it is known
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
         """One optimizer step; NonFiniteError before any weight has changed."""

@@ -61,10 +61,12 @@ class FsdpEngine:
         transport: Transport | None = None,
     ) -> None:
         self.model, self.plan, self.config, self.device = model, plan, config, device
+        building = Laps()
         self.cluster = plan.recipe.cluster
         if transport is None:
             watchdog = Watchdog(config.engine.timeout_seconds)
             transport = connect(self.cluster, watchdog, config.engine.transport, device)
+        building.done("transport")
         self.transport = transport
         self.rank = self.transport.rank
         self.shards = plan.recipe.shards
@@ -80,10 +82,14 @@ class FsdpEngine:
             ordered=config.engine.ordered,
             offload=config.engine.offload,
         )
+        building.done("sharding")
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
         rows = start.rows if start else None
         self.base.load(self.wrapped.installed, rows, self.part, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the first step would wait for them
+        building.done("weights")
         modules = self.wrapped.by_name
         self.usage = Usage({n: cast(nn.Module, m) for n, m in modules.items()})
         self.prefetch = Prefetch(modules, "root", config.engine.prefetch)
@@ -94,6 +100,7 @@ class FsdpEngine:
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.optimizer = adamw(self.parameters, config.train, config.seed)
+        self.built = building.seconds
 
     def _initialize(self) -> Start | None:
         """Fill this rank's shards; returns where their rows came from."""

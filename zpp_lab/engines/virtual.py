@@ -43,6 +43,7 @@ class VirtualEngine:
         self.model, self.plan, self.config = model, plan, config
         self.cluster = plan.recipe.cluster
         self.seed = config.seed
+        self.built: dict[str, float] = {}
         self.reduce_dtype = DTYPES[config.train.reduce_dtype]
         self.ledger = Ledger()
         self.weights = dict(model.named_parameters())

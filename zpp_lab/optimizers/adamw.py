@@ -11,7 +11,8 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zpp_lab.optimizers import kernel
+from zpp_lab.optimizers.host import Lanes, stages, zeros
 from zpp_lab.optimizers.states import (
     DTYPES,
     MOMENTS,
@@ -58,7 +61,8 @@ class CompactAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
 
     Parameters are fp32 tensors or DTensors cut along dimension 0. `step` needs the number of the
-    training step, which with `seed` decides how moments are rounded.
+    training step, which with `seed` decides how moments are rounded. `host`: moments lie in host
+    memory and pass through the parameters' device (`host.py`), with the same bits.
     """
 
     def __init__(
@@ -70,10 +74,12 @@ class CompactAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float = 0.0,
+        host: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.kind, self.seed = kind, seed
+        self.kind, self.seed, self.host = kind, seed, host
+        self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
         every = [p for group in self.param_groups for p in group["params"]]
         self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
         self.kinds = {p: kind_of(p.shape, kind) for p in every}
@@ -81,17 +87,20 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Where parameters and states lie; all in one place."""
+        """Where parameters lie, all in one place, and what updates them."""
         return local(self.param_groups[0]["params"][0]).device
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
         """A parameter's state before its first update, sharded as it is."""
-        kind, blocks = kind_of(p.shape, self.kind), blocks_of(p.shape)
-        state = {"step": torch.zeros((), device=local(p).device)}
+        kind, device = kind_of(p.shape, self.kind), local(p).device
+        own, wide = tuple(local(p).shape), (blocks_of(p.shape),)
+        state = {"step": torch.zeros((), device=device)}
         for moment in MOMENTS:
-            state[moment] = torch.zeros_like(p, dtype=DTYPES[kind], requires_grad=False)
+            made = zeros(own, DTYPES[kind], device, self.host)
+            state[moment] = _sharded_as(p, made, p.shape)
             if kind == "8bit":
-                state[moment + SCALE] = _scales_like(p, blocks)
+                made = zeros((own[0], *wide), torch.float32, device, self.host)
+                state[moment + SCALE] = _sharded_as(p, made, (p.shape[0], *wide))
         return state
 
     @torch.no_grad()
@@ -114,14 +123,53 @@ class CompactAdamW(torch.optim.Optimizer):
         else:  # as a list: with one tensor torch would wait for the device
             done = [ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
-        if kernel.serves(local(every[0])):
-            for i, parameters in trained.items():
-                self._by_kernel(self.param_groups[i], parameters, number, ok)
-            return
-        noise = self._noise(number)
+        noise = None if kernel.serves(local(every[0])) else self._noise(number)
+        lanes = Lanes(self.device)
         for i, parameters in trained.items():
-            for batch in _batches(self._pieces(self.param_groups[i], parameters, noise)):
-                _update(batch, ok)
+            for some in stages(parameters, self._nbytes) if self.host else [parameters]:
+                with lanes.next() if self.host else nullcontext(), self._passing(some):
+                    self._change(self.param_groups[i], some, number, noise, ok)
+        lanes.join()
+
+    def _change(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        number: int,
+        noise: Tensor | None,
+        ok: Tensor | None,
+    ) -> None:
+        """Update parameters and what `_states` gives of them; without noise by the kernel."""
+        if noise is None:
+            self._by_kernel(group, parameters, number, ok)
+            return
+        for batch in _batches(self._pieces(group, parameters, noise)):
+            _update(batch, ok)
+
+    @contextmanager
+    def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Moments that lie in host memory are on the device inside, and back there afterwards."""
+        if not self.host:
+            yield
+            return
+        far = {p: self._states(p) for p in parameters}
+        self.near = {
+            p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in state.items()}
+            for p, state in far.items()
+        }
+        yield
+        for p, state in far.items():
+            for key, value in state.items():
+                value.copy_(self.near[p][key], non_blocking=True)
+        self.near = {}
+
+    def _states(self, p: Tensor) -> dict[str, Tensor]:
+        """Moments and scales of this rank's rows, where the update finds them."""
+        own = self.near.get(p)
+        return own or {k: local(v) for k, v in self.state[p].items() if k != "step"}
+
+    def _nbytes(self, p: Tensor) -> int:
+        return sum(v.nbytes for v in self._states(p).values())
 
     def _by_kernel(
         self, group: dict[str, Any], parameters: list[Tensor], number: int, ok: Tensor | None
@@ -131,12 +179,12 @@ class CompactAdamW(torch.optim.Optimizer):
         for p in parameters:
             alike[self.kinds[p]].append(p)
         for some in alike.values():
-            states = [self.state[p] for p in some]
+            states = [self._states(p) for p in some]
             kernel.launch(
                 kernel.Parameters(
                     weights=[local(p) for p in some],
                     grads=[local(p.grad) for p in some],
-                    states={k: [local(s[k]) for s in states] for k in states[0] if k != "step"},
+                    states={k: [s[k] for s in states] for k in states[0]},
                     offsets=[self.offsets[p] for p in some],
                 ),
                 group,
@@ -172,7 +220,7 @@ class CompactAdamW(torch.optim.Optimizer):
         kind = self.kinds[p]
         n = prod(p.shape[1:])
         weight, grad = local(p.detach()), local(p.grad)
-        state = {k: local(v) for k, v in self.state[p].items() if k != "step"}
+        state = self._states(p)
         wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
         own = noise[self.offsets[p] :][:n]
         rows = weight.numel() // wide
@@ -192,19 +240,15 @@ class CompactAdamW(torch.optim.Optimizer):
             )
 
 
-def _scales_like(p: Tensor, blocks: int) -> Tensor:
-    """Zeros fp32 [rows of p, blocks], on this rank as many rows as p has here."""
-    own = torch.zeros(local(p).shape[0], blocks, device=local(p).device)
+def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
+    """`own` as this rank's rows of a tensor of `shape` that is cut as `p` is; wherever it lies, as
+    `DTensor.from_local` would move it to the mesh's device."""
     if not isinstance(p, DTensor):
         return own
-    return DTensor.from_local(
-        own,
-        p.device_mesh,
-        p.placements,
-        run_check=False,
-        shape=torch.Size((p.shape[0], blocks)),
-        stride=(blocks, 1),
-    )
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, own.dtype)
+    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
+    return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def local(t: Any) -> Tensor:

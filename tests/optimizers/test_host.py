@@ -1,0 +1,75 @@
+"""Moments in host memory: the same bits, however many pass at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.optimizers.test_states import KINDS, gradients, started
+from zpp_lab.config import TrainConfig
+from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, update
+from zpp_lab.optimizers import host
+from zpp_lab.optimizers.states import StateKind
+
+
+def trained(kind: StateKind, place: str, halt: int = 6) -> list[torch.Tensor]:
+    """Weights, then states; after `halt` steps the state goes through a checkpoint's form."""
+    train = TrainConfig(optimizer_state=kind, optimizer_place=place)  # type: ignore[arg-type]
+    parameters = started(0, 1)
+    optimizer = adamw(parameters, train, seed=3)
+    for step in range(6):
+        if step == halt:
+            before = optimizer_state(optimizer, parameters)
+            optimizer = adamw(parameters, train, seed=3)
+            load_optimizer_state(optimizer, parameters, before)
+        for n, g in gradients(step).items():
+            parameters[n].grad = g
+        update(optimizer, step, ok=torch.tensor(step != 2))
+    state = optimizer_state(optimizer, parameters)
+    return [p.detach() for p in parameters.values()] + [
+        t for key in sorted(state) for t in state[key].values()
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stage", "halt"), [(2**28, 6), (4000, 6), (1, 3)])
+def test_bits_do_not_depend_on_where_moments_lie(
+    kind: StateKind, stage: int, halt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "STAGE", stage)
+    pairs = zip(trained(kind, "device"), trained(kind, "host", halt), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_stages_hold_what_fits_and_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "STAGE", 10)
+    some = [torch.empty(n) for n in (4, 6, 1, 12, 3)]
+    found = [[t.numel() for t in stage] for stage in host.stages(some, torch.Tensor.numel)]
+    assert found == [[4, 6], [1], [12], [3]]
+
+
+def test_fp32_moments_stay_where_they_are() -> None:
+    with pytest.raises(ValueError, match="optimizer_state=bf16 or 8bit"):
+        TrainConfig(optimizer_place="host")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "STAGE", 2**20)
+    weights = [torch.randn(512, 1024, device="cuda") for _ in range(9)]
+    ends = []
+    for place in ("device", "host"):
+        train = TrainConfig(optimizer_state=kind, optimizer_place=place)  # type: ignore[arg-type]
+        own = {str(i): torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
+        optimizer = adamw(own, train, seed=3)
+        for step in range(5):
+            for i, p in enumerate(own.values()):
+                p.grad = weights[i - step].sin()
+            update(optimizer, step, ok=torch.tensor(True, device="cuda"))
+        torch.cuda.synchronize()
+        moments = [t.cpu() for s in optimizer.state.values() for t in s.values()]
+        ends.append([p.detach().cpu() for p in own.values()] + moments)
+        if place == "host":
+            assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cpu"}
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
