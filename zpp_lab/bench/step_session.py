@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from zpp_lab.bench.step_arms import Arm
-from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import Placement
 from zpp_lab.emulate.nodes import Hosts
 from zpp_lab.emulate.ranks import free_port, rank_environment
 
@@ -36,7 +36,7 @@ class Session:
     """
 
     def __init__(
-        self, hosts: Hosts, cluster: ClusterConfig, arms: Sequence[Arm], folder: Path
+        self, hosts: Hosts, placement: Placement, arms: Sequence[Arm], folder: Path
     ) -> None:
         self.folder = folder
         self.ranks: list[_Rank] = []
@@ -44,10 +44,10 @@ class Session:
         settings = folder / "arms.yaml"
         told = [{"maker": arm.maker, "config": asdict(arm.config)} for arm in arms]
         settings.write_text(yaml.safe_dump(told, sort_keys=False))
-        port = free_port()
+        port, cluster = free_port(), placement.cluster
         try:
             for rank in range(cluster.world):
-                environment = rank_environment(hosts, cluster, rank, port, os.environ)
+                environment = rank_environment(hosts, placement, rank, port, os.environ)
                 node = rank // cluster.gpus_per_node
                 log = folder / f"rank{rank}.log"
                 self.ranks.append(_Rank(hosts, node, environment, settings, log))

@@ -29,7 +29,11 @@ MAX = "max"
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What was trained on which cluster; only speeds of one setting are compared."""
+    """What was trained on which cluster; only speeds of one setting are compared.
+
+    ranks_per_gpu: above 1 the nodes shared the host's GPUs, so that computing took as many times
+    longer than on a GPU a rank.
+    """
 
     model: str
     nodes: int
@@ -37,11 +41,14 @@ class Setting:
     seq_len: int
     batch_size: int
     tokens_per_step: int
+    ranks_per_gpu: int = 1
 
     @property
     def text(self) -> str:
         """Model and shape; see `labels`."""
         shape = f"{self.nodes} × {self.gpus_per_node}"
+        if self.ranks_per_gpu > 1:
+            shape += f", {self.ranks_per_gpu} ranks a GPU"
         return f"{self.model}, {shape}" if self.model else shape
 
 
@@ -159,6 +166,7 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
             _whole(row, name, place) if row.get(name) else 0
             for name in ("seq_len", "batch_size", "tokens_per_step")
         ),
+        ranks_per_gpu=_whole(row, "ranks_per_gpu", place) if row.get("ranks_per_gpu") else 1,
     )
     link = row["link_gbps"] or ""
     if link != MAX:
