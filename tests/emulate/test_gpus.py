@@ -62,7 +62,7 @@ def test_a_nodes_ranks_never_share_and_every_gpu_has_as_many(
 def test_too_few_gpus_name_the_fix() -> None:
     with pytest.raises(ValueError, match=r"2 × 2 needs 4 GPUs.* has 2: .*--share-gpus"):
         place(shape(2, 2), ["0", "1"])
-    with pytest.raises(ValueError, match="engine.share_gpus=mps"):
+    with pytest.raises(ValueError, match=r"engine\.share_gpus=mps"):
         place(shape(2, 2), ["0", "1"], option="engine.share_gpus=mps")
     for nodes in (1, 2):
         with pytest.raises(ValueError, match="ranks of one node cannot; use fewer GPUs a node"):
@@ -82,7 +82,7 @@ def test_gpus_are_those_of_the_environment_or_of_the_driver(
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}) == ("3", "GPU-ab")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     listed = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
-    monkeypatch.setattr(gpus, "output", lambda _: listed)
+    monkeypatch.setattr(gpus, "_listed", lambda: listed)
     assert visible_gpus({}) == ("0", "1")
 
 
@@ -103,6 +103,6 @@ def test_a_bench_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
         step.main([*words, "--cpu", "--share-gpus"])
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("zpp_lab.emulate.mps.PLACES", ())
-    with pytest.raises(ValueError, match="it comes with the driver.*--share-gpus=time-slices"):
+    with pytest.raises(ValueError, match=r"it comes with the driver.*--share-gpus=time-slices"):
         step.main([*words, "--share-gpus", "model=tiny"])
     assert os.listdir(tmp_path) == []

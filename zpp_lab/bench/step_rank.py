@@ -27,7 +27,6 @@ from torch.utils import deterministic
 from zpp_lab import ops
 from zpp_lab.bench.step_engines import MAKERS, Timed, vocabulary
 from zpp_lab.config import Config, load
-from zpp_lab.emulate.mps import check_client
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import pick_device
 from zpp_lab.launcher import connect
@@ -54,8 +53,6 @@ class Rank:
     def facts(self, _: Answer) -> Answer:
         found = {"torch": torch.__version__, "device": str(self.device)}
         if self.device.type == "cuda":
-            torch.zeros(1, device=self.device)  # now CUDA has started
-            check_client(os.environ, os.getpid())
             found["device"] = torch.cuda.get_device_name(self.device)
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         return found

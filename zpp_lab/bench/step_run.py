@@ -109,11 +109,14 @@ class StepBench:
         self.hosts.limit(None)  # until the arms are built
         active: list[str] = [arms[0].name]  # who is to blame
         try:
-            session = self._begin(arms)
+            session = Session(
+                self.hosts, self.placement, arms, self.folder / "logs" / self._name(arms)
+            )
         except SessionError as error:
             self.failed.update({arm.name: str(error) for arm in arms})
             return []
         try:
+            self.facts = session.ask(self._patience(), "facts")[0]
             for number, arm in enumerate(arms):
                 active[:] = [arm.name]
                 session.ask(self._patience(), "build", arm=number)
@@ -133,17 +136,6 @@ class StepBench:
             raise
         session.close()
         return []
-
-    def _begin(self, arms: list[Arm]) -> Session:
-        """Ranks that are ready to build the arms."""
-        folder = self.folder / "logs" / self._name(arms)
-        session = Session(self.hosts, self.placement, arms, folder)
-        try:
-            self.facts = session.ask(self._patience(), "facts")[0]
-        except BaseException:
-            session.kill()
-            raise
-        return session
 
     def _name(self, arms: list[Arm]) -> str:
         return "-".join([self.name, arms[0].session.replace(" ", "-"), str(len(self.failed))])

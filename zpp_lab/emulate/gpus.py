@@ -9,6 +9,7 @@ used as give each the same number of ranks: else the fullest one would decide ev
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from zpp_lab.config import ClusterConfig
-from zpp_lab.machine import output
 
 Share = Literal["mps", "time-slices"]
 SHARES: tuple[str, ...] = get_args(Share)
@@ -90,12 +90,23 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     if listed is not None:
         names = (name.strip() for name in listed.split(","))
         return tuple(name for name in names if name not in ("", "-1"))
-    told = output(["nvidia-smi", "-L"])
+    told = _listed()
     if told is None:  # no driver's tool: device files
         count = sum(bool(re.fullmatch(r"nvidia\d+", p.name)) for p in Path("/dev").glob("nvidia*"))
     else:
         count = len(re.findall(r"^GPU \d+:", told, re.MULTILINE))
     return tuple(map(str, range(count)))
+
+
+def _listed() -> str | None:
+    """What the driver's tool says, None where it is missing or fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 @contextmanager

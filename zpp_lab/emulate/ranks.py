@@ -64,6 +64,13 @@ def node_environment(
     }
 
 
+def shared_environment(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
+    """For ranks that share GPUs without namespaces between their nodes: NCCL goes over this
+    host's own sockets there, as fast as they are."""
+    made = {**placement.variables(node), **ALWAYS, "NCCL_SOCKET_IFNAME": "=lo"}
+    return {**made, **nccl_settings(given), "NCCL_HOSTID": f"zpp-node{node}"}
+
+
 def nccl_settings(given: Mapping[str, str]) -> dict[str, str]:
     """How NCCL shall use sockets: ours, and what the environment says of NCCL."""
     asked = {key: value for key, value in given.items() if key.startswith("NCCL_")}

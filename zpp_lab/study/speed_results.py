@@ -162,11 +162,10 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
         row.get("model") or "",
         _whole(row, "nodes", place),
         _whole(row, "gpus_per_node", place),
-        *(
-            _whole(row, name, place) if row.get(name) else 0
-            for name in ("seq_len", "batch_size", "tokens_per_step")
-        ),
-        ranks_per_gpu=_whole(row, "ranks_per_gpu", place) if row.get("ranks_per_gpu") else 1,
+        _count(row, "seq_len", place),
+        _count(row, "batch_size", place),
+        _count(row, "tokens_per_step", place),
+        _count(row, "ranks_per_gpu", place, absent=1),
     )
     link = row["link_gbps"] or ""
     if link != MAX:
@@ -203,6 +202,11 @@ def _whole(row: Mapping[str, str | None], name: str, place: str) -> int:
     if value != int(value):
         raise ValueError(f"{place}: {name}={row[name]!r}: use a whole number")
     return int(value)
+
+
+def _count(row: Mapping[str, str | None], name: str, place: str, absent: int = 0) -> int:
+    """A column that older tables lack, or that is empty."""
+    return _whole(row, name, place) if row.get(name) else absent
 
 
 def _config(text: str, place: str) -> Mapping[str, Any] | None:
