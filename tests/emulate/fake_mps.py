@@ -1,7 +1,8 @@
 """A program in place of nvidia-cuda-mps-control: a daemon that writes down what it is asked.
 
 Beside the program lie `calls` (what it was told, a line each), `seen` (variables of the daemon),
-`clients` (what it answers) and, if it shall fail, `refuses` (what it says then).
+`clients` (what it answers) and, where they are, `refuses` (it fails, and says that), `no_server`
+and `stubborn` (its server does not heed `quit`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if [ "$1" = -d ]; then
   echo "$CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" > "$place/seen"
   echo "${CUDA_VISIBLE_DEVICES-unset}" >> "$place/seen"
   sleep 600 & echo $! > "$CUDA_MPS_PIPE_DIRECTORY/pid"  # the daemon
-  sleep 600 & echo $! >> "$place/server"  # one that does not heed `quit`
+  sleep 600 & echo $! >> "$place/server"
   exit 0
 fi
 read -r command
@@ -26,7 +27,9 @@ echo "$command" >> "$place/calls"
 case $command in
   get_server_list) [ -f "$place/no_server" ] || tail -n 1 "$place/server" ;;
   get_client_list*) cat "$place/clients" ;;
-  quit) kill "$(cat "$CUDA_MPS_PIPE_DIRECTORY/pid")" ;;
+  quit)
+    kill "$(cat "$CUDA_MPS_PIPE_DIRECTORY/pid")"
+    [ -f "$place/stubborn" ] || kill "$(tail -n 1 "$place/server")" ;;
 esac
 exit 0
 """

@@ -54,9 +54,17 @@ def test_it_serves_from_a_private_folder_and_is_told_to_quit(
         assert marks.marked(lambda other: other == marks.mark()) == []  # no part of a node
         folder = mps.folder
     start = f"start_server -uid {os.getuid()}"
-    assert calls(control) == ["daemon", start, "get_server_list", "quit"]
+    asked = ["get_server_list"] * 2
+    assert calls(control) == ["daemon", start, *asked, "quit"]
     assert not folder.exists()
-    assert of(marks.mark()) == []  # the server too, which did not heed it
+    assert of(marks.mark()) == []
+
+
+def test_a_server_that_does_not_heed_it_is_killed(control: Path) -> None:
+    (control / "stubborn").touch()
+    with Mps():
+        pass
+    assert of(marks.mark()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

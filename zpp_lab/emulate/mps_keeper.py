@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from zpp_lab.emulate import marks
@@ -21,6 +22,7 @@ from zpp_lab.emulate.mps import OWNER, READY, ask, directories, numbers
 from zpp_lab.emulate.tools import EmulationError
 
 START = 20.0  # seconds until a server must be there
+GRACE = 5.0  # seconds in which it may end by itself
 LAST_LINES = 6  # of the daemon's logs, in an error
 
 
@@ -37,10 +39,26 @@ def main(program: str, folder: Path) -> None:
             return
         sys.stdin.buffer.read()
     finally:
-        with contextlib.suppress(EmulationError):
-            ask(program, "quit", own_environment(folder))
-        marks.end(lambda other: other == owner, variable=OWNER)
+        quit_daemon(program, folder, lambda other: other == owner)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def quit_daemon(program: str, folder: Path, own: Callable[[str], bool]) -> None:
+    """Tell the daemon to quit, and kill what has not ended soon after."""
+    environment, servers = own_environment(folder), list[str]()
+    with contextlib.suppress(EmulationError):
+        found = numbers(ask(program, "get_server_list", environment))
+        servers = [marks.mark(pid) for pid in found]
+        ask(program, "quit", environment)
+    deadline = time.monotonic() + GRACE
+    while (marks.marked(own, OWNER) or any(map(marks.alive, servers))) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    marks.end(own, variable=OWNER)
+    for server in filter(marks.alive, servers):  # one that was given another environment
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(int(server.partition(":")[0]), signal.SIGKILL)
 
 
 def _ignore(*_: object) -> None:
