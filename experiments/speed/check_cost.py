@@ -86,9 +86,9 @@ def columns(one: Checked) -> Row:
 def line(one: Checked) -> str:
     row = one.row
     where = f"{row['nodes']}x{row['gpus_per_node']} {row['link_gbps']:>4} Gbit/s"
-    name = f"{row['engine']:6s} {row.get('arm') or row['recipe']:26s} {row['model']:6s} {where}"
     if ranks_per_gpu(row) > 1:
         where += f", {ranks_per_gpu(row)} ranks a GPU"
+    name = f"{row['engine']:6s} {row.get('arm') or row['recipe']:26s} {row['model']:6s} {where}"
     speeds = f"measured {one.measured:9,.0f} predicted {one.predicted:9,.0f} tokens/s"
     return f"{name}  {speeds} {one.error:+7.1%}  {one.bound}"
 
