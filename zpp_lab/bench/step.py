@@ -32,7 +32,8 @@ from pathlib import Path
 from zpp_lab.bench.step_arms import arms, with_compute
 from zpp_lab.bench.step_run import Pace, StepBench
 from zpp_lab.config import ClusterConfig
-from zpp_lab.emulate.gpus import OPTION, SHARES, Placement, place, served, share_words, visible_gpus
+from zpp_lab.emulate.gpus import OPTION, SHARES, Placement, place, share_words, visible_gpus
+from zpp_lab.emulate.mps import find_control
 from zpp_lab.emulate.network import bucket
 from zpp_lab.emulate.nodes import hosts
 
@@ -93,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
     if args.apart or any(arm.config.engine.compile for arm in every):  # compiled code is shared
         every = [replace(arm, session=arm.name) for arm in every]
     pace = Pace(args.steps, args.rounds, args.turn_seconds, args.limit, args.budget)
-    with served(_placed(args, cluster)) as placement, hosts(args.nodes, args.iproute) as made:
+    placement = _placed(args, cluster)
+    with hosts(args.nodes, args.iproute) as made:
         bench = StepBench(made, placement, every, pace, args.out, not args.no_probe, args.tag)
         bench.run(speeds)
     for arm, why in bench.failed.items():
@@ -104,8 +106,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _placed(args: argparse.Namespace, cluster: ClusterConfig) -> Placement:
+    """Where ranks sit; what is missing is said before anything is made."""
     if not args.cpu:
-        return place(cluster, visible_gpus(os.environ), args.share_gpus)
+        placed = place(cluster, visible_gpus(os.environ), args.share_gpus)
+        if placed.share == "mps":
+            find_control()
+        return placed
     if args.share_gpus:
         raise ValueError(f"{OPTION} goes with GPUs: leave out it or --cpu")
     return Placement(cluster)
