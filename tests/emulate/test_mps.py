@@ -148,3 +148,16 @@ def test_only_ranks_that_share_by_it_are_served(control: Path) -> None:
     with served(Placement(cluster, ("0",), "mps")) as made:
         assert made.variables(1)["CUDA_VISIBLE_DEVICES"] == "0"
         assert made.variables(1)["CUDA_MPS_PIPE_DIRECTORY"].endswith("/pipe")
+
+
+def test_the_doctor_says_whether_it_is_there(
+    control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zpp_lab import doctor
+
+    assert doctor.shared_gpus().found == f"MPS: {control / CONTROL}"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("zpp_lab.emulate.mps.PLACES", ())
+    row = doctor.shared_gpus()
+    assert row.state == "absent"
+    assert "--share-gpus" in row.fix
