@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 from zpp_lab.config import ClusterConfig, Config
-from zpp_lab.emulate.gpus import place, visible_gpus
+from zpp_lab.emulate.gpus import Placement, place, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM
 from zpp_lab.emulate.ranks import shared_environment
 
@@ -93,21 +93,26 @@ def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:
     engine, cluster = config.engine, config.cluster
     if int(environment.get("GROUP_WORLD_SIZE", "1")) > 1 or cluster.nodes == 1:
         return
-    if engine.share_gpus is not None and engine.device != "cpu":
-        placed = place(cluster, visible_gpus(environment), engine.share_gpus, SHARE)
+    visible = visible_gpus(environment) if engine.share_gpus and engine.device != "cpu" else ()
+    if visible:
+        placed = place(cluster, visible, engine.share_gpus, SHARE)
         if placed.share is not None:
-            if placed.share == "mps" and PROGRAM not in environment:
-                raise ValueError(
-                    f"{SHARE}, but nobody runs MPS for these processes: start them with "
-                    "`zpp-lab train` alone, or set engine.share_gpus=time-slices"
-                )
-            node, local = divmod(int(environment["RANK"]), cluster.gpus_per_node)
-            environment.update(shared_environment(placed, node, environment))
-            environment["LOCAL_RANK"] = str(local)
-            environment["LOCAL_WORLD_SIZE"] = str(cluster.gpus_per_node)
+            _share(environment, placed)
             return
     if engine.name == "deepspeed" and engine.emulate_nodes:
         see_own_node(environment, cluster)
+
+
+def _share(environment: MutableMapping[str, str], placed: Placement) -> None:
+    if placed.share == "mps" and PROGRAM not in environment:
+        raise ValueError(
+            f"{SHARE}, but nobody runs MPS for these processes: start them with `zpp-lab train` "
+            "alone, or set engine.share_gpus=time-slices"
+        )
+    node, local = divmod(int(environment["RANK"]), placed.cluster.gpus_per_node)
+    environment.update(shared_environment(placed, node, environment))
+    environment["LOCAL_RANK"] = str(local)
+    environment["LOCAL_WORLD_SIZE"] = str(placed.cluster.gpus_per_node)
 
 
 def see_own_node(environment: MutableMapping[str, str], cluster: ClusterConfig) -> None:

@@ -43,6 +43,7 @@ def test_nothing_is_shared_where_there_are_enough_or_nodes_are_real() -> None:
     assert "NCCL_HOSTID" not in enough
     real = seen(3, config(SHARED), GROUP_WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="0,1")
     assert "NCCL_HOSTID" not in real
+    assert "NCCL_HOSTID" not in seen(3, config(SHARED), CUDA_VISIBLE_DEVICES="")  # no GPU at all
     on_cpu = seen(3, config(SHARED, "engine.device=cpu"), CUDA_VISIBLE_DEVICES="")
     assert "NCCL_HOSTID" not in on_cpu
 

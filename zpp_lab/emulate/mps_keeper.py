@@ -34,7 +34,7 @@ def main(program: str, folder: Path) -> None:
         try:
             start(program, folder)
             print(READY, flush=True)
-        except (EmulationError, OSError) as error:
+        except (EmulationError, OSError, subprocess.SubprocessError) as error:
             print(" ".join(str(error).split()), flush=True)
             return
         sys.stdin.buffer.read()
