@@ -33,6 +33,7 @@ from zpp_lab.emulate.tools import Tools
 from zpp_lab.files import write_atomic
 
 MIB = 2**20
+LINGER = 3.0  # seconds for the other ranks once one has failed
 Said = dict[str, Any]
 
 
@@ -114,6 +115,8 @@ def ranks(
         processes.append(started)
     deadline = time.monotonic() + limit
     while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+        if any(p.poll() for p in processes):  # others may wait for the one that failed
+            deadline = min(deadline, time.monotonic() + LINGER)
         time.sleep(0.1)
     for process in processes:
         process.kill()
@@ -137,12 +140,13 @@ def judged(trial: Trial, said: list[list[Said]], report: Report) -> bool:
         if test == "start" and not any(own):
             continue
         name = f"{trial.name}, {test}"
-        bad = next(((r, s) for r, s in enumerate(own) if s is None or not s["ok"]), None)
-        if bad is None:
+        failed = [(r, s) for r, s in enumerate(own) if s is not None and not s["ok"]]
+        failed += [(r, s) for r, s in enumerate(own) if s is None]  # waited for them, perhaps
+        if not failed:
             assert own[0] is not None
             report.add(name, True, own[0]["said"])
             continue
-        rank, found = bad
+        rank, found = failed[0]
         begun = any(s["test"] == test for s in said[rank])
         why = "was under way when its time was up" if begun else "did not come to it"
         every = report.add(name, False, f"rank {rank} {found['said'] if found else why}")

@@ -106,3 +106,27 @@ def test_a_bench_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"it comes with the driver.*--share-gpus=time-slices"):
         step.main([*words, "--share-gpus", "model=tiny"])
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_that_share_a_gpu_never_believe_to_share_memory(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peer memory stays inside a node, where every rank has a GPU of its own."""
+    import torch
+
+    from zpp_lab.collectives import choose
+
+    cluster = shape(2, 2)
+    placed = place(cluster, ["0", "1"], share="mps")
+    facts = []
+    for other in range(4):
+        node, local = divmod(other, 2)
+        facts.append((f"zpp-node{node}", "cuda", f"uuid{placed.of_node(node)[local]}"))
+    monkeypatch.setattr(choose.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(choose, "_reaches", lambda *_: True)
+    device = torch.device("cuda", 0)
+    found = {link: choose._problem(cluster, link, device, facts) for link in choose.LINKS}
+    assert found["local"] == ""
+    assert "on different hosts" in found["world"]
+    assert "on different hosts" in found["across"]
