@@ -140,8 +140,8 @@ def judged(trial: Trial, said: list[list[Said]], report: Report) -> bool:
         if test == "start" and not any(own):
             continue
         name = f"{trial.name}, {test}"
-        failed = [(r, s) for r, s in enumerate(own) if s is not None and not s["ok"]]
-        failed += [(r, s) for r, s in enumerate(own) if s is None]  # waited for them, perhaps
+        failed = [(r, s) for r, s in enumerate(own) if s is None or not s["ok"]]
+        failed.sort(key=lambda one: one[1] is None)  # these have waited for the others, perhaps
         if not failed:
             assert own[0] is not None
             report.add(name, True, own[0]["said"])
