@@ -119,6 +119,8 @@ class EngineConfig:
     compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
     emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
+    # on one host with fewer GPUs than ranks: its nodes share them (emulate/gpus.py)
+    share_gpus: Literal["mps", "time-slices"] | None = None
     timeout_seconds: float = 300.0  # fsdp: for one transfer between ranks
     silence_seconds: float = 40.0  # fsdp under torchrun or srun: then a silent rank is dead
     transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks

@@ -64,6 +64,7 @@ def checks() -> list[Check]:
         distributed,
         peer_memory,
         emulated_nodes,
+        shared_gpus,
         deepspeed,
         wandb,
     ]
@@ -215,6 +216,19 @@ def emulated_nodes() -> Check:
         fix = "nothing else needs them; bench step --nodes 1 runs without"
         return Check("emulated nodes", "absent", str(error), fix)
     return Check("emulated nodes", "ok", "network namespaces, veth pairs and tc's limits work")
+
+
+def shared_gpus() -> Check:
+    """What nodes need that share one host's GPUs."""
+    from zpp_lab.emulate.mps import CONTROL, find_control
+    from zpp_lab.emulate.tools import EmulationError
+
+    try:
+        found = find_control()
+    except EmulationError:
+        fix = "it comes with the driver; only --share-gpus and engine.share_gpus=mps need it"
+        return Check("shared GPUs", "absent", f"no {CONTROL}", fix)
+    return Check("shared GPUs", "ok", f"MPS: {found}")
 
 
 def deepspeed() -> Check:

@@ -17,7 +17,8 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -29,9 +30,11 @@ import yaml
 
 from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer
 from zpp_lab.config import Config, load
+from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
+from zpp_lab.emulate.mps import PROGRAM, check_client
 from zpp_lab.footprint import StartUp
 from zpp_lab.piece import UNFINISHED
-from zpp_lab.place import check_place, die_with_parent, enter, placed, see_own_node
+from zpp_lab.place import SHARE, check_place, die_with_parent, enter, placed, see_own_gpus
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
@@ -70,10 +73,10 @@ def start(config: Config) -> Record:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     world, folder = config.cluster.world, run_dir(config)
-    _check_gpus(config)
+    placement = _placement(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, served(placement) as where:
         file = Path(temporary, "config.yaml")
         file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         settings = LaunchConfig(
@@ -88,7 +91,8 @@ def start(config: Config) -> Record:
         )
         words = ("-m", "zpp_lab.launcher", str(os.getpid()), str(file))
         try:
-            elastic_launch(settings, sys.executable)(*words)
+            with inherited(where.environment):
+                elastic_launch(settings, sys.executable)(*words)
         except ChildFailedError as error:
             _report(error, folder)
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
@@ -98,16 +102,37 @@ def start(config: Config) -> Record:
     return summary
 
 
-def _check_gpus(config: Config) -> None:
+def _placement(config: Config) -> Placement:
+    """Where the ranks sit on this machine's GPUs. ValueError where there are too few."""
+    cluster, share = config.cluster, config.engine.share_gpus
     on_cpu = config.engine.device == "cpu" or (
         config.engine.device == "auto" and not torch.cuda.is_available()
     )
-    if not on_cpu and torch.cuda.device_count() < config.cluster.world:
-        raise ValueError(
-            f"the cluster has {config.cluster.world} ranks, but this machine has "
-            f"{torch.cuda.device_count()} GPUs: set cluster.nodes and cluster.gpus_per_node to "
-            "what is here, or start one process a GPU with torchrun or srun on every machine"
-        )
+    if on_cpu or torch.cuda.device_count() >= cluster.world:
+        return Placement(cluster)
+    if share is not None:
+        return place(cluster, visible_gpus(os.environ), share, SHARE)
+    raise ValueError(
+        f"the cluster has {cluster.world} ranks, but this machine has "
+        f"{torch.cuda.device_count()} GPUs: set cluster.nodes and cluster.gpus_per_node to "
+        "what is here, start one process a GPU with torchrun or srun on every machine, or let "
+        f"several nodes share GPUs with {SHARE}"
+    )
+
+
+@contextmanager
+def inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started in the body have the variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _report(error: Any, folder: Path) -> None:
@@ -178,13 +203,15 @@ def join_watched(config: Config) -> Record:
 def connect(config: Config) -> int:
     """Meet the other ranks; returns this one's. ValueError when they are not the cluster's."""
     check_place(os.environ, config.cluster)
-    if config.engine.name == "deepspeed" and config.engine.emulate_nodes:
-        see_own_node(os.environ, config.cluster)  # before CUDA looks at its variables
+    see_own_gpus(os.environ, config)
     cpu = config.engine.device == "cpu" or not torch.cuda.is_available()
     if not cpu:
         if config.engine.deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        if PROGRAM in os.environ:
+            torch.zeros(1, device="cuda")  # now CUDA has started
+            check_client(os.environ, os.getpid())
     # NCCL's own watchdog comes after ours, which knows the wire's name.
     seconds = config.engine.timeout_seconds + (0 if cpu else 60)
     dist.init_process_group(

@@ -14,7 +14,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config import ClusterConfig, Config
+from zpp_lab.emulate.gpus import Placement, place, visible_gpus
+from zpp_lab.emulate.mps import PROGRAM
+from zpp_lab.emulate.ranks import shared_environment
 
 Variables = Mapping[str, str]
 _PR_SET_PDEATHSIG = 1
@@ -76,6 +79,40 @@ def slurm_place(environment: Variables) -> dict[str, str]:
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + job % 20000),
     }
+
+
+SHARE = "engine.share_gpus=mps"
+
+
+def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:
+    """Where one machine stands for several nodes, leave a process the GPUs that are its node's.
+
+    Must run before CUDA starts; LOCAL_RANK becomes the place in the node. ValueError where there
+    are too few GPUs, or MPS is asked for and nobody runs it.
+    """
+    engine, cluster = config.engine, config.cluster
+    if int(environment.get("GROUP_WORLD_SIZE", "1")) > 1 or cluster.nodes == 1:
+        return
+    visible = visible_gpus(environment) if engine.share_gpus and engine.device != "cpu" else ()
+    if visible:
+        placed = place(cluster, visible, engine.share_gpus, SHARE)
+        if placed.share is not None:
+            _share(environment, placed)
+            return
+    if engine.name == "deepspeed" and engine.emulate_nodes:
+        see_own_node(environment, cluster)
+
+
+def _share(environment: MutableMapping[str, str], placed: Placement) -> None:
+    if placed.share == "mps" and PROGRAM not in environment:
+        raise ValueError(
+            f"{SHARE}, but nobody runs MPS for these processes: start them with `zpp-lab train` "
+            "alone, or set engine.share_gpus=time-slices"
+        )
+    node, local = divmod(int(environment["RANK"]), placed.cluster.gpus_per_node)
+    environment.update(shared_environment(placed, node, environment))
+    environment["LOCAL_RANK"] = str(local)
+    environment["LOCAL_WORLD_SIZE"] = str(placed.cluster.gpus_per_node)
 
 
 def see_own_node(environment: MutableMapping[str, str], cluster: ClusterConfig) -> None:

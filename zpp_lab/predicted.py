@@ -20,7 +20,8 @@ def predictions(measured: Sequence[Measured], machine: str) -> tuple[list[Predic
     """(predictions, why others have none): at every measured link and between the outer ones.
 
     machine: a file of figures, or the name of one in conf/machine; ValueError where it is neither.
-    Predicted are plain FSDP2 and the arms of this package's own engine.
+    Predicted are plain FSDP2 and the arms of this package's own engine, where nodes shared GPUs
+    on GPUs shared alike.
     """
     figures = load_machine(machine)
     groups: dict[tuple[Setting, str], list[Measured]] = {}
@@ -30,7 +31,7 @@ def predictions(measured: Sequence[Measured], machine: str) -> tuple[list[Predic
     faults: dict[str, None] = {}
     for (setting, arm), group in groups.items():
         try:
-            found += _curve(setting, arm, group, figures)
+            found += _curve(setting, arm, group, figures.shared(setting.ranks_per_gpu))
         except ValueError as error:
             faults[f"{arm} has no prediction: {error}."] = None
     return found, list(faults)

@@ -7,7 +7,8 @@
 
 `check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
 where a table has none, what the other columns say with `overrides` and --set on top.
-Engines without a plan of ours are left out and counted. `arms`: those of run.sh at 1.3B on
+Engines without a plan of ours are left out and counted; rows of shared GPUs (ranks_per_gpu) are
+predicted for such. `arms`: those of run.sh at 1.3B on
 2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
 the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
 """
@@ -85,6 +86,8 @@ def columns(one: Checked) -> Row:
 def line(one: Checked) -> str:
     row = one.row
     where = f"{row['nodes']}x{row['gpus_per_node']} {row['link_gbps']:>4} Gbit/s"
+    if ranks_per_gpu(row) > 1:
+        where += f", {ranks_per_gpu(row)} ranks a GPU"
     name = f"{row['engine']:6s} {row.get('arm') or row['recipe']:26s} {row['model']:6s} {where}"
     speeds = f"measured {one.measured:9,.0f} predicted {one.predicted:9,.0f} tokens/s"
     return f"{name}  {speeds} {one.error:+7.1%}  {one.bound}"
@@ -93,10 +96,16 @@ def line(one: Checked) -> str:
 def checked(row: Row, machine: Machine, words: list[str]) -> Checked:
     """ValueError for a row of an engine or recipe without a plan of ours."""
     config, speed = config_of(row, words), links(row["link_gbps"])[0]
-    found = predict(config, machine, speed, own_loop=row["engine"] == "fsdp")
+    shared = machine.shared(ranks_per_gpu(row))
+    found = predict(config, shared, speed, own_loop=row["engine"] == "fsdp")
     tokens = found.tokens_per_s * found.step_s
     measured = float(row["tokens_per_s"] or tokens / float(row["step_s"]))
     return Checked(row, measured, found.tokens_per_s, found.bound)
+
+
+def ranks_per_gpu(row: Row) -> int:
+    """Above 1 where nodes shared GPUs; tables from before that say nothing of it."""
+    return int(row.get("ranks_per_gpu") or 1)
 
 
 def config_of(row: Row, more: list[str]) -> Config:

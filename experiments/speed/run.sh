@@ -1,23 +1,38 @@
-# Tokens per second over links of several speeds, on one host with four GPUs, as root:
+# Tokens per second over links of several speeds, on one host with four GPUs or fewer, as root:
 #   bash experiments/speed/run.sh OUT [PART...]
-# Parts (without any: 2x2 1x4), each a call of its own where a machine's time is short:
-#   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 is NVLink alone
+# Parts (without any: 2x2 1x4, or 1x2 on two GPUs), each a call of its own where a machine's time is short:
+#   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 (1x2 on two GPUs) is NVLink alone
+#   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
 #   compiled     1x4 with engine.compile=true, in OUT/compiled
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
 #   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time
 # Each part has its own time limit and each arm its own within it; what was measured is kept, and a
 # part that runs again replaces its rows. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
+# With fewer GPUs than a part has ranks its nodes share them (SHARE: mps, or time-slices), and parts
+# on NVLink take those that there are. GPUS: how many, if not all.
 set -u
 out=${1:?where to write the results}
 shift
-[ $# -gt 0 ] || set -- 2x2 1x4
 source experiments/kernels/env.sh
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
 if [ -d .iproute ]; then export ZPP_LAB_IPROUTE="$PWD/.iproute"; fi
 mkdir -p "$out" runs/speed-logs
 cpu=--cpu
-if nvidia-smi > /dev/null 2>&1; then cpu="" && python3 -m zpp_lab.cli build; fi
+if nvidia-smi > /dev/null 2>&1; then
+  cpu=""
+  [ "$*" = probe ] || python3 -m zpp_lab.cli build
+fi
+gpus=${GPUS:-$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')}
+if [ -n "${GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((GPUS - 1))); fi
+inside=4  # GPUs of the parts on NVLink
+if [ "$gpus" -gt 0 ] && [ "$gpus" -lt 4 ]; then inside=$gpus; fi
+[ $# -gt 0 ] || set -- 2x2 "1x$inside"
+shared() {  # nodes, GPUs a node: the option that lets nodes share, where GPUs are few
+  if [ -z "$cpu" ] && [ "$gpus" -gt 0 ] && [ "$gpus" -lt $(($1 * $2)) ] && [ "$1" -gt 1 ]; then
+    echo "--share-gpus=${SHARE:-mps}"
+  fi
+}
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
@@ -73,29 +88,35 @@ for part in "$@"; do
         --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
     *x*)
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
-        --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
+        $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
     deepspeed)
       deepspeed_there && bench "${SECONDS_LINKS:-500}" 1_3b "$out" --nodes 2 --gpus-per-node 2 \
-        --tag deepspeed --link-gbps "$links" --recipes "${ARMS:-}" \
+        $(shared 2 2) --tag deepspeed --link-gbps "$links" --recipes "${ARMS:-}" \
         --arm "ds_zero3: engine=deepspeed recipe=zero3" \
         --arm "ds_zeropp: engine=deepspeed recipe=zeropp" ;;
     compiled)
-      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-500}" 1_3b "$out/compiled" --nodes 1 --gpus-per-node 4 \
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-500}" 1_3b "$out/compiled" --nodes 1 \
+        --gpus-per-node "$inside" \
         --recipes "${ARMS:-fsdp2,zero3,zeropp}" --arm "$w4_g84h" engine.compile=true
       page "$out/compiled" ;;
     sockets)
       for pair in ${PAIRS:-1x1 2x2 4x4 8x2 2x8}; do
         export NCCL_SOCKET_NTHREADS=${pair%x*} NCCL_NSOCKS_PERTHREAD=${pair#*x}
         ROUNDS=1 bench "${SECONDS_ONE:-100}" 1_3b "$out/sockets/$pair" --nodes 2 --gpus-per-node 2 \
-          --link-gbps "${LINKS:-max,50}" --recipes "${ARMS:-zeropp}" --no-compute --no-probe
+          $(shared 2 2) --link-gbps "${LINKS:-max,50}" --recipes "${ARMS:-zeropp}" --no-compute --no-probe
       done
       unset NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD ;;
     13b)
-      bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --nodes 1 --gpus-per-node 4 \
+      bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --nodes 1 \
+        --gpus-per-node "$inside" \
         --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 ;;
     32_5b)
-      bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --nodes 1 --gpus-per-node 4 \
+      bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --nodes 1 \
+        --gpus-per-node "$inside" \
         --recipes "${ARMS:-zero3,zeropp}" ;;
+    probe)
+      timeout -k 5 "$(within "${SECONDS_PROBE:-70}")" python3 experiments/speed/share_probe.py $cpu \
+        --out "$out/probe.json" 2>&1 | tee -a "$out/log.txt" ;;
     *) echo "no part $part" ;;
   esac
   echo "== $part: $((SECONDS - began)) s"

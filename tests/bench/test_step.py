@@ -24,6 +24,7 @@ from zpp_lab.bench.step_run import Pace, StepBench
 from zpp_lab.bench.step_session import SessionError
 from zpp_lab.config import ClusterConfig
 from zpp_lab.emulate import marks
+from zpp_lab.emulate.gpus import Placement
 from zpp_lab.emulate.nodes import OneHost
 from zpp_lab.study.speed_results import read_speeds
 
@@ -90,8 +91,8 @@ class Fake:
     fails: str | None = None
     asked: list[tuple[str, str, int]] = []
 
-    def __init__(self, hosts: Any, cluster: ClusterConfig, arms: list[Arm], folder: Path) -> None:
-        self.arms, self.world = arms, cluster.world
+    def __init__(self, hosts: Any, placement: Placement, arms: list[Arm], folder: Path) -> None:
+        self.arms, self.world = arms, placement.cluster.world
 
     def ask(self, limit: float, do: str, arm: int = 0, steps: int = 0) -> list[dict[str, Any]]:
         name = self.arms[arm].name
@@ -117,7 +118,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 def bench(folder: Path, words: list[str], **changes: Any) -> StepBench:
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
     pace = Pace(**{"steps": 3, "rounds": 2, "turn_seconds": 8, "limit": 9, "budget": 99, **changes})
-    made = StepBench(OneHost(), cluster, with_compute(arms(words, TINY)), pace, folder)
+    made = StepBench(OneHost(), Placement(cluster), with_compute(arms(words, TINY)), pace, folder)
     made.run([None])
     return made
 
@@ -146,7 +147,7 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert (found["zeropp"].tokens_per_s, found["zeropp"].gbps) == (80.0, None)
     assert found["zeropp"].machine.startswith("one host of ")
     path = tmp_path / "results.csv"
-    older = [row[:-2] for row in csv.reader(path.open())]  # from before the last two columns
+    older = [row[:-3] for row in csv.reader(path.open())]  # from before the last columns
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(older)
     bench(tmp_path, ["qsdp"])  # another call adds to the files

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import place, visible_gpus
 from zpp_lab.emulate.network import HUB, TBF, VETH, Command, Network, bucket
 from zpp_lab.emulate.nodes import OneHost, hosts
 from zpp_lab.emulate.ranks import node_environment, rank_environment
@@ -127,7 +128,8 @@ class TwoHosts(OneHost):
 def test_ranks_learn_their_place_their_gpus_and_their_host() -> None:
     cluster = ClusterConfig(nodes=2, gpus_per_node=2)
     given = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "NCCL_SOCKET_NTHREADS": "2"}
-    said = [rank_environment(TwoHosts(), cluster, rank, 1234, given) for rank in range(4)]
+    placed = place(cluster, visible_gpus(given))
+    said = [rank_environment(TwoHosts(), placed, rank, 1234, given) for rank in range(4)]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in said] == ["4,5", "4,5", "6,7", "6,7"]
     assert [(e["GROUP_RANK"], e["LOCAL_RANK"]) for e in said] == [
         ("0", "0"),
@@ -139,6 +141,7 @@ def test_ranks_learn_their_place_their_gpus_and_their_host() -> None:
     assert {e["MASTER_ADDR"] for e in said} == {"10.77.0.1"}
     assert said[0]["NCCL_SOCKET_NTHREADS"] == "2"  # the user's own wins
     assert said[0]["NCCL_SOCKET_IFNAME"] == "=zpp5"
-    one = node_environment(OneHost(), ClusterConfig(nodes=1, gpus_per_node=4), 0, 1, {})
+    alone = place(ClusterConfig(nodes=1, gpus_per_node=4), list("01234567"))
+    one = node_environment(OneHost(), alone, 0, 1, {})
     assert one["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert "NCCL_HOSTID" not in one  # one host is one host

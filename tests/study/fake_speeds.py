@@ -51,6 +51,7 @@ def rows(
     arms: Sequence[Arm] = ARMS,
     shapes: Mapping[tuple[int, int], Sequence[str]] = SHAPES,
     model: str = "1_3b",
+    ranks_per_gpu: int = 1,
 ) -> list[dict[str, str]]:
     """Every cell, and that of the arm `compute`; a step's spread is 2 % each way."""
     found = []
@@ -60,7 +61,7 @@ def rows(
                 gbps = None if link == "max" else float(link)
                 found.append(_row(arm, nodes, gpus, link, arm.seconds(gbps), model))
         found.append(_row(Arm("compute", 0, 0.12, "none"), nodes, gpus, "max", 0.12, model))
-    return found
+    return [row | {"ranks_per_gpu": str(ranks_per_gpu)} for row in found]
 
 
 def _row(arm: Arm, nodes: int, gpus: int, link: str, step: float, model: str) -> dict[str, str]:

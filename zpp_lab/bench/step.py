@@ -9,6 +9,10 @@ its name. Arms take turns in the same processes, so that what slows the machine 
 --recipes: a recipe of conf/recipe, fsdp2, fsdp2+node, fsdp2+groups, compute; for anything else
 `--arm "NAME: overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
 
+Where GPUs are fewer than ranks, --share-gpus lets nodes share them: each GPU serves one rank of
+several nodes, through MPS (a private daemon) or, with =time-slices, without it. Then computing
+takes as many times longer and links are as fast as ever; rows say so in ranks_per_gpu.
+
 Into --out go results.csv (a row an arm and link, with its floor), one JSON file a shape with every
 step, and the ranks' logs; `zpp-lab report` makes a page of that folder, and shows the speeds beside
 the losses of a study with `zpp-lab report STUDY --speed OUT`. An arm that fails or exceeds
@@ -19,6 +23,7 @@ for models of which a GPU cannot hold several; engine.compile=true does so too.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +32,8 @@ from pathlib import Path
 from zpp_lab.bench.step_arms import arms, with_compute
 from zpp_lab.bench.step_run import Pace, StepBench
 from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import OPTION, SHARES, Placement, place, share_words, visible_gpus
+from zpp_lab.emulate.mps import find_control
 from zpp_lab.emulate.network import bucket
 from zpp_lab.emulate.nodes import hosts
 
@@ -48,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--apart", action="store_true", help="one arm at a time: less memory")
     made.add_argument("--no-compute", action="store_true", help="no step without communication")
     made.add_argument("--no-probe", action="store_true", help="take the links at their word")
+    made.add_argument(OPTION, choices=SHARES, help="nodes may share GPUs (default: mps)")
     made.add_argument("--tag", default="", help="a second call's JSON file: 2x2-TAG.json")
     made.add_argument("--cpu", action="store_true", help="gloo and CPU processes")
     made.add_argument("--iproute", help="a folder with iproute2, where it is not installed")
@@ -74,7 +82,7 @@ def links(text: str, nodes: int) -> list[float | None]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; 0, or 1 when an arm failed."""
-    args = parser().parse_intermixed_args(list(argv))
+    args = parser().parse_intermixed_args(share_words(argv))
     cluster = ClusterConfig(nodes=args.nodes, gpus_per_node=args.gpus_per_node)
     speeds = links(args.link_gbps, args.nodes)
     shape = [f"cluster.nodes={args.nodes}", f"cluster.gpus_per_node={args.gpus_per_node}"]
@@ -86,14 +94,27 @@ def main(argv: Sequence[str]) -> int:
     if args.apart or any(arm.config.engine.compile for arm in every):  # compiled code is shared
         every = [replace(arm, session=arm.name) for arm in every]
     pace = Pace(args.steps, args.rounds, args.turn_seconds, args.limit, args.budget)
+    placement = _placed(args, cluster)
     with hosts(args.nodes, args.iproute) as made:
-        bench = StepBench(made, cluster, every, pace, args.out, not args.no_probe, args.tag)
+        bench = StepBench(made, placement, every, pace, args.out, not args.no_probe, args.tag)
         bench.run(speeds)
     for arm, why in bench.failed.items():
         print(f"zpp-lab bench step: {arm} failed: {why}", file=sys.stderr)
     if bench.cells:
         print(f"the page of these figures: zpp-lab report {args.out}")
     return int(bool(bench.failed) or bench.stopped)
+
+
+def _placed(args: argparse.Namespace, cluster: ClusterConfig) -> Placement:
+    """Where ranks sit; what is missing is said before anything is made."""
+    if not args.cpu:
+        placed = place(cluster, visible_gpus(os.environ), args.share_gpus)
+        if placed.share == "mps":
+            find_control()
+        return placed
+    if args.share_gpus:
+        raise ValueError(f"{OPTION} goes with GPUs: leave out it or --cpu")
+    return Placement(cluster)
 
 
 if __name__ == "__main__":

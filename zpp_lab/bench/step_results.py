@@ -19,8 +19,9 @@ from zpp_lab.config import WIRES, Config
 from zpp_lab.files import write_atomic
 from zpp_lab.runconfig import flat_config
 
-KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps")
-LATER = ("machine", "config")  # columns that older files lack
+KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu")
+OLDER = ("machine", "ranks_per_gpu")  # from these columns on, older files have none
+LATER = {"machine": "", "config": "", "ranks_per_gpu": "1"}  # what they mean by that
 GIB = 2**30
 
 
@@ -77,6 +78,7 @@ class Row:
     commit: str
     machine: str
     config: str  # `config_text`
+    ranks_per_gpu: int  # above 1 the nodes shared GPUs; 1 on the CPU too
 
 
 def config_text(config: Config) -> str:
@@ -143,17 +145,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """Rows of a file with today's columns; one from before the last ones has these empty.
-    ValueError for one with others."""
+    """Rows of a file with today's columns, or with an older file's. ValueError for others."""
     if not path.is_file():
         return []
     names = [f.name for f in fields(Row)]
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         known = list(reader.fieldnames or [])
-        if known not in (names, names[: -len(LATER)]):
+        if known not in [names, *(names[: names.index(first)] for first in OLDER)]:
             raise ValueError(f"{path} has other columns: give another --out, or move it away")
-        return [dict.fromkeys(LATER, "") | row for row in reader]
+        return [LATER | row for row in reader]
 
 
 def _key(row: dict[str, str]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from zpp_lab.bench.step_results import (
     write_rows,
 )
 from zpp_lab.bench.step_session import Session, SessionError
-from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import Placement
 from zpp_lab.emulate.network import MTU, bucket
 from zpp_lab.emulate.nodes import EmulatedNodes, Hosts
 from zpp_lab.emulate.probe import LinkReport, probe
@@ -68,17 +68,19 @@ class StepBench:
     def __init__(
         self,
         hosts: Hosts,
-        cluster: ClusterConfig,
+        placement: Placement,
         arms: Sequence[Arm],
         pace: Pace,
         folder: Path,
         probes: bool = True,
         tag: str = "",
     ) -> None:
-        self.hosts, self.cluster, self.arms, self.pace = hosts, cluster, list(arms), pace
+        self.hosts, self.placement, self.arms, self.pace = hosts, placement, list(arms), pace
+        self.cluster = cluster = placement.cluster
         self.folder, self.probes = folder, probes and isinstance(hosts, EmulatedNodes)
         self.shape = f"{cluster.nodes}x{cluster.gpus_per_node}"
-        self.name = f"{self.shape}-{tag}" if tag else self.shape  # of files
+        shared = "shared" if placement.share else ""
+        self.name = "-".join(word for word in (self.shape, shared, tag) if word)  # of files
         self.cells: dict[tuple[str, Link], Cell] = {}
         self.turns: dict[tuple[str, Link], int] = {}
         self.links: dict[Link, LinkReport] = {}
@@ -108,7 +110,7 @@ class StepBench:
         active: list[str] = [arms[0].name]  # who is to blame
         try:
             session = Session(
-                self.hosts, self.cluster, arms, self.folder / "logs" / self._name(arms)
+                self.hosts, self.placement, arms, self.folder / "logs" / self._name(arms)
             )
         except SessionError as error:
             self.failed.update({arm.name: str(error) for arm in arms})
@@ -221,8 +223,9 @@ class StepBench:
             batch_size=train.batch_size,
             wire_bytes=wires_text(cell.wires),
             commit=commit() or "",
-            machine=machine_name(self.machine),
+            machine=machine_name(self.machine, self.placement),
             config=config_text(config),
+            ranks_per_gpu=self.placement.ranks_per_gpu,
         )
 
     def _write(self) -> None:
@@ -235,6 +238,7 @@ class StepBench:
         details = {
             **facts,
             "network": self._network(),
+            "gpus": self._gpus(),
             "links": [asdict(report) for report in self.links.values()],
             "failed": self.failed,
             "config": {arm.name: asdict(arm.config) for arm in self.arms},
@@ -252,22 +256,36 @@ class StepBench:
         limits = {speed(link): bucket(link) for _, link in self.cells if link is not None}
         return {"mtu": MTU, "limits": limits, "nccl": nccl_settings(os.environ)}
 
+    def _gpus(self) -> dict[str, Any]:
+        """Which GPU each rank had, and how ranks shared one."""
+        nodes = [list(self.placement.of_node(node)) for node in range(self.cluster.nodes)]
+        return {
+            "of_nodes": nodes,
+            "ranks_per_gpu": self.placement.ranks_per_gpu,
+            "share": self.placement.share,
+        }
+
     def _show(self, link: Link) -> None:
+        shared = f" on {len(self.placement.gpus)} GPUs" if self.placement.share else ""
+        shape = self.shape + shared
         for row in self.rows():
             if row.link_gbps != speed(link):
                 continue
             reached = "" if row.share_of_floor is None else f"  {row.share_of_floor:6.1%} of floor"
             peak = "" if row.peak_gib is None else f"  {row.peak_gib:6.2f} GiB"
             print(
-                f"{self.shape} {row.link_gbps:>5} Gb/s  {row.arm:28s} {row.step_s:9.4f} s/step  "
+                f"{shape} {row.link_gbps:>5} Gb/s  {row.arm:28s} {row.step_s:9.4f} s/step  "
                 f"{row.tokens_per_s:10,.0f} tokens/s{reached}{peak}",
                 flush=True,
             )
 
 
-def machine_name(facts: dict[str, Any]) -> str:
+def machine_name(facts: dict[str, Any], placement: Placement) -> str:
     gpus = facts["gpus"]
     name = f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} CPU cores"
+    if placement.share:
+        how = {"mps": "through MPS", "time-slices": "in time slices"}[placement.share]
+        name += f", {placement.ranks_per_gpu} ranks a GPU {how}"
     return f"one host of {name}"
 
 

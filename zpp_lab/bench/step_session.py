@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +18,7 @@ from typing import IO, Any
 import yaml
 
 from zpp_lab.bench.step_arms import Arm
-from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import Placement, served
 from zpp_lab.emulate.nodes import Hosts
 from zpp_lab.emulate.ranks import free_port, rank_environment
 
@@ -32,11 +33,12 @@ class SessionError(RuntimeError):
 class Session:
     """All ranks of a cluster, ready to build and time `arms`.
 
-    SessionError when they do not come up; the folder's logs say why.
+    Ranks that share GPUs through MPS get a daemon of their own: one whose clients were killed may
+    not serve others. SessionError when ranks do not come up; the folder's logs say why.
     """
 
     def __init__(
-        self, hosts: Hosts, cluster: ClusterConfig, arms: Sequence[Arm], folder: Path
+        self, hosts: Hosts, placement: Placement, arms: Sequence[Arm], folder: Path
     ) -> None:
         self.folder = folder
         self.ranks: list[_Rank] = []
@@ -44,10 +46,12 @@ class Session:
         settings = folder / "arms.yaml"
         told = [{"maker": arm.maker, "config": asdict(arm.config)} for arm in arms]
         settings.write_text(yaml.safe_dump(told, sort_keys=False))
-        port = free_port()
+        port, cluster = free_port(), placement.cluster
+        self.serving = ExitStack()
         try:
+            placement = self.serving.enter_context(served(placement))
             for rank in range(cluster.world):
-                environment = rank_environment(hosts, cluster, rank, port, os.environ)
+                environment = rank_environment(hosts, placement, rank, port, os.environ)
                 node = rank // cluster.gpus_per_node
                 log = folder / f"rank{rank}.log"
                 self.ranks.append(_Rank(hosts, node, environment, settings, log))
@@ -98,11 +102,13 @@ class Session:
                 rank.tell({"do": "end"})
         for rank in self.ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
+        self.serving.close()
 
     def kill(self) -> None:
         """End the ranks at once: some of them may hang."""
         for rank in self.ranks:
             rank.end(0.0)
+        self.serving.close()
 
 
 class _Rank:

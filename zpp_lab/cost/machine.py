@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ class Curve:
             seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] > 0,
             f"seconds {seconds} must not fall: a larger amount never takes less; measure again",
         )
+
+    def slower(self, times: float) -> Curve:
+        return Curve(tuple((amount, seconds * times) for amount, seconds in self.points))
 
     def seconds(self, amount: float) -> float:
         """0 for nothing."""
@@ -176,6 +179,24 @@ class Machine:
                 "`zpp-lab bench calibrate`"
             )
         return wanted
+
+    def shared(self, ranks: int) -> Machine:
+        """This machine as one of `ranks` ranks sees it that share each GPU and work at the same
+        time, each in a node of its own: kernels, copies and the links inside nodes take `ranks`
+        times longer. A rank keeps its host thread, and a node its link to the others."""
+        need(ranks >= 1, f"{ranks} ranks a GPU: use 1 or more")
+        if ranks == 1:
+            return self
+        codec = self.codec
+        each = {op: {k: s * ranks for k, s in by.items()} for op, by in codec.seconds.items()}
+        links = self.intra
+        return replace(
+            self,
+            compute={mode: curve.slower(ranks) for mode, curve in self.compute.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s / ranks,
+            intra=Inside(links.gather.slower(ranks), links.reduce.slower(ranks), links.gpu_share),
+            codec=Codec(codec.launch_s * ranks, each),
+        )
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

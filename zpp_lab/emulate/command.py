@@ -5,6 +5,7 @@
 
 Ranks find their place in the environment, as under torchrun. Once a node, torchrun itself finds
 the nodes, its own number and where to meet (PET_*). When one process fails the others are ended.
+With fewer GPUs than ranks, --share-gpus lets nodes share them through MPS (=time-slices: without).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import OPTION, SHARES, Placement, place, served, share_words, visible_gpus
 from zpp_lab.emulate.nodes import Hosts, hosts
 from zpp_lab.emulate.ranks import free_port, node_environment, rank_environment
 
@@ -27,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nodes", type=int, default=2)
     made.add_argument("--gpus-per-node", type=int, default=2)
     made.add_argument("--link-gbps", default="max", help="a speed, or max (unlimited)")
+    made.add_argument(OPTION, choices=SHARES, help="nodes may share GPUs (default: mps)")
     made.add_argument("--per", choices=["rank", "node"], default="rank")
     made.add_argument("--iproute", help="a folder with iproute2, where it is not installed")
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
@@ -35,15 +38,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run it; the first exit code that is not 0, else 0."""
-    args = parser().parse_args(list(argv))
+    args = parser().parse_args(share_words(argv))
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ValueError("name a command: zpp-lab emulate --nodes 2 -- COMMAND")
     cluster = ClusterConfig(nodes=args.nodes, gpus_per_node=args.gpus_per_node)
-    with hosts(args.nodes, args.iproute) as made:
+    start = _per_rank if args.per == "rank" else _per_node
+    placed = place(cluster, visible_gpus(os.environ), args.share_gpus)
+    with served(placed) as placement, hosts(args.nodes, args.iproute) as made:
         made.limit(_speed(args.link_gbps))
-        start = _per_rank if args.per == "rank" else _per_node
-        return _wait(start(made, cluster, command))
+        return _wait(start(made, placement, command))
 
 
 def _speed(text: str) -> float | None:
@@ -54,25 +58,25 @@ def _speed(text: str) -> float | None:
 
 
 def _per_rank(
-    made: Hosts, cluster: ClusterConfig, command: Sequence[str]
+    made: Hosts, placement: Placement, command: Sequence[str]
 ) -> list[subprocess.Popen[bytes]]:
-    port = free_port()
+    port, cluster = free_port(), placement.cluster
     return [
         made.start(
             rank // cluster.gpus_per_node,
             command,
-            rank_environment(made, cluster, rank, port, os.environ),
+            rank_environment(made, placement, rank, port, os.environ),
         )
         for rank in range(cluster.world)
     ]
 
 
 def _per_node(
-    made: Hosts, cluster: ClusterConfig, command: Sequence[str]
+    made: Hosts, placement: Placement, command: Sequence[str]
 ) -> list[subprocess.Popen[bytes]]:
-    port, started = free_port(), []
+    port, started, cluster = free_port(), [], placement.cluster
     for node in range(cluster.nodes):
-        environment = node_environment(made, cluster, node, port, os.environ)
+        environment = node_environment(made, placement, node, port, os.environ)
         environment |= {
             "PET_NNODES": str(cluster.nodes),
             "PET_NPROC_PER_NODE": str(cluster.gpus_per_node),

@@ -30,26 +30,28 @@ def alive(owner: str) -> bool:
     return pid.isdigit() and started != "" and _started(int(pid)) == started
 
 
-def marked(wanted: Callable[[str], bool]) -> list[int]:
-    """Processes other than this one whose mark `wanted` accepts."""
+def marked(wanted: Callable[[str], bool], variable: str = VARIABLE) -> list[int]:
+    """Processes other than this one whose mark `wanted` accepts; `variable` has the mark."""
     found = []
     for folder in PROC.iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        owner = _owner(folder)
+        owner = _owner(folder, variable)
         if owner and wanted(owner) and _started(int(folder.name)):
             found.append(int(folder.name))
     return found
 
 
-def end(wanted: Callable[[str], bool], patience: float = 60.0) -> list[int]:
+def end(
+    wanted: Callable[[str], bool], patience: float = 60.0, variable: str = VARIABLE
+) -> list[int]:
     """Kill the processes whose mark `wanted` accepts, and wait until they are gone.
 
     Returns those that were found. RuntimeError names the ones that do not die.
     """
     ended: list[int] = []
     deadline = time.monotonic() + patience
-    while left := marked(wanted):
+    while left := marked(wanted, variable):
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -60,17 +62,17 @@ def end(wanted: Callable[[str], bool], patience: float = 60.0) -> list[int]:
     return ended
 
 
-def end_orphans() -> list[int]:
+def end_orphans(variable: str = VARIABLE) -> list[int]:
     """End what owners that are gone have left behind."""
-    return end(lambda owner: not alive(owner))
+    return end(lambda owner: not alive(owner), variable=variable)
 
 
-def _owner(folder: Path) -> str:
+def _owner(folder: Path, variable: str) -> str:
     try:
         variables = (folder / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or is another user's
         return ""
-    prefix = VARIABLE.encode() + b"="
+    prefix = variable.encode() + b"="
     return next((v[len(prefix) :].decode() for v in variables if v.startswith(prefix)), "")
 
 

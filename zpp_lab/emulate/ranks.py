@@ -1,8 +1,9 @@
 """What a rank on an emulated node must know: its place, its GPUs and how to reach the others.
 
-Each node gets GPUs of its own, and NCCL takes nodes for different hosts (NCCL_HOSTID), so that
-GPUs of a node keep NVLink while everything else goes through sockets. Our own choice of a
-transport and of a gather reads the same variable (`collectives/choose.py`).
+Each node gets its GPUs (`gpus.py`), and NCCL takes nodes for different hosts (NCCL_HOSTID), so
+that GPUs of a node keep NVLink while everything else goes through sockets, even between ranks that
+share a GPU. Our own choice of a transport and of a gather reads the same variable
+(`collectives/choose.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from zpp_lab.config import ClusterConfig
+from zpp_lab.emulate.gpus import Placement
 from zpp_lab.emulate.nodes import Hosts
 from zpp_lab.emulate.tools import network_environment
 
@@ -27,9 +28,10 @@ ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def rank_environment(
-    hosts: Hosts, cluster: ClusterConfig, rank: int, port: int, given: Mapping[str, str]
+    hosts: Hosts, placement: Placement, rank: int, port: int, given: Mapping[str, str]
 ) -> dict[str, str]:
     """torchrun's variables, and those of NCCL and gloo. given: the environment as it is."""
+    cluster = placement.cluster
     node, local = divmod(rank, cluster.gpus_per_node)
     return {
         "RANK": str(rank),
@@ -38,18 +40,18 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(cluster.gpus_per_node),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(cluster.nodes),
-        **node_environment(hosts, cluster, node, port, given),
+        **node_environment(hosts, placement, node, port, given),
     }
 
 
 def node_environment(
-    hosts: Hosts, cluster: ClusterConfig, node: int, port: int, given: Mapping[str, str]
+    hosts: Hosts, placement: Placement, node: int, port: int, given: Mapping[str, str]
 ) -> dict[str, str]:
     """The part that ranks of a node share; enough for a torchrun on each node."""
     made = {
         "MASTER_ADDR": hosts.address(0),
         "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": _gpus(cluster, node, given.get("CUDA_VISIBLE_DEVICES")),
+        **placement.variables(node),
         **ALWAYS,
     }
     if hosts.interface is None:
@@ -62,17 +64,17 @@ def node_environment(
     }
 
 
+def shared_environment(placement: Placement, node: int, given: Mapping[str, str]) -> dict[str, str]:
+    """For ranks that share GPUs without namespaces between their nodes: NCCL goes over this
+    host's own sockets there, as fast as they are."""
+    made = {**placement.variables(node), **ALWAYS, "NCCL_SOCKET_IFNAME": "=lo"}
+    return {**made, **nccl_settings(given), "NCCL_HOSTID": f"zpp-node{node}"}
+
+
 def nccl_settings(given: Mapping[str, str]) -> dict[str, str]:
     """How NCCL shall use sockets: ours, and what the environment says of NCCL."""
     asked = {key: value for key, value in given.items() if key.startswith("NCCL_")}
     return {**SOCKETS, **asked}
-
-
-def _gpus(cluster: ClusterConfig, node: int, visible: str | None) -> str:
-    """The node's part of the GPUs that are visible."""
-    first = node * cluster.gpus_per_node
-    every = visible.split(",") if visible else [str(i) for i in range(cluster.world)]
-    return ",".join(every[first : first + cluster.gpus_per_node])
 
 
 def free_port() -> int:

@@ -89,7 +89,8 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
     if gpus and wanted > len(gpus):
         raise ValueError(
             f"a run of this study needs {wanted} GPUs (fsdp and deepspeed take one a rank), "
-            f"and this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm"
+            f"and this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm, "
+            "or let nodes share GPUs with ++engine.share_gpus=mps"
         )
     if not gpus:
         jobs = jobs or cpus
@@ -99,7 +100,11 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
 
 
 def gpus_needed(config: Config) -> int:
-    return config.cluster.world if config.engine.ranked else 1
+    """One a rank; those of one node where all nodes share them."""
+    cluster = config.cluster
+    if not config.engine.ranked:
+        return 1
+    return cluster.gpus_per_node if config.engine.share_gpus is not None else cluster.world
 
 
 def visible_gpus(configs: Sequence[Config]) -> list[str]:

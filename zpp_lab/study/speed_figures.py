@@ -44,6 +44,10 @@ _TEXTS = {
 }
 SPEED_NAMES = tuple(_TEXTS)
 _PREDICTED = " Dotted: what the cost model predicts, over its own FSDP2."
+_SHARED = (
+    " Of settings with several ranks a GPU: nodes shared GPUs, so computing took as many times "
+    "longer than on a GPU a rank, at the same links."
+)
 _SIZE = 355, 300  # pixels of a panel
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -66,7 +70,10 @@ def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
     texts = dict(_TEXTS)
     if found.predicted:
         texts["speedup"] = (texts["speedup"][0], texts["speedup"][1] + _PREDICTED)
-    return [Figure(name, *texts[name], spec) for name, spec in specs.items()]
+    more = _SHARED if any(setting.ranks_per_gpu > 1 for setting in found.names) else ""
+    return [
+        Figure(name, texts[name][0], texts[name][1] + more, spec) for name, spec in specs.items()
+    ]
 
 
 def _having(rows: Mapping[Setting, Sequence[Row]], name: str) -> dict[Setting, list[Row]]:

@@ -29,7 +29,11 @@ MAX = "max"
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What was trained on which cluster; only speeds of one setting are compared."""
+    """What was trained on which cluster; only speeds of one setting are compared.
+
+    ranks_per_gpu: above 1 the nodes shared the host's GPUs, so that computing took as many times
+    longer than on a GPU a rank.
+    """
 
     model: str
     nodes: int
@@ -37,11 +41,14 @@ class Setting:
     seq_len: int
     batch_size: int
     tokens_per_step: int
+    ranks_per_gpu: int = 1
 
     @property
     def text(self) -> str:
         """Model and shape; see `labels`."""
         shape = f"{self.nodes} × {self.gpus_per_node}"
+        if self.ranks_per_gpu > 1:
+            shape += f", {self.ranks_per_gpu} ranks a GPU"
         return f"{self.model}, {shape}" if self.model else shape
 
 
@@ -155,10 +162,10 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
         row.get("model") or "",
         _whole(row, "nodes", place),
         _whole(row, "gpus_per_node", place),
-        *(
-            _whole(row, name, place) if row.get(name) else 0
-            for name in ("seq_len", "batch_size", "tokens_per_step")
-        ),
+        _count(row, "seq_len", place),
+        _count(row, "batch_size", place),
+        _count(row, "tokens_per_step", place),
+        _count(row, "ranks_per_gpu", place, absent=1),
     )
     link = row["link_gbps"] or ""
     if link != MAX:
@@ -195,6 +202,11 @@ def _whole(row: Mapping[str, str | None], name: str, place: str) -> int:
     if value != int(value):
         raise ValueError(f"{place}: {name}={row[name]!r}: use a whole number")
     return int(value)
+
+
+def _count(row: Mapping[str, str | None], name: str, place: str, absent: int = 0) -> int:
+    """A column that older tables lack, or that is empty."""
+    return _whole(row, name, place) if row.get(name) else absent
 
 
 def _config(text: str, place: str) -> Mapping[str, Any] | None:

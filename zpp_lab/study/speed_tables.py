@@ -13,7 +13,7 @@ from zpp_lab.study.speeds import StudySpeeds
 from zpp_lab.study.speedup import FASTER, SpeedUp, gbps_text
 from zpp_lab.study.table import NOTHING, percent
 
-_PLACE = ("model", "nodes", "gpus_per_node")
+_PLACE = ("model", "nodes", "gpus_per_node", "ranks_per_gpu")
 _CSV = (
     *_PLACE,
     "link_gbps",
@@ -93,7 +93,20 @@ def notes(found: SpeedFindings) -> list[str]:
             "Links without a limit whose own speed was not measured have no place on the axis of "
             "bandwidths and no part in the break-even."
         )
-    return [*told, *found.faults]
+    return [*told, *_shared(found), *found.faults]
+
+
+def _shared(found: SpeedFindings) -> list[str]:
+    """What it means for the figures that nodes shared GPUs."""
+    return [
+        f"{name}: each GPU served {setting.ranks_per_gpu} ranks of different nodes, so a rank "
+        "computed, encoded and moved bytes inside its node about as many times slower than on a "
+        "GPU of its own, while links between nodes had their full speed. Floors are those of the "
+        "shared GPUs. Where the link bounds plain FSDP2, speed-ups over it are lower bounds of "
+        "what a GPU for each rank would show; tokens/s always are."
+        for setting, name in found.names.items()
+        if setting.ranks_per_gpu > 1
+    ]
 
 
 def speed_csv(found: SpeedFindings) -> str:
@@ -102,7 +115,7 @@ def speed_csv(found: SpeedFindings) -> str:
     peers, lines = _peers(found.measured), []
     for m in found.measured:
         s, up = m.setting, ups.get(id(m))
-        line = [s.model, s.nodes, s.gpus_per_node, m.link, _text(m.gbps)]
+        line = [s.model, s.nodes, s.gpus_per_node, s.ranks_per_gpu, m.link, _text(m.gbps)]
         line += [m.arm, m.engine, m.recipe, _text(m.tokens_per_s)]
         line += [_text(v) for v in ((up.value, up.low, up.high) if up else (None, None, None))]
         line += [_text(m.floor_s), _text(m.share_of_floor), _text(_over(m, peers))]
@@ -116,7 +129,8 @@ def break_even_csv(found: SpeedFindings) -> str:
     for b in found.breaks:
         s, ends = b.setting, (_text(b.slowest), _text(b.fastest))
         crossings = " ".join(map(_text, b.crossings))
-        lines.append([s.model, s.nodes, s.gpus_per_node, b.arm, *ends, crossings, b.text])
+        place = [s.model, s.nodes, s.gpus_per_node, s.ranks_per_gpu]
+        lines.append([*place, b.arm, *ends, crossings, b.text])
     return _csv(_BREAKS, lines)
 
 
