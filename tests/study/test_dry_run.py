@@ -99,8 +99,8 @@ def test_bytes_and_memory_are_printed_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("steps", "seconds", "said"),
     [
-        (0, None, "?: zero3: no step ended in "),
-        (1, None, "?: zero3: one step ended, its first (3.5 s) in "),
+        (0, None, "?: zero3: no step ended, in "),
+        (1, None, "?: zero3: one step ended, its first (3.5 s), in "),
         (2, 0.5, "zero3: 0.5 s a step from the steps that were whole"),
         (4, 0.5, "at least 0:02 left"),
     ],

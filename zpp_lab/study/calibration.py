@@ -187,9 +187,10 @@ def whole_cost(rows: Sequence[Mapping[str, Any]], config: Config, peak: int | No
 def _cut_short(rows: Sequence[Mapping[str, Any]], passed: float, limits: Limits) -> Cost | Unknown:
     """From the steps that were whole. The one that evaluates is never among them."""
     times = [float(row["seconds"]) for row in rows[: STEPS - 1]]
-    why = "stopped" if limits.stop.requested else "the limit"
     if len(times) < 2:
         ended = f"one step ended, its first ({times[0]:.1f} s)" if times else "no step ended"
-        return Unknown(f"{ended} in {passed:.0f} s ({why})")
+        way = "a larger --limit measures longer, --machine predicts for a machine"
+        way = "stopped by a signal" if limits.stop.requested else way
+        return Unknown(f"{ended}, in {passed:.0f} s; {way}")
     steps = [b - a for a, b in pairwise(times[1:] if len(times) > 2 else times)]
     return Cost(median(steps), None, limit=limits.seconds)
