@@ -67,7 +67,8 @@ def dry_run(
     runs = plan_runs(study, root, compose)
     ended = sum(run.finished for run in runs)
     console.print(
-        f"Study {study.name}, {root}: {len(runs)} runs, {ended} finished.", soft_wrap=True
+        f"Study {study.name}, {root}: {_several(len(runs), 'run')}, {ended} finished.",
+        soft_wrap=True,
     )
     found = forecast(runs)
     console.print(_plan_table(study, found))
@@ -252,8 +253,8 @@ def _summary(found: Estimate, asked: Asked) -> str:
     where = f" on {asked.machine}" if asked.machine else ""
     total = amount(sum(n for n in sent if n is not None))
     return (
-        f"{len(found.runs)} runs, {ended} ended already; {left}{where} with {found.side_by_side} "
-        f"side by side, without start-up; the ranks send {total} in all"
+        f"{_several(len(found.runs), 'run')}, {ended} ended already; {left}{where} with "
+        f"{found.side_by_side} side by side, without start-up; the ranks send {total} in all"
         f"{'' if None not in sent else ', those marked ? not counted'}."
     )
 
