@@ -79,7 +79,8 @@ arm() {  # study, arm, overrides: its run of seed SEED; what it wrote is packed,
   pack "$study"
 }
 
-pack() {  # folder below runs: every small file of its runs
+pack() {  # folder below runs: every small file of its runs, once there are some
+  [ -d "runs/$1" ] || return 0
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "runs/$1/gpus.txt" 2> /dev/null
-  packed "$out/$1.tar.gz" --exclude=checkpoints --exclude=wandb -C runs "$1"
+  packed "$out/$1.tar.gz" runs "$1" checkpoints wandb
 }

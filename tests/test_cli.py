@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -
         (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
         (["bench", "everything"], "there are: kernels, collectives"),
         (["study", "nothing"], "there are:"),
+        (["compare", "one"], "zpp-lab compare: give two folders or more"),
         (["report", "nowhere"], "nowhere"),
     ],
 )
@@ -80,6 +82,47 @@ def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
     extra = here if words[0] == "train" else []
     assert main([words[0], *extra, *words[1:]]) == 2
     assert answer in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["bench", "kernels"], "zpp-lab bench kernels needs an NVIDIA GPU"),
+        (["build"], "zpp-lab build: torch sees no GPU here: say what to compile for"),
+    ],
+)
+def test_without_a_gpu_the_answer_names_it(words, answer, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["zpp-lab", *words])  # as the console script finds them
+    assert main() == 2
+    assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "\ninterrupted; the same command goes on from here\n"),
+        (["train", "--dry-run"], "\ninterrupted\n"),
+        (["doctor"], "\ninterrupted\n"),
+    ],
+)
+def test_only_what_goes_on_says_so_when_it_is_interrupted(words, said, monkeypatch, capsys) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zpp_lab.compose.compose", stop)
+    monkeypatch.setattr("zpp_lab.doctor.doctor", stop)
+    assert main(words) == 130
+    assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no room; make room there")
+
+    monkeypatch.setattr("zpp_lab.doctor.doctor", full)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "zpp-lab doctor: no room; make room there\n"
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["study"], ["plan"], ["bench"], ["report"]])

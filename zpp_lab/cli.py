@@ -65,7 +65,9 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        goes_on = args.command in ("train", "study") and not args.dry_run
+        more = "; the same command goes on from here" if goes_on else ""
+        print(f"\ninterrupted{more}", file=sys.stderr)
         return 130
 
 
@@ -96,7 +98,7 @@ def _told(error: OSError) -> str:
     text = error.strerror[:1].lower() + error.strerror[1:]
     if error.filename is not None:
         text = f"{error.filename}: {text}"
-    if error.errno == errno.ENOSPC:
+    if error.errno == errno.ENOSPC and "make room" not in text:
         text += "; make room, then the same command goes on"
     return text
 

@@ -14,11 +14,11 @@ UNFINISHED = "unfinished"  # the outcome of such a run
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def seconds(text: str) -> float:
-    """What `--for` says: 480, 480s, 8m or 1.5h. ValueError for anything else."""
+def seconds(text: str, option: str = "--for") -> float:
+    """What `option` says: 480, 480s, 8m or 1.5h. ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"--for {text}: give a time above 0, such as 480, 480s, 8m or 1.5h")
+        raise ValueError(f"{option} {text}: give a time above 0, such as 480, 480s, 8m or 1.5h")
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -12,7 +12,7 @@ fi
 study() {  # name, seconds, arms
   timeout -k 20 "$(within "$2")" python3 -m zpp_lab.cli study "$1" --arms "$3" --jobs "${JOBS:-6}" \
     --dir "runs/$1" ${SEEDS:+--seeds "$SEEDS"} "${settings[@]}" > "$out/$1.log" 2>&1
-  packed "$out/$1.tar.gz" --exclude=checkpoints -C runs "$1"
+  packed "$out/$1.tar.gz" runs "$1" checkpoints
   tail -n 15 "$out/$1.log"
   echo "$1: $SECONDS s"
 }

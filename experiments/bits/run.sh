@@ -10,5 +10,5 @@ timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study bits --d
   ops.backend=cuda tracking.wandb=off "${@:2}" 2>&1 | tee "$out/study.log"
 tail -n 3 "$out/build.log"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >> "$out/study.log"
-packed "$out/bits.tar.gz" --exclude=checkpoints -C runs bits
+packed "$out/bits.tar.gz" runs bits checkpoints
 echo "study and archive: $SECONDS s"

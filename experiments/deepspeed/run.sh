@@ -10,12 +10,8 @@ parts="${*:-build check study}"
 mkdir -p "$out"
 source experiments/kernels/env.sh
 gpu=$(nvidia-smi > /dev/null 2>&1 && echo yes)
-if [ -d .whl-ds ]; then
-  [ -d .site-ds ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
-    --target .site-ds .whl-ds/*.whl
-  export PYTHONPATH="$PYTHONPATH:$PWD/.site-ds"
-  export PATH="$PWD/.site-ds/bin:$PATH"  # ninja
-fi
+unpack .whl-ds .site-ds
+export PATH="$PWD/.site-ds/bin:$PATH"  # ninja
 if [ "$gpu" ] && [ -z "${TORCH_CUDA_ARCH_LIST:-}" ]; then
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
   export TORCH_CUDA_ARCH_LIST
@@ -58,7 +54,7 @@ from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()
     study)
       timeout -k 20 "$(within "${STUDY:-330}")" python3 -m zpp_lab.cli study deepspeed \
         --dir runs/deepspeed tracking.wandb=off ${share:+++engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 | tee "$out/study.log" | quiet | tail -n 40
-      packed "$out/deepspeed.tar.gz" --exclude=checkpoints -C runs deepspeed ;;
+      packed "$out/deepspeed.tar.gz" runs deepspeed checkpoints ;;
     *) echo "no part $part" ;;
   esac
   echo "== $part: $((SECONDS - began)) s"

@@ -24,6 +24,6 @@ fi
 for study in ${STUDIES:-finetune_350m finetune_1b}; do
   timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
     "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
-  packed "$out/$study.tar.gz" --exclude=checkpoints -C runs "$study"
+  packed "$out/$study.tar.gz" runs "$study" checkpoints
   echo "$study: $SECONDS s so far"
 done

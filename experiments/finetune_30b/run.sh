@@ -37,7 +37,7 @@ END
     train.lr=$((BASE_STEPS * 250))e-9 \
     train.eval_every="$BASE_STEPS" train.keep_checkpoints=2 \
     train.checkpoint_weights_only=true 2>&1 | tail -n 4
-  packed "$out/base.tar.gz" --exclude=checkpoints -C runs "${STUDY}_base"
+  packed "$out/base.tar.gz" runs "${STUDY}_base" checkpoints
   say "base"
 }
 

@@ -13,5 +13,5 @@ timeout -k 30 "$(within "${LIMIT:-7200}")" python3 experiments/qexport/run.py \
   "${STUDY:-experiments/qexport/350m.yaml}" runs/qexport "${@:2}" 2>&1 | tee -a "$out/study.log"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >> "$out/study.log" 2> /dev/null
 cp runs/qexport/*.csv "$out/" 2> /dev/null
-packed "$out/qexport.tar.gz" --exclude=checkpoints --exclude=exports -C runs qexport
+packed "$out/qexport.tar.gz" runs qexport checkpoints exports
 echo "study and archive: $SECONDS s"

@@ -51,15 +51,12 @@ bench() {  # seconds, model, folder, arguments of zpp-lab bench step
     --budget "$((limit > 30 ? limit - 20 : limit))" --out "$folder" "model=${MODEL:-$model}" \
     model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} 2>&1 |
     tee -a "$out/log.txt"
-  packed "$out/logs.tar.gz" -C runs speed-logs
+  packed "$out/logs.tar.gz" runs speed-logs
 }
 
 deepspeed_there() {
-  if [ -d .whl-ds ]; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-      --target .site-ds .whl-ds/*.whl
-    export PYTHONPATH="$PYTHONPATH:$PWD/.site-ds" PATH="$PWD/.site-ds/bin:$PATH"
-  fi
+  unpack .whl-ds .site-ds
+  export PATH="$PWD/.site-ds/bin:$PATH"
   if ! python3 -c "import deepspeed" > /dev/null 2>&1; then
     echo "no DeepSpeed: see experiments/deepspeed/wheels.sh"
     return 1

@@ -72,6 +72,9 @@ def test_a_job_that_fails_is_one_outcome_of_several(tmp_path: Path) -> None:
 def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"launcher 'slrum' cannot start.*zpp_lab\[slurm\]"):
         run_with("slrum", tmp_path)
+    with pytest.raises(ValueError, match=r"slurm\n[^:]*$"):  # ends with those that there are
+        run_with("slrum", tmp_path)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]  # nothing has begun
 
 
 def test_the_slurm_config_fits_the_plugin() -> None:

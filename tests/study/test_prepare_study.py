@@ -9,7 +9,8 @@ import pytest
 
 from tests.study.fake_trainer import fake_compose
 from zpp_lab.config import ArmConfig, PrepareConfig, StudyConfig
-from zpp_lab.study.cost import estimate
+from zpp_lab.study.cost import forecast
+from zpp_lab.study.foreseen import Foreseen
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.outcome import StudyOutcome
 from zpp_lab.study.plan import Planner, plan_runs
@@ -87,12 +88,11 @@ def test_arms_wait_for_one_that_fails(tmp_path: Path) -> None:
 
 
 def test_it_costs_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zpp_lab.study.cost.step_bytes", lambda config: config.train.steps)
+    seen = lambda config: Foreseen(config.train.steps, None)  # noqa: E731
+    monkeypatch.setattr("zpp_lab.study.cost.foresee", seen)
     what = study(PrepareConfig("base", ["train.steps=50"]))
     runs = plan_runs(what, tmp_path, fake_compose)
-    found = estimate(what, tmp_path, runs, 1, ENTRY)
-    assert [f.bytes for f in found.runs] == [2500, 9, 9, 9, 9]
-    assert not found.faults
+    assert [f.bytes for f in forecast(runs)] == [2500, 9, 9, 9, 9]
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

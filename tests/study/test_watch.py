@@ -1,19 +1,16 @@
-"""The live table and the dry run, read from folders that a fake trainer wrote."""
+"""The live table, read from folders that a fake trainer wrote."""
 
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tests.study.fake_trainer import STEPS, fake_compose
-from tests.study.test_launch import ENTRY, launch, started, study
+from tests.study.fake_trainer import STEPS
+from tests.study.test_launch import launch, study
 from zpp_lab.cli import main
-from zpp_lab.study import cost
-from zpp_lab.study.dry_run import amount, dry_run
 from zpp_lab.study.locks import held, hold
 from zpp_lab.study.runs import write_study
 from zpp_lab.study.watch import RunState, Watch, seconds_left, show
@@ -72,56 +69,3 @@ def test_watching_nothing_is_answered(tmp_path: Path) -> None:
         show(tmp_path / "none", study("zero3"))
     assert main(["study", "smoke", "--watch", "--dir", str(tmp_path / "none")]) == 2
     assert main(["study", "smoke", "--seeds", "1,two"]) == 2
-
-
-def test_a_dry_run_measures_each_shape_once_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cost, "step_bytes", lambda config: 1000)
-    what = study("zero3", "a")
-    console, out = plain()
-    found = dry_run(what, tmp_path, 2, compose=fake_compose, entry=ENTRY, console=console)
-    assert not (tmp_path / "zero3").exists()
-    assert [f.bytes for f in found.runs] == [1000 * STEPS] * 4
-    assert found.runs[0].seconds == pytest.approx(0.1 * STEPS)
-    assert found.seconds == pytest.approx(4 * 0.1 * STEPS / 2)
-    assert "4 runs, 0 ended already; about 0:01 left with 2 side by side" in out.getvalue()
-    assert len(list((tmp_path / cost.FOLDER).glob("*.json"))) == 1
-
-    monkeypatch.setattr(cost, "_calibrate", lambda *_: pytest.fail("measured twice"))
-    launch(study("zero3", seeds=1), tmp_path)
-    before = started(tmp_path)
-    console, out = plain()
-    found = dry_run(what, tmp_path, 2, compose=fake_compose, entry=ENTRY, console=console)
-    assert started(tmp_path) == before
-    assert [f.state for f in found.runs].count("finished") == 1
-    assert "1 finished" in out.getvalue()
-
-
-def test_a_shape_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "step_bytes", lambda config: 1000)
-    console, out = plain()
-    found = dry_run(study("exits", "zero3"), tmp_path, 1, compose=fake_compose,
-                    entry="tests.study.fake_trainer:fail", console=console)  # fmt: skip
-    assert "no cost for the shape of zero3: crashed: " in out.getvalue()
-    assert "exit code 1" in found.faults[0]
-    assert found.runs[0].seconds is None
-
-
-def test_amounts_are_for_people() -> None:
-    assert [amount(n) for n in (0, 999, 1500, 2.5e9, 3e15)] == [
-        "0 B",
-        "999 B",
-        "1.5 kB",
-        "2.5 GB",
-        "3e+03 TB",
-    ]
-
-
-def test_a_calibration_leaves_out_warm_up_and_evaluation() -> None:
-    config = fake_compose(["train.steps=100", "train.eval_every=10"])
-    rows = [{"seconds": s} for s in (9.0, 10.0, 10.5, 11.0, 11.5, 14.0)]
-    found = cost._cost(rows, config, None)
-    assert found.step_seconds == pytest.approx(0.5)
-    assert found.other_seconds == pytest.approx(2.0 * 12)
-    assert json.dumps(found.seconds(100)) == "74.0"

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="every block size and scale dtype")
     parser.add_argument("--peers", action="store_true", help="also torch.compile and DeepSpeed")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-kernels"))
-    args = parser.parse_args([a for a in (argv or sys.argv[1:]) if a != "kernels"])
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("zpp-lab bench kernels needs an NVIDIA GPU: torch sees none here", file=sys.stderr)
         return 2

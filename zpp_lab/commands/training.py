@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -14,8 +15,14 @@ from zpp_lab.commands.adding import Add, takes_settings
 from zpp_lab.commands.results import finish
 from zpp_lab.piece import PAUSED, UNFINISHED, seconds
 
+if TYPE_CHECKING:
+    from zpp_lab.config import StudyConfig
+
 ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
+LIMIT = "with --dry-run: longest measurement of a kind of run (default: 60s; 0: measure nothing)"
+MACHINE = "with --dry-run: predict in place of measuring; a file of `bench calibrate`, or h200"
+LINK = "with --machine: Gbit/s of a node's links (default: max, as inside a node)"
 TRAIN = """Into run.dir, or runs/RECIPE/seedN. The same command goes on with an interrupted run; a
 folder that holds a run with other settings is left alone.
 
@@ -64,6 +71,9 @@ def _add_study(add: Add) -> None:
     study.add_argument(
         "--dry-run", action="store_true", help="show runs, cost and what is done; train nothing"
     )
+    study.add_argument("--limit", metavar="TIME", help=LIMIT)
+    study.add_argument("--machine", metavar="FILE", help=MACHINE)
+    study.add_argument("--link-gbps", metavar="SPEED", help=LINK)
     study.add_argument(
         "--watch", action="store_true", help="show a live table of a study that runs"
     )
@@ -145,9 +155,10 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         show(root, study)
         return 0
     if args.dry_run:
-        from zpp_lab.study.dry_run import dry_run
-
-        return int(bool(dry_run(study, root, args.jobs or 0).faults))
+        return _dry_run(study, root, args)
+    for name in ("limit", "machine", "link_gbps"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
     outcome = run_study(
         study,
         root,
@@ -161,6 +172,26 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     if not (outcome.unfinished or outcome.waiting or args.no_report):
         finish(root, study)
     return outcome.exit_code
+
+
+def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
+    from zpp_lab.study.dry_run import LIMIT as USUAL
+    from zpp_lab.study.dry_run import Asked, dry_run
+
+    limit = USUAL
+    if args.limit is not None:
+        limit = 0.0 if args.limit.strip() == "0" else seconds(args.limit, "--limit")
+    link = None
+    if args.link_gbps is not None:
+        from zpp_lab.cost.show import links
+
+        if args.machine is None:
+            raise ValueError("--link-gbps goes with --machine")
+        (link, *more) = links(args.link_gbps)
+        if more:
+            raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
+    found = dry_run(study, root, args.jobs or 0, Asked(limit, args.machine, link))
+    return 130 if found.stopped else int(bool(found.faults))
 
 
 def _numbers(text: str) -> list[int]:

@@ -198,18 +198,27 @@ def _run(command: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`zpp-lab build`: compile ahead of time."""
-    parser = argparse.ArgumentParser(prog="zpp-lab build", description=main.__doc__)
+    """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="zpp-lab build", description="Compile the CUDA kernels ahead of time."
+    )
     parser.add_argument(
         "--arch", default="local", help="local (this GPU), all, or names such as 80,90a,100"
     )
     parser.add_argument("--jobs", type=int, default=0, help="compilers side by side; 0: all cores")
     args = parser.parse_args(argv)
     if args.arch == "local":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "torch sees no GPU here: say what to compile for, such as --arch 90a or --arch all"
+            )
         archs = None
     else:
         archs = ALL_ARCHS if args.arch == "all" else tuple(args.arch.split(","))
     start = time.monotonic()
-    path = library(archs, args.jobs)
+    try:
+        path = library(archs, args.jobs)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
     print(f"{path}  ({time.monotonic() - start:.1f} s)")
     return 0

@@ -34,16 +34,20 @@ from zpp_lab.study.queue import Stop
 
 
 class Batch:
-    """Runs planned runs through the launcher named `launcher` and waits for all of them."""
+    """Runs planned runs through the launcher named `launcher` and waits for all of them.
+
+    ValueError, before anything is written, for one that cannot start."""
 
     def __init__(self, study: StudyConfig, root: Path, launcher: str, progress: Progress) -> None:
         self._study, self._root, self._launcher = study, root, launcher
         self._progress = progress
         self.outcomes: dict[Path, str] = {}
+        with self._started():
+            pass
 
     def run(self, todo: Sequence[PlannedRun], stop: Stop) -> None:
         """Returns when every job has ended, or early when interrupted: jobs of a batch system
-        then go on by themselves. ValueError when the launcher cannot start."""
+        then go on by themselves."""
         if not todo:
             return
         for run in todo:
@@ -74,7 +78,7 @@ class Batch:
             except (HydraException, ImportError) as error:
                 raise ValueError(
                     f"Hydra's launcher {self._launcher!r} cannot start; is its package installed "
-                    f"(slurm: pip install 'zpp_lab[slurm]')?\n{error}"
+                    f"(slurm: pip install 'zpp_lab[slurm]')?\n{_reason(error)}"
                 ) from None
             yield launcher
 
@@ -86,6 +90,11 @@ class Batch:
             attempts.note(run.dir, result.failure or {"outcome": result.outcome})
         self.outcomes[run.dir] = result.outcome
         self._progress.ended(run, ending(result))
+
+
+def _reason(error: Exception) -> str:
+    """Without the list of places where Hydra has looked."""
+    return str(error).partition("\nConfig search path")[0].strip().expandtabs(4)
 
 
 def _launch(launcher: Launcher, jobs: Sequence[Sequence[str]]) -> str:

@@ -63,7 +63,7 @@ def compare(roots: Sequence[Path]) -> Comparison:
     ValueError for fewer than two folders, and when no arm is in two of them.
     """
     if len(roots) < 2:
-        raise ValueError("compare: give two folders or more")
+        raise ValueError("give two folders or more")
     results = [read_result(root) for root in roots]
     names = short_names([Path(os.path.abspath(root)) for root in roots])
     confidence = results[0].study.confidence
@@ -74,7 +74,7 @@ def compare(roots: Sequence[Path]) -> Comparison:
             f"{name}: {', '.join(a.name for a in result.arms)}"
             for name, result in zip(names, results, strict=True)
         )
-        raise ValueError(f"compare: no arm is in two of the studies ({own})")
+        raise ValueError(f"no arm is in two of the studies ({own})")
     return Comparison(names, arms, _differences(results), confidence)
 
 
@@ -84,7 +84,7 @@ def short_names(roots: Sequence[Path]) -> list[str]:
         names = ["/".join(root.parts[-depth:]) for root in roots]
         if len(set(names)) == len(names):
             return names
-    raise ValueError("compare: a folder is given twice")
+    raise ValueError("a folder is given twice")
 
 
 def _line_up(name: str, results: Sequence[StudyResult], confidence: float) -> ComparedArm:

@@ -136,8 +136,15 @@ def last_step(folder: Path) -> int:
 
 def read_study(root: Path) -> StudyConfig | None:
     """The study that `root` was run as, or None for a folder of plain runs."""
-    values = _read_yaml(root / STUDY_FILE)
-    return None if values is None else load(StudyConfig, values)
+    path = root / STUDY_FILE
+    values = _read_yaml(path)
+    try:
+        return None if values is None else load(StudyConfig, values)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}. If another version of zpp_lab wrote it, use that one, or delete the "
+            "file: the runs stay"
+        ) from None
 
 
 def write_study(root: Path, study: StudyConfig) -> None:

@@ -1,0 +1,94 @@
+"""What a run's config says before anything runs: bytes, memory, and seconds on a named machine.
+
+Everything is a formula over the plan; the model is on the meta device and no token is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zpp_lab.config import Config
+
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Memory in bytes: of the process that plays all ranks (`each` False), or of each rank's GPU.
+
+    at_least: weights, optimizer and gradients alone; activations come on top.
+    """
+
+    nbytes: int
+    each: bool = False
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Of one run. None: no formula knows it."""
+
+    step_bytes: int | None  # all ranks together
+    memory: Needed | None
+
+
+def foresee(config: Config) -> Foreseen:
+    return Foreseen(step_bytes(config), memory_need(config))
+
+
+def step_bytes(config: Config) -> int | None:
+    """Bytes that all ranks together send in one step; None with engine=deepspeed, which follows
+    no plan of ours."""
+    if config.engine.name == "deepspeed":
+        return None
+    from zpp_lab.cost.model import plan_of  # torch comes with it
+
+    return sum(sum(traffic) for traffic in plan_of(config).step_bytes().values())
+
+
+def memory_need(config: Config) -> Needed | None:
+    """What a run must have at its peak, or at least."""
+    from zpp_lab.cost.model import plan_of, vocabulary
+    from zpp_lab.memory import estimate
+
+    if config.engine.name == "virtual":
+        return Needed(_kept(config), at_least=True)
+    if config.engine.name == "deepspeed" or config.model.name != "llama":
+        return None
+    found = estimate(plan_of(config), config, vocabulary(config))
+    return Needed(found.peak, each=True)
+
+
+def _kept(config: Config) -> int:
+    """What the virtual engine holds all the time: weights in param_dtype, of the trained ones
+    fp32 masters, both moments, gradient sums in fp32 and the copy that is encoded."""
+    from zpp_lab.cost.model import plan_of
+    from zpp_lab.optimizers import state_bytes
+
+    held, total = _ITEMSIZE[config.train.param_dtype], 0
+    copy = held if held < 4 else 0
+    for unit in plan_of(config).units:
+        for p in unit.unit.parameters:
+            total += held * p.numel
+            if p.name in unit.unit.trainable:
+                total += (4 + 4 + copy) * p.numel
+                total += state_bytes(p.shape, config.train.optimizer_state)
+    return total
+
+
+def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> tuple[float, bool]:
+    """(seconds of a step on `machine`, whether that is only a floor). ValueError where its file
+    has no figures for `config`.
+
+    engine=fsdp is predicted, one GPU a rank. Of engine=virtual on one GPU the floor is what all
+    ranks compute; codecs, and the gaps between a small model's kernels, come on top.
+    """
+    from zpp_lab.cost.machine import load_machine
+    from zpp_lab.cost.step import predict
+
+    figures = load_machine(machine)
+    if config.engine.name != "virtual":
+        return predict(config, figures, link_gbps).step_s, False
+    alone = replace(config, engine=replace(config.engine, name="fsdp"))
+    one = predict(alone, figures)
+    return config.cluster.world * (one.compute_s + one.optimizer_s), True
