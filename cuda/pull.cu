@@ -7,8 +7,8 @@
 namespace zpp {
 namespace {
 
-constexpr int DECODE_TEAMS = 4, REDUCE_TEAMS = 3;  // by the registers that they need
-constexpr int REENCODE_BLOCKS = 3;  // a multiprocessor; its teams meet, so a block has one
+constexpr int DECODE_TEAMS = 4, REDUCE_TEAMS = 2;  // by the registers that they need
+constexpr int REENCODE_BLOCKS = 2;  // a multiprocessor; its teams meet, so a block has one
 
 template <bool ROTATED>
 __global__ void __launch_bounds__(DECODE_TEAMS* THREADS, 1)

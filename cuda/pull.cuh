@@ -17,8 +17,6 @@
 namespace zpp {
 
 constexpr int DEPTH = 4;
-constexpr int STAGE = 1536;  // bytes of a warp's share, at most
-constexpr int CRUMBS_AT = 512, SCALES_AT = 1024;  // codes of 6 bits take half of those of 8
 constexpr int TEAM_BYTES = THREADS / 32 * DEPTH * STAGE;
 
 __device__ __forceinline__ uint32_t workers() { return gridDim.x * (blockDim.x / THREADS); }

@@ -7,6 +7,10 @@
 
 namespace zpp {
 
+// What a warp keeps of its share: codes, the second plane of 6 bits (whose first takes half of what
+// 8 bits take), then scales; bytes.
+constexpr int STAGE = 1536, CRUMBS_AT = 512, SCALES_AT = 1024;
+
 // A warp's share of a tile: where its parts start in the payload row, at multiples of 16 bytes, and
 // how many words of 16 bytes they take. A plane is filled up to such a word, so none lies past it.
 struct Slice {

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.collectives.threads import Post, ThreadTransport
 from zpp_lab.collectives.peer import PeerTransport
+from zpp_lab.collectives.pulls import Pull, Pulls
 from zpp_lab.collectives.transport import LINKS, Link, members
 from zpp_lab.config import ClusterConfig
 
@@ -138,14 +139,21 @@ class ThreadPeers(PeerTransport):
     """A rank's peer transport over `ThreadMemory`, with its streams."""
 
     def __init__(
-        self, cluster: ClusterConfig, rank: int, post: Post, boards: Boards, at_once: bool
+        self,
+        cluster: ClusterConfig,
+        rank: int,
+        post: Post,
+        boards: Boards,
+        at_once: bool,
+        pull: Pull = "copy",
     ) -> None:
         groups = ThreadTransport(cluster, rank, post)
         groups.watched = lambda label, device: contextlib.nullcontext()  # type: ignore[attr-defined]
         self.lanes = ThreadStreams(rank, at_once)
         self.memories: list[ThreadMemory] = []
         self.boards = boards
-        super().__init__(groups, {k: lambda k=k: self._memory(k) for k in LINKS}, 0)  # type: ignore
+        maker = {k: lambda k=k: self._memory(k) for k in LINKS}  # type: ignore[misc]
+        super().__init__(groups, maker, 0, Pulls(pull))  # type: ignore[arg-type]
 
     def _memory(self, link: Link) -> ThreadMemory:
         ranks = members(self.cluster, link, self.rank)
@@ -155,6 +163,6 @@ class ThreadPeers(PeerTransport):
 
 
 def peers(
-    boards: Boards, at_once: bool = False
+    boards: Boards, at_once: bool = False, pull: Pull = "copy"
 ) -> Callable[[ClusterConfig, int, Post], ThreadPeers]:
-    return lambda cluster, rank, post: ThreadPeers(cluster, rank, post, boards, at_once)
+    return lambda cluster, rank, post: ThreadPeers(cluster, rank, post, boards, at_once, pull)

@@ -16,7 +16,7 @@ from zpp_lab.ops import build
 from zpp_lab.paths import cuda_dir
 
 WHOLE = {"adamw", "encode", "ship"}  # all of our inline assembly, and TMA
-PARTLY = {"decode", "errors", "reduce", "reencode", "squares"}
+PARTLY = {"decode", "errors", "pull", "reduce", "reencode", "squares"}
 
 
 def tools() -> build.Toolchain:
@@ -69,6 +69,7 @@ def test_the_bindings_compile_against_this_torch(tmp_path: Path) -> None:
     assert [o.stem for o in objects] == [
         "adamw_bindings_cpp",
         "bindings_cpp",
+        "pull_bindings_cpp",
         "ship_cpp",
         "squares_bindings_cpp",
     ]
