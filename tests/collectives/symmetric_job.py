@@ -1,5 +1,5 @@
 """What one rank of `test_symmetric.py` does: gathers and reductions over process groups, by copies
-and by kernels that read it."""
+from peers' memory, and by kernels that read it there."""
 
 from __future__ import annotations
 

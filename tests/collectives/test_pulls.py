@@ -168,9 +168,7 @@ def test_what_was_never_read_leaves_its_slot_as_a_copy() -> None:
     assert all(on_ranks(cluster, job, peers(Boards())))
 
 
-def outcome(
-    transport: Transport, codec: Codec, reverse: bool, hierarchical: bool
-) -> list[Tensor]:
+def outcome(transport: Transport, codec: Codec, reverse: bool, hierarchical: bool) -> list[Tensor]:
     """Gathers, with hpZ's backward, and reductions of units of odd sizes."""
     cluster, found = transport.cluster, []
     several = min(cluster.nodes, cluster.gpus_per_node) > 1

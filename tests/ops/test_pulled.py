@@ -44,9 +44,7 @@ def rows_of(layout: Layout, count: int, shards: int = 1) -> Tensor:
     found = cases.poisoned(count, shards, layout.nbytes, device="cuda")
     for i, rows in enumerate(found):
         draw = torch.Generator("cuda").manual_seed(i)
-        xs = [
-            torch.randn(shards * s.numel, device="cuda", generator=draw) for s in layout.segments
-        ]
+        xs = [torch.randn(shards * s.numel, device="cuda", generator=draw) for s in layout.segments]
         ops.encode(layout, xs, Noise(7, (i,) * shards, tuple(range(shards))), rows)
     return found
 

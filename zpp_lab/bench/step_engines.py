@@ -42,7 +42,7 @@ class Timed(Protocol):
 
 
 Maker = Callable[[Config, torch.device], Timed]
-TRANSPORTS: dict[tuple[int, int, str], Transport] = {}  # communicators are made once a process
+TRANSPORTS: dict[tuple[object, ...], Transport] = {}  # communicators are made once a process
 
 
 def vocabulary(config: Config) -> int:

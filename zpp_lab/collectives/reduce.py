@@ -119,9 +119,7 @@ class Reduce:
             before = [ops.padded_rows(g, world, s.numel) for g, s in pairs]
             observer.rows(wire, layout, before, room, self.rank)
 
-    def _encode_again(
-        self, first: Layout, second: Layout, rows: ops.Payload, room: Tensor
-    ) -> None:
+    def _encode_again(self, first: Layout, second: Layout, rows: ops.Payload, room: Tensor) -> None:
         """Rows uint8 [L, N, n] → the sums' rows, uint8 [N, m]: the shards that this local rank
         owns on each node."""
         node, local = divmod(self.rank, self.cluster.gpus_per_node)

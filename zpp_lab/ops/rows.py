@@ -41,7 +41,7 @@ class Rows:
 
     def stacked(self) -> Tensor:
         """One tensor of them all, uint8 [K, ...]: a copy."""
-        places = {row: part for row, part in zip(self.order, self.parts, strict=True)}
+        places = dict(zip(self.order, self.parts, strict=True))
         return torch.stack([places[i] for i in range(len(self.parts))])
 
     def columns(self, start: int, count: int) -> Rows:
