@@ -56,6 +56,7 @@ MORE = [
     "STUDIES=finetune_1b_mini GPUS=4 bash experiments/finetune_1b/run.sh OUT",
     "bash experiments/qexport/run.sh OUT --seeds 1 --no-folders",
     "bash experiments/kernels/run.sh OUT",
+    "TESTS=no GPUS=2 bash experiments/collectives/run.sh OUT",
     "zpp-lab bench calibrate --out OUT/machine.json",
 ]
 composed = cache(lambda words: compose.compose(list(words)))  # a fifth of a second each
@@ -151,7 +152,7 @@ def check(command: list[str]) -> None:
 def after_options(words: list[str]) -> tuple[str, list[str]]:
     """torchrun's words → the script and its own."""
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "4"}, words
+    assert set(words[:at]) <= {"--standalone", "--nproc-per-node", "2", "4"}, words
     return words[at], words[at + 1 :]
 
 
