@@ -224,6 +224,7 @@ def test_who_pulls() -> None:
     assert not auto.by_kernel("gather", 4, 4, 1 << 40)
     assert (auto.share("gather"), auto.share("exchange")) == (0, 32)
     assert Pulls("kernel", 16).share("gather") == 16
+    assert [bool(p.describe()) for p in (Pulls("auto"), auto, Pulls("kernel"))] == [0, 1, 1]
 
 
 def test_rows_are_those_of_their_stack() -> None:

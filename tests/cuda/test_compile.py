@@ -51,7 +51,10 @@ def test_it_becomes_ptx_for_sm_90a(name: str, tmp_path: Path) -> None:
     source = str(cuda_dir() / f"{name}.cu")
     command = [found.nvcc, "-std=c++17", *hasty(found), "-arch=compute_90a", "-ptx", source]
     build._run([*command, "-o", str(target)])
-    assert ".entry" in target.read_text()
+    text = target.read_text()
+    assert ".entry" in text
+    if name == "pull":  # CUTLASS leaves a trap where an architecture has no asynchronous copies
+        assert text.count("cp.async.cg.shared.global") > text.count("trap;") == 0
 
 
 @pytest.mark.slow

@@ -96,7 +96,8 @@ class PeerTransport:
         """For the log."""
         names = ", ".join(link for link in self.links if len(self.links[link]) > 1)
         size = f" from {self.least / MIB:g} MiB" if self.least else ""
-        return f"peer memory on the links {names}{size}, process groups for the rest"
+        pulled = self.choice.describe()
+        return f"peer memory on the links {names}{size}{pulled}, process groups for the rest"
 
     def _suits(self, link: Link, nbytes: int) -> bool:
         return nbytes >= self.least and len(self.links.get(link, ())) > 1

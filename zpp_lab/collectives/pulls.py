@@ -43,5 +43,11 @@ class Pulls:
         least = getattr(known, kind) if known is not None else None
         return least is not None and nbytes * (count - 1) / count >= least
 
+    def describe(self) -> str:
+        """For the log; empty where copies do it all."""
+        found = self.choice == "kernel" or (self.choice == "auto" and self.measured)
+        how = "" if self.choice == "kernel" else " from the measured size on"
+        return f", read in place by kernels{how}" if found else ""
+
     def share(self, kind: Kind) -> int:
         return self.multiprocessors or MULTIPROCESSORS[kind]
