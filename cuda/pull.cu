@@ -77,7 +77,7 @@ Device device() {
 }
 
 // Blocks of up to `most` teams, `each` of them on a multiprocessor.
-template <auto KERNEL>
+template <auto KERNEL, bool SUM>
 int launch_pulled(Pulled const& p, int most, int each, int multiprocessors, void* stream) {
   static std::atomic<int> known[64];  // teams of a block, by device
   if (p.plan.tiles == 0) return cudaSuccess;
@@ -85,48 +85,47 @@ int launch_pulled(Pulled const& p, int most, int each, int multiprocessors, void
   std::atomic<int>& slot = known[d.index & 63];
   int teams = slot.load(std::memory_order_relaxed);
   if (!teams) {
-    teams = std::clamp(d.shared_bytes / TEAM_BYTES, 1, most);
+    teams = std::clamp(d.shared_bytes / TEAM_BYTES<SUM>, 1, most);
     cudaError_t const error = cudaFuncSetAttribute(
-        KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, teams * TEAM_BYTES);
+        KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, teams * TEAM_BYTES<SUM>);
     if (error != cudaSuccess) return error;
     slot.store(teams, std::memory_order_relaxed);
   }
   int const wide = multiprocessors ? std::min(multiprocessors, d.multiprocessors) : d.multiprocessors;
   uint32_t const wanted = (p.plan.tiles + teams - 1) / teams;
   uint32_t const blocks = std::min(wanted, uint32_t(wide * each));
-  KERNEL<<<blocks, teams * THREADS, teams * TEAM_BYTES, static_cast<cudaStream_t>(stream)>>>(p);
+  KERNEL<<<blocks, teams * THREADS, teams * TEAM_BYTES<SUM>,
+           static_cast<cudaStream_t>(stream)>>>(p);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-int launch_pull_decode(Pulled const& p, bool rotated, int multiprocessors, void* stream) {
-  if (rotated) {
-    return launch_pulled<pull_decode_kernel<true>>(p, DECODE_TEAMS, 1, multiprocessors, stream);
-  }
-  return launch_pulled<pull_decode_kernel<false>>(p, DECODE_TEAMS, 1, multiprocessors, stream);
+int launch_pull_decode(Pulled const& p, bool rotated, int wide, void* stream) {
+  constexpr int most = DECODE_TEAMS;
+  if (rotated) return launch_pulled<pull_decode_kernel<true>, false>(p, most, 1, wide, stream);
+  return launch_pulled<pull_decode_kernel<false>, false>(p, most, 1, wide, stream);
 }
 
-int launch_pull_reduce(Pulled const& p, bool rotated, int multiprocessors, void* stream) {
+int launch_pull_reduce(Pulled const& p, bool rotated, int wide, void* stream) {
+  constexpr int most = REDUCE_TEAMS;
+  if (rotated) return launch_pulled<pull_reduce_kernel<true>, true>(p, most, 1, wide, stream);
+  return launch_pulled<pull_reduce_kernel<false>, true>(p, most, 1, wide, stream);
+}
+
+template <bool STOCHASTIC>
+int launch_reencode(Pulled const& p, bool rotated, int wide, void* stream) {
+  constexpr int each = REENCODE_BLOCKS;
   if (rotated) {
-    return launch_pulled<pull_reduce_kernel<true>>(p, REDUCE_TEAMS, 1, multiprocessors, stream);
+    return launch_pulled<pull_reencode_kernel<STOCHASTIC, true>, true>(p, 1, each, wide, stream);
   }
-  return launch_pulled<pull_reduce_kernel<false>>(p, REDUCE_TEAMS, 1, multiprocessors, stream);
+  return launch_pulled<pull_reencode_kernel<STOCHASTIC, false>, true>(p, 1, each, wide, stream);
 }
 
 int launch_pull_reencode(
-    Pulled const& p, bool stochastic, bool rotated, int multiprocessors, void* stream) {
-  constexpr int most = 1, each = REENCODE_BLOCKS;
-  if (stochastic && rotated) {
-    return launch_pulled<pull_reencode_kernel<true, true>>(p, most, each, multiprocessors, stream);
-  }
-  if (stochastic) {
-    return launch_pulled<pull_reencode_kernel<true, false>>(p, most, each, multiprocessors, stream);
-  }
-  if (rotated) {
-    return launch_pulled<pull_reencode_kernel<false, true>>(p, most, each, multiprocessors, stream);
-  }
-  return launch_pulled<pull_reencode_kernel<false, false>>(p, most, each, multiprocessors, stream);
+    Pulled const& p, bool stochastic, bool rotated, int wide, void* stream) {
+  return stochastic ? launch_reencode<true>(p, rotated, wide, stream)
+                    : launch_reencode<false>(p, rotated, wide, stream);
 }
 
 }  // namespace zpp

@@ -16,8 +16,11 @@
 
 namespace zpp {
 
-constexpr int DEPTH = 4;
-constexpr int TEAM_BYTES = THREADS / 32 * DEPTH * STAGE;
+// Sums have half the warps on a multiprocessor, for want of registers, so each looks twice as far.
+template <bool SUM>
+constexpr int DEPTH = SUM ? 8 : 4;
+template <bool SUM>
+constexpr int TEAM_BYTES = THREADS / 32 * DEPTH<SUM> * STAGE;
 
 __device__ __forceinline__ uint32_t workers() { return gridDim.x * (blockDim.x / THREADS); }
 __device__ __forceinline__ uint32_t worker() {
@@ -86,12 +89,12 @@ struct Flow {
 
   __device__ __forceinline__ explicit Flow(Pulled const& p) : now(p.plan), ahead(p.plan), stage(0) {
 #pragma unroll 1
-    for (int i = 0; i < DEPTH; ++i) request(p, i);
+    for (int i = 0; i < DEPTH<SUM>; ++i) request(p, i);
   }
 
   // The item at work has come. Every lane of the warp calls it.
   __device__ __forceinline__ void arrive() const {
-    cute::cp_async_wait<DEPTH - 1>();
+    cute::cp_async_wait<DEPTH<SUM> - 1>();
     __syncwarp();
   }
 
@@ -100,7 +103,7 @@ struct Flow {
     __syncwarp();
     request(p, stage);
     now.next(p.plan);
-    stage = stage + 1 == DEPTH ? 0 : stage + 1;
+    stage = stage + 1 == DEPTH<SUM> ? 0 : stage + 1;
   }
 
  private:

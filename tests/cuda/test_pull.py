@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.host import compiled, with_compiler
-from zpp_lab.codecs import BlockCodec, encode
+from tests.cuda.host import compiled, load_by_nvcc, with_compiler, with_operators
+from tests.ops import cases
+from zpp_lab.codecs import BlockCodec, RawCodec, encode
 from zpp_lab.layout import Layout
+from zpp_lab.ops import Rows, reference
+from zpp_lab.ops.table import incoming
 
 pytestmark = with_compiler
 SPECS = [
@@ -78,3 +81,30 @@ def test_near_tiles_lie_evenly_among_the_others(
     assert far == sorted(far)
     for start in range(0, len(turns), count):
         assert sum(t < near for t in turns[start : start + count]) == near
+
+
+@with_operators
+def test_the_operators_plans(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Segments of several codecs, exempt and empty ones, more than one launch takes, parameters
+    that end inside the last row: the operator makes plans whose values are the reference's."""
+    load_by_nvcc("host_pull_ops", tmp_path_factory.mktemp("host"))
+    run = torch.ops.zpp_host.pull_decode.default
+    codecs = [*SPECS[::5], RawCodec(torch.float32), BlockCodec(4, 64), BlockCodec(2, 64)]
+    numels = [[20_011, 8192, 3, 1000][i % 4] for i in range(len(codecs) - 1)] + [0]
+    layout = Layout.build([f"p{i}" for i in range(len(codecs))], numels, codecs)
+    assert len(codecs) > 18
+    count, made = 3, torch.Generator().manual_seed(1)
+    sources = [torch.randn(count * n, generator=made)[: count * n - n // 3] for n in numels]
+    payload = cases.poisoned(count, layout.nbytes)
+    reference.encode(layout, sources, None, payload)
+    rows = Rows(tuple(payload[i].clone() for i in (1, 2, 0)), (1, 2, 0), 1)
+    want, got = ([torch.full_like(s, 9.0) for s in sources] for _ in range(2))
+    reference.decode(layout, payload, want)
+    run(rows.table, incoming(layout).rows, got, 0)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        cases.same(f"segment {i}", a, b)
+    with pytest.raises(RuntimeError, match="too short"):
+        run(rows.columns(0, layout.nbytes - 16).table, incoming(layout).rows, got, 0)
+    with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
+        wide = Rows(tuple(torch.zeros(3, layout.nbytes + 16, dtype=torch.uint8)), (0, 1, 2))
+        run(wide.columns(8, layout.nbytes).table, incoming(layout).rows, got, 0)
