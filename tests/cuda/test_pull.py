@@ -105,6 +105,6 @@ def test_the_operators_plans(tmp_path_factory: pytest.TempPathFactory) -> None:
         cases.same(f"segment {i}", a, b)
     with pytest.raises(RuntimeError, match="too short"):
         run(rows.columns(0, layout.nbytes - 16).table, incoming(layout).rows, got, 0)
+    wide = Rows(tuple(torch.zeros(3, layout.nbytes + 16, dtype=torch.uint8)), (0, 1, 2))
     with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
-        wide = Rows(tuple(torch.zeros(3, layout.nbytes + 16, dtype=torch.uint8)), (0, 1, 2))
         run(wide.columns(8, layout.nbytes).table, incoming(layout).rows, got, 0)
