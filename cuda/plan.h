@@ -11,11 +11,11 @@
 
 #include "cutlass/fast_math.h"
 
+#include "planes.h"
+
 namespace zpp {
 
-constexpr int TILE = 8192;       // elements of one thread block's work, and the largest block
 constexpr int THREADS = 256;     // threads of one thread block
-constexpr int WARP_TILE = 1024;  // elements of one warp's work
 constexpr int CHUNKS = 4;        // pieces of a warp's work, 8 neighbouring elements a lane each
 constexpr int CHUNK = 256;
 constexpr int MAX_SEGMENTS = 18;
@@ -30,22 +30,6 @@ struct FloatView {
   int64_t row_stride;
   int64_t total;
   int64_t k_stride;  // elements from one summed row to the next (raw payloads only)
-};
-
-struct Codec {
-  uint8_t raw;          // 1: the segment travels as floats of `dtype`
-  uint8_t bits;         // 2, 4, 6, 8
-  uint8_t log2_block;   // 4 ... 13
-  uint8_t symmetric;
-  uint8_t bf16_scale;
-  uint8_t log2_group;   // the Hadamard rotation's width, 0 for none
-  uint8_t signs;
-  uint8_t stochastic;
-};
-
-struct Planes {
-  int64_t codes, crumbs, scales;      // bytes from the row's start; crumbs for 6 bits only
-  int32_t codes_step, scales_step;    // bytes of one tile; its crumbs take TILE / 4
 };
 
 struct Segment {
@@ -82,6 +66,23 @@ struct Plan {
 };
 static_assert(sizeof(Plan) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
 
+constexpr int MAX_ROWS = 16;  // ranks whose rows one kernel reads where they lie
+
+// Payload rows in memory of this GPU and of others that it reads, in place of Plan::payload.
+struct Rows {
+  char const* base[MAX_ROWS];  // to decode: a row each; to sum: a rank's rows
+  int64_t pitch;               // to sum: bytes from one of a rank's rows to the next
+  cutlass::FastDivmod count;
+  int32_t near;                // to decode: the first so many are in this GPU's memory
+  uint8_t to[MAX_ROWS];        // to decode: which row of the parameters each one is
+};
+
+struct Pulled {
+  Plan plan;
+  Rows rows;
+};
+static_assert(sizeof(Pulled) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
+
 // One a kernel family; `stream` is a cudaStream_t. Return a cudaError_t.
 int launch_encode(Plan&, bool stochastic, bool rotated, void* stream);
 int launch_encode_errors(Plan&, void* stream);
@@ -90,5 +91,10 @@ int launch_decode_sum(Plan&, void* stream);
 int launch_reduce(Plan&, bool rotated, void* stream);
 int launch_decode_sum_encode(Plan&, bool stochastic, bool rotated, void* stream);
 int launch_finish_sums(Plan&, void* stream);
+// These read their payload from `Rows`, on at most so many multiprocessors (0: all).
+int launch_pull_decode(Pulled const&, bool rotated, int multiprocessors, void* stream);
+int launch_pull_reduce(Pulled const&, bool rotated, int multiprocessors, void* stream);
+int launch_pull_reencode(
+    Pulled const&, bool stochastic, bool rotated, int multiprocessors, void* stream);
 
 }  // namespace zpp

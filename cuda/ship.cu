@@ -1,6 +1,6 @@
 // A shipment in one call: meet the link's other ranks, then copy rows out of their slots.
 //
-// The order of zpp_lab/collectives/peer.py (Ring.publish, pull, finish), without the host's way
+// The order of zpp_lab/collectives/ring.py (Ring.ship), without the host's way
 // through Python between its dozen small steps.
 #include <cuda_runtime.h>
 
@@ -128,13 +128,17 @@ struct Way {
     return cudaSuccess;
   }
 
-  cudaError_t go() const {
-    int64_t const row = (*this)[ROUTE_ROW];
+  cudaError_t show() const {
     if (s.held) {
       auto room = reinterpret_cast<char*>((*this)[ROUTE_ROOM]);
-      TRY(copy(room, s.held, (*this)[ROUTE_OWN] * row, stream));
+      TRY(copy(room, s.held, (*this)[ROUTE_OWN] * (*this)[ROUTE_ROW], stream));
     }
-    TRY(meet());
+    return meet();
+  }
+
+  cudaError_t go() const {
+    int64_t const row = (*this)[ROUTE_ROW];
+    TRY(show());
     bool const small = s.copies * row <= KERNEL_BYTES && s.copies <= MAX_COPIES;
     TRY(small ? pull_by_kernel() : pull_by_engines());
     TRY(keep());
@@ -146,6 +150,10 @@ struct Way {
 
 int ship(Shipment const& shipment, void* stream) {
   return Way{shipment, static_cast<cudaStream_t>(stream)}.go();
+}
+
+int meet(Shipment const& shipment, void* stream) {
+  return Way{shipment, static_cast<cudaStream_t>(stream)}.show();
 }
 
 }  // namespace zpp

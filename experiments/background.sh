@@ -65,7 +65,7 @@ keep() {  # runs are written meanwhile, so what is packed is a copy
     tar c --exclude=checkpoints --exclude=wandb -C "$place/tree" runs 2> /dev/null | tar x -C "$copy"
     for name in "$copy"/runs/*/; do
       name=$(basename "$name")
-      packed "$out/$name.tar.gz" -C "$copy/runs" "$name"
+      packed "$out/$name.tar.gz" "$copy/runs" "$name"
     done
   fi
   rm -rf "$copy"

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 from zpp_lab.activations import FP32, Activations
 from zpp_lab.codecs.errors import AT_ONCE
-from zpp_lab.collectives.peer import SLOTS
+from zpp_lab.collectives.ring import SLOTS
 from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.engines.norm import FOLD_NUMEL

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.collectives.threads import Post, ThreadTransport
 from zpp_lab.collectives.peer import PeerTransport
+from zpp_lab.collectives.pulls import Pull, Pulls
 from zpp_lab.collectives.transport import LINKS, Link, members
 from zpp_lab.config import ClusterConfig
 
@@ -88,6 +89,17 @@ class Board:
         self.barriers: dict[int, threading.Barrier] = {}
         self.lock = threading.Lock()
         self.count = count
+        self.flags = [-1] * count
+        self.raised = threading.Condition()
+
+    def meet(self, own: int, number: int) -> None:
+        """As cuda/ship.cu: a rank shows the meeting's number, and waits for the others' to be
+        that or a later one. A meeting that comes out of turn takes an earlier one for its own."""
+        with self.raised:
+            self.flags[own] = number
+            self.raised.notify_all()
+            there = self.raised.wait_for(lambda: min(self.flags) >= number, 60)
+        assert there, "the ranks never met"
 
     def barrier(self, number: int) -> threading.Barrier:
         with self.lock:
@@ -95,7 +107,7 @@ class Board:
 
 
 class ThreadMemory:
-    """`Shared` of one rank. A barrier meets the others' barrier of the same number."""
+    """`Shared` of one rank. A barrier is the others' barrier of the same number, or a later one."""
 
     def __init__(self, streams: ThreadStreams, board: Board, own: int) -> None:
         self.streams, self.board, self.own = streams, board, own
@@ -104,8 +116,11 @@ class ThreadMemory:
     def allocate(self, nbytes: int) -> Sequence[Tensor]:
         self.streams.finish()
         self.allocations += 1
+        before = self.board.buffers[self.own]
         self.board.buffers[self.own] = torch.zeros(nbytes, dtype=torch.uint8)
         self.board.barrier(-2 * self.allocations).wait()
+        if before is not None:
+            before.fill_(0xEE)  # given up
         found = list(self.board.buffers)
         self.board.barrier(-2 * self.allocations - 1).wait()
         return found
@@ -115,7 +130,7 @@ class ThreadMemory:
 
     def barrier(self) -> None:
         number, self.calls = self.calls, self.calls + 1
-        self.streams.do(lambda: (self.board.barrier(number).wait(), None)[1])
+        self.streams.do(lambda: self.board.meet(self.own, number))
 
     def pull(self, outs: Sequence[Tensor], sources: Sequence[Tensor], own: int) -> None:
         for out, source in zip(outs, sources, strict=True):
@@ -138,14 +153,21 @@ class ThreadPeers(PeerTransport):
     """A rank's peer transport over `ThreadMemory`, with its streams."""
 
     def __init__(
-        self, cluster: ClusterConfig, rank: int, post: Post, boards: Boards, at_once: bool
+        self,
+        cluster: ClusterConfig,
+        rank: int,
+        post: Post,
+        boards: Boards,
+        at_once: bool,
+        pull: Pull = "copy",
     ) -> None:
         groups = ThreadTransport(cluster, rank, post)
         groups.watched = lambda label, device: contextlib.nullcontext()  # type: ignore[attr-defined]
         self.lanes = ThreadStreams(rank, at_once)
         self.memories: list[ThreadMemory] = []
         self.boards = boards
-        super().__init__(groups, {k: lambda k=k: self._memory(k) for k in LINKS}, 0)  # type: ignore
+        maker = {k: lambda k=k: self._memory(k) for k in LINKS}  # type: ignore[misc]
+        super().__init__(groups, maker, 0, Pulls(pull))  # type: ignore[arg-type]
 
     def _memory(self, link: Link) -> ThreadMemory:
         ranks = members(self.cluster, link, self.rank)
@@ -155,6 +177,6 @@ class ThreadPeers(PeerTransport):
 
 
 def peers(
-    boards: Boards, at_once: bool = False
+    boards: Boards, at_once: bool = False, pull: Pull = "copy"
 ) -> Callable[[ClusterConfig, int, Post], ThreadPeers]:
-    return lambda cluster, rank, post: ThreadPeers(cluster, rank, post, boards, at_once)
+    return lambda cluster, rank, post: ThreadPeers(cluster, rank, post, boards, at_once, pull)

@@ -1,4 +1,5 @@
-"""What one rank of `test_symmetric.py` does: gathers and reductions over both transports."""
+"""What one rank of `test_symmetric.py` does: gathers and reductions over process groups, by copies
+from peers' memory, and by kernels that read it there."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def outcome(transport: Transport, device: torch.device, codec: Codec) -> list[Te
             for backward in (False, True):
                 packet = gather.pack(shards, backward)
                 gather.send(packet)
-                found.append(packet.payload)
+                whole = [torch.empty(cluster.world * n, device=device) for n in numels]
+                gather.unpack(packet, whole)
+                found += whole
         reduction = ReduceSpec("u", hops, (layout,) * len(hops))
         Reduce(reduction, transport, Ledger(), Clock(1)).run(tuple(names), grads, out)
         found += [*outs, out]
@@ -63,10 +66,17 @@ def main() -> None:
     if world % 2 == 0 and world > 2:
         shapes.append(ClusterConfig(nodes=2, gpus_per_node=world // 2))
     for cluster in shapes:
-        both = [connect(cluster, Watchdog(60.0), choice, device) for choice in ("groups", "peer")]  # type: ignore[arg-type]
+        ways = [
+            connect(cluster, Watchdog(60.0), "groups", device),
+            connect(cluster, Watchdog(60.0), "peer", device, "copy"),
+            connect(cluster, Watchdog(60.0), "peer", device, "kernel"),
+        ]
         for codec in (RawCodec(torch.float32), BlockCodec(4, 64), BlockCodec(6, 32, hadamard=16)):
-            a, b = (outcome(transport, device, codec) for transport in both)
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), (cluster, codec)
+            wanted = outcome(ways[0], device, codec)
+            for number, transport in enumerate(ways[1:]):
+                found = outcome(transport, device, codec)
+                same = (torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+                assert all(same), (cluster, codec, number)
     torch.cuda.synchronize()
     print("the same bits", flush=True)
     dist.barrier()

@@ -66,6 +66,7 @@ MORE = [
     "STUDIES=finetune_1b_mini GPUS=4 bash experiments/finetune_1b/run.sh OUT",
     "bash experiments/qexport/run.sh OUT --seeds 1 --no-folders",
     "bash experiments/kernels/run.sh OUT",
+    "TESTS=no GPUS=2 bash experiments/collectives/run.sh OUT",
     "zpp-lab bench calibrate --out OUT/machine.json",
 ]
 composed = cache(lambda words: compose.compose(list(words)))  # a fifth of a second each

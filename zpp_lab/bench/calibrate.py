@@ -20,7 +20,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ MIB = 2**20
 class Sizes:
     """How much is measured. widths: dim, ffn, heads, tokens of a block. shipments: bytes that a
     rank receives. numel: elements that a codec kernel takes. layers and width: of the model
-    that shows the host's time. vocabulary: of all of them."""
+    that shows the host's time. units: MiB of bf16, read by copies and by kernels."""
 
     widths: tuple[tuple[int, int, int, int], ...]
     compiled: tuple[tuple[int, int, int, int], ...]
@@ -52,6 +52,7 @@ class Sizes:
     layers: int
     width: int
     normed: int
+    units: tuple[int, ...]
 
 
 LARGE = Sizes(
@@ -69,6 +70,7 @@ LARGE = Sizes(
     layers=8,
     width=256,
     normed=1024,
+    units=(4, 16, 64, 256),
 )
 TINY = Sizes(
     widths=((32, 64, 2, 16), (64, 128, 2, 32)),
@@ -79,6 +81,7 @@ TINY = Sizes(
     layers=2,
     width=32,
     normed=32,
+    units=(),
 )
 
 
@@ -150,6 +153,7 @@ def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Ma
     compute = _told("compute", lambda: curves({m: shapes[m] for m in modes}, device))
     started = _told("host", lambda: host(sizes.layers, sizes.width, sizes.normed, modes, device))
     inside = _told("links inside nodes", lambda: links.inside(sizes.shipments))
+    pull = _told("copies and kernels that pull", lambda: links.pulls(sizes.units, bits))
     kernels = _told("codecs", lambda: codecs(bits, sizes.numel, device))
     between, source = _between(args, links, sizes)
     made = Machine(
@@ -157,10 +161,11 @@ def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Ma
         compute=compute,
         memory_bytes_per_s=copy_rate(sizes.copied, device),
         host=started,
-        intra=inside,
+        intra=replace(inside, pull=pull),
         inter=between,
         codec=kernels,
         comment=_comment(sizes, source),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
     )
     same: list[Any] = [made]
     dist.broadcast_object_list(same, 0)
@@ -197,7 +202,8 @@ def _comment(sizes: Sizes, between: str) -> dict[str, str]:
         "compute": f"{made}: a third of forward and backward of one block, by its FLOPs",
         "memory_bytes_per_s": f"{made}: a copy, read and written",
         "host": f"{made}: a small model alone and under FSDP2, so that the host is the bound",
-        "intra": f"{made}: transfers alone, engine.transport=auto",
+        "intra": f"{made}: transfers alone, engine.transport=auto; pull: what copies and kernels "
+        "add to products of matrices",
         "inter": between,
         "codec": f"{made}: kernels on bf16, blocks of 256; launch_s: an encode of 16 elements",
     }

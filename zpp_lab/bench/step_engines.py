@@ -42,7 +42,7 @@ class Timed(Protocol):
 
 
 Maker = Callable[[Config, torch.device], Timed]
-TRANSPORTS: dict[tuple[int, int, str], Transport] = {}  # communicators are made once a process
+TRANSPORTS: dict[tuple[object, ...], Transport] = {}  # communicators are made once a process
 
 
 def vocabulary(config: Config) -> int:
@@ -92,10 +92,11 @@ def quick(config: Config, device: torch.device) -> Timed:
     gather = gather_mode(config.engine.gather)
     chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
     cluster, choice = config.cluster, config.engine.transport
-    key = cluster.nodes, cluster.gpus_per_node, choice
+    pull = config.engine.pull, config.engine.pull_multiprocessors
+    key = cluster.nodes, cluster.gpus_per_node, choice, *pull
     if key not in TRANSPORTS:
         watchdog = Watchdog(config.engine.timeout_seconds)
-        TRANSPORTS[key] = connect(cluster, watchdog, choice, device)
+        TRANSPORTS[key] = connect(cluster, watchdog, choice, device, *pull)
     model = meta_model(config)
     return Through(QuickStart(model, build_plan(model, chosen), chosen, device, TRANSPORTS[key]))
 

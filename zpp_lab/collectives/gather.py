@@ -48,13 +48,15 @@ class GatherSpec:
 
 @dataclass(slots=True)
 class Packet:
-    """A gather under way. `payload` uint8 [W, nbytes]; `held` uint8 [N, nbytes] of the node."""
+    """A gather under way. `payload` uint8 [W, nbytes], None where the kernel that decodes reads the
+    rows where they were encoded; `held` uint8 [N, nbytes] of the node."""
 
     wire: Wire
     layout: Layout
-    payload: Tensor
+    payload: Tensor | None
     first: Shipment | None = None  # none where `held` was kept since forward
     held: Tensor | None = None
+    arrived: Shipment | None = None  # the last one, once it was sent
 
     @property
     def kept(self) -> bool:
@@ -92,8 +94,10 @@ class Gather:
             return self._from_secondary(shards[0].device)
         wire: Wire = "weights_backward" if backward else "weights_forward"
         layout = self._layout(wire)
-        packet = self._empty(wire, layout, shards[0].device)
-        packet.first = self._first_leg(packet)
+        device = shards[0].device
+        last: Link = "local" if self.spec.hierarchical else "world"
+        packet = self._empty(wire, layout, device, last)
+        packet.first = self._first_leg(packet, device)
         row = packet.first.room
         if self.spec.stored:
             layout, row = self._put_base(layout, row)
@@ -104,9 +108,10 @@ class Gather:
         return packet
 
     def send(self, packet: Packet) -> None:
-        """Move the rows; `packet.payload` is whole after it."""
+        """Move the rows, or let them be read; `packet.payload`, if there is one, is whole."""
         keep = self._keep(packet)
         sent = packet.first.send(keep) if packet.first is not None else NOTHING
+        packet.arrived = packet.first
         if packet.held is not None:
             sent += self._pass_on(packet, packet.held)
         self.ledger.add(packet.wire, sent)
@@ -115,7 +120,9 @@ class Gather:
 
     def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
         """Decode into whole parameters, padded or not, one per segment."""
-        ops.decode(packet.layout, packet.payload, outs)
+        assert packet.arrived is not None, "it was not sent"
+        with packet.arrived.reading() as rows:
+            ops.decode(packet.layout, rows, outs)
 
     # ------------------------------------------------------------------ parts
 
@@ -156,15 +163,26 @@ class Gather:
             nbytes = self.spec.forward.nbytes * self.cluster.nodes
             self.transport.reserve("gather", "local", nbytes)
 
-    def _empty(self, wire: Wire, layout: Layout, device: torch.device) -> Packet:
+    def _empty(self, wire: Wire, layout: Layout, device: torch.device, last: Link) -> Packet:
+        """`last`: the link over which the whole payload comes."""
         shape = (self.cluster.world, layout.nbytes)
+        if self.transport.pulls("gather", last, shape):
+            return Packet(wire, layout, None)
         return Packet(wire, layout, torch.empty(shape, dtype=torch.uint8, device=device))
 
-    def _first_leg(self, packet: Packet) -> Shipment:
+    def _leg(self, packet: Packet, link: Link, held: Tensor | None = None) -> Shipment:
+        """The shipment that brings the whole payload."""
+        label = self.labels[packet.wire, link]
+        if packet.payload is not None:
+            return self.transport.gathering(packet.payload, link, label, held)
+        shape = (self.cluster.world, packet.layout.nbytes)
+        return self.transport.pulling("gather", link, shape, label, held)
+
+    def _first_leg(self, packet: Packet, device: torch.device) -> Shipment:
         if not self.spec.hierarchical:
-            label = self.labels[packet.wire, "world"]
-            return self.transport.gathering(packet.payload, "world", label)
-        packet.held = packet.payload.new_empty(self.cluster.nodes, packet.layout.nbytes)
+            return self._leg(packet, "world")
+        shape = (self.cluster.nodes, packet.layout.nbytes)
+        packet.held = torch.empty(shape, dtype=torch.uint8, device=device)
         label = self.labels[packet.wire, "across"]
         return self.transport.gathering(packet.held, "across", label)
 
@@ -174,14 +192,14 @@ class Gather:
                 f"unit {self.spec.unit}: backward found no secondary shard; run its forward "
                 "with gradients enabled before each backward"
             )
-        packet = self._empty("weights_backward", self.spec.forward, device)
+        packet = self._empty("weights_backward", self.spec.forward, device, "local")
         packet.held = self.secondary
         return packet
 
     def _pass_on(self, packet: Packet, held: Tensor) -> Traffic:
         """The node's rows to the neighbours in it."""
-        label = self.labels[packet.wire, "local"]
-        return self.transport.gathering(packet.payload, "local", label, held).send()
+        packet.arrived = self._leg(packet, "local", held)
+        return packet.arrived.send()
 
     def _keep(self, packet: Packet) -> Tensor | None:
         """hpZ: of a forward that a backward will follow, this local rank's N rows stay. Where no
@@ -192,7 +210,8 @@ class Gather:
         if packet.held is not None:
             self.secondary = packet.held
             return None
-        self.secondary = packet.payload.new_empty(self.cluster.nodes, packet.layout.nbytes)
+        assert packet.first is not None, "something is sent"
+        self.secondary = packet.first.room.new_empty(self.cluster.nodes, packet.layout.nbytes)
         return self.secondary
 
     def _check(self, packet: Packet, sent: Traffic) -> None:

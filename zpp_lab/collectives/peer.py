@@ -1,195 +1,51 @@
 """Transport between ranks that read each other's memory: each pulls what it needs.
 
-A rank encodes into a slot of shared memory. Once all members of the link have done so, which a
-barrier on the device tells, each copies its rows out of the others' slots. Copies take the copy
-engines, so that multiprocessors stay free, and nothing waits on the host.
-
-Use k of a ring of s slots lies in slot k mod s, and two rules keep a slot from being overwritten
-while somebody still reads it:
-
-    a rank passes the barrier of use k only after its own reads of use k - 1;
-    it writes use k only after the barrier of use k - s + 1, hence after all reads of use k - s.
-
-All ranks make the same shipments in the same order, as with any collective.
+A rank encodes into a slot of shared memory; `ring.py` says when others may read it and when it may
+be written again. Its rows are copied, or read in place by the kernel that decodes or sums them
+(`pulls.py`). Copies take the copy engines, so that multiprocessors stay free. Nothing waits on the
+host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from zpp_lab.collectives.express import Express
-from zpp_lab.collectives.streams import Streams
+from zpp_lab.collectives.pulls import Pulls
+from zpp_lab.collectives.ring import MIB, Ring, Shared
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import (
     Kind,
     Link,
     ProcessGroups,
     Shipment,
-    kept_rows,
     members,
     traffic_of,
 )
-from zpp_lab.collectives.watchdog import Watch
-
-# With a third slot a gather's encode does not wait for the meeting of the gather before it, which
-# comes when the slowest rank does. A slot of an exchange is as large as a unit, so it has two.
-SLOTS: dict[Kind, int] = {"gather": 3, "exchange": 2}
-MIB = 2**20
-
-
-class Shared(Protocol):
-    """Memory of one link that every member reads. All members make the same calls."""
-
-    streams: Streams
-
-    def allocate(self, nbytes: int) -> Sequence[Tensor]:
-        """A buffer uint8 [nbytes] of every member, in their order; the host waits for all of
-        them. What was allocated before is given up: nothing on this device may use it."""
-        ...
-
-    def express(self) -> Express | None:
-        """For shipments over what was just allocated; None: they go step by step, by `barrier`
-        and `pull`. All members of a link have the same."""
-        ...
-
-    def barrier(self) -> None:
-        """The current stream goes on once every member's has come here."""
-        ...
-
-    def pull(self, outs: Sequence[Tensor], sources: Sequence[Tensor], own: int) -> None:
-        """Copies on the current stream, int64, each source in some member's buffer, the first
-        `own` of them in this rank's."""
-        ...
-
-
-@dataclass(slots=True)
-class Part:
-    """A shipment's place in a slot: this rank's room there, and where its rows come from.
-
-    sources: the `own` rows first, then each other member's, so that at any time the ranks read
-    from different ones, as int64; `order` has their places in `out`, flat. `route`: the same for
-    `Express`.
-    """
-
-    room: Tensor
-    slot: int
-    own: int
-    sources: tuple[Tensor, ...]
-    order: tuple[int, ...]
-    route: Tensor | None = None
-    traffic: Traffic | None = None  # of every shipment from here
-
-
-class Ring:
-    """The slots of one link for one kind of shipment, of `count` members; `own` is this rank's
-    place among them."""
-
-    def __init__(self, shared: Shared, kind: Kind, own: int, count: int) -> None:
-        self.shared, self.kind, self.own, self.count = shared, kind, own, count
-        self.wanted = self.size = 0
-        self.use, self.opened = -1, True  # the latest use, and whether its barrier is under way
-        self.slots = SLOTS[kind]
-        self.barriers: list[Any] = [None] * self.slots  # marks behind them, by slot
-        self.read: Any = None  # the mark behind this rank's reads of the latest use
-        self.express: Express | None = None
-        self.buffers: Sequence[Tensor] = ()
-        self.parts: dict[tuple[int, ...], Part] = {}
-
-    def claim(self, nbytes: int) -> int:
-        """A slot of at least `nbytes` that the current stream may write; where it starts."""
-        if nbytes > self.size:
-            self._grow(max(nbytes, self.wanted))
-        self.use += self.opened  # a use that nobody ever read is used again
-        self.opened = False
-        barrier = self.barriers[(self.use + 1) % self.slots]
-        if barrier is not None:
-            self.shared.streams.wait(barrier)
-        return self.use % self.slots * self.size
-
-    def ship(
-        self,
-        part: Part,
-        out: Tensor,
-        held: Tensor | None,
-        keep: Tensor | None,
-        watched: AbstractContextManager[Watch | None],
-    ) -> None:
-        """The room of this use is filled, or shall have `held`: every member's rows → `out`,
-        some of which `keep` gets too. `watched`: around the meeting of the ranks."""
-        self.opened = True
-        if self.express is not None:
-            with watched as watch:
-                event = watch.own_event() if watch is not None else 0
-                self.express.ship(part, out, held, keep, event)
-            self.barriers[part.slot] = self.express.met[part.slot]
-            return
-        if held is not None:
-            part.room.copy_(held)
-        with watched:
-            self._meet(part.slot)
-        words = out.view(-1, part.room.shape[1]).view(torch.int64).unbind(0)
-        self.shared.pull([words[i] for i in part.order], part.sources, part.own)
-        if keep is not None:
-            kept_rows(keep, out, self.own)
-        self.read = self.shared.streams.mark(self.read)
-
-    def _meet(self, slot: int) -> None:
-        """What this rank wrote on the current stream may be read, and so may the others'."""
-        if self.read is not None:
-            self.shared.streams.wait(self.read)
-        self.shared.barrier()
-        self.barriers[slot] = self.shared.streams.mark(self.barriers[slot])
-
-    def part(self, at: int, shape: tuple[int, int, int]) -> Part:
-        """The place of rows × columns × bytes that starts at `at`; made once."""
-        found = self.parts.get((at, *shape))
-        if found is None:
-            found = self.parts[at, *shape] = self._part(at, shape)
-        return found
-
-    def _part(self, at: int, shape: tuple[int, int, int]) -> Part:
-        rows, columns, each = shape
-        sources, order = [], []
-        for member in ((self.own + i) % self.count for i in range(self.count)):
-            room = self.buffers[member][at : at + rows * columns * each].view(shape)
-            room = room.view(torch.int64)
-            for row in range(rows):
-                if self.kind == "gather":
-                    sources.append(room[row, 0])
-                    order.append(row * self.count + member)
-                else:
-                    sources.append(room[row, self.own])
-                    order.append(member * rows + row)
-        mine = self.buffers[self.own][at : at + rows * columns * each]
-        room = mine.view(rows * columns, each)
-        return Part(room, at // self.size, rows, tuple(sources), tuple(order))
-
-    def _grow(self, nbytes: int) -> None:
-        self.size = -(-nbytes // 256) * 256
-        self.parts, self.buffers = {}, ()
-        self.buffers = self.shared.allocate(self.slots * self.size)
-        self.use, self.opened, self.read = -1, True, None
-        self.barriers = [None] * self.slots
-        self.express = self.shared.express()
+from zpp_lab.ops import Payload
 
 
 class PeerTransport:
     """`Transport` over shared memory on the links that have it; `groups` serves the rest, and
     shipments that bring a rank fewer than `least` bytes.
 
-    shared: makes the memory of a link, on all its members at the same time.
+    shared: makes the memory of a link, on all its members at the same time. choice: which
+    shipments kernels read in place; alike on all ranks.
     """
 
     def __init__(
-        self, groups: ProcessGroups, shared: Mapping[Link, Callable[[], Shared]], least: int
+        self,
+        groups: ProcessGroups,
+        shared: Mapping[Link, Callable[[], Shared]],
+        least: int,
+        choice: Pulls | None = None,
     ) -> None:
         self.groups, self.shared, self.least = groups, shared, least
+        self.choice = choice or Pulls()
         self.cluster, self.rank = groups.cluster, groups.rank
         self.links = {link: members(self.cluster, link, self.rank) for link in shared}
         self.rings: dict[tuple[Kind, Link], Ring] = {}
@@ -208,6 +64,21 @@ class PeerTransport:
         shape = (out.shape[1], out.shape[0], out.shape[2])
         return _Pulls(self, "exchange", link, label, out, shape, None)
 
+    def pulls(self, kind: Kind, link: Link, shape: tuple[int, ...]) -> bool:
+        nbytes, count = math.prod(shape), len(self.links.get(link, ()))
+        rows = shape[0] if kind == "gather" else count
+        return self._suits(link, nbytes) and self.choice.by_kernel(kind, count, rows, nbytes)
+
+    def pulling(
+        self,
+        kind: Kind,
+        link: Link,
+        shape: tuple[int, ...],
+        label: str,
+        held: Tensor | None = None,
+    ) -> Shipment:
+        return _Shown(self, kind, link, label, shape, held)
+
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
         if link in self.links and len(self.links[link]) > 1:
             ring = self.ring(kind, link)
@@ -217,14 +88,16 @@ class PeerTransport:
         if (kind, link) not in self.rings:
             ranks = self.links[link]
             own = ranks.index(self.rank)
-            self.rings[kind, link] = Ring(self.shared[link](), kind, own, len(ranks))
+            share = self.choice.share(kind)
+            self.rings[kind, link] = Ring(self.shared[link](), kind, own, len(ranks), share)
         return self.rings[kind, link]
 
     def describe(self) -> str:
         """For the log."""
         names = ", ".join(link for link in self.links if len(self.links[link]) > 1)
         size = f" from {self.least / MIB:g} MiB" if self.least else ""
-        return f"peer memory on the links {names}{size}, process groups for the rest"
+        pulled = self.choice.describe()
+        return f"peer memory on the links {names}{size}{pulled}, process groups for the rest"
 
     def _suits(self, link: Link, nbytes: int) -> bool:
         return nbytes >= self.least and len(self.links.get(link, ())) > 1
@@ -252,10 +125,95 @@ class _Pulls:
         self.room = self.part.room
 
     def send(self, keep: Tensor | None = None) -> Traffic:
-        part = self.part
         watched = self.by.groups.watched(self.label, self.out.device)
-        self.ring.ship(part, self.out, self.held, keep, watched)
+        self.ring.ship(self.part, self.out, self.held, keep, watched)
+        return self.traffic()
+
+    def traffic(self) -> Traffic:
+        part = self.part
         if part.traffic is None:
             nbytes = part.own * part.room.shape[1]
             part.traffic = traffic_of(self.by.cluster, self.link, nbytes)
         return part.traffic
+
+    def reading(self) -> AbstractContextManager[Payload]:
+        return nullcontext(self.out)
+
+
+class _Shown(_Pulls):
+    """One whose rows stay in the members' slots until they are read there, or until the slot is
+    wanted. shape: of what arrives."""
+
+    __slots__ = ("copied", "here", "shape", "state")
+
+    def __init__(
+        self,
+        by: PeerTransport,
+        kind: Kind,
+        link: Link,
+        label: str,
+        shape: tuple[int, ...],
+        held: Tensor | None,
+    ) -> None:
+        count = len(by.links[link])
+        own = (shape[0] // count, 1) if kind == "gather" else (shape[1], count)
+        none = torch.empty(0, dtype=torch.uint8)
+        super().__init__(by, kind, link, label, none, (*own, shape[-1]), held)
+        self.shape, self.state = shape, "new"
+        self.here: Tensor | None = None  # the rows, once copied
+        self.copied: object = None  # the mark behind that
+
+    def send(self, keep: Tensor | None = None) -> Traffic:
+        watched = self.by.groups.watched(self.label, self.room.device)
+        self.ring.show(self.part, self, self.held, watched)
+        self.state = "shown"
+        if keep is not None:
+            self._keep(keep)
+        return self.traffic()
+
+    def reading(self) -> AbstractContextManager[Payload]:
+        assert self.state in ("shown", "copied"), "rows are read once, after they were sent"
+        return _Reading(self)
+
+    def settle(self) -> None:
+        ring, part = self.ring, self.part
+        ring.await_rows(part)
+        self.here = part.room.new_empty(self.shape)
+        ring.copy(part, self.here)
+        ring.asked(part)
+        self.copied, self.state = ring.shared.streams.mark(), "copied"
+
+    def _keep(self, keep: Tensor) -> None:
+        """As `kept_rows` of what arrives; the stream that met reads them."""
+        part, count = self.part, self.shape[0]
+        step = count // keep.shape[0]
+        wanted = range(self.ring.own % step, count, step)
+        words = keep.view(torch.int64).unbind(0)
+        sources = [part.sources[part.order.index(row)] for row in wanted]
+        self.ring.shared.pull(words, sources, 0)
+        self.ring.asked()
+
+
+class _Reading:
+    """The body reads a shipment's rows on the current stream."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: _Shown) -> None:
+        self.of = of
+
+    def __enter__(self) -> Payload:
+        of = self.of
+        if of.here is not None:  # made on whichever stream wanted the slot
+            of.ring.shared.streams.wait(of.copied)
+            if of.here.is_cuda:
+                of.here.record_stream(torch.cuda.current_stream())
+            return of.here
+        of.ring.await_rows(of.part)
+        return of.ring.rows(of.part)
+
+    def __exit__(self, *_: object) -> None:
+        of = self.of
+        if of.here is None:
+            of.ring.asked(of.part)
+        of.state, of.here = "read", None

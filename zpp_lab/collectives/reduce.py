@@ -67,11 +67,12 @@ class Reduce:
         self._encode(layouts[0], grads, leg.room)
         sent = [leg.send()]
         if len(layouts) > 1:
-            rows = self._in_order(leg.out)
-            leg = self._leg(1, layouts[1], grads[0].device)
-            self._encode_again(layouts[0], layouts[1], rows, leg.room)
+            first, leg = leg, self._leg(1, layouts[1], grads[0].device)
+            with first.reading() as rows:
+                self._encode_again(layouts[0], layouts[1], self._in_order(rows), leg.room)
             sent.append(leg.send())
-        ops.reduce(layouts[-1], self._in_order(leg.out), out[None])
+        with leg.reading() as rows:
+            ops.reduce(layouts[-1], self._in_order(rows), out[None])
         self._account(planned, sent)
 
     # ------------------------------------------------------------------ parts
@@ -96,8 +97,11 @@ class Reduce:
 
     def _leg(self, hop: int, layout: Layout, device: torch.device) -> Shipment:
         link, rows, members = self.ways[hop]
-        out = torch.empty(members, rows, layout.nbytes, dtype=torch.uint8, device=device)
-        return self.transport.exchanging(out, link, self.labels[hop])
+        shape, label = (members, rows, layout.nbytes), self.labels[hop]
+        if self.transport.pulls("exchange", link, shape):
+            return self.transport.pulling("exchange", link, shape, label)
+        out = torch.empty(shape, dtype=torch.uint8, device=device)
+        return self.transport.exchanging(out, link, label)
 
     def _encode(self, layout: Layout, grads: Sequence[Tensor], room: Tensor) -> None:
         """One row for each shard of the cluster, in their order."""
@@ -115,7 +119,7 @@ class Reduce:
             before = [ops.padded_rows(g, world, s.numel) for g, s in pairs]
             observer.rows(wire, layout, before, room, self.rank)
 
-    def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
+    def _encode_again(self, first: Layout, second: Layout, rows: ops.Payload, room: Tensor) -> None:
         """Rows uint8 [L, N, n] → the sums' rows, uint8 [N, m]: the shards that this local rank
         owns on each node."""
         node, local = divmod(self.rank, self.cluster.gpus_per_node)
@@ -125,14 +129,14 @@ class Reduce:
             noise = self.clock.grads_noise(self.hops[1], self.rank, shards)
         ops.decode_sum_encode(first, second, rows, noise, room)
         if self.clock.observer is not None:
-            sums = torch.zeros(len(shards), first.coded_numel, device=rows.device)
+            sums = torch.zeros(len(shards), first.coded_numel, device=room.device)
             ops.decode_sum(first, rows, sums)
             flat = ops.finish_sums(first, sums)
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node
             self.clock.observer.rows(self.hops[1], second, before, room, sender)
 
-    def _in_order(self, rows: Tensor) -> Tensor:
+    def _in_order(self, rows: ops.Payload) -> ops.Payload:
         """Rows of K senders in the order in which the recipe adds them."""
         return rows.flip(0) if self.spec.reversed_order else rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 from zpp_lab.collectives.express import Express
-from zpp_lab.collectives.peer import MIB
+from zpp_lab.collectives.ring import MIB
 from zpp_lab.collectives.streams import CudaStreams, Streams
 
 # What this file leans on beyond the names that it spells out; a test looks for each of them.
@@ -32,7 +32,7 @@ STREAMS = CudaStreams()
 
 
 class SymmetricMemory:
-    """`peer.Shared` of a process group on CUDA devices that reach each other.
+    """`ring.Shared` of a process group on CUDA devices that reach each other.
 
     at_once: all ranks have the kernels' library, so a shipment is one call of it.
     """

@@ -28,7 +28,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "random_signs": (None, False),
     "options": (None, {}),
 }
-_OURS = ("gather", "ordered", "prefetch", "offload", "compile", "transport")
+_OURS = ("gather", "ordered", "prefetch", "offload", "compile", "transport", "pull")
 
 
 def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:

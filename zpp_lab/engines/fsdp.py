@@ -65,7 +65,9 @@ class FsdpEngine:
         self.cluster = plan.recipe.cluster
         if transport is None:
             watchdog = Watchdog(config.engine.timeout_seconds)
-            transport = connect(self.cluster, watchdog, config.engine.transport, device)
+            wanted = config.engine
+            pull = (wanted.pull, wanted.pull_multiprocessors)
+            transport = connect(self.cluster, watchdog, wanted.transport, device, *pull)
         building.done("transport")
         self.transport = transport
         self.rank = self.transport.rank
