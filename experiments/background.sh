@@ -56,19 +56,15 @@ follow() {  # until the lines or the call have ended
   done
 }
 
-keep() {  # runs are written meanwhile, so what is packed is a copy
-  local copy name
-  copy=$(mktemp -d "$place/copy.XXXXXX")
+keep() {
+  local folder
   cp "$place/log.txt" "$out/log.txt" 2> /dev/null
   cp "$place"/out/*.log "$out" 2> /dev/null
-  if [ -d "$place/tree/runs" ]; then
-    tar c --exclude=checkpoints --exclude=wandb -C "$place/tree" runs 2> /dev/null | tar x -C "$copy"
-    for name in "$copy"/runs/*/; do
-      name=$(basename "$name")
-      packed "$out/$name.tar.gz" "$copy/runs" "$name"
-    done
-  fi
-  rm -rf "$copy"
+  for folder in "$place"/tree/runs/*/; do
+    if [ -d "$folder" ]; then
+      packed "$out/$(basename "$folder").tar.gz" "$place/tree/runs" "$(basename "$folder")" checkpoints wandb
+    fi
+  done
 }
 
 case $what in

@@ -131,5 +131,7 @@ def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:
 
 def test_a_study_file_of_another_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text("name: a\nnew_thing: 5\n")
-    with pytest.raises(ValueError, match=r"(?s)study\.yaml: .*new_thing: no such setting.* version"):
+    with pytest.raises(
+        ValueError, match=r"(?s)study\.yaml: .*new_thing: no such setting.* version"
+    ):
         read_study(tmp_path)
