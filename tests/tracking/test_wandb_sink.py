@@ -20,6 +20,7 @@ from tests.tracking.wandb_file import OfflineRun
 from zpp_lab.config import Config, RunConfig, TrackingConfig, TrainConfig
 from zpp_lab.tracking import Tracker, read, start_study_sink
 from zpp_lab.tracking.folder import RunFolder
+from zpp_lab.tracking.sink_process import SinkHandle
 from zpp_lab.tracking.wandb_sink import follow, serve_study, sync, sync_all
 
 LIMIT = 240.0  # seconds; only a failing test waits that long
@@ -243,6 +244,23 @@ def test_wandb_process_is_nice_and_survives_the_terminal(tmp_path: Path) -> None
     nicer = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     wait_for(lambda: os.getpriority(os.PRIO_PROCESS, handle.pid) >= nicer)
     assert handle.wait(LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "told"),
+    [("online", None, True), ("online", 1, True), ("online", 0, False), ("offline", None, False)],
+)
+def test_who_does_not_wait_is_told_who_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Any, code: int | None, told: bool
+) -> None:
+    work = "import time; time.sleep(60)" if code is None else f"raise SystemExit({code})"
+    with subprocess.Popen([sys.executable, "-c", work]) as process:
+        if code is not None:
+            process.wait()
+        SinkHandle(process, tmp_path / "wandb.log", tmp_path / "run", mode).end(0)
+        process.kill()
+    said = capsys.readouterr().err
+    assert (f"zpp-lab sync {tmp_path / 'run'}" in said) == told
 
 
 def test_off_needs_no_handle(tmp_path: Path) -> None:

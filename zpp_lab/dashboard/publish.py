@@ -49,9 +49,8 @@ def start(root: Path) -> SinkHandle:
             return SinkHandle(None, log, root)
         arguments = [str(root.resolve()), "--mode", mode]
         process = start_process("zpp_lab.dashboard.publish", arguments, log)
-        handle = SinkHandle(process, log, root)
-        if tracking.get("wait_seconds", 0) > 0:  # a batch system ends what stays behind
-            handle.wait(tracking["wait_seconds"])
+        handle = SinkHandle(process, log, root, mode)
+        handle.end(tracking.get("wait_seconds", 0))  # a batch system ends what stays behind
         return handle
     except (OSError, ValueError) as error:
         print(f"wandb: the report was not sent ({error})", file=sys.stderr)

@@ -85,8 +85,7 @@ def run_study(
             progress.say(f"Undecided still: {len(more)} runs more ({_seeds(more)}).")
             runs, todo = [*runs, *more], [*todo, *more]
             executor.run(more, stop)
-        if tracking.wait_seconds > 0:  # else its process goes on by itself
-            sink.wait(tracking.wait_seconds)
+        sink.end(tracking.wait_seconds)
         late = not stop.requested and _over(until, executor)
         held = [] if ready or stop.requested or late else [run for run in todo if not run.prepares]
         outcome = _outcome(study, runs, todo, executor.outcomes, held)

@@ -21,12 +21,29 @@ _started: list[subprocess.Popen[bytes]] = []  # they may outlive their handles; 
 class SinkHandle:
     """A wandb process that runs beside this one, or none when wandb is off."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | None, log: Path, target: Path) -> None:
-        self._process, self._log, self._target = process, log, target
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | None,
+        log: Path,
+        target: Path,
+        mode: Mode = "off",
+    ) -> None:
+        self._process, self._log, self._target, self._mode = process, log, target, mode
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    def end(self, seconds: float) -> None:
+        """`wait` where there is time to; else nobody waits, and a line says who goes on sending."""
+        if seconds > 0:
+            self.wait(seconds)
+        elif self._mode == "online" and self._process is not None and self._process.poll() != 0:
+            print(
+                f"wandb: a process of its own sends the rest, {self._log} says how it goes. Where "
+                f"it could not: zpp-lab sync {self._target}",
+                file=sys.stderr,
+            )
 
     def wait(self, seconds: float) -> bool:
         """Say that nothing more will come, and wait at most `seconds` for the rest to be sent.
@@ -59,7 +76,8 @@ def start_run_sink(run_dir: Path, mode: Mode) -> SinkHandle:
     log = run_dir / LOG
     if mode == "off":
         return SinkHandle(None, log, run_dir)
-    return SinkHandle(start_process(SINK, [str(run_dir), "--mode", mode], log), log, run_dir)
+    process = start_process(SINK, [str(run_dir), "--mode", mode], log)
+    return SinkHandle(process, log, run_dir, mode)
 
 
 def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
@@ -83,7 +101,7 @@ def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
     except OSError as error:
         print(f"wandb: cannot start its process ({error}); the study goes on", file=sys.stderr)
         return SinkHandle(None, log, root)
-    return SinkHandle(process, log, root)
+    return SinkHandle(process, log, root, mode)
 
 
 def start_process(

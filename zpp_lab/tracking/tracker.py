@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,8 +71,8 @@ class Tracker:
         write_atomic(self.folder / SUMMARY, to_json(summary, indent=1) + "\n")
         self._close()
         seconds = self.config.tracking.wait_seconds
-        if self._sink is not None and seconds > 0:
-            self._guard("wandb", lambda: self._sink and self._sink.wait(seconds))
+        if self._sink is not None:
+            self._guard("wandb", partial(self._sink.end, seconds))
 
     def pause(self) -> None:
         """The run stops here for now, without a summary or a failure; another start goes on."""
