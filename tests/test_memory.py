@@ -45,8 +45,8 @@ def counted(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"payloads": {}, "exchanged": {}}
     empty, leg, update = Gather._empty, Reduce._leg, engine._update
 
-    def noting_empty(self: Any, wire: Any, layout: Any, device: Any) -> Any:
-        packet = empty(self, wire, layout, device)
+    def noting_empty(self: Any, wire: Any, layout: Any, *rest: Any) -> Any:
+        packet = empty(self, wire, layout, *rest)
         found["payloads"][f"{wire} {self.spec.unit}"] = packet.payload.nbytes
         return packet
 

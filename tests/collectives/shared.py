@@ -84,7 +84,8 @@ def _fail(why: str) -> None:
 class Board:
     """What the ranks of one link share."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, patience: float) -> None:
+        self.patience = patience  # seconds for the others at a meeting
         self.buffers: list[Any] = [None] * count
         self.barriers: dict[int, threading.Barrier] = {}
         self.lock = threading.Lock()
@@ -98,7 +99,7 @@ class Board:
         with self.raised:
             self.flags[own] = number
             self.raised.notify_all()
-            there = self.raised.wait_for(lambda: min(self.flags) >= number, 60)
+            there = self.raised.wait_for(lambda: min(self.flags) >= number, self.patience)
         assert there, "the ranks never met"
 
     def barrier(self, number: int) -> threading.Barrier:
@@ -140,13 +141,14 @@ class ThreadMemory:
 class Boards:
     """All boards of a run, made as they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 240) -> None:
+        self.patience = patience
         self.found: dict[Any, Board] = {}
         self.lock = threading.Lock()
 
     def board(self, key: Any, count: int) -> Board:
         with self.lock:
-            return self.found.setdefault(key, Board(count))
+            return self.found.setdefault(key, Board(count, self.patience))
 
 
 class ThreadPeers(PeerTransport):

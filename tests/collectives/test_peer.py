@@ -187,14 +187,19 @@ def test_a_slow_reader_needs_both_rules(rule: str | None) -> None:
             read_late(transport, overwritten, 0.2 if rule is None else 240)
         for use in range(6):
             if rule is not None:
-                setattr(ring, rule, None if rule == "read" else [None] * ring.slots)
+                setattr(ring, rule, None if rule == "read" else [None] * (ring.slots + 1))
             seen, _ = ship(transport, "gather", "world", 32, use)
             found.append(seen)
             wanted.append(expected(transport, "gather", "world", 32, use))
             if transport.rank == 0 and use == ring.slots:
                 with transport.lanes.lane("encode"):
                     transport.lanes.do(overwritten.set)
-        transport.lanes.finish()
+        try:
+            transport.lanes.finish()
+        except AssertionError:  # without a rule meetings may come out of turn, too
+            assert rule is not None
+            return False
         return all_equal(found, wanted)
 
-    assert on_ranks(cluster, job, peers(Boards()))[1] == (rule is None)
+    boards = Boards() if rule is None else Boards(patience=5)
+    assert on_ranks(cluster, job, peers(boards))[1] == (rule is None)
