@@ -10,39 +10,26 @@ namespace {
 constexpr int DECODE_TEAMS = 4, REDUCE_TEAMS = 2;  // by the registers that they need
 constexpr int REENCODE_BLOCKS = 2;  // a multiprocessor; its teams meet, so a block has one
 
-template <bool ROTATED>
-__global__ void __launch_bounds__(DECODE_TEAMS* THREADS, 1)
-    pull_decode_kernel(__grid_constant__ Pulled const p) {
-  Flow<false> flow(p);
+// Decodes, or sums (SUM) and finishes the sums.
+template <bool SUM, bool ROTATED>
+__global__ void __launch_bounds__((SUM ? REDUCE_TEAMS : DECODE_TEAMS) * THREADS, 1)
+    pull_kernel(__grid_constant__ Pulled const p) {
+  Flow<SUM> flow(p);
 #pragma unroll 1
   while (flow.now.tile < p.plan.tiles) {
     Place at;
-    char const* row = row_at<false>(p, flow.now, at);
+    char const* row = row_at<SUM>(p, flow.now, at);
     Segment const& s = at.segment();
-    if (s.copy) {
-      s.from_dtype == uint8_t(Dtype::fp32) ? copy_row<uint32_t>(row, at)
-                                           : copy_row<uint16_t>(row, at);
-      flow.advance(p);
-      continue;
+    if constexpr (!SUM) {
+      if (s.copy) {
+        s.from_dtype == uint8_t(Dtype::fp32) ? copy_row<uint32_t>(row, at)
+                                             : copy_row<uint16_t>(row, at);
+        flow.advance(p);
+        continue;
+      }
     }
     Tile x;
-    take_tile<false>(p, flow, row, at, x);
-    if constexpr (ROTATED) change_domain(s, at, x);
-    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
-  }
-}
-
-template <bool ROTATED>
-__global__ void __launch_bounds__(REDUCE_TEAMS* THREADS, 1)
-    pull_reduce_kernel(__grid_constant__ Pulled const p) {
-  Flow<true> flow(p);
-#pragma unroll 1
-  while (flow.now.tile < p.plan.tiles) {
-    Place at;
-    char const* row = row_at<true>(p, flow.now, at);
-    Segment const& s = at.segment();
-    Tile x;
-    take_tile<true>(p, flow, row, at, x);
+    take_tile<SUM>(p, flow, row, at, x);
     if constexpr (ROTATED) change_domain(s, at, x);
     store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
   }
@@ -101,16 +88,19 @@ int launch_pulled(Pulled const& p, int most, int each, int multiprocessors, void
 
 }  // namespace
 
+template <bool SUM>
+int launch_pull(Pulled const& p, bool rotated, int wide, void* stream) {
+  constexpr int most = SUM ? REDUCE_TEAMS : DECODE_TEAMS;
+  if (rotated) return launch_pulled<pull_kernel<SUM, true>, SUM>(p, most, 1, wide, stream);
+  return launch_pulled<pull_kernel<SUM, false>, SUM>(p, most, 1, wide, stream);
+}
+
 int launch_pull_decode(Pulled const& p, bool rotated, int wide, void* stream) {
-  constexpr int most = DECODE_TEAMS;
-  if (rotated) return launch_pulled<pull_decode_kernel<true>, false>(p, most, 1, wide, stream);
-  return launch_pulled<pull_decode_kernel<false>, false>(p, most, 1, wide, stream);
+  return launch_pull<false>(p, rotated, wide, stream);
 }
 
 int launch_pull_reduce(Pulled const& p, bool rotated, int wide, void* stream) {
-  constexpr int most = REDUCE_TEAMS;
-  if (rotated) return launch_pulled<pull_reduce_kernel<true>, true>(p, most, 1, wide, stream);
-  return launch_pulled<pull_reduce_kernel<false>, true>(p, most, 1, wide, stream);
+  return launch_pull<true>(p, rotated, wide, stream);
 }
 
 template <bool STOCHASTIC>

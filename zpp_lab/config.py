@@ -272,6 +272,11 @@ class DataConfig:
         _need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
         _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         _need(
+            self.draw_ranks == 0 or (self.draw_ranks > 0 and self.name != "jsonl"),
+            f"data.draw_ranks={self.draw_ranks}: use 0 (the cluster's ranks), or more of another "
+            "corpus than jsonl, whose sequences are drawn by the step's own ranks",
+        )
+        _need(
             all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
             f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
         )

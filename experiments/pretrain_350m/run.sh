@@ -37,7 +37,7 @@ faster() {  # twelve steps of the baseline with each setting of TRY, a GPU each 
   wait
   for name in runs/try_*; do
     say "$(basename "$name"): $(tail -n 1 "$name/zero3/seed1/log.txt")"
-    pack "$(basename "$name")"
+    $zpp export "$name" --steps --out "$out/$(basename "$name").csv"
   done
 }
 

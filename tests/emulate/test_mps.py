@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.emulate.fake_mps import calls, fake_mps
+from tests.waiting import until
 from zpp_lab.emulate import marks, mps_keeper
 from zpp_lab.emulate.gpus import Placement, served
 from zpp_lab.emulate.mps import CONTROL, OWNER, Mps, check_client, find_control
@@ -20,22 +19,6 @@ from zpp_lab.emulate.tools import EmulationError
 
 JOB = Path(__file__).with_name("mps_job.py")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-
-
-@pytest.fixture
-def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the recorder, which is first on PATH."""
-    folder = tmp_path / "bin"
-    fake_mps(folder)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def of(owner: str) -> list[int]:

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.emulate.fake_mps import calls, fake_mps
+from tests.emulate.fake_mps import calls
 from tests.emulate.shared import refusal
+from tests.waiting import until
 from zpp_lab.bench.step_arms import arms
 from zpp_lab.bench.step_session import Session, SessionError
 from zpp_lab.config import ClusterConfig
@@ -31,21 +30,10 @@ ASKS = 'echo get_server_list | "$ZPP_LAB_MPS_CONTROL" > $OUT/$RANK.server; '
 ASKS += "echo $CUDA_VISIBLE_DEVICES $NCCL_HOSTID > $OUT/$RANK"
 
 
-@pytest.fixture
-def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    fake_mps(folder)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+@pytest.fixture(autouse=True)
+def two_gpus(control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("OUT", str(tmp_path))
-    return folder
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @needs_nodes

@@ -9,6 +9,7 @@ from tests.optimizers.test_states import KINDS, gradients, started
 from zpp_lab.config import TrainConfig
 from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, update
 from zpp_lab.optimizers import host
+from zpp_lab.optimizers.adamw import together
 from zpp_lab.optimizers.states import StateKind
 
 
@@ -41,11 +42,9 @@ def test_bits_do_not_depend_on_where_moments_lie(
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_stages_hold_what_fits_and_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "STAGE", 10)
-    some = [torch.empty(n) for n in (4, 6, 1, 12, 3)]
-    found = [[t.numel() for t in stage] for stage in host.stages(some, torch.Tensor.numel)]
-    assert found == [[4, 6], [1], [12], [3]]
+def test_a_batch_holds_what_fits_and_one_at_least() -> None:
+    found = together([4, 6, 1, 12, 3], lambda item: item, 10)
+    assert list(found) == [[4, 6], [1], [12], [3]]
 
 
 def test_fp32_moments_stay_where_they_are() -> None:
@@ -64,6 +63,10 @@ def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatc
         own = {str(i): torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
         optimizer = adamw(own, train, seed=3)
         for step in range(5):
+            if step == 3:
+                before = optimizer_state(optimizer, own)
+                optimizer = adamw(own, train, seed=3)
+                load_optimizer_state(optimizer, own, before)
             for i, p in enumerate(own.values()):
                 p.grad = weights[i - step].sin()
             update(optimizer, step, ok=torch.tensor(True, device="cuda"))

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.study.fake_trainer import STEPS, fake_compose
+from tests.waiting import until
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.outcome import StudyOutcome, how_it_ended
@@ -262,10 +261,3 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (ProcessLookupError, FileNotFoundError):
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, "waited for four minutes"
-        time.sleep(0.05)

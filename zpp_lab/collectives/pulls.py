@@ -47,7 +47,7 @@ class Pulls:
         """For the log; empty where copies do it all."""
         found = self.choice == "kernel" or (self.choice == "auto" and self.measured)
         how = "" if self.choice == "kernel" else " from the measured size on"
-        return f", read in place by kernels{how}" if found else ""
+        return f", read in place by kernels{how}, {MAX_ROWS} rows at most" if found else ""
 
     def share(self, kind: Kind) -> int:
         return self.multiprocessors or MULTIPROCESSORS[kind]

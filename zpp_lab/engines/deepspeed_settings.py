@@ -28,7 +28,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "random_signs": (None, False),
     "options": (None, {}),
 }
-_OURS = ("gather", "ordered", "prefetch", "offload", "compile", "transport", "pull")
+_OURS = (
+    "gather",
+    "ordered",
+    "prefetch",
+    "offload",
+    "compile",
+    "transport",
+    "pull",
+    "pull_multiprocessors",
+)
 
 
 def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:

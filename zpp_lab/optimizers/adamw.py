@@ -11,19 +11,18 @@ their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from zpp_lab.optimizers import kernel
-from zpp_lab.optimizers.host import Lanes, stages, zeros
+from zpp_lab.optimizers import host, kernel
 from zpp_lab.optimizers.states import (
     DTYPES,
     MOMENTS,
@@ -41,6 +40,8 @@ from zpp_lab.optimizers.states import (
 BATCH = 2**23
 SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
 SPREAD = 2**16  # rows start at so many places of a step's noise
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +97,10 @@ class CompactAdamW(torch.optim.Optimizer):
         own, wide = tuple(local(p).shape), (blocks_of(p.shape),)
         state = {"step": torch.zeros((), device=device)}
         for moment in MOMENTS:
-            made = zeros(own, DTYPES[kind], device, self.host)
+            made = host.zeros(own, DTYPES[kind], device, self.host)
             state[moment] = _sharded_as(p, made, p.shape)
             if kind == "8bit":
-                made = zeros((own[0], *wide), torch.float32, device, self.host)
+                made = host.zeros((own[0], *wide), torch.float32, device, self.host)
                 state[moment + SCALE] = _sharded_as(p, made, (p.shape[0], *wide))
         return state
 
@@ -124,12 +125,17 @@ class CompactAdamW(torch.optim.Optimizer):
             done = [ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
         noise = None if kernel.serves(local(every[0])) else self._noise(number)
-        lanes = Lanes(self.device)
+        lanes = host.Lanes(self.device) if self.host else None
         for i, parameters in trained.items():
-            for some in stages(parameters, self._nbytes) if self.host else [parameters]:
-                with lanes.next() if self.host else nullcontext(), self._passing(some):
-                    self._change(self.param_groups[i], some, number, noise, ok)
-        lanes.join()
+            group = self.param_groups[i]
+            if lanes is None:
+                self._change(group, parameters, number, noise, ok)
+                continue
+            for some in together(parameters, self._nbytes, host.STAGE):
+                with lanes.next(), self._passing(some):
+                    self._change(group, some, number, noise, ok)
+        if lanes is not None:
+            lanes.join()
 
     def _change(
         self,
@@ -143,15 +149,13 @@ class CompactAdamW(torch.optim.Optimizer):
         if noise is None:
             self._by_kernel(group, parameters, number, ok)
             return
-        for batch in _batches(self._pieces(group, parameters, noise)):
+        pieces = self._pieces(group, parameters, noise)
+        for batch in together(pieces, lambda piece: piece.weight.numel(), BATCH):
             _update(batch, ok)
 
     @contextmanager
     def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
         """Moments that lie in host memory are on the device inside, and back there afterwards."""
-        if not self.host:
-            yield
-            return
         far = {p: self._states(p) for p in parameters}
         self.near = {
             p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in state.items()}
@@ -255,17 +259,16 @@ def local(t: Any) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces together, at most BATCH elements where several are."""
-    batch: list[Piece] = []
-    numel = 0
-    for piece in pieces:
-        size = piece.weight.numel()
-        if batch and numel + size > BATCH:
+def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in order, whose sizes add up to at most `most` where several are together."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        if batch and held + size(item) > most:
             yield batch
-            batch, numel = [], 0
-        batch.append(piece)
-        numel += size
+            batch, held = [], 0
+        batch.append(item)
+        held += size(item)
     if batch:
         yield batch
 

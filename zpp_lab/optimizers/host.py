@@ -8,7 +8,7 @@ the bus carries both ways at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,21 +42,6 @@ class Lanes:
         """What the current stream does from here on comes after all lanes."""
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
-
-
-def stages(parameters: Iterable[Tensor], nbytes: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
-    """Parameters together, in order, whose moments take at most STAGE bytes where several are."""
-    some: list[Tensor] = []
-    held = 0
-    for p in parameters:
-        size = nbytes(p)
-        if some and held + size > STAGE:
-            yield some
-            some, held = [], 0
-        some.append(p)
-        held += size
-    if some:
-        yield some
 
 
 def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
