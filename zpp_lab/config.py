@@ -167,6 +167,8 @@ class ModelConfig:
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
     start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
     init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
+    embedding_std: float = 0.02  # of random weights; 1 keeps first gradients small in deep models
+    head_std: float = 0.02
     units: str | None = None  # hf: the ModuleList of layers; None finds it
     options: dict[str, Any] | None = None  # hf: changes to the model's own config
     preset: str = "tiny"  # for the record; the numbers below decide
@@ -221,6 +223,8 @@ class ModelConfig:
             self.name == "hf" or not changed,
             f"model.{changed[0] if changed else ''} is for model=hf",
         )
+        for key in ("embedding_std", "head_std"):
+            _need(getattr(self, key) > 0, f"model.{key}={getattr(self, key)}: use more than 0")
         _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         _need(
             self.name != "hf" or self.init == "torch",

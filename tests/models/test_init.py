@@ -21,14 +21,14 @@ def test_a_parameter_depends_on_seed_name_and_shape_alone():
 
 def test_a_sharded_engine_can_make_each_parameter_by_itself():
     for name, parameter in build_model(SMALL, 61, seed=4).named_parameters():
-        value = initial_value(name, tuple(parameter.shape), 4, SMALL.layers)
+        value = initial_value(name, tuple(parameter.shape), 4, SMALL)
         assert value.dtype == torch.float32
         assert torch.equal(value, parameter), name
 
 
 def test_seeds_and_names_differ():
     def value(name: str, seed: int) -> torch.Tensor:
-        return initial_value(name, (16, 16), seed, 2)
+        return initial_value(name, (16, 16), seed, SMALL)
 
     base = value("layers.0.attention.wq.weight", 1)
     assert not torch.equal(base, value("layers.0.attention.wq.weight", 2))
@@ -37,7 +37,7 @@ def test_seeds_and_names_differ():
 
 
 def test_largest_seed_works():
-    assert initial_value("layers.0.mlp.w_up.weight", (4, 4), 2**63 - 1, 1).isfinite().all()
+    assert initial_value("layers.0.mlp.w_up.weight", (4, 4), 2**63 - 1, SMALL).isfinite().all()
 
 
 def test_building_leaves_the_global_generator_alone():
@@ -48,30 +48,47 @@ def test_building_leaves_the_global_generator_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "deviation"),
+    ("name", "deviation", "stds"),
     [
-        ("embed.weight", 0.02),
-        ("head.weight", 0.02),
-        ("layers.0.attention.wq.weight", 256**-0.5),
-        ("layers.0.attention.wo.weight", 256**-0.5 / 8**0.5),
-        ("layers.0.mlp.w_down.weight", 256**-0.5 / 8**0.5),
+        ("embed.weight", 0.02, {}),
+        ("head.weight", 0.02, {}),
+        ("embed.weight", 1.0, {"embedding_std": 1.0}),
+        ("head.weight", 0.004, {"head_std": 0.004, "embedding_std": 1.0}),
+        ("layers.0.attention.wq.weight", 256**-0.5, {"embedding_std": 1.0}),
+        ("layers.0.attention.wo.weight", 256**-0.5 / 8**0.5, {}),
+        ("layers.0.mlp.w_down.weight", 256**-0.5 / 8**0.5, {"head_std": 1.0}),
     ],
 )
-def test_deviation(name: str, deviation: float):
-    value = initial_value(name, (512, 256), 0, 4)
+def test_deviation(name: str, deviation: float, stds: dict[str, float]):
+    value = initial_value(name, (512, 256), 0, replace(SMALL, layers=4, **stds))
     assert value.std().item() == pytest.approx(deviation, rel=0.02)
     assert abs(value.mean().item()) < deviation / 50
 
 
+@pytest.mark.parametrize("init", ["torch", "philox"])
+def test_a_model_takes_the_deviations_of_its_config(init: str):
+    cfg = replace(SMALL, init=init, embedding_std=1.0, head_std=0.5)
+    made, plain = build_model(cfg, 997), build_model(replace(SMALL, init=init), 997)
+    assert torch.allclose(made.embed.weight, plain.embed.weight * 50)
+    assert torch.allclose(made.head.weight, plain.head.weight * 25)
+    assert torch.equal(made.layers[0].mlp.w_up.weight, plain.layers[0].mlp.w_up.weight)
+
+
+@pytest.mark.parametrize("key", ["embedding_std", "head_std"])
+def test_a_deviation_must_be_positive(key: str):
+    with pytest.raises(ValueError, match=rf"model\.{key}=0\.0: use more than 0"):
+        replace(SMALL, **{key: 0.0})
+
+
 def test_norms_start_at_one():
-    assert torch.equal(initial_value("norm.weight", (7,), 0, 2), torch.ones(7))
+    assert torch.equal(initial_value("norm.weight", (7,), 0, SMALL), torch.ones(7))
 
 
 PHILOX = replace(SMALL, init="philox")
 
 
 def rows_of(name: str, shape: tuple[int, ...], rows: tuple[int, int], seed: int) -> torch.Tensor:
-    return initial_rows(name, shape, rows, seed, 2, torch.device("cpu"))
+    return initial_rows(name, shape, rows, seed, SMALL, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shape", [(13, 7), (5, 4), (64, 33)])
@@ -123,4 +140,4 @@ def test_philox_keeps_its_numbers_for_ever():
 def test_philox_is_the_same_on_a_gpu():
     name, shape, rows = "layers.0.mlp.w_up.weight", (4097, 999), (17, 4090)
     own = rows_of(name, shape, rows, 3)
-    assert torch.equal(initial_rows(name, shape, rows, 3, 2, torch.device("cuda")).cpu(), own)
+    assert torch.equal(initial_rows(name, shape, rows, 3, SMALL, torch.device("cuda")).cpu(), own)

@@ -20,6 +20,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from zpp_lab.config import ModelConfig
 from zpp_lab.models.params import param_class
 from zpp_lab.philox import LOW, philox
 
@@ -31,18 +32,20 @@ _PIECE = {"cpu": 1 << 14}  # blocks drawn at once: in the cache, or enough to fi
 _LARGE = 1 << 22
 
 
-def initial_value(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
+def initial_value(name: str, shape: tuple[int, ...], seed: int, cfg: ModelConfig) -> Tensor:
     """The full parameter `name` at the start: fp32 on the CPU, of `shape`.
 
     Vectors are ones. Matrices are normal with deviation 1 / sqrt(columns), the
     projections into the residual stream divided by sqrt(2 * layers) more so
-    that depth does not raise its variance. Embedding and head use 0.02 at any width: logits of
-    hidden values around 1 then vary by 0.02 · sqrt(dim), and the loss starts at about
-    ln(vocab) + 0.0002 · dim, which is 1 nat too many at 5120 columns.
+    that depth does not raise its variance. Embedding and head have deviations of their own
+    (`model.embedding_std`, `model.head_std`). Logits of hidden values around 1 vary by
+    head_std · sqrt(dim), and the loss starts at about ln(vocab) + head_std² · dim / 2: with 0.02
+    1 nat too many at 5120 columns. Norms divide by the stream's length, so gradients of the first
+    blocks grow with 1 / embedding_std; PaLM (Chowdhery et al. 2022, section 2) takes 1.
     """
     if len(shape) < 2:
         return torch.ones(shape)
-    return torch.randn(shape, generator=_generator(seed, name)) * _deviation(name, shape, layers)
+    return torch.randn(shape, generator=_generator(seed, name)) * _deviation(name, shape, cfg)
 
 
 def initial_rows(
@@ -50,7 +53,7 @@ def initial_rows(
     shape: tuple[int, ...],
     rows: tuple[int, int],
     seed: int,
-    layers: int,
+    cfg: ModelConfig,
     device: torch.device,
 ) -> Tensor:
     """Rows [first, last) of the parameter `name` under model.init=philox: fp32 on `device`.
@@ -62,7 +65,7 @@ def initial_rows(
         return torch.ones(last - first, device=device)
     columns = math.prod(shape[1:])
     values = _normals(_key(seed, name), first * columns, last * columns, device)
-    return values.mul_(_deviation(name, shape, layers)).view(last - first, *shape[1:])
+    return values.mul_(_deviation(name, shape, cfg)).view(last - first, *shape[1:])
 
 
 def _normals(key: int, first: int, last: int, device: torch.device) -> Tensor:
@@ -100,11 +103,12 @@ def _table(device: torch.device) -> tuple[Tensor, Tensor]:
     return edges[:-1].float().to(device), edges.diff().float().to(device)
 
 
-def _deviation(name: str, shape: tuple[int, ...], layers: int) -> float:
-    if param_class(name) in ("embedding", "head"):
-        return 0.02
+def _deviation(name: str, shape: tuple[int, ...], cfg: ModelConfig) -> float:
+    own = {"embedding": cfg.embedding_std, "head": cfg.head_std}.get(param_class(name))
+    if own is not None:
+        return own
     scale = shape[-1] ** -0.5
-    return scale * (2 * layers) ** -0.5 if name.split(".")[-2] in _RESIDUAL else scale
+    return scale * (2 * cfg.layers) ** -0.5 if name.split(".")[-2] in _RESIDUAL else scale
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

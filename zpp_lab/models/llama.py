@@ -208,4 +208,4 @@ class Llama(nn.Module):
         if self.cfg.weights == "pretrained":
             return LlamaStart(self, self.cfg, self.vocab_size)
         made = CounterStart if self.cfg.init == "philox" else SeededStart
-        return made(self, seed, self.cfg.layers)
+        return made(self, seed, self.cfg)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.config import ModelConfig
 from zpp_lab.models.init import initial_rows, initial_value
 
 Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row, last row + 1
@@ -31,12 +32,12 @@ class Start(Protocol):
 class SeededStart:
     """The built-in decoder's start: each parameter a pure function of seed, name and shape."""
 
-    def __init__(self, model: nn.Module, seed: int, layers: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, cfg: ModelConfig) -> None:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        self.seed, self.layers = seed, layers
+        self.seed, self.cfg = seed, cfg
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        return initial_value(name, self.shapes[name], self.seed, self.layers)[first:last]
+        return initial_value(name, self.shapes[name], self.seed, self.cfg)[first:last]
 
     def buffer(self, name: str) -> Tensor | None:
         return None
@@ -46,14 +47,14 @@ class CounterStart:
     """As `SeededStart`, but every element by itself (model.init=philox), drawn where the model's
     parameters are: rows cost what they are, not what the parameter is."""
 
-    def __init__(self, model: nn.Module, seed: int, layers: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, cfg: ModelConfig) -> None:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        self.seed, self.layers = seed, layers
+        self.seed, self.cfg = seed, cfg
         self.device = next(model.parameters()).device
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         shape, rows = self.shapes[name], (first, last)
-        return initial_rows(name, shape, rows, self.seed, self.layers, self.device)
+        return initial_rows(name, shape, rows, self.seed, self.cfg, self.device)
 
     def buffer(self, name: str) -> Tensor | None:
         return None
