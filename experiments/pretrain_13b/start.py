@@ -3,7 +3,8 @@
 Adam's first step moves every weight by the learning rate, whatever its gradient. `width` and
 `depth` take one such step of many lengths from the first weights and look at the loss of held-out
 tokens: how long may a first step be in a model of so many columns and blocks? `remedies` trains a
-few steps in settings that stand in for 13B and compares ways to begin. Nothing here knows a codec.
+few steps in settings that stand in for 13B and compares ways to begin; `longer` looks at 64 steps
+of the three schedules that were used, each twice. Nothing here knows a codec.
 
 Numbers in units of the first schedule: 1 is 7.5e-6 at 5120 columns, more in proportion to fewer,
 which moves what a matrix gives equally far. Head rows keep the length they have at 5120 columns.
@@ -16,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ class Remedy:
     noise: float = 0.0  # relative deviation added to every first weight
 
 
+def shaken(remedy: Remedy) -> Remedy:
+    return replace(remedy, name=f"{remedy.name}, shaken", noise=1e-3)
+
+
 REMEDIES = [
     Remedy("first schedule"),
     Remedy("warm-up 60", warmup=60),
@@ -64,6 +69,10 @@ REMEDIES = [
     Remedy("three times as long: warm-up 100", peak=3.0, warmup=100),
     Remedy("three times as long: warm-up 100, half the peak", peak=1.5, warmup=100),
 ]
+
+SECOND = Remedy("second schedule", warmup=100, peak=0.5)
+THIRD = Remedy("third", warmup=25, peak=1 / 3, embedding=1.0, head=512**-0.5)
+LONGER = [r for one in (REMEDIES[0], SECOND, THIRD) for r in (one, shaken(one))]
 
 
 def data(length: int) -> TokenData:
@@ -150,6 +159,7 @@ PARTS: dict[str, dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     "width": {f"{d} columns, 8 blocks": (first_steps, (d, 8)) for d in (256, 512, 1024)},
     "depth": {"512 columns, 2 blocks": (first_steps, (512, 2))},
     "remedies": {r.name: (begin, (r,)) for r in REMEDIES},
+    "longer": {r.name: (begin, (r, 64)) for r in LONGER},
 }
 
 

@@ -76,7 +76,21 @@ def test_a_lone_seed_neither_holds_nor_breaks_a_control(tmp_path: Path) -> None:
 def test_without_an_order_control_that_is_said(tmp_path: Path) -> None:
     (line,) = band_lines(judged(tmp_path, 1, ("zero3", "w4")))
     assert "nothing is tested" in line
-    assert "zero3_reordered" in line
+    assert "order control" in line
+
+
+def test_a_control_that_changed_nothing_is_no_band(tmp_path: Path) -> None:
+    result = judged(tmp_path, 1)
+    runs = result.baseline.runs[1].dir.parents[1]
+    own, other = (runs / name / "seed1" for name in ("zero3", "zero3_reordered"))
+    shutil.copy(own / "metrics.jsonl", other / "metrics.jsonl")
+    heldout = json.loads((own / "summary.json").read_text())["heldout_loss"]
+    summary = json.loads((other / "summary.json").read_text()) | {"heldout_loss": heldout}
+    (other / "summary.json").write_text(json.dumps(summary))
+    (line,) = band_lines(judge_study(result.study, find_runs(tmp_path)))
+    assert "zero3_reordered equals it in every digit" in line
+    assert "Inside" not in line
+    assert "Beyond" not in line
 
 
 def two_baselines(root: Path) -> StudyResult:

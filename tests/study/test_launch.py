@@ -17,7 +17,7 @@ from tests.waiting import until
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.outcome import StudyOutcome, how_it_ended
-from zpp_lab.study.plan import plan_runs
+from zpp_lab.study.plan import Planner, plan_runs
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.runs import find_runs, read_study
 
@@ -137,6 +137,38 @@ def test_arms_that_are_the_same_are_an_error(tmp_path: Path) -> None:
     what = StudyConfig(name="t", question="?", arms=arms, seeds=[1])
     with pytest.raises(ValueError, match="arms zero3 and b have the same settings"):
         launch(what, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hops", "refused"),
+    [
+        ((2, 1), 1, True),
+        ((1, 2), 1, True),
+        ((2, 2), 2, True),
+        ((2, 2), 1, False),
+        ((3, 2), 2, False),
+    ],
+)
+def test_an_order_control_must_be_able_to_differ(
+    tmp_path: Path, shape: tuple[int, int], hops: int, refused: bool
+) -> None:
+    where = [f"cluster.nodes={shape[0]}", f"cluster.gpus_per_node={shape[1]}"]
+    reordered = ["recipe.name=r", "recipe.order=reversed", f"recipe.hops={hops}"]
+    halved = ["train.batch_size=2", "train.micro_steps=2"]
+
+    def made(overrides: list[str]) -> StudyConfig:
+        control = ArmConfig("control", overrides, role="order_control")
+        arms = [ArmConfig("zero3", role="baseline"), control]
+        return StudyConfig(
+            name="t", question="?", arms=arms, seeds=[1], overrides=where, baseline="zero3"
+        )
+
+    Planner(made([*reordered, *halved]), tmp_path, fake_compose)
+    if not refused:
+        Planner(made(reordered), tmp_path, fake_compose)
+        return
+    with pytest.raises(ValueError, match=r"arm control: a sum of 2 ranks .* train\.micro_steps"):
+        Planner(made(reordered), tmp_path, fake_compose)
 
 
 def test_a_folder_of_another_study_is_an_error(tmp_path: Path) -> None:

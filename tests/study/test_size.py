@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.study.test_studies import config_of, study_of
+from tests.study.test_studies import config_of, study_of, tokens_of
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.data import open_data
@@ -44,11 +44,6 @@ SMALLER = (  # what a twin changes: sizes, the device, and the compiler
     "train.eval",
     "tracking.telemetry_every",
 )
-
-
-def tokens_of(config: Config) -> int:
-    step = config.cluster.world * config.train.batch_size * config.train.micro_steps
-    return step * config.data.seq_len * config.train.steps
 
 
 @pytest.mark.parametrize(("large", "small"), TWINS.items())

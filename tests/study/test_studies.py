@@ -44,6 +44,11 @@ def all_arms(name: str) -> list[ArmConfig]:
     return study_of(name).arms
 
 
+def tokens_of(config: Config) -> int:
+    step = config.cluster.world * config.train.batch_size * config.train.micro_steps
+    return step * config.data.seq_len * config.train.steps
+
+
 MOST = [(name, some_arms) for name in NAMES]
 ALL = [pytest.param(name, all_arms, marks=pytest.mark.slow) for name in NAMES]
 each_arm = pytest.mark.parametrize(("name", "arms"), [*MOST, *ALL])
@@ -74,6 +79,9 @@ def test_an_arm_differs_from_its_baseline_in_the_recipe_alone(name: str, arms: A
             peer = config_of(name, arm.name).engine.name == "deepspeed"
             free = ("recipe.", "model.lora.", "train.lr") if name in ADAPTERS else ("recipe.",)
             free += ("engine.", "train.param_dtype", "train.reduce_dtype") if peer else ()
+            if arm.role == "order_control":  # a step's gradients in two sums are as many
+                free += ("train.batch_size", "train.micro_steps")
+                assert tokens_of(config_of(name, arm.name)) == tokens_of(base_of(name, arm))
             assert all(key.startswith(free) for key in changed), (arm.name, changed)
 
 

@@ -67,6 +67,12 @@ def _of(result: StudyResult, base: ArmResult) -> list[str]:
             f"says how large a gap noise makes. {_elsewhere(result)}"
         ]
     control = next(arm.name for arm in arms if arm.arm.role == "order_control")
+    if noise == 0.0:
+        return [
+            f"{base.name} has one seed, so nothing is tested, and {control} equals it in every "
+            f"digit: its order of sums changed nothing, so it says nothing of noise. "
+            f"{_elsewhere(result)}"
+        ]
     return [
         f"{base.name} has one seed, so nothing is tested. {control}, in which only the order of "
         f"sums differs, strays up to {_nats(noise)} nats from it in the second half of training: "
@@ -77,9 +83,9 @@ def _of(result: StudyResult, base: ArmResult) -> list[str]:
 def _elsewhere(result: StudyResult) -> str:
     """What the controls of other baselines say, or what would help."""
     bases = [arm for arm in result.arms if arm.verdict == "baseline"]
-    known = {b.name: n for b in bases if (n := noise_of(result, b)) is not None}
+    known = {b.name: n for b in bases if (n := noise_of(result, b))}
     if not known:
-        return "More seeds would, or recipe=zero3_reordered."
+        return "More seeds would, or an order control."
     said = [f"{_nats(noise)} nats from {name}" for name, noise in known.items()]
     return f"The nearest to it: order controls stray up to {', '.join(said)}."
 
@@ -94,7 +100,7 @@ def _sides(arms: Sequence[ArmResult], noise: float) -> str:
 
 
 def _beyond(gap: float, noise: float) -> str:
-    return f"{signed(gap)}, {abs(gap) / noise:,.1f} times" if noise else signed(gap)
+    return f"{signed(gap)}, {abs(gap) / noise:,.1f} times"
 
 
 def _nats(noise: float) -> str:

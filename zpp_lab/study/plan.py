@@ -69,6 +69,7 @@ class Planner:
         if faults:
             raise ValueError("\n".join(self._told(*fault) for fault in faults.items()))
         _check_different(study, self._configs)
+        _check_order_controls(study, self._configs)
 
     def _told(self, error: str, whose: Sequence[str]) -> str:
         """One line for a fault, however many arms have it."""
@@ -196,6 +197,25 @@ def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
             raise ValueError(
                 f"study {study.name}: arms {other} and {name} have the same settings; "
                 "check their overrides and factors, or drop one"
+            )
+
+
+def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> None:
+    """Two numbers have one sum in either order: a reversed sum of two ranks is no control."""
+    for arm in study.arms:
+        config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
+        cluster, recipe = config.cluster, config.recipe
+        terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.hops == 2 else cluster.world
+        if (
+            arm.role == "order_control"
+            and recipe.order == "reversed"
+            and terms <= 2
+            and config.train.micro_steps == base.train.micro_steps
+        ):
+            raise ValueError(
+                f"study {study.name}, arm {arm.name}: a sum of {terms} ranks is the same in both "
+                "orders, so this control cannot differ from its baseline; let it halve "
+                "train.batch_size and double train.micro_steps, with its baseline's recipe"
             )
 
 
