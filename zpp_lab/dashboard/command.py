@@ -88,4 +88,5 @@ def _verdicts(root: Path) -> str:
         )
         return ""
     result: Any = read_result(root)
-    return f"{verdict_markdown(result)}\n\n{margin_line(result)}"
+    notes = "\n".join(f"- {note}" for note in result.notes)
+    return "\n\n".join(filter(None, [verdict_markdown(result), margin_line(result), notes]))

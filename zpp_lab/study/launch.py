@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -17,8 +17,9 @@ from zpp_lab.study.outcome import StudyOutcome
 from zpp_lab.study.plan import Compose, PlannedRun, Planner, to_do
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Queue, Stop, stop_on_signals
-from zpp_lab.study.runs import find_runs, write_study
+from zpp_lab.study.runs import Run, find_runs, last_step, read_json, write_study
 from zpp_lab.study.slots import make_places
+from zpp_lab.study.states import told
 from zpp_lab.tracking import start_study_sink
 
 ENTRY = "zpp_lab.launcher:launch"
@@ -195,7 +196,15 @@ def _outcome(
             if run not in waiting and ended.get(run.dir, "unfinished") == "unfinished"
         ],
         waiting=[str(run) for run in waiting],
+        ends={str(run): end for run in runs if not run.finished and (end := _end(run))},
     )
+
+
+def _end(run: PlannedRun) -> str:
+    """How a run stands that has not finished; "" for one that was never started."""
+    step, failure = last_step(run.dir), read_json(run.dir / "failure.json")
+    found = Run(run.dir, run.arm, run.seed, asdict(run.config), None, failure, step)
+    return told(found) if step or failure else ""
 
 
 def _compose() -> Compose:

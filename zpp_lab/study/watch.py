@@ -152,7 +152,7 @@ def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
         own = [s for s in states if s.arm == arm.name]
         losses = [s.loss for s in own if s.loss is not None]
         others = Counter(s.state for s in own if s.state in ENDED and s.state != "finished")
-        now = [f"seed {s.seed}: {s.step}/{s.steps or '?'}" for s in own if s.state == "running"]
+        now = [_now(s) for s in own if s.state in ("running", "stopped")]
         table.add_row(
             arm.name,
             f"{sum(s.state == 'finished' for s in own)} of {len(own)}",
@@ -161,6 +161,11 @@ def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
             ", ".join(f"{n} {_words(state)}" for state, n in others.items()),
         )
     return table
+
+
+def _now(s: RunState) -> str:
+    where = "stopped at " if s.state == "stopped" else ""
+    return f"seed {s.seed}: {where}{s.step}/{s.steps or '?'}"
 
 
 def _words(state: str) -> str:
