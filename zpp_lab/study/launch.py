@@ -14,7 +14,7 @@ from zpp_lab.study import attempts
 from zpp_lab.study.locks import only_one
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import StudyOutcome
-from zpp_lab.study.plan import Compose, PlannedRun, Planner, to_do
+from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, to_do
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Queue, Stop, stop_on_signals
 from zpp_lab.study.runs import Run, find_runs, last_step, read_json, write_study
@@ -66,6 +66,8 @@ def run_study(
         raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
+    if launcher is None:  # elsewhere other folders may be there
+        check_runs(study, runs)
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)

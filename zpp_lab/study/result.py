@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.folders import below
 from zpp_lab.study.arms import study_of
 from zpp_lab.study.plan import PREPARE
-from zpp_lab.study.runs import find_runs, read_run, read_study
+from zpp_lab.study.runs import STUDY_FILE, find_runs, read_run, read_study
 from zpp_lab.study.states import told
 from zpp_lab.study.verdict import StudyResult, judge_study
 
@@ -22,6 +23,11 @@ def read_result(root: Path, study: StudyConfig | None = None) -> StudyResult:
     study = study or read_study(root)
     if study is not None:
         return judge_study(study, runs, _prepare_notes(root, study))
+    if not runs:
+        raise ValueError(
+            f"{root}: no runs in or below it (none has a config.yaml); run something first, or "
+            f"name another folder{below(root.resolve().parent, STUDY_FILE)}"
+        )
     return judge_study(*study_of(root.resolve().name, runs))
 
 

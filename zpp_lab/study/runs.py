@@ -20,6 +20,7 @@ import yaml
 
 from zpp_lab.config import StudyConfig, load
 from zpp_lab.files import write_atomic
+from zpp_lab.folders import missing
 from zpp_lab.study.locks import held
 from zpp_lab.tracking.jsonl import from_json, read
 
@@ -179,7 +180,7 @@ def write_study(root: Path, study: StudyConfig) -> None:
 
 def _run_folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
-        raise ValueError(f"{root}: no such folder; give the folder of a study or of runs")
+        raise ValueError(f"{root}: {missing(root)}; give the folder of a study or of runs")
     for place, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in _NOT_RUNS and not f.startswith("."))
         begun = any(mark in files for mark in _MARKS)

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.folders import missing
 from zpp_lab.study.locks import held
 from zpp_lab.study.plan import check_folder, run_folder
 from zpp_lab.study.progress import duration
@@ -50,7 +51,11 @@ class Watch:
         """ValueError when `root` holds no study, or another one."""
         found = read_study(root) if root.is_dir() else None
         if found is None:
-            raise ValueError(f"{root}: no study has been started here; start it without --watch")
+            said = "" if root.is_dir() else f" ({missing(root)})"
+            raise ValueError(
+                f"{root}: no study has been started here{said}; start it without --watch, or name "
+                "its folder with --dir"
+            )
         if study is not None:
             check_folder(study, root)
         self.root, self.study = root, found
