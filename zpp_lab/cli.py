@@ -120,7 +120,8 @@ def _told(error: OSError) -> str:
     if isinstance(error.filename, str) and error.errno == errno.ENOENT:
         return f"{error.filename}: {missing(Path(error.filename), 'file or folder')}{_CHECK}"
     fix = _FIXES.get(error.errno or 0, "")
-    return text if not fix or fix in text or "make room" in text else f"{text}; {fix}"
+    told = error.filename is None and "; " in text  # whoever raised it has named one
+    return text if told or not fix else f"{text}; {fix}"
 
 
 if __name__ == "__main__":

@@ -320,7 +320,10 @@ class Trainer:
         if tracker is not None:
             tracker.fail(failure)
         elif self.rank == 0:
-            write_failure(self.folder, failure)
+            try:
+                write_failure(self.folder, failure)
+            except OSError as fault:  # the failure itself is what must be seen
+                print(fault, file=sys.stderr)
 
 
 def _checkpoints(
