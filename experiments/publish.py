@@ -3,7 +3,8 @@
 STUDY_FOLDER is what `zpp-lab study` or collect.py left. Written into PAGE_FOLDER:
 
     results.csv    a row a step of every run: losses, gap, bytes, tokens/s
-    table.md       a row an arm: losses, gap, speed, bytes, memory; what the runs had in common
+    table.md       a row an arm: losses, gap, speed, bytes, memory; which runs have not finished and
+                   how far they came; what the runs had in common
     study.yaml, report.md, figures/*.svg    what `zpp-lab report` makes of them
 
 Speeds are medians over the steps of all seeds, so evaluations and compiling stay out.
@@ -68,10 +69,12 @@ def main() -> int:
 
 
 def table(result: StudyResult) -> str:
-    """The arms and the facts in Markdown."""
-    rows = [cells(result, arm) for arm in result.arms if arm.runs]
+    """All arms, which runs do not count and why, and the facts, in Markdown."""
+    rows = [cells(result, arm) for arm in result.arms]
     shared = [f"- {what}: {value}" for what, value in facts(result) if value != NOTHING]
-    return f"{markdown_table(COLUMNS, rows)}\n\n" + "\n".join(shared) + "\n"
+    left_out = "\n".join(f"- {note}" for note in result.notes)
+    parts = [markdown_table(COLUMNS, rows), left_out, "\n".join(shared)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def cells(result: StudyResult, arm: ArmResult) -> list[str]:

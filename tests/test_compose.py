@@ -115,3 +115,9 @@ def test_a_study_does_not_extend_itself(tmp_path: Path) -> None:
     name = written(tmp_path, "mine", f"extends: {tmp_path}/mine.yaml\nname: mine\n")
     with pytest.raises(ValueError, match="extends itself"):
         load_study(name)
+
+
+def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose(["run.dir=~/runs/a", "data=text", "data.path='~/some texts'"])
+    assert (config.run.dir, config.data.path) == ("/home/me/runs/a", "/home/me/some texts")

@@ -7,12 +7,14 @@ import difflib
 import errno
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from zpp_lab.commands.adding import FORMAT, Add, check_words
 from zpp_lab.commands.machine import add_machine
 from zpp_lab.commands.results import add_results, report_advice
 from zpp_lab.commands.training import add_training
 from zpp_lab.commands.weights import add_weights
+from zpp_lab.folders import missing
 
 ABOUT = """Train with quantized collectives, judge what that costs, plan and measure runs.
 
@@ -23,6 +25,23 @@ ABOUT = """Train with quantized collectives, judge what that costs, plan and mea
     zpp-lab plan model=13b cluster=1x4                   what a run will send and hold"""
 EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
 75 stopped by --for; 130 stopped by Ctrl-C (the same command goes on)"""
+
+
+_CHECK = "; check the path, and that its folder can be written"
+_ROOM = "make room, then the same command goes on"
+_WRITABLE = "name a place that you may read and write, or change its permissions"
+_FIXES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: f"a file may not grow so large here (ulimit -f): raise the limit or {_ROOM}",
+    errno.ENOTDIR: "a part of this path is a file: name another one",
+    errno.EEXIST: "a file of that name is there: name another one, or delete it",
+    errno.EISDIR: "this is a folder: name a file",
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+    errno.ENOENT: "check the path, and that its folder is there",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,9 +117,11 @@ def _told(error: OSError) -> str:
     text = error.strerror[:1].lower() + error.strerror[1:]
     if error.filename is not None:
         text = f"{error.filename}: {text}"
-    if error.errno == errno.ENOSPC and "make room" not in text:
-        text += "; make room, then the same command goes on"
-    return text
+    if isinstance(error.filename, str) and error.errno == errno.ENOENT:
+        return f"{error.filename}: {missing(Path(error.filename), 'file or folder')}{_CHECK}"
+    fix = _FIXES.get(error.errno or 0, "")
+    told = error.filename is None and "; " in text  # whoever raised it has named one
+    return text if told or not fix else f"{text}; {fix}"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from zpp_lab.config import Config, StudyConfig, load, unknown_key, valid_names
 from zpp_lab.factors import expand_arms
+from zpp_lab.hydra_words import from_home
 from zpp_lab.paths import conf_dir
 
 
@@ -25,7 +26,7 @@ def compose(overrides: list[str]) -> Config:
     """The run that `zpp-lab train <overrides>` would do; ValueError lists the valid names."""
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = hydra_compose(config_name="config", overrides=overrides)
+            composed = hydra_compose("config", [from_home(word) for word in overrides])
     except HydraException as error:
         raise ValueError(explain(error, overrides)) from None
     return to_config(composed)

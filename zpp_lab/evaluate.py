@@ -27,6 +27,7 @@ from zpp_lab.engines.losses import mean_loss, token_losses
 from zpp_lab.export.model import open_run
 from zpp_lab.export.wire import WireWeights, codec_text, parse_codec
 from zpp_lab.files import write_atomic
+from zpp_lab.folders import below, missing
 from zpp_lab.heldout import Heldout, open_heldout
 from zpp_lab.models import build_model
 from zpp_lab.models.start import Start, fill, materialize, whole
@@ -67,13 +68,18 @@ def evaluate(
     """
     for path in (*paths, *([data] if data else [])):
         if not path.is_dir():
-            raise ValueError(f"{path}: no such folder; give a run's, or a model's for transformers")
+            raise ValueError(
+                f"{path}: {missing(path)}; give a run's, or a model's for transformers"
+            )
+    for path in paths:
+        if not _is_run(path) and not (path / "config.json").is_file():
+            inside = below(path, CONFIG) or below(path, f"*/{CONFIG}") or below(path, "config.json")
+            raise ValueError(
+                f"{path} is neither a run (config.yaml) nor a model (config.json){inside}; name one"
+            )
     source = data or next((p for p in paths if _is_run(p)), None)
     if source is None:
         raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")
-    for path in paths:
-        if not _is_run(path) and not (path / "config.json").is_file():
-            raise ValueError(f"{path} is neither a run (config.yaml) nor a model (config.json)")
     bench = _Bench.of(source, tokens, device)
     measured = [
         _run_rows(p, bench, codecs) if _is_run(p) else [_folder_row(p, bench)] for p in paths
@@ -241,6 +247,8 @@ def evaluate_command(
     """`zpp-lab evaluate`: a table, and a file."""
     if out is not None and out.suffix not in (".csv", ".json"):
         raise ValueError(f"{out}: give a file that ends with .csv or .json")
+    if out is not None:  # before the work, not after it
+        out.parent.mkdir(parents=True, exist_ok=True)
     rows = evaluate(paths, data, [parse_codec(c) for c in codecs], tokens, device)
     print(table(rows))
     if out is not None:

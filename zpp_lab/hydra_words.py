@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,3 +30,13 @@ def written(value: Any) -> str:
 def quote(value: str) -> str:
     """`value` as a quoted string of Hydra's override grammar."""
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+
+
+def from_home(override: str) -> str:
+    """`name=~/x` with the user's own folder in place of ~, which no shell expands behind a name and
+    Hydra cannot read; other overrides as they are."""
+    name, mark, value = override.partition("=")
+    bare = value.strip("\"'")
+    if not mark or not (bare == "~" or bare.startswith("~/")) or "," in bare:
+        return override
+    return f"{name}={quote(os.path.expanduser(bare))}"

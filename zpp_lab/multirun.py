@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from zpp_lab.compose import explain, to_config
+from zpp_lab.hydra_words import from_home
 from zpp_lab.paths import conf_dir
 
 
@@ -29,6 +30,7 @@ def multirun(overrides: list[str]) -> int:
     if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
         # Written out, because a job elsewhere has no such variable.
         overrides = [*overrides, f"hydra.sweep.dir={folder}"]
+    overrides = [from_home(word) for word in overrides]
     try:
         fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
         exclude = ",".join(["seed", "run.dir", *fixed])

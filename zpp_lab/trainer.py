@@ -33,6 +33,7 @@ from zpp_lab.files import write_atomic
 from zpp_lab.footprint import StartUp, peak_gib
 from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
+from zpp_lab.inputs import check_inputs
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece
@@ -91,6 +92,7 @@ class Trainer:
     def run(self) -> Record:
         tracker: Tracker | None = None
         try:
+            check_inputs(self.config)
             data = open_data(self.config.data)
             self._look_at(data)
             self.start_up.done("data")
@@ -298,8 +300,6 @@ class Trainer:
 
     def _start_from(self, engine: Engine, path: Path) -> None:
         """Weights and optimizer of any engine and cluster; steps count from 0."""
-        if not path.exists():
-            raise FileNotFoundError(f"run.start_from={path}: there is no such checkpoint")
         if path.is_dir():
             _check_resumes(not holds_weights_only(path), path)
         if path.is_dir() and self.config.engine.name == "fsdp":
@@ -320,7 +320,10 @@ class Trainer:
         if tracker is not None:
             tracker.fail(failure)
         elif self.rank == 0:
-            write_failure(self.folder, failure)
+            try:
+                write_failure(self.folder, failure)
+            except OSError as fault:  # the failure itself is what must be seen
+                print(fault, file=sys.stderr)
 
 
 def _checkpoints(

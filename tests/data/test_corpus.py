@@ -165,6 +165,7 @@ class TestHub:
 
         fake = types.SimpleNamespace(load_dataset=load_dataset, calls=calls)
         monkeypatch.setitem(sys.modules, "datasets", fake)
+        monkeypatch.setattr("zpp_lab.hub.reachable", lambda: True)
         corpus = open_corpus(DataConfig(name="hf", path="some/set", subset="en", **changes))
         assert isinstance(corpus, HubCorpus)
         return corpus
@@ -196,6 +197,13 @@ class TestHub:
         corpus = self.corpus(monkeypatch, rows())
         with pytest.raises(ValueError, match=r"data\.path=some/set .*: connection reset"):
             list(corpus.documents())
+
+    def test_without_a_network_the_answer_is_quick(self, monkeypatch):
+        corpus = self.corpus(monkeypatch)
+        monkeypatch.setattr("zpp_lab.hub.reachable", lambda: False)
+        with pytest.raises(ValueError, match=r"data\.path=some/set: .*hf download some/set"):
+            list(corpus.documents())
+        assert not sys.modules["datasets"].calls
 
     def test_without_the_package(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "datasets", None)

@@ -208,7 +208,7 @@ def test_mistakes_name_the_fix(kind: str, options: dict[str, Any], says: str) ->
 
 
 def test_mistakes_of_paths_and_settings(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no folder with a config"):
+    with pytest.raises(ValueError, match=r"has no config\.json: name the folder"):
         build_model(settings("llama", path=str(tmp_path)), VOCAB)
     options = {"model_type": "t5", "dropout_rate": 0.0}
     with pytest.raises(ValueError, match="t5: Unrecognized configuration class"):

@@ -82,7 +82,8 @@ def test_out_of_time_and_on_again(tmp_path: Path) -> None:
     assert outcome.exit_code == PAUSED
     assert outcome.unfinished == ["long seed 1", "z seed 1"]
     assert "long seed 1: stopped after step 3 of 4" in text
-    assert "Out of time. The same command goes on" in text
+    told = "Out of time:\n  long seed 1: stopped after step 3 of 4\n  1 not started\nThe same"
+    assert told in text
     assert started(tmp_path) == ["zero3 1", "long paused"]  # z would have had no time
     assert not list(tmp_path.glob("*/*/failure.json"))
     assert not list(tmp_path.glob("*/*/attempts.jsonl"))

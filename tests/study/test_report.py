@@ -164,11 +164,11 @@ def test_report_of_failed_and_missing_runs(tmp_path: Path) -> None:
     write_failure(tmp_path / "w2" / "seed1", w2, 1, "diverged", "loss <b>is</b> NaN")
     report = build_report(tmp_path, fake_study((zero3, w4, w2, ARMS[7]), seeds=3))
     html = report.html.read_text()
-    assert "w4: seed 2 ran out of memory (CUDA out of memory)." in html
+    assert "w4: seed 2 ran out of memory after step 100 of 300 (CUDA out of memory)." in html
     assert "loss &lt;b&gt;is&lt;/b&gt; NaN" in html
     assert "diverged (1 of 3 seeds)" in report.table
     assert "needs at least 2 seeds" in report.table
-    assert "not run" in report.table
+    assert "not run (never started)" in report.table
     outcomes = [row["outcome"] for row in csv.DictReader(report.csv.open())]
     assert outcomes == ["finished", "finished", "finished", "out_of_memory", "diverged"]
     assert "nan" not in report.csv.read_text().lower()

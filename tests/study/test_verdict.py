@@ -128,7 +128,7 @@ def test_gaps_are_paired_by_seed() -> None:
 def test_missing_seeds_are_left_out_and_named() -> None:
     result, arm = judged(*shifted(0.05, 0.051))
     assert (arm.verdict, arm.gap and arm.gap.n) == ("worse", 2)
-    assert result.notes == ["arm: seed 3 has not finished."]
+    assert result.notes == ["arm: seed 3 has not been started."]
     _, arm = judged(*shifted(0.05, 0.051, 0.052), run("zero3", 2, outcome="crashed"))
     assert sorted(arm.gaps) == [1, 3]
 
@@ -141,7 +141,7 @@ def test_equal_to_the_last_bit() -> None:
 def test_divergence_is_a_verdict_of_its_own() -> None:
     result, arm = judged(*shifted(0.0, 0.0), run("arm", 3, outcome="diverged"))
     assert arm.text == "diverged (1 of 3 seeds)"
-    assert result.notes == ["arm: seed 3 diverged (it broke)."]
+    assert result.notes == ["arm: seed 3 diverged before step 1 (it broke)."]
     _, arm = judged(run("arm", 1, float("nan")))
     assert arm.verdict == "diverged"
     both = [run("arm", 3, outcome="diverged"), run("zero3", 3, outcome="diverged")]
@@ -153,16 +153,17 @@ def test_failed_runs_leave_the_others_to_judge(outcome: str) -> None:
     _, arm = judged(*shifted(0.05, 0.051), run("arm", 3, outcome=outcome))
     assert arm.verdict == "worse"
     _, arm = judged(*(run("arm", seed, outcome=outcome) for seed in BASE))
-    assert arm.text == f"failed ({outcome.replace('_', ' ')})"
+    assert arm.text == f"failed ({outcome.replace('_', ' ')} before step 1)"
     _, arm = judged(run("arm", 1, outcome="interrupted"))
-    assert arm.verdict == "not run"
+    assert arm.text == "unfinished (1 of 3 runs began; the furthest is before step 1)"
 
 
 def test_without_a_baseline_nothing_is_judged() -> None:
     result = judge_study(STUDY, shifted(0.0, 0.0, 0.0))
     assert result.margin is None
     assert [arm.verdict for arm in result.arms] == ["not run", "no baseline"]
-    assert result.arms[1].text == "no baseline (it ran, its baseline has not)"
+    assert result.arms[1].text == "no baseline (it finished, its baseline has not)"
+    assert result.arms[0].text == "not run (never started)"
 
 
 def test_arms_and_seeds_outside_the_study_are_left_out() -> None:

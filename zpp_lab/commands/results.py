@@ -71,8 +71,10 @@ def _predict(machine: str | None) -> Predict | None:
     """The predictions of a machine's figures; only these need torch."""
     if machine is None:
         return None
+    from zpp_lab.cost.machine import load_machine
     from zpp_lab.predicted import predictions
 
+    load_machine(machine)  # a mistyped one, before anything is drawn
     return partial(predictions, machine=machine)
 
 

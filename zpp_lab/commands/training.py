@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,12 +103,20 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
         return 0
+    from zpp_lab.inputs import check_inputs
     from zpp_lab.launcher import RankFailed, launch, leave
+    from zpp_lab.place import placed
+    from zpp_lab.study.locks import at_work
 
     folder = run_dir(config)
     ended = (folder / SUMMARY).is_file()
+    if not ended:
+        check_inputs(config)
+    # ranks that somebody else started share the folder; nobody of them holds it
+    alone = nullcontext() if ended or placed(os.environ) else at_work(folder)
     try:
-        summary = launch(config)
+        with alone:
+            summary = launch(config)
     except RankFailed as error:
         print(f"zpp-lab train: {error}", file=sys.stderr)
         return 1

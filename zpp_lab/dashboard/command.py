@@ -11,6 +11,7 @@ from zpp_lab.config import StudyConfig, TrackingConfig
 from zpp_lab.dashboard.apply import apply
 from zpp_lab.dashboard.publish import tracking_of
 from zpp_lab.dashboard.spec import FILE, make_spec, read_spec, write_spec
+from zpp_lab.folders import nearest
 from zpp_lab.study.runs import STUDY_FILE, read_study
 from zpp_lab.tracking.wandb_mode import find_key, resolve
 
@@ -28,7 +29,7 @@ def dashboard(
         study, tracking = _study_of(root), tracking_of(root)
         out, verdicts = out or root / FILE, _verdicts(root)
     else:
-        study, tracking, verdicts = load_study(target), {}, ""
+        study, tracking, verdicts = _planned(root, target), {}, ""
         out = out or Path(f"{study.name}-{FILE}")
     spec = make_spec(
         study,
@@ -67,6 +68,16 @@ def apply_file(path: Path) -> int:
     return 0
 
 
+def _planned(root: Path, target: str) -> StudyConfig:
+    """A study by its name or YAML file."""
+    try:
+        return load_study(target)
+    except ValueError as error:
+        near = nearest(root)
+        hint = f", or a study's folder: did you mean {near}?" if near and near.is_dir() else ""
+        raise ValueError(f"{error}{hint}") from None
+
+
 def _study_of(root: Path) -> StudyConfig:
     study = read_study(root)
     if study is None:
@@ -88,4 +99,5 @@ def _verdicts(root: Path) -> str:
         )
         return ""
     result: Any = read_result(root)
-    return f"{verdict_markdown(result)}\n\n{margin_line(result)}"
+    notes = "\n".join(f"- {note}" for note in result.notes)
+    return "\n\n".join(filter(None, [verdict_markdown(result), margin_line(result), notes]))

@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from zpp_lab import hub
 from zpp_lab.config import DataConfig
+from zpp_lab.folders import missing
 
 # The standard library's own tests and what is installed beside it are left out.
 _STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -152,8 +154,8 @@ def installation_corpus(
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     if extra is not None:
-        if not extra.is_dir():
-            raise ValueError(f"data.path={extra}: no such folder")
+        if not extra.expanduser().is_dir():
+            raise ValueError(f"data.path={extra}: {missing(extra.expanduser())}")
         roots["extra"] = extra.expanduser().resolve()
     parts: list[tuple[str, FileCorpus]] = []
     for name, root in roots.items():
@@ -185,10 +187,13 @@ def text_corpus(path: Path, max_bytes: int = 0, suffix: str = "") -> FileCorpus:
         root = path
         files = _scan(path, lambda n: _visible(n) and n.endswith(suffix), enter=_visible)
     else:
-        raise ValueError(f"data.path={path}: no such file or folder")
+        raise ValueError(f"data.path={path}: {missing(path, 'file or folder')}")
     if not files:
         what = f"no *{suffix} file" if suffix else "no text"
-        raise ValueError(f"data.path={path}: {what} in there (every file is empty or hidden)")
+        raise ValueError(
+            f"data.path={path}: {what} in there (empty and hidden files do not count); name the "
+            f"{'file or folder' if suffix else 'folder'} that has some"
+        )
     return FileCorpus(root, _cut(files, max_bytes))
 
 
@@ -289,6 +294,12 @@ class HubCorpus:
             raise ValueError(
                 "data.name=hf needs the `datasets` package: pip install zpp_lab[hf]"
             ) from None
+        if not Path(self.path).exists() and not hub.reachable():
+            raise ValueError(
+                f"data.path={self.path}: {missing(Path(self.path))}, and {hub.why_not()}: where "
+                f"there is a network, `hf download {self.path} --repo-type dataset --local-dir "
+                "FOLDER`, then data.path=FOLDER here"
+            )
         try:
             yield from datasets.load_dataset(
                 self.path, self.subset, split=self.split, streaming=True

@@ -36,7 +36,7 @@ from zpp_lab.data.tokenizer import (
     Tokenizer,
     after_character,
 )
-from zpp_lab.files import sync_folder
+from zpp_lab.files import is_full, sync_folder
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -66,9 +66,13 @@ def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
             raise OSError(
                 error.errno,
                 f"cannot write token files to {folder.parent.absolute()}: "
-                f"{error.strerror or error}; make room there or set data.cache_dir",
+                f"{error.strerror or error}; {_fix(error)}set data.cache_dir to another folder",
             ) from error
     return folder, meta
+
+
+def _fix(error: OSError) -> str:
+    return "make room there, or " if is_full(error) else ""
 
 
 def is_prepared(corpus: Corpus, cfg: DataConfig) -> bool:

@@ -23,6 +23,7 @@ from zpp_lab.export.merged import merge_adapters
 from zpp_lab.export.shards import LIMIT, write_safetensors
 from zpp_lab.export.target import Target, target_of
 from zpp_lab.export.tokenizer import write_tokenizer
+from zpp_lab.folders import below, missing
 from zpp_lab.saved import SavedWeights, newest
 from zpp_lab.tracking.folder import CONFIG, read_yaml
 
@@ -63,9 +64,20 @@ def open_run(run: Path) -> tuple[Config, SavedWeights]:
 
 def run_config(run: Path) -> Config:
     """ValueError when `run` is no run's folder."""
+    if not run.is_dir():
+        raise ValueError(
+            f"{run} is no run's folder: {missing(run)}; name one, such as RUNS/ARM/seed1"
+        )
     if not (run / CONFIG).is_file():
-        raise ValueError(f"{run} is no run's folder: it has no {CONFIG}")
+        raise ValueError(
+            f"{run} is no run's folder: it has no {CONFIG}{_runs_below(run)}; name one, such as "
+            "RUNS/ARM/seed1"
+        )
     return load(Config, read_yaml(run / CONFIG))
+
+
+def _runs_below(folder: Path) -> str:
+    return below(folder, CONFIG) or below(folder, f"*/{CONFIG}")
 
 
 @contextmanager

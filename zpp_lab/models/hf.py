@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
+from zpp_lab import hub
 from zpp_lab.config import ModelConfig
+from zpp_lab.folders import missing
+from zpp_lab.inputs import DOWNLOAD, check_model_path
 from zpp_lab.models.hf_loss import check_head, head_losses
 from zpp_lab.models.hf_start import RandomStart, SavedStart
 from zpp_lab.models.loss import mean_of, times
@@ -46,6 +49,7 @@ def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
 
 def read_config(cfg: ModelConfig) -> Any:
     """The transformers config of `model.path`, or of `model.options.model_type`, with options."""
+    check_model_path(cfg)
     library, options = _transformers(), dict(cfg.options or {})
     if cfg.path is None:
         base = _config_of_kind(library, options.pop("model_type"))
@@ -77,14 +81,25 @@ def _config_of_kind(library: Any, kind: str) -> Any:
 
 
 def _config_at(library: Any, path: str) -> Any:
+    """Of a folder, of a config.json, or of a name on the Hub; without a network that one comes
+    from the Hub's cache, or the error does at once."""
+    here = Path(path).exists()
+    online = here or hub.reachable()
     try:
-        return library.AutoConfig.from_pretrained(path)
+        return library.AutoConfig.from_pretrained(path, local_files_only=not online)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
+    if here:
         raise ValueError(
-            f"model.path={path}: no folder with a config.json, and no model that transformers "
-            f"can fetch ({first})"
-        ) from None
+            f"model.path={path}: transformers cannot read its config ({first}); fetch it again"
+        )
+    name = f"model.path={path}: {missing(Path(path))}"
+    if online:
+        raise ValueError(f"{name}, and no model that the Hub gives ({first}); {DOWNLOAD}")
+    raise ValueError(
+        f"{name}, nothing of that name in the Hub's cache, and {hub.why_not()}: where there is a "
+        f"network, `hf download {path} --local-dir FOLDER`, then model.path=FOLDER here"
+    )
 
 
 def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module]]:

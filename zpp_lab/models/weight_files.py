@@ -91,7 +91,8 @@ def _in_each(folder: Path) -> dict[str, Path]:
     if not found:
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         hint = f" but {pickles[0]}: save the model again as safetensors" if pickles else ""
-        raise ValueError(f"model.path={folder} has no .safetensors file{hint}")
+        fix = hint or ": fetch it whole, or leave out model.weights=pretrained for a random start"
+        raise ValueError(f"model.path={folder} has no .safetensors file{fix}")
     return found
 
 

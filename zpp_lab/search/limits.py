@@ -17,11 +17,11 @@ from typing import Literal
 from zpp_lab.config import Config, RecipeConfig, StudyConfig, load
 from zpp_lab.search.sameness import Numbers
 from zpp_lab.study.result import read_result
+from zpp_lab.study.states import NO_ANSWER
 from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult, judge_study
 
 Kind = Literal["allowed", "loss", "not measured"]
-OPEN = ("no baseline", "not run", "failed")  # verdicts that say nothing
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ def read_limit(folder: Path, max_gap: float | None = None, undecided: bool = Fal
 
 def _check(folder: Path, result: StudyResult) -> None:
     """Controls are asked with the study's own margin, which they were planned for."""
-    judged = [a for a in result.arms if a.verdict not in (*OPEN, "baseline")]
+    judged = [a for a in result.arms if a.verdict not in (*NO_ANSWER, "baseline")]
     if result.margin is None or not judged:
         what = "its baseline has no finished run" if result.margin is None else "no arm has one"
         raise ValueError(
             f"{folder}: no verdicts yet ({what}); finish the study with `zpp-lab study "
             f"{result.study.name} --dir {folder}`, or leave --study out"
         )
-    wrong = [c for c in result.controls if not c.ok and c.verdict not in (*OPEN, "undecided")]
+    wrong = [c for c in result.controls if not c.ok and c.verdict not in (*NO_ANSWER, "undecided")]
     if wrong:
         raise ValueError(
             f"{folder}: {wrong[0].text} Its verdicts say nothing until that is explained; take "
@@ -132,7 +132,7 @@ def _check(folder: Path, result: StudyResult) -> None:
 
 
 def _measured(folder: Path, arm: ArmResult) -> Measured | None:
-    if arm.verdict in OPEN or arm.first_run is None:
+    if arm.verdict in NO_ANSWER or arm.first_run is None:
         return None
     try:
         config = load(Config, arm.first_run.config)

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zpp_lab.study.speedup import FASTER
+from zpp_lab.study.states import NO_ANSWER
 from zpp_lab.study.table import gap_text, percent
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
-_OPEN = ("undecided", "no baseline", "not run", "failed")
+_OPEN = ("undecided", *NO_ANSWER)
 _LISTED = 8  # arms named in one sentence
 RULES = (
     "If a control came out wrong, nothing is advised; while one is undecided, that is said.",

@@ -19,11 +19,11 @@ from typing import Any
 from zpp_lab.config import Config
 from zpp_lab.files import write_atomic
 from zpp_lab.study.memory import shape
-from zpp_lab.study.outcome import LOG, ended_run, log_tail
+from zpp_lab.study.outcome import ended_run, log_tail
 from zpp_lab.study.plan import PlannedRun
 from zpp_lab.study.pool import Pool
 from zpp_lab.study.queue import Stop
-from zpp_lab.study.runs import last_step, read_metrics
+from zpp_lab.study.runs import LOG, last_step, read_metrics
 from zpp_lab.study.slots import Need, Places, gpus_needed
 
 FOLDER = ".calibration"  # hidden: no run of the study

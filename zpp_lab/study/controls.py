@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zpp_lab.study.states import NO_ANSWER
+
 EXPECTED = {"negative_control": "worse", "order_control": "on par"}
 _WORDS = {"negative_control": "negative control", "order_control": "order control"}
 
@@ -23,6 +25,11 @@ class Control:
         return self.gap is not None
 
     @property
+    def unanswered(self) -> bool:
+        """Whether no run of it can be judged yet."""
+        return self.verdict in NO_ANSWER
+
+    @property
     def ok(self) -> bool:
         """A negative control that diverged is worse than worse."""
         return self.verdict == self.expected or (
@@ -31,9 +38,11 @@ class Control:
 
     @property
     def text(self) -> str:
+        name = f"{_WORDS[self.role].capitalize()} {self.arm}"
         if self.gap is not None:
             gap = f"{self.gap:+.4f}".replace("-", "−")
-            name = f"{_WORDS[self.role].capitalize()} {self.arm}"
             return f"{name}: one seed, which no test can judge (gap {gap} nats)."
+        if self.unanswered:
+            return f"{name}: {self.verdict}, so it has no answer yet; it must be {self.expected}."
         mark = "as it must be" if self.ok else f"but must be {self.expected}"
-        return f"{_WORDS[self.role].capitalize()} {self.arm}: {self.verdict}, {mark}."
+        return f"{name}: {self.verdict}, {mark}."

@@ -48,6 +48,8 @@ def export(root: Path, out: Path, steps: bool = False) -> int:
             rows = run_rows(result, root)
             count = write(part, _types(rows), iter([rows]))
         os.replace(part, out)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {out}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
     return count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zpp_lab.study.appendix import Appendix, facts
 from zpp_lab.study.certainty import COLUMNS as CERTAINTY_COLUMNS
@@ -13,6 +13,7 @@ from zpp_lab.study.curves import Row as CurveRow
 from zpp_lab.study.effects import Estimate, Interaction, MainEffect
 from zpp_lab.study.levels import level_text
 from zpp_lab.study.runs import Run
+from zpp_lab.study.states import cause, state
 from zpp_lab.study.table import NOTHING, perplexity, signed, verdict_rows
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
@@ -134,14 +135,16 @@ def facts_table(result: StudyResult) -> Table:
 
 
 def runs_table(result: StudyResult) -> Table:
-    """One row a run."""
-    columns = ["Arm", "Seed", "Outcome", "Steps", "Held-out loss", "Perplexity"]
-    columns += ["Loss of the fp32 masters", "Gap (nats)", "MiB per step", "Seconds"]
+    """One row a run of the study, begun or not."""
+    columns = ["Arm", "Seed", "State", "Steps", "Held-out loss", "Perplexity"]
+    columns += ["Loss of the fp32 masters", "Gap (nats)", "MiB per step", "Seconds", "Cause"]
     lines = [
-        Line(_run_cells(arm, seed, run), arm.name)
+        Line(_run_cells(arm, seed, arm.runs.get(seed)), arm.name)
         for arm in result.arms
-        for seed, run in sorted(arm.runs.items())
+        for seed in sorted({*result.study.seeds, *arm.runs})
     ]
+    if not any(line.cells[-1] for line in lines):  # nothing failed
+        columns, lines = columns[:-1], [replace(one, cells=one.cells[:-1]) for one in lines]
     return Table("runs", "Every run", columns, lines, {1, *range(3, 10)})
 
 
@@ -149,21 +152,31 @@ def _estimate(e: Estimate) -> list[str]:
     return [signed(e.mean), signed(e.low), signed(e.high), str(e.seeds)]
 
 
-def _run_cells(arm: ArmResult, seed: int, run: Run) -> list[str]:
-    summary = run.summary or {}
-    sent, gap = run.bytes_per_step(), arm.gaps.get(seed)
+def _run_cells(arm: ArmResult, seed: int, run: Run | None) -> list[str]:
+    summary = (run.summary if run else None) or {}
+    sent, loss = (run.bytes_per_step(), run.heldout_loss) if run else (None, None)
+    gap = arm.gaps.get(seed)
     return [
         arm.name,
         str(seed),
-        run.outcome.replace("_", " "),
-        _number(summary.get("steps"), ".0f"),
-        _number(run.heldout_loss, ".4f"),
-        perplexity(run.heldout_loss),
+        state(run),
+        _steps(run),
+        _number(loss, ".4f"),
+        perplexity(loss),
         _number(summary.get("heldout_loss_master"), ".4f"),
         NOTHING if gap is None or arm.verdict == "baseline" else signed(gap),
         _number(None if sent is None else sent / _MIB, ".2f"),
         _number(summary.get("seconds"), ".0f"),
+        cause(run),
     ]
+
+
+def _steps(run: Run | None) -> str:
+    """Those done, and of how many where it has not finished."""
+    if run is None:
+        return NOTHING
+    whole = run.summary is not None or run.steps is None
+    return str(run.step) if whole else f"{run.step} of {run.steps}"
 
 
 def _number(value: float | None, spec: str) -> str:

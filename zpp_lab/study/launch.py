@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -14,11 +14,12 @@ from zpp_lab.study import attempts
 from zpp_lab.study.locks import only_one
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import StudyOutcome
-from zpp_lab.study.plan import Compose, PlannedRun, Planner, to_do
+from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, to_do
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Queue, Stop, stop_on_signals
-from zpp_lab.study.runs import find_runs, write_study
+from zpp_lab.study.runs import Run, find_runs, last_step, read_json, write_study
 from zpp_lab.study.slots import make_places
+from zpp_lab.study.states import told
 from zpp_lab.tracking import start_study_sink
 
 ENTRY = "zpp_lab.launcher:launch"
@@ -65,6 +66,8 @@ def run_study(
         raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
+    if launcher is None:  # elsewhere other folders may be there
+        check_runs(study, runs)
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
@@ -195,7 +198,15 @@ def _outcome(
             if run not in waiting and ended.get(run.dir, "unfinished") == "unfinished"
         ],
         waiting=[str(run) for run in waiting],
+        ends={str(run): end for run in runs if not run.finished and (end := _end(run))},
     )
+
+
+def _end(run: PlannedRun) -> str:
+    """How a run stands that has not finished; "" for one that was never started."""
+    step, failure = last_step(run.dir), read_json(run.dir / "failure.json")
+    found = Run(run.dir, run.arm, run.seed, asdict(run.config), None, failure, step)
+    return told(found) if step or failure else ""
 
 
 def _compose() -> Compose:

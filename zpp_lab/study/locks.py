@@ -23,6 +23,21 @@ def hold(folder: Path) -> IO[str]:
 
 
 @contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, made where it is not there. ValueError when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / FILE, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: a run is at work here already; wait for it or stop it, or give another "
+                "run.dir"
+            ) from None
+        yield
+
+
+@contextmanager
 def only_one(root: Path) -> Iterator[None]:
     """Hold a study's folder, so that two calls never run the same runs at the same time."""
     with open(root / FILE, "w") as file:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zpp_lab.files import write_atomic
 from zpp_lab.piece import PAUSED
 from zpp_lab.study.plan import PlannedRun, write_config
-from zpp_lab.study.runs import Run, read_run
+from zpp_lab.study.runs import LOG, Run, read_run
 
-LOG = "log.txt"  # of a run's process
 _TAIL_LINES, _TAIL_BYTES = 30, 8192
 
 
@@ -32,6 +31,7 @@ class StudyOutcome:
     unfinished: Sequence[str] = ()  # left over by Ctrl-C, SIGTERM or --for
     out_of_time: bool = False  # by --for
     waiting: Sequence[str] = ()  # for a run that prepares the study
+    ends: Mapping[str, str] = field(default_factory=dict)  # of those that have not finished, how
 
     @property
     def exit_code(self) -> int:
@@ -40,6 +40,13 @@ class StudyOutcome:
             return PAUSED if self.out_of_time else 130
         return int(bool(self.failed or self.waiting))
 
+    def _told(self, names: Sequence[str]) -> list[str]:
+        """A line for each of these runs that has begun, and one for the others."""
+        begun = [name for name in names if name in self.ends]
+        lines = [f"  {name}: {self.ends[name]}" for name in begun]
+        rest = len(names) - len(begun)
+        return [*lines, *([f"  {rest} not started"] if rest else [])]
+
     @property
     def message(self) -> str:
         done = len(self.finished) + len(self.skipped)
@@ -47,19 +54,21 @@ class StudyOutcome:
         total += len(self.waiting)
         lines = [f"{done} of {total} runs finished."]
         if self.diverged:
-            lines.append(f"Diverged, and not tried again: {', '.join(self.diverged)}.")
+            lines += ["Diverged, and not tried again:", *self._told(self.diverged)]
         if self.failed:
-            lines.append(
-                f"Failed: {', '.join(self.failed)}. Each one's folder says why (failure.json, "
-                f"{LOG}); the same command tries them again."
-            )
+            lines += [
+                "Failed; the same command tries them again:",
+                *self._told(self.failed),
+                f"Each one's folder says more (failure.json, {LOG}).",
+            ]
         if self.given_up:
             lines.append(f"Failed too often, only --retry tries again: {', '.join(self.given_up)}.")
         if self.waiting:
             lines.append(f"{len(self.waiting)} runs wait for what prepares them.")
         if self.unfinished:
             why = "Out of time" if self.out_of_time else "Interrupted"
-            lines.append(f"{why}. The same command goes on from here; nothing is repeated.")
+            lines += [f"{why}:", *self._told(self.unfinished)]
+            lines.append("The same command goes on from here; nothing is repeated.")
         return "\n".join(lines)
 
 

@@ -30,7 +30,7 @@ def opening(result: StudyResult) -> list[tuple[str, str]]:
 
 def controls_hold(result: StudyResult) -> bool:
     """Whether each came out as it must, as far as there are seeds to tell."""
-    return all(control.ok or control.untested for control in result.controls)
+    return all(c.ok or c.untested or c.unanswered for c in result.controls)
 
 
 def _baseline(result: StudyResult) -> str:
@@ -60,6 +60,8 @@ def decision() -> list[str]:
         "or better: not on par, and the two-sided paired t test shows a gap above or below 0. "
         "Undecided: neither; more seeds would tell. Intervals are not corrected for the number of "
         "arms; the tests are.",
+        "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
+        "however far it came; curves over training show what it has.",
     ]
 
 

@@ -16,6 +16,7 @@ import yaml
 from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.hydra_words import quote
+from zpp_lab.inputs import check_inputs
 from zpp_lab.study.runs import read_run, read_study
 from zpp_lab.study.settings import differences, fingerprint
 
@@ -174,8 +175,11 @@ def write_config(run: PlannedRun) -> None:
 
 def check_folder(study: StudyConfig, root: Path) -> None:
     """ValueError when `root` holds the runs of another study, or is no folder."""
-    if root.exists() and not root.is_dir():
-        raise ValueError(f"{root} is a file: give the study a folder with --dir")
+    nearest = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{nearest} is a file: give the study a folder with --dir")
+    if (root / "config.yaml").is_file():
+        raise ValueError(f"{root} holds a single run: give the study a folder of its own, --dir")
     there = read_study(root)
     if there is not None and there.name != study.name:
         raise ValueError(
@@ -231,6 +235,25 @@ def _conflict(run: PlannedRun) -> str | None:
         f"{run.dir} holds a run with other settings: {shown}. "
         "Delete that folder to run it again, or give the study another folder with --dir"
     )
+
+
+def check_runs(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
+    """ValueError for what the runs that have not finished read and is not there: once, before the
+    first of them starts. What a run of the study itself prepares comes later."""
+    prepared = {str(run.dir) for run in runs if run.prepares}
+    faults: dict[str, dict[str, None]] = {}
+    for run in runs:
+        config = run.config
+        if config.model.start in prepared:
+            config = replace(config, model=replace(config.model, start=None))
+        try:
+            if not run.finished:
+                check_inputs(config)
+        except ValueError as error:
+            faults.setdefault(str(error), {})[run.arm] = None
+    if faults:
+        told = [f"study {study.name}, {', '.join(arms)}: {text}" for text, arms in faults.items()]
+        raise ValueError("\n".join(told))
 
 
 def to_do(runs: Sequence[PlannedRun]) -> list[PlannedRun]:

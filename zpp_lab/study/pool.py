@@ -21,8 +21,8 @@ from typing import Any
 from zpp_lab.config import Config
 from zpp_lab.piece import PAUSED, UNFINISHED
 from zpp_lab.study.locks import hold
-from zpp_lab.study.outcome import LOG
 from zpp_lab.study.plan import PlannedRun
+from zpp_lab.study.runs import LOG
 from zpp_lab.study.slots import Slot
 
 _GRACE = 10.0  # seconds a run gets to end after SIGTERM

@@ -1,7 +1,8 @@
 """What lies in a study's folder: its study.yaml and the run folders below it.
 
 A run folder holds config.yaml, metrics.jsonl and, once it ended, summary.json
-or failure.json. Nothing here judges or draws; it only reads.
+or failure.json; of a study's run that was cut before it could write them, its log alone.
+Nothing here judges or draws; it only reads.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ import yaml
 
 from zpp_lab.config import StudyConfig, load
 from zpp_lab.files import write_atomic
+from zpp_lab.folders import missing
+from zpp_lab.study.locks import held
 from zpp_lab.tracking.jsonl import from_json, read
 
 STUDY_FILE = "study.yaml"
 METRICS = "metrics.jsonl"
-_MARKS = ("config.yaml", "summary.json", "failure.json")
+LOG = "log.txt"  # of the process of a study's run
+_MARKS = ("config.yaml", "summary.json", "failure.json", METRICS)
+_TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
 _NOT_RUNS = {"checkpoints", "wandb", "figures", "prepare"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. `config` is the nested mapping of config.yaml ({} when it is absent)."""
+    """One run folder. `config` is the nested mapping of config.yaml ({} when it is absent).
+
+    step: the last one that metrics.jsonl has. running: a living process held the folder when it
+    was read; that is known of a study's runs and of `zpp-lab train` on this machine.
+    """
 
     dir: Path
     arm: str
@@ -37,6 +46,14 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] | None = None
     failure: Mapping[str, Any] | None = None
+    step: int = 0
+    running: bool = False
+
+    @property
+    def steps(self) -> int | None:
+        """How many the run was to do; None where no config tells."""
+        steps = (self.config.get("train") or {}).get("steps")
+        return None if steps is None else int(steps)
 
     @property
     def outcome(self) -> str:
@@ -89,7 +106,11 @@ def read_run(folder: Path) -> Run:
     seed = source.get("seed", config.get("seed", _seed_of(folder.name)))
     if seed is None:
         raise ValueError(f"{folder}: no config.yaml and no summary.json tell the seed; delete it")
-    return Run(folder, str(arm), int(seed), config, summary, failure)
+    if summary is not None:
+        step = int(summary.get("steps") or 0)
+        return Run(folder, str(arm), int(seed), config, summary, failure, step)
+    step, running = last_step(folder), held(folder)
+    return Run(folder, str(arm), int(seed), config, None, failure, step, running)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -118,11 +139,16 @@ def _read_at_once(path: Path) -> list[dict[str, Any]] | None:
 
 
 def last_record(folder: Path) -> dict[str, Any] | None:
-    """The last line of metrics.jsonl, read from its end (None: none yet); for progress only."""
+    """The last whole line of metrics.jsonl, read from its end (None: none yet); for progress and
+    for how far a run came only."""
     try:
         with open(folder / METRICS, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
             lines = file.read().split(b"\n")
+            if len(lines) < 3 and size > _TAIL:  # one line, with telemetry, may be longer
+                file.seek(0)
+                lines = file.read().split(b"\n")
         record = json.loads(lines[-2])
     except (OSError, ValueError, IndexError):
         return None
@@ -154,10 +180,11 @@ def write_study(root: Path, study: StudyConfig) -> None:
 
 def _run_folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
-        raise ValueError(f"{root}: no such folder; give the folder of a study or of runs")
+        raise ValueError(f"{root}: {missing(root)}; give the folder of a study or of runs")
     for place, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in _NOT_RUNS and not f.startswith("."))
-        if any(mark in files for mark in _MARKS):
+        begun = any(mark in files for mark in _MARKS)
+        if begun or (LOG in files and _seed_of(Path(place).name) is not None):
             folders.clear()
             yield Path(place)
 

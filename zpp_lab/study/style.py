@@ -34,6 +34,7 @@ SHAPES = {
     "diverged": "cross",
     "failed": "cross",
     "no baseline": "cross",
+    "unfinished": "cross",
     "not run": "cross",
 }
 OTHERS = "other arms"

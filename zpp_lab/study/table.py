@@ -15,12 +15,15 @@ from zpp_lab.study.verdict import ArmResult, StudyResult
 from zpp_lab.text import text_table
 
 _HOPS = ("intra", "inter")
+_NOTES = 20  # on runs that have not finished, for a terminal
 _FIELDS = (
     "arm",
     "seed",
     "recipe",
     "outcome",
     "steps",
+    "last_step",
+    "planned_steps",
     "tokens",
     "heldout_loss",
     "heldout_loss_master",
@@ -51,6 +54,7 @@ NOTHING = "–"
 def results_csv(result: StudyResult) -> str:
     """One line a run, arms in the study's order, then seeds. The same runs give the same bytes.
 
+    `steps` is a finished run's; `last_step` how far any run came.
     Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks.
     """
     text = io.StringIO()
@@ -67,6 +71,7 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     wires = summary.get("bytes") or {}
     row = {key: summary.get(key) for key in ("steps", "tokens", "heldout_loss")}
     row |= {"arm": arm.name, "seed": seed, "recipe": run.recipe, "outcome": run.outcome}
+    row |= {"last_step": run.step, "planned_steps": run.steps}
     row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
     if wires:
         row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
@@ -157,9 +162,13 @@ def percent(fraction: float | None) -> str:
 
 
 def console_table(result: StudyResult) -> str:
-    """The verdict table for a terminal, with the rule below it."""
+    """The verdict table for a terminal, with the rule below it and what could not be used."""
     rows = [list(row.values()) for row in verdict_rows(result)]
-    return f"{text_table(COLUMNS, rows, left=2)}\n\n{margin_line(result)}"
+    parts = [text_table(COLUMNS, rows, left=2), margin_line(result)]
+    notes = [*result.notes[:_NOTES]]
+    if len(result.notes) > _NOTES:
+        notes.append(f"and {len(result.notes) - _NOTES} notes more, in report.html")
+    return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
 
 
 def margin_line(result: StudyResult) -> str:

@@ -12,7 +12,12 @@ seed), a margin in nats and alpha = 1 − confidence:
 - **diverged**: the loss of a seed was lost where the baseline's was not.
 - **failed**: no pair of finished runs, and a run of the arm failed.
 - **no baseline**: runs of the arm finished, their baseline's have not.
-- **not run**: no run of the arm has finished yet.
+- **unfinished**: runs of the arm began, and none has ended by itself: they run, or were
+  stopped.
+- **not run**: no run of the arm was ever started.
+
+A run counts once it has finished. What a run that was stopped or failed had reached enters no
+verdict, gap, mean or share of bytes; only curves over training show it.
 
 "Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
 Holm's method, separately for the claims "on par" and "differs"; `family.py` says why this keeps
@@ -38,6 +43,7 @@ from zpp_lab.study.family import replay as replay_looks
 from zpp_lab.study.looks import look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.runs import Run
 from zpp_lab.study.seed_notes import seed_notes
+from zpp_lab.study.states import failures, standing
 from zpp_lab.study.stats import Gap
 
 
@@ -227,7 +233,7 @@ def _outcome(
         for seed, outcome in outcomes.items()
         if outcome == "diverged" and (seed not in base or base[seed].outcome != "diverged")
     ]
-    failed = sorted({o for o in outcomes.values() if o not in ("finished", "unfinished")})
+    failed = [run for run in runs.values() if run.outcome not in ("finished", "unfinished")]
     if is_baseline(study, arm):
         if "finished" in outcomes.values():
             return "baseline", ""
@@ -236,10 +242,12 @@ def _outcome(
     elif gaps:
         return "undecided", ""
     if failed:
-        return "failed", ", ".join(o.replace("_", " ") for o in failed)
+        return "failed", failures(failed)
     if "finished" in outcomes.values():
-        return "no baseline", "it ran, its baseline has not"
-    return "not run", ""
+        return "no baseline", "it finished, its baseline has not"
+    if runs:
+        return "unfinished", standing(runs, study.seeds)
+    return "not run", "never started"
 
 
 def _lone_gap(arm: ArmResult) -> float | None:

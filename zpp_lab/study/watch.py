@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.folders import missing
 from zpp_lab.study.locks import held
 from zpp_lab.study.plan import check_folder, run_folder
 from zpp_lab.study.progress import duration
@@ -50,7 +51,11 @@ class Watch:
         """ValueError when `root` holds no study, or another one."""
         found = read_study(root) if root.is_dir() else None
         if found is None:
-            raise ValueError(f"{root}: no study has been started here; start it without --watch")
+            said = "" if root.is_dir() else f" ({missing(root)})"
+            raise ValueError(
+                f"{root}: no study has been started here{said}; start it without --watch, or name "
+                "its folder with --dir"
+            )
         if study is not None:
             check_folder(study, root)
         self.root, self.study = root, found
@@ -152,7 +157,7 @@ def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
         own = [s for s in states if s.arm == arm.name]
         losses = [s.loss for s in own if s.loss is not None]
         others = Counter(s.state for s in own if s.state in ENDED and s.state != "finished")
-        now = [f"seed {s.seed}: {s.step}/{s.steps or '?'}" for s in own if s.state == "running"]
+        now = [_now(s) for s in own if s.state in ("running", "stopped")]
         table.add_row(
             arm.name,
             f"{sum(s.state == 'finished' for s in own)} of {len(own)}",
@@ -161,6 +166,11 @@ def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
             ", ".join(f"{n} {_words(state)}" for state, n in others.items()),
         )
     return table
+
+
+def _now(s: RunState) -> str:
+    where = "stopped at " if s.state == "stopped" else ""
+    return f"seed {s.seed}: {where}{s.step}/{s.steps or '?'}"
 
 
 def _words(state: str) -> str:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import yaml
 
+from zpp_lab.folders import missing
 from zpp_lab.tracking.baseline import is_ready
 from zpp_lab.tracking.folder import RunFolder, find_runs
 from zpp_lab.tracking.jsonl import Tail
@@ -65,7 +66,15 @@ def sync_all(paths: Sequence[Path | str]) -> int:
     """
     folders = [run for path in paths for run in find_runs(path)]
     if not folders:
-        raise ValueError(f"no metrics.jsonl in or below {', '.join(map(str, paths))}")
+        absent = [path for path in map(Path, paths) if not path.is_dir()]
+        if absent:
+            raise ValueError(
+                f"{absent[0]}: {missing(absent[0])}; name a run's folder, or a study's"
+            )
+        raise ValueError(
+            f"no metrics.jsonl in or below {', '.join(map(str, paths))}: name a run's "
+            "folder, or one above some"
+        )
     failures = 0
     for folder in folders:
         try:
