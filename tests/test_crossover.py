@@ -32,9 +32,10 @@ def test_a_gpus_figures_are_found_by_its_name(tmp_path: Path) -> None:
     assert measured_here("", tmp_path) == {}
 
 
-def test_files_without_the_figure_say_nothing() -> None:
+def test_what_the_files_of_conf_say() -> None:
     assert measured_here("no such GPU") == {}
-    assert load_machine("h200").intra.pull == ()
+    assert measured_here("NVIDIA H200") == {2: Crossover(2)}
+    assert load_machine("h200").intra.pull == (Crossover(2),)  # measured: copies always
 
 
 def test_it_survives_the_machines_file(tmp_path: Path) -> None:
