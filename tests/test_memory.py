@@ -339,10 +339,3 @@ def test_more_ranks_hold_less_and_moments_add_up() -> None:
     for moment in MOMENTS:
         assert few.at(moment) == sum(i.nbytes[moment] for i in few.items)
     assert few.peak - few.tensors == GIB * 3 // 2
-
-
-def test_only_the_built_in_decoder() -> None:
-    config = load(Config, {"model": {"name": "hf", "options": {"model_type": "gpt2"}}})
-    plan = build_plan(build_model(SMALL, VOCAB, "meta"), config)
-    with pytest.raises(ValueError, match="only the built-in decoder's"):
-        estimate(plan, config, VOCAB)

@@ -115,12 +115,21 @@ class Activations:
         Whole logits: log-probabilities, their gradient and the logits' gradient, all fp32. In
         chunks: one chunk's logits and its fp32 softmax, the head's fp32 gradient and a part to add.
         """
-        m, chunk = self.model, self.model.loss_chunk
+        chunk = self.model.loss_chunk
         if not chunk:
             return 3 * FP32 * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
-        head = (FP32 + self.itemsize) * self.vocab * m.dim if self.head_trained else 0
+        head = (FP32 + self.itemsize) * self.head
         return at_once + head + self.row
+
+    @property
+    def head(self) -> int:
+        """Elements of the head that are trained."""
+        return self.vocab * self.model.dim if self.head_trained else 0
+
+    @property
+    def tied(self) -> bool:
+        return self.model.tied_head
 
     @property
     def row(self) -> int:

@@ -30,6 +30,7 @@ from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.engines.norm import FOLD_NUMEL
 from zpp_lab.layout import Parameter
+from zpp_lab.models.hf_memory import TracedActivations
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.optimizers.host import LANES, STAGE, pinned_bytes
@@ -98,19 +99,23 @@ class Estimate:
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     """What each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
 
-    ValueError for models other than the built-in decoder, whose activations no formula knows.
+    ValueError for a model of transformers whose code does not run on shapes alone.
     """
-    if config.model.name != "llama":
-        raise ValueError(
-            f"model={config.model.name}: only the built-in decoder's activations have a formula; "
-            "take a model.* preset of the same shape"
-        )
+    holder = _Rank(plan, config, _activations(plan, config, vocab))
+    items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
+    return Estimate(tuple(i for i in items if i.most))
+
+
+def _activations(plan: Plan, config: Config, vocab: int) -> Activations | TracedActivations:
+    if config.model.name == "hf":
+        shape = (config.train.batch_size, config.data.seq_len)
+        dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
+        compiled = config.engine.compile
+        return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
     acts = Activations.of(config, vocab)
     if plan.stored:
         acts = replace(acts, adapters=_adapters(plan), head_trained=False)
-    holder = _Rank(plan, config, acts)
-    items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
-    return Estimate(tuple(i for i in items if i.most))
+    return acts
 
 
 def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
@@ -148,7 +153,7 @@ def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
 class _Rank:
     """Items of one rank, in groups."""
 
-    def __init__(self, plan: Plan, config: Config, acts: Activations) -> None:
+    def __init__(self, plan: Plan, config: Config, acts: Activations | TracedActivations) -> None:
         self.plan, self.config, self.acts = plan, config, acts
         recipe = plan.recipe
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
@@ -244,11 +249,11 @@ class _Rank:
         """The head's from the loss on, a block's while it is reduced (until then they are counted
         with its backward), and the root's. With one reduction for several micro-steps every
         unit's, in reduce_dtype."""
-        head = 0 if self.plan.stored else self.weight * self.acts.vocab * self.config.model.dim
+        head = self.weight * self.acts.head
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.block)
         found = _moments(early=head, late=head, root=root)
         found |= {"early sent": head + block, "late sent": head + block}
-        if self.config.model.tied_head:
+        if self.acts.tied:
             found["root"] += head  # the embedding's part, before the two are added
         if self.plan.accumulate_last and self.plan.micro_steps > 1:
             root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.block)
@@ -357,7 +362,7 @@ class _Rank:
             "early sent": (left - 1) * acts.between + acts.row,
             "late sent": acts.row,
         }
-        return found | sent | {"late": acts.block}
+        return found | sent | {"late": acts.between + acts.recomputed}
 
     def _updating(self, shards: list[int]) -> int:
         """What our own AdamW needs at most; its kernel and torch's fused one need nothing."""

@@ -128,7 +128,10 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
     alternatives: offload costs time, more ranks cost GPUs.
     """
     for overrides in _cheap(outlook.config):
-        tried = _with(outlook, overrides)
+        try:
+            tried = _with(outlook, overrides)
+        except ValueError:  # a head that takes no loss in chunks: what cannot run is no advice
+            continue
         if tried.estimate.peak < outlook.estimate.peak:
             outlook = tried
             yield Advice(overrides, outlook)
