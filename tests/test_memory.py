@@ -19,11 +19,12 @@ from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.activations import Activations
+from zpp_lab.buffers import payload_bytes
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
 from zpp_lab.engines.build import build_plan
-from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, payload_bytes, secondary_bytes
+from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, secondary_bytes
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
 

@@ -24,16 +24,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zpp_lab.activations import FP32, Activations
+from zpp_lab.buffers import Buffers, kernels_serve
 from zpp_lab.codecs.errors import AT_ONCE
-from zpp_lab.collectives.ring import SLOTS
 from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
-from zpp_lab.engines.norm import FOLD_NUMEL
+from zpp_lab.engines.norm import square_bytes
 from zpp_lab.layout import Parameter
 from zpp_lab.models.hf_memory import TracedActivations
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
-from zpp_lab.optimizers.host import LANES, STAGE, pinned_bytes
+from zpp_lab.optimizers.host import LANES, STAGE, pinned_state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
 Moment = Literal["loss", "early", "early sent", "late", "late sent", "root", "update"]
@@ -43,7 +43,6 @@ GIB = 2**30
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
-SQUARED = 20  # bytes an element while a gradient's norm is taken: fp32, two of fp64
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
 
 def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
     """Both moments of rank 0's shards, scales included."""
-    shards = ((-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,) for p in parameters)
-    return sum(state_bytes(shard, kind) for shard in shards)
+    return sum(state_bytes(_shard(p), kind) for p in parameters)
 
 
 def secondary_bytes(plan: Plan) -> int:
@@ -142,14 +140,6 @@ def base_bytes(plan: Plan) -> int:
     return sum(u.stored.nbytes for u in plan.units)
 
 
-def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
-    """The buffer that one gather of `unit` fills, and what it holds of the node on the way."""
-    layout = unit.backward if backward else unit.forward
-    if unit.hierarchical and not (backward and plan.recipe.config.secondary):
-        return (plan.recipe.shards + plan.recipe.cluster.nodes) * layout.nbytes
-    return plan.recipe.shards * layout.nbytes
-
-
 class _Rank:
     """Items of one rank, in groups."""
 
@@ -158,6 +148,7 @@ class _Rank:
         recipe = plan.recipe
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
         self.untouched = is_untouched(plan, config.engine.ordered)
+        self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
         self.root = plan.units[-1]
         self.blocks = plan.units[:-1]
         self.block = max(self.blocks, key=_numel)
@@ -194,7 +185,7 @@ class _Rank:
         if self.config.train.optimizer_place == "device":
             return [Item(name, _always(nbytes), place)]
         lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
-        pinned = sum(2 * pinned_bytes(optimizer_bytes([p], kind) // 2) for p in trained)
+        pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
         passing = Item("optimizer state, passing", _moments(update=min(LANES * lane, nbytes)))
         return [Item(name, _always(pinned), "host"), passing]
 
@@ -216,7 +207,7 @@ class _Rank:
             Item("whole gradients", self._whole_gradients()),
             Item("reduction buffers", self._reductions()),
             Item("telemetry", self._telemetry()),
-            Item("peer-memory slots", _always(self._slots()), outside=True),
+            Item("peer-memory slots", _always(self.buffers.slots()), outside=True),
         ]
 
     def _gathered(self) -> dict[Moment, int]:
@@ -235,15 +226,12 @@ class _Rank:
         """Of the units gathered ahead in backward."""
         if self.plan.recipe.config.stage != 3:
             return _moments()
-        shards = self.plan.recipe.shards
-        each = max(
-            # FSDP2's own gather is flat whatever the cluster's shape
-            shards * u.backward.nbytes if self.untouched else payload_bytes(self.plan, u, True)
-            for u in self.blocks
-        )
         count = max(1, self.config.engine.prefetch)
-        first, ahead = (min(count, len(self.blocks) - gone) for gone in (0, 1 + self.early))
-        return _moments(loss=first * each, early=ahead * each)
+        first, ahead = (
+            max(self.buffers.gathers(u, min(count, len(self.blocks) - gone)) for u in self.blocks)
+            for gone in (0, 1 + self.early)
+        )
+        return _moments(loss=first, early=ahead)
 
     def _whole_gradients(self) -> dict[Moment, int]:
         """The head's from the loss on, a block's while it is reduced (until then they are counted
@@ -286,10 +274,7 @@ class _Rank:
         sums = shard_bytes(_trained(unit), self.grad)
         if self.untouched:
             return self._held(unit) + sums
-        rows = self._rows(unit)
-        sent = 0 if self._peer() else sum(rows)  # in peer memory what goes out lies in a slot
-        turned = rows[-1] if self.plan.recipe.config.order == "reversed" else 0
-        return sent + sum(rows) + turned + sums
+        return self.buffers.reduction(unit) + sums
 
     def _telemetry(self) -> dict[Moment, int]:
         """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
@@ -304,45 +289,19 @@ class _Rank:
             first, second = unit.hops
             widest = max((s.numel for s in second.segments), default=0)
             turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
-            return FP32 * (nodes * first.coded_numel + turned + widest) + PIECE
+            sums = FP32 * (nodes * first.coded_numel + turned + widest)
+            return sums + PIECE + self.buffers.stacked(unit)
 
         block, root = of(self.block), of(self.root)
         return _moments(root=root) | {"early sent": block, "late sent": block}
-
-    def _rows(self, unit: UnitPlan) -> list[int]:
-        """Bytes that one rank sends (and gets) on each hop, its own rows included."""
-        cluster = self.plan.recipe.cluster
-        counts = [cluster.world] if len(unit.hops) == 1 else [cluster.world, cluster.nodes]
-        return [n * hop.nbytes for n, hop in zip(counts, unit.hops, strict=True)]
-
-    def _peer(self) -> bool:
-        one_host = self.plan.recipe.cluster.nodes == 1
-        transport = self.config.engine.transport
-        return not self.untouched and (transport == "peer" or (transport == "auto" and one_host))
-
-    def _slots(self) -> int:
-        """Of each link and kind a ring, as large as the largest shipment that will come."""
-        if not self._peer():
-            return 0
-        units, nodes = self.plan.units, self.plan.recipe.cluster.nodes
-        row = max(max(u.forward.nbytes, u.backward.nbytes, self._raw_row(u)) for u in units)
-        gather = row * (1 + nodes) if any(u.hierarchical for u in units) else row
-        if self.plan.recipe.config.secondary and not any(u.hierarchical for u in units):
-            gather += nodes * max(u.forward.nbytes for u in units)
-        exchange = max(sum(self._rows(u)) for u in units)
-        return SLOTS["gather"] * gather + SLOTS["exchange"] * exchange
-
-    def _raw_row(self, unit: UnitPlan) -> int:
-        """Of a gather of the master weights, and of a frozen base as it is."""
-        live = [p for p in unit.unit.parameters if not _stored(unit, p)]
-        return shard_bytes(live, self.weight) + unit.stored.nbytes
 
     # ------------------------------------------------------------------ what computes
 
     def compute(self) -> list[Item]:
         acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
-        squared = min(sum(shards), max(*shards, FOLD_NUMEL))
-        norm = 0 if self.config.engine.offload else max(SQUARED * squared, self._updating(shards))
+        norm = max(square_bytes(shards, self.kernels), self._updating(shards))
+        if self.config.engine.offload:
+            norm = 0
         return [
             Item("activations", self._activations()),
             Item("logits and loss", _moments(loss=acts.loss)),
@@ -365,8 +324,8 @@ class _Rank:
         return found | sent | {"late": acts.between + acts.recomputed}
 
     def _updating(self, shards: list[int]) -> int:
-        """What our own AdamW needs at most; its kernel and torch's fused one need nothing."""
-        if self.config.train.optimizer_state == "fp32":
+        """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
+        if self.kernels or self.config.train.optimizer_state == "fp32":
             return 0
         return SCRATCH * min(BATCH, sum(shards))
 
@@ -401,6 +360,11 @@ def _moments(
         "root": root,
         "update": update,
     }
+
+
+def _shard(p: Parameter) -> tuple[int, ...]:
+    """The shape of rank 0's rows."""
+    return (-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,)
 
 
 def _numel(unit: UnitPlan) -> int:
