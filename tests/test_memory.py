@@ -27,6 +27,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, secondary_bytes
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
+from zpp_lab.stream import local_bytes
 
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
@@ -66,6 +67,7 @@ def counted(config: Config) -> dict[str, Any]:
         engine.step(0, 1e-2, partial(batch, 0), telemetry=False)
     finally:
         Gather._empty, Reduce._leg = empty, leg  # type: ignore[method-assign]
+    found["saved"] = local_bytes(engine.state_dict())
     found["weights"] = nbytes(engine.parameters.values())
     state = engine.optimizer.state.values()
     found["optimizer"] = sum(
@@ -89,6 +91,8 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     assert (
         found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
     )
+    scalars = 4 * len(plan.units) * 20  # numbers of steps
+    assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
     for unit in plan.units:
@@ -307,8 +311,27 @@ def test_near_measured_peaks(name: str, batch_size: int, gib: int) -> None:
 def test_offload_leaves_the_state_in_host_memory() -> None:
     here, there = big("13b", 2), big("13b", 2, engine={"offload": True})
     state = sum(i.most for i in here.items if i.name.endswith("fp32"))
-    assert there.host == state > 48 * GIB
+    staging = there.item("checkpoint, on its way").most
+    assert staging == GIB  # too large for a copy
+    assert there.host == state + staging
+    assert state > 48 * GIB
     assert there.peak < here.peak - 40 * GIB
+
+
+def test_moments_in_host_memory_pass_some_at_a_time() -> None:
+    here, there = (
+        big("13b", 2, train={"optimizer_state": "8bit", "optimizer_place": place})
+        for place in ("device", "host")
+    )
+    moments = here.item("optimizer state, 8bit").most
+    assert there.item("optimizer state, 8bit").place == "host"
+    passing = there.item("optimizer state, passing").nbytes
+    assert passing["update"] == 2**28  # a lane's; no parameter's moments are more
+    assert passing["late"] == 0
+    late = [e.at("late") for e in (here, there)]
+    assert late[0] - late[1] == moments
+    assert there.at("update") == here.at("update") - moments + 2 * 2**28
+    assert there.tensors < there.peak
 
 
 def test_smaller_optimizer_states() -> None:
@@ -338,5 +361,5 @@ def test_more_ranks_hold_less_and_moments_add_up() -> None:
     many = big("13b", 2, cluster=ClusterConfig(nodes=2, gpus_per_node=8).__dict__)
     assert many.peak < few.peak / 2
     for moment in MOMENTS:
-        assert few.at(moment) == sum(i.nbytes[moment] for i in few.items)
+        assert few.at(moment) == sum(i.nbytes[moment] for i in few.items if i.place == "gpu")
     assert few.peak - few.tensors == GIB * 3 // 2

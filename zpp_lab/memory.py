@@ -84,8 +84,8 @@ class Estimate:
     def tensors(self) -> int:
         """What torch.cuda.max_memory_allocated would say: the peak without assumed constants, and
         without what torch's allocator does not see."""
-        apart = [i for i in self.items if i.place == "gpu" and (i.assumed or i.outside)]
-        return self.peak - sum(i.most for i in apart)
+        seen = [i for i in self.items if i.place == "gpu" and not (i.assumed or i.outside)]
+        return max(sum(i.nbytes[m] for i in seen) for m in MOMENTS)
 
     @property
     def host(self) -> int:
@@ -125,6 +125,13 @@ def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
 def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
     """Both moments of rank 0's shards, scales included."""
     return sum(state_bytes(_shard(p), kind) for p in parameters)
+
+
+def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config) -> int:
+    """Rank 0's part of a checkpoint, before weights alone are rounded to bf16."""
+    if config.train.checkpoint_weights_only:
+        return shard_bytes(every)
+    return shard_bytes(every) + optimizer_bytes(trained, config.train.optimizer_state)
 
 
 def secondary_bytes(plan: Plan) -> int:
@@ -173,6 +180,7 @@ class _Rank:
             Item("frozen base, as it travels", _always(base_bytes(self.plan))),
             *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
+            Item("checkpoint, on its way", _always(self._checkpoint(every, trained)), "host"),
             Item("secondary partition", _always(secondary_bytes(self.plan))),
         ]
 
@@ -186,8 +194,24 @@ class _Rank:
             return [Item(name, _always(nbytes), place)]
         lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
         pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
-        passing = Item("optimizer state, passing", _moments(update=min(LANES * lane, nbytes)))
-        return [Item(name, _always(pinned), "host"), passing]
+        passing = _moments(update=min(lane, nbytes))
+        # the host gives a lane's memory back before it fills the next: torch counts one at a time
+        beside = _moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
+        return [
+            Item(name, _always(pinned), "host"),
+            Item("optimizer state, passing", passing),
+            Item("optimizer state, other lane", beside, outside=True),
+        ]
+
+    def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
+        """In host memory (`dcp.py`): a copy of what is small enough, and pieces on their way."""
+        train = self.config.train
+        if not (train.checkpoint_every or train.keep_checkpoints):
+            return 0
+        saved = saved_bytes(every, trained, self.config)
+        copied = saved if saved <= train.checkpoint_host_gib * GIB else 0
+        written = saved // 2 if train.checkpoint_weights_only else saved  # in bf16
+        return copied + min(written, train.checkpoint_staging_mib * 2**20)
 
     def _gradients(self) -> dict[Moment, int]:
         """This rank's, of the units that are reduced already. A unit's come with its reduction."""
