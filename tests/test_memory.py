@@ -24,7 +24,8 @@ from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
 from zpp_lab.engines.build import build_plan
-from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, secondary_bytes
+from zpp_lab.engines.losses import token_losses
+from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, heldout_shape, secondary_bytes
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
 from zpp_lab.stream import local_bytes
@@ -221,6 +222,55 @@ def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int) -> None
     if chunk and dtype == torch.bfloat16:  # on the CPU a softmax widens what comes in first
         wanted += 4 * chunk * vocab
     assert 0.8 * wanted < live.most <= 1.001 * wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_held_out_losses_take_what_was_planned(dtype: torch.dtype, chunk: int) -> None:
+    vocab, dim = 2000, 32
+    shape = {"dim": dim, "layers": 1, "heads": 4, "kv_heads": 4, "ffn": 16, "loss_chunk": chunk}
+    cfg = ModelConfig(**shape, vocab_size=vocab)  # type: ignore[arg-type]
+    model = build_model(cfg, vocab).to(dtype)
+    tokens = torch.randint(0, vocab, (4, 128))
+    with Live() as live, torch.no_grad():
+        token_losses(model, tokens, tokens)
+    wanted = Activations(cfg, vocab, 512, dtype.itemsize).heldout_loss
+    if dtype == torch.bfloat16 and chunk:  # on the CPU a softmax widens what comes in first
+        wanted += 4 * chunk * vocab
+    assert live.most == pytest.approx(wanted, rel=0.08)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 4, 4, 176), (64, 4, 2, 512), (128, 4, 4, 16)])
+def test_a_block_without_gradients_holds_what_was_planned(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    dim, heads, kv_heads, ffn = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    block = build_model(cfg, 97).to(dtype).layers[0]
+    for norm in (block.attention_norm, block.mlp_norm):
+        norm.forward = lambda x, weight=norm.weight: FusedNorm.apply(x, weight)
+    block.attention.rope.table(128, torch.device("cpu"))
+    x = torch.randn(2, 128, dim, dtype=dtype)
+    with Live() as live, torch.no_grad():
+        block(x)
+    held, acts = live.most + x.nbytes, Activations(cfg, 97, 256, dtype.itemsize)
+    assert held <= acts.passing <= held + 2 * acts.row
+
+
+def test_an_evaluation_has_batches_of_its_own() -> None:
+    """8192 tokens, where a step of training has fewer: with adapters alone it is the peak."""
+    config = load(Config, {"data": {"seq_len": 2048}, "train": {"eval_tokens": 65536}})
+    assert heldout_shape(config) == (4, 2048)
+    few = replace(config, train=replace(config.train, eval_tokens=5000))
+    assert heldout_shape(few) == (2, 2048)
+    plain, kept = big("1_3b", 1), big("1_3b", 1, recipe={"stage": 2})
+    item = plain.item("logits and loss").nbytes
+    assert item["heldout"] > 2.5 * item["loss"]
+    assert kept.item("gathered weights").nbytes["evaluation"] > 2 * 1.3e9
+    assert plain.item("optimizer state, fp32").nbytes["evaluation"] > 0
+    for name in ("gradients, fp32", "whole gradients", "reduction buffers"):
+        assert plain.item(name).nbytes["evaluation"] == 0
 
 
 class FusedNorm(torch.autograd.Function):

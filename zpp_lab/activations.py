@@ -123,6 +123,20 @@ class Activations:
         return at_once + head + self.row
 
     @property
+    def passing(self) -> int:
+        """The most of a block that runs without gradients, its input included: three of the MLP's
+        width, or queries that are turned in fp32, before and after."""
+        wide, turned = 3 * self._rows(self.model.ffn), 2 * FP32 * self.tokens * self.model.dim
+        return 3 * self.row + max(wide, turned)
+
+    @property
+    def heldout_loss(self) -> int:
+        """Logits and what token losses make of them, without gradients."""
+        chunk = self.model.loss_chunk
+        each = self.itemsize + FP32 if chunk or self.itemsize == FP32 else self.itemsize + 2 * FP32
+        return self.row + each * min(chunk or self.tokens, self.tokens) * self.vocab
+
+    @property
     def head(self) -> int:
         """Elements of the head that are trained."""
         return self.vocab * self.model.dim if self.head_trained else 0

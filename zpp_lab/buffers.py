@@ -91,6 +91,17 @@ class Buffers:
             return count * held + late * payload
         return count * (held + payload)
 
+    def heldout(self, unit: UnitPlan, count: int) -> int:
+        """`count` gathers of `unit` where it is evaluated, also with its master weights."""
+        shards, nodes = self.plan.recipe.shards, self.cluster.nodes
+        if self.untouched:
+            return count * shards * unit.forward.nbytes
+        row = max(_raw_row(unit), unit.forward.nbytes)
+        held = nodes * row if unit.hierarchical else 0
+        link: Link = "local" if unit.hierarchical else "world"
+        pulled = self._pulled("gather", link, shards, shards * row)
+        return count * (held + (0 if pulled else shards * row))
+
     # ------------------------------------------------------------------ reductions
 
     def reduction(self, unit: UnitPlan) -> int:

@@ -1,6 +1,7 @@
 """What each rank of a real run will hold, by formula, before anything is allocated.
 
-A step's memory rises and falls, so every item is counted at seven moments:
+A step's memory rises and falls, so every item is counted at seven moments, and at two of an
+evaluation, whose batches have a size of their own:
 
     loss        all activations are there, the loss goes back
     early       one of the first two blocks to go back computes, of which the second finds the
@@ -10,6 +11,8 @@ A step's memory rises and falls, so every item is counted at seven moments:
     late sent   its gradients are reduced
     root        the root unit is reduced: activations are gone, all gradients are there
     update      norm, clipping and optimizer
+    evaluation  a block computes held-out tokens, perhaps with the master weights
+    heldout     their losses
 
 The peak is the largest moment. Rank 0 is counted, which never has less than others: the last
 shards may be shorter. Units follow what FSDP2 and `collectives/` keep alive: the gathered weights
@@ -28,6 +31,7 @@ from zpp_lab.buffers import Buffers, kernels_serve
 from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
+from zpp_lab.engines.losses import heldout_size
 from zpp_lab.engines.norm import square_bytes
 from zpp_lab.layout import Parameter
 from zpp_lab.models.hf_memory import TracedActivations
@@ -36,13 +40,19 @@ from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.optimizers.host import LANES, STAGE, pinned_state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
-Moment = Literal["loss", "early", "early sent", "late", "late sent", "root", "update"]
+Moment = Literal[
+    "loss", "early", "early sent", "late", "late sent", "root", "update", "evaluation", "heldout"
+]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
+Acts = Activations | TracedActivations
 
 GIB = 2**30
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
+
+
+NOT_EVALUATED: dict[Moment, int] = {"evaluation": 0, "heldout": 0}
 
 
 @dataclass(frozen=True)
@@ -100,18 +110,26 @@ def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
 
     ValueError for a model of transformers whose code does not run on shapes alone.
     """
-    holder = _Rank(plan, config, _activations(plan, config, vocab))
+    shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
+    acts = _activations(plan, config, vocab, shape)
+    holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
     return Estimate(tuple(i for i in items if i.most))
 
 
-def _activations(plan: Plan, config: Config, vocab: int) -> Activations | TracedActivations:
+def heldout_shape(config: Config) -> tuple[int, int]:
+    """Sequences and tokens each of a held-out batch."""
+    length = config.data.seq_len
+    return min(heldout_size(length), max(1, config.train.eval_tokens // length)), length
+
+
+def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
+    """`shape`: sequences and tokens each."""
     if config.model.name == "hf":
-        shape = (config.train.batch_size, config.data.seq_len)
         dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
         compiled = config.engine.compile
         return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
-    acts = Activations.of(config, vocab)
+    acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
     if plan.stored:
         acts = replace(acts, adapters=_adapters(plan), head_trained=False)
     return acts
@@ -150,8 +168,8 @@ def base_bytes(plan: Plan) -> int:
 class _Rank:
     """Items of one rank, in groups."""
 
-    def __init__(self, plan: Plan, config: Config, acts: Activations | TracedActivations) -> None:
-        self.plan, self.config, self.acts = plan, config, acts
+    def __init__(self, plan: Plan, config: Config, acts: Acts, heldout: Acts) -> None:
+        self.plan, self.config, self.acts, self.heldout = plan, config, acts, heldout
         recipe = plan.recipe
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
         self.untouched = is_untouched(plan, config.engine.ordered)
@@ -181,7 +199,7 @@ class _Rank:
             *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
             Item("checkpoint, on its way", _always(self._checkpoint(every, trained)), "host"),
-            Item("secondary partition", _always(secondary_bytes(self.plan))),
+            Item("secondary partition", _always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
 
     def _moments(
@@ -217,7 +235,7 @@ class _Rank:
         """This rank's, of the units that are reduced already. A unit's come with its reduction."""
         every = shard_bytes(p for u in self.plan.units for p in _trained(u))
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
-            return _always(every)
+            return _always(every) | NOT_EVALUATED
         root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.block))
         late, end = max(0, every - root - block), every - root
         return _moments(early=self.early * block, late=late, root=end, update=every)
@@ -239,23 +257,32 @@ class _Rank:
         root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
         found = _moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
+        found |= {"evaluation": root + block, "heldout": root}
         if self.plan.recipe.config.stage != 3:
             every = root + self.weight * sum(map(_numel, self.blocks))
-            found |= {"loss": every, "early": every, "early sent": every - block}
+            found |= {
+                "evaluation": every,
+                "heldout": every,
+                "loss": every,
+                "early": every,
+                "early sent": every - block,
+            }
             if self.plan.micro_steps > 1:  # they stay until the last one's backward
                 found |= {"early sent": every, "late": every, "late sent": every}
         return found
 
     def _payloads(self) -> dict[Moment, int]:
-        """Of the units gathered ahead in backward."""
-        if self.plan.recipe.config.stage != 3:
-            return _moments()
+        """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
         count = max(1, self.config.engine.prefetch)
+        held = min(1 + self.config.engine.prefetch, len(self.blocks))
+        found = _moments() | {"evaluation": max(self.buffers.heldout(u, held) for u in self.blocks)}
+        if self.plan.recipe.config.stage != 3:
+            return found
         first, ahead = (
             max(self.buffers.gathers(u, min(count, len(self.blocks) - gone)) for u in self.blocks)
             for gone in (0, 1 + self.early)
         )
-        return _moments(loss=first, early=ahead)
+        return _moments(loss=first, early=ahead) | {"evaluation": found["evaluation"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
         """The head's from the loss on, a block's while it is reduced (until then they are counted
@@ -328,7 +355,9 @@ class _Rank:
             norm = 0
         return [
             Item("activations", self._activations()),
-            Item("logits and loss", _moments(loss=acts.loss)),
+            Item(
+                "logits and loss", _moments(loss=acts.loss) | {"heldout": self.heldout.heldout_loss}
+            ),
             Item("a block's backward", self._flow()),
             Item("gradient norm or update", _moments(update=norm)),
         ]
@@ -345,7 +374,11 @@ class _Rank:
             "early sent": (left - 1) * acts.between + acts.row,
             "late sent": acts.row,
         }
-        return found | sent | {"late": acts.between + acts.recomputed}
+        evaluated: dict[Moment, int] = {
+            "evaluation": self.heldout.passing,
+            "heldout": self.heldout.row,
+        }
+        return found | sent | evaluated | {"late": acts.between + acts.recomputed}
 
     def _updating(self, shards: list[int]) -> int:
         """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
@@ -383,6 +416,7 @@ def _moments(
         "late sent": late,
         "root": root,
         "update": update,
+        **NOT_EVALUATED,
     }
 
 

@@ -43,9 +43,9 @@ def wide(kind: str, dtype: torch.dtype, device: str) -> Any:
     return model
 
 
-def seen(model: Any) -> tuple[int, int, int]:
+def seen(model: Any) -> tuple[int, int, int, int]:
     """Of a real run on the CPU: bytes that one block keeps, that its backward holds beyond them,
-    and that are kept when the head begins."""
+    that are kept when the head begins, and that a block holds which runs without gradients."""
     units, given, at_head = [u for _, u in model.units()], [], []
     hook = units[-1].register_forward_pre_hook(
         lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
@@ -66,7 +66,10 @@ def seen(model: Any) -> tuple[int, int, int]:
         del made
         before = live.most = live.now
         out.backward(comes_in)
-    return before - there, live.most - before + x.nbytes, at_head[0]
+    flow = live.most - before + x.nbytes
+    with Live() as passing, torch.no_grad():
+        units[-1](x, *args, **kwargs)
+    return before - there, flow, at_head[0], passing.most + x.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,11 +79,12 @@ def test_shapes_alone_tell_what_a_run_keeps(kind: str, dtype: torch.dtype) -> No
     model = wide(kind, dtype, "cpu")
     norms = sum(isinstance(m, torch.nn.LayerNorm) for m in model.units()[0][1].modules())
     other = norms * 2 * TOKENS * (4 - dtype.itemsize)
-    block, flow, at_head = seen(model)
+    block, flow, at_head, passing = seen(model)
     found = trace(wide(kind, dtype, "meta"), SHAPE)
     assert found.row == TOKENS * 48 * dtype.itemsize
     assert found.block + (0 if found.keeps_input else found.row) == block + other
     assert found.flow == flow
+    assert passing <= found.passing <= passing + 2 * other
     acts = TracedActivations(found, 2, checkpointed=False)
     last = other // max(norms, 1)  # the norm behind the blocks
     few = 5 * TOKENS * 8  # integers: positions and the like

@@ -20,6 +20,8 @@ from zpp_lab.config import ModelConfig
 from zpp_lab.models.build import build_model
 from zpp_lab.models.shape_run import Live, shapes_only
 
+FP32 = 4
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -29,7 +31,8 @@ class Traced:
     flow: the most that a block's backward holds beyond that, gradients of its parameters included.
     shared: tables and masks that all blocks use. outside: kept by what follows the last block, up
     to the head. loss: logits and what the loss makes of them, at the largest. head: elements of the
-    head's trained parameters. tied: the head is the embedding.
+    head's trained parameters. tied: the head is the embedding. passing: the most of a block that
+    runs without gradients. outs: logits of a token. itemsize: of a logit.
     """
 
     row: int
@@ -41,6 +44,10 @@ class Traced:
     loss: int
     head: int
     tied: bool
+    passing: int
+    outs: int
+    tokens: int
+    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class TracedActivations:
     found: Traced
     layers: int
     checkpointed: bool
+    chunk: int = 0
 
     @classmethod
     def of(
@@ -64,7 +72,8 @@ class TracedActivations:
         """`shape`: sequences and tokens each of a micro-batch. ValueError for a model that does
         not run on shapes."""
         light, model = model.checkpoint_activations, replace(model, checkpoint_activations=False)
-        return cls(_kept_trace(_Key(model), vocab, shape, dtype, compiled), layers, light)
+        found = _kept_trace(_Key(model), vocab, shape, dtype, compiled)
+        return cls(found, layers, light, model.loss_chunk)
 
     @property
     def row(self) -> int:
@@ -95,6 +104,18 @@ class TracedActivations:
     @property
     def loss(self) -> int:
         return self.found.loss
+
+    @property
+    def passing(self) -> int:
+        return self.found.passing
+
+    @property
+    def heldout_loss(self) -> int:
+        """As `Activations.heldout_loss`; in fp32 beside the model's own, or their logarithms."""
+        width = self.found.itemsize
+        each = width + FP32 if self.chunk else max(width + FP32, 2 * FP32)
+        tokens = self.found.tokens
+        return self.row + each * min(self.chunk or tokens, tokens) * self.found.outs
 
     @property
     def head(self) -> int:
@@ -146,6 +167,7 @@ def trace(model: Any, shape: tuple[int, int], compiled: bool = False) -> Traced:
         outside, loss = around.run(tokens)
         hidden, args, kwargs = around.given
         shared = live.held((args, kwargs))
+        passing = _passing(own, hidden, args, kwargs, live)
         if not compiled:
             kept, keeps_input, flow = _one_block(own, hidden, args, kwargs, live)
     if compiled:
@@ -162,6 +184,10 @@ def trace(model: Any, shape: tuple[int, int], compiled: bool = False) -> Traced:
         loss=loss,
         head=sum(p.numel() for p in head.parameters() if p.requires_grad),
         tied=head.weight is model.get_input_embeddings().weight,
+        passing=passing,
+        outs=head.weight.shape[0],
+        tokens=tokens.numel(),
+        itemsize=head.weight.itemsize,
     )
 
 
@@ -222,6 +248,20 @@ def _one_block(
     keeps_input = live.now == before
     out.backward(comes_in)
     return kept, keeps_input, live.most - there - out.nbytes - kept + comes_in.nbytes
+
+
+@torch.no_grad()
+def _passing(
+    forward: Callable[..., Any],
+    hidden: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    live: Live,
+) -> int:
+    """The most of a forward without gradients, its input included."""
+    there = live.start()
+    forward(hidden, *args, **kwargs)
+    return live.most - there + hidden.nbytes
 
 
 def _begin(x: Tensor) -> Tensor:
