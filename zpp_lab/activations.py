@@ -124,10 +124,12 @@ class Activations:
 
     @property
     def passing(self) -> int:
-        """The most of a block that runs without gradients, its input included: three of the MLP's
-        width, or queries that are turned in fp32, before and after."""
-        wide, turned = 3 * self._rows(self.model.ffn), 2 * FP32 * self.tokens * self.model.dim
-        return 3 * self.row + max(wide, turned)
+        """The most of a block that runs without gradients, its input included: where queries or
+        keys are turned in fp32, before and after; attention and its product; the MLP's product."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        wide = 2 * FP32 * self.tokens
+        turned = max(wide * self.model.dim, k + wide * self._keys)
+        return 3 * d + max(turned, 2 * d + 2 * k, 3 * f)
 
     @property
     def heldout_loss(self) -> int:
