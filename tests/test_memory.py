@@ -266,11 +266,11 @@ def test_an_evaluation_has_batches_of_its_own() -> None:
     assert heldout_shape(few) == (2, 2048)
     plain, kept = big("1_3b", 1), big("1_3b", 1, recipe={"stage": 2})
     item = plain.item("logits and loss").nbytes
-    assert item["heldout"] > 2.5 * item["loss"]
-    assert kept.item("gathered weights").nbytes["evaluation"] > 2 * 1.3e9
-    assert plain.item("optimizer state, fp32").nbytes["evaluation"] > 0
+    assert item["eval loss"] > 2.5 * item["loss"]
+    assert kept.item("gathered weights").nbytes["eval"] > 2 * 1.3e9
+    assert plain.item("optimizer state, fp32").nbytes["eval"] > 0
     for name in ("gradients, fp32", "whole gradients", "reduction buffers"):
-        assert plain.item(name).nbytes["evaluation"] == 0
+        assert plain.item(name).nbytes["eval"] == 0
 
 
 class FusedNorm(torch.autograd.Function):

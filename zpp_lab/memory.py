@@ -11,8 +11,8 @@ evaluation, whose batches have a size of their own:
     late sent   its gradients are reduced
     root        the root unit is reduced: activations are gone, all gradients are there
     update      norm, clipping and optimizer
-    evaluation  a block computes held-out tokens, perhaps with the master weights
-    heldout     their losses
+    eval        a block computes held-out tokens, perhaps with the master weights
+    eval loss   their losses
 
 The peak is the largest moment. Rank 0 is counted, which never has less than others: the last
 shards may be shorter. Units follow what FSDP2 and `collectives/` keep alive: the gathered weights
@@ -41,7 +41,7 @@ from zpp_lab.optimizers.host import LANES, STAGE, pinned_state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
 Moment = Literal[
-    "loss", "early", "early sent", "late", "late sent", "root", "update", "evaluation", "heldout"
+    "loss", "early", "early sent", "late", "late sent", "root", "update", "eval", "eval loss"
 ]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 Acts = Activations | TracedActivations
@@ -52,7 +52,7 @@ NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
 
 
-NOT_EVALUATED: dict[Moment, int] = {"evaluation": 0, "heldout": 0}
+NOT_EVALUATED: dict[Moment, int] = {"eval": 0, "eval loss": 0}
 
 
 @dataclass(frozen=True)
@@ -257,12 +257,12 @@ class _Rank:
         root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
         found = _moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
-        found |= {"evaluation": root + block, "heldout": root}
+        found |= {"eval": root + block, "eval loss": root}
         if self.plan.recipe.config.stage != 3:
             every = root + self.weight * sum(map(_numel, self.blocks))
             found |= {
-                "evaluation": every,
-                "heldout": every,
+                "eval": every,
+                "eval loss": every,
                 "loss": every,
                 "early": every,
                 "early sent": every - block,
@@ -275,14 +275,14 @@ class _Rank:
         """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
         count = max(1, self.config.engine.prefetch)
         held = min(1 + self.config.engine.prefetch, len(self.blocks))
-        found = _moments() | {"evaluation": max(self.buffers.heldout(u, held) for u in self.blocks)}
+        found = _moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.blocks)}
         if self.plan.recipe.config.stage != 3:
             return found
         first, ahead = (
             max(self.buffers.gathers(u, min(count, len(self.blocks) - gone)) for u in self.blocks)
             for gone in (0, 1 + self.early)
         )
-        return _moments(loss=first, early=ahead) | {"evaluation": found["evaluation"]}
+        return _moments(loss=first, early=ahead) | {"eval": found["eval"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
         """The head's from the loss on, a block's while it is reduced (until then they are counted
@@ -356,7 +356,8 @@ class _Rank:
         return [
             Item("activations", self._activations()),
             Item(
-                "logits and loss", _moments(loss=acts.loss) | {"heldout": self.heldout.heldout_loss}
+                "logits and loss",
+                _moments(loss=acts.loss) | {"eval loss": self.heldout.heldout_loss},
             ),
             Item("a block's backward", self._flow()),
             Item("gradient norm or update", _moments(update=norm)),
@@ -375,8 +376,8 @@ class _Rank:
             "late sent": acts.row,
         }
         evaluated: dict[Moment, int] = {
-            "evaluation": self.heldout.passing,
-            "heldout": self.heldout.row,
+            "eval": self.heldout.passing,
+            "eval loss": self.heldout.row,
         }
         return found | sent | evaluated | {"late": acts.between + acts.recomputed}
 

@@ -36,14 +36,14 @@ SHOWN: tuple[tuple[Moment, ...], ...] = (
     ("late", "late sent"),
     ("root",),
     ("update",),
-    ("evaluation", "heldout"),
+    ("eval", "eval loss"),
 )
 NOTES = (
     "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
     "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of "
     "libraries. Kernels of our own are taken to serve (`zpp-lab doctor` says whether they do).",
     "Moments: the loss goes back; an early and the last (late) block goes back; the root unit's "
-    "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses (heldout).",
+    "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses.",
     "Bytes on the wires: all ranks together, one step.",
 )
 HOPS = (

@@ -196,11 +196,16 @@ def test_our_decoder_and_its_export_are_planned_alike(tied: bool, tmp_path: Path
         {"secondary": True, "weights": {"bits": 8}, "grads": {"bits": 4}},
     ):
         ours, theirs = (planned(m, recipe=recipe) for m in both(tmp_path, tied))
-        differing = {"activations", "a block's backward", "logits and loss"}
+        differing = {
+            "activations": "early",
+            "a block's backward": "early",
+            "logits and loss": "loss",
+        }
         a, b = ({i.name: i for i in e.items if i.name not in differing} for e in (ours, theirs))
         assert a == b
-        for name in differing:
-            assert 0.99 * ours.item(name).most < theirs.item(name).most < 2.5 * ours.item(name).most
+        for name, moment in differing.items():
+            own, other = (e.item(name).nbytes[moment] for e in (ours, theirs))  # type: ignore[index]
+            assert 0.99 * own < other < 2.5 * own
 
 
 def test_their_plans_agree_on_a_frozen_base(tmp_path: Path) -> None:
