@@ -19,13 +19,16 @@ from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.activations import Activations
+from zpp_lab.buffers import payload_bytes
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
 from zpp_lab.engines.build import build_plan
-from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, payload_bytes, secondary_bytes
+from zpp_lab.engines.losses import token_losses
+from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, heldout_shape, secondary_bytes
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
+from zpp_lab.stream import local_bytes
 
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
@@ -65,6 +68,7 @@ def counted(config: Config) -> dict[str, Any]:
         engine.step(0, 1e-2, partial(batch, 0), telemetry=False)
     finally:
         Gather._empty, Reduce._leg = empty, leg  # type: ignore[method-assign]
+    found["saved"] = local_bytes(engine.state_dict())
     found["weights"] = nbytes(engine.parameters.values())
     state = engine.optimizer.state.values()
     found["optimizer"] = sum(
@@ -88,6 +92,8 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     assert (
         found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
     )
+    scalars = 4 * len(plan.units) * 20  # numbers of steps
+    assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
     for unit in plan.units:
@@ -218,6 +224,55 @@ def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int) -> None
     assert 0.8 * wanted < live.most <= 1.001 * wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_held_out_losses_take_what_was_planned(dtype: torch.dtype, chunk: int) -> None:
+    vocab, dim = 2000, 32
+    shape = {"dim": dim, "layers": 1, "heads": 4, "kv_heads": 4, "ffn": 16, "loss_chunk": chunk}
+    cfg = ModelConfig(**shape, vocab_size=vocab)  # type: ignore[arg-type]
+    model = build_model(cfg, vocab).to(dtype)
+    tokens = torch.randint(0, vocab, (4, 128))
+    with Live() as live, torch.no_grad():
+        token_losses(model, tokens, tokens)
+    wanted = Activations(cfg, vocab, 512, dtype.itemsize).heldout_loss
+    if dtype == torch.bfloat16 and chunk:  # on the CPU a softmax widens what comes in first
+        wanted += 4 * chunk * vocab
+    assert live.most == pytest.approx(wanted, rel=0.08)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 4, 4, 176), (64, 4, 2, 512), (128, 4, 4, 16)])
+def test_a_block_without_gradients_holds_what_was_planned(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    dim, heads, kv_heads, ffn = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    block = build_model(cfg, 97).to(dtype).layers[0]
+    for norm in (block.attention_norm, block.mlp_norm):
+        norm.forward = lambda x, weight=norm.weight: FusedNorm.apply(x, weight)
+    block.attention.rope.table(128, torch.device("cpu"))
+    x = torch.randn(2, 128, dim, dtype=dtype)
+    with Live() as live, torch.no_grad():
+        block(x)
+    held, acts = live.most + x.nbytes, Activations(cfg, 97, 256, dtype.itemsize)
+    assert held <= acts.passing <= held + 2 * acts.row
+
+
+def test_an_evaluation_has_batches_of_its_own() -> None:
+    """8192 tokens, where a step of training has fewer: with adapters alone it is the peak."""
+    config = load(Config, {"data": {"seq_len": 2048}, "train": {"eval_tokens": 65536}})
+    assert heldout_shape(config) == (4, 2048)
+    few = replace(config, train=replace(config.train, eval_tokens=5000))
+    assert heldout_shape(few) == (2, 2048)
+    plain, kept = big("1_3b", 1), big("1_3b", 1, recipe={"stage": 2})
+    item = plain.item("logits and loss").nbytes
+    assert item["eval loss"] > 2.5 * item["loss"]
+    assert kept.item("gathered weights").nbytes["eval"] > 2 * 1.3e9
+    assert plain.item("optimizer state, fp32").nbytes["eval"] > 0
+    for name in ("gradients, fp32", "whole gradients", "reduction buffers"):
+        assert plain.item(name).nbytes["eval"] == 0
+
+
 class FusedNorm(torch.autograd.Function):
     """Keeps what a GPU's kernel does; no norm otherwise."""
 
@@ -306,8 +361,27 @@ def test_near_measured_peaks(name: str, batch_size: int, gib: int) -> None:
 def test_offload_leaves_the_state_in_host_memory() -> None:
     here, there = big("13b", 2), big("13b", 2, engine={"offload": True})
     state = sum(i.most for i in here.items if i.name.endswith("fp32"))
-    assert there.host == state > 48 * GIB
+    staging = there.item("checkpoint, on its way").most
+    assert staging == GIB  # too large for a copy
+    assert there.host == state + staging
+    assert state > 48 * GIB
     assert there.peak < here.peak - 40 * GIB
+
+
+def test_moments_in_host_memory_pass_some_at_a_time() -> None:
+    here, there = (
+        big("13b", 2, train={"optimizer_state": "8bit", "optimizer_place": place})
+        for place in ("device", "host")
+    )
+    moments = here.item("optimizer state, 8bit").most
+    assert there.item("optimizer state, 8bit").place == "host"
+    passing = there.item("optimizer state, passing").nbytes
+    assert passing["update"] == 2**28  # a lane's; no parameter's moments are more
+    assert passing["late"] == 0
+    late = [e.at("late") for e in (here, there)]
+    assert late[0] - late[1] == moments
+    assert there.at("update") == here.at("update") - moments + 2 * 2**28
+    assert there.tensors < there.peak
 
 
 def test_smaller_optimizer_states() -> None:
@@ -322,7 +396,8 @@ def test_what_recipes_and_stages_add() -> None:
     plain = big("1_3b", 4)
     kept = big("1_3b", 4, recipe={"secondary": True, "weights": {"bits": 8}})
     assert 0 < kept.item("secondary partition").most < 2 * 1.35e9 / 4
-    assert kept.item("gather buffers").most < 0.6 * plain.item("gather buffers").most
+    early = [e.item("gather buffers").nbytes["early"] for e in (kept, plain)]
+    assert early[0] < 0.6 * early[1]
     whole = big("1_3b", 4, recipe={"stage": 2})
     assert whole.item("gathered weights").nbytes["loss"] > 2 * 1.3e9
     once = big("1_3b", 4, train={"micro_steps": 4, "accumulate": "last"})
@@ -337,12 +412,5 @@ def test_more_ranks_hold_less_and_moments_add_up() -> None:
     many = big("13b", 2, cluster=ClusterConfig(nodes=2, gpus_per_node=8).__dict__)
     assert many.peak < few.peak / 2
     for moment in MOMENTS:
-        assert few.at(moment) == sum(i.nbytes[moment] for i in few.items)
+        assert few.at(moment) == sum(i.nbytes[moment] for i in few.items if i.place == "gpu")
     assert few.peak - few.tensors == GIB * 3 // 2
-
-
-def test_only_the_built_in_decoder() -> None:
-    config = load(Config, {"model": {"name": "hf", "options": {"model_type": "gpt2"}}})
-    plan = build_plan(build_model(SMALL, VOCAB, "meta"), config)
-    with pytest.raises(ValueError, match="only the built-in decoder's"):
-        estimate(plan, config, VOCAB)

@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"plan"},
     {"frozen"},
     {"engines"},
+    {"buffers"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
     {"trainer", "api", "export", "cost"},
     {"launcher", "evaluate"},

@@ -115,12 +115,37 @@ class Activations:
         Whole logits: log-probabilities, their gradient and the logits' gradient, all fp32. In
         chunks: one chunk's logits and its fp32 softmax, the head's fp32 gradient and a part to add.
         """
-        m, chunk = self.model, self.model.loss_chunk
+        chunk = self.model.loss_chunk
         if not chunk:
             return 3 * FP32 * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
-        head = (FP32 + self.itemsize) * self.vocab * m.dim if self.head_trained else 0
+        head = (FP32 + self.itemsize) * self.head
         return at_once + head + self.row
+
+    @property
+    def passing(self) -> int:
+        """The most of a block that runs without gradients, its input included: where queries or
+        keys are turned in fp32, before and after; attention and its product; the MLP's product."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        wide = 2 * FP32 * self.tokens
+        turned = max(wide * self.model.dim, k + wide * self._keys)
+        return 3 * d + max(turned, 2 * d + 2 * k, 3 * f)
+
+    @property
+    def heldout_loss(self) -> int:
+        """Logits and what token losses make of them, without gradients."""
+        chunk = self.model.loss_chunk
+        each = self.itemsize + FP32 if chunk or self.itemsize == FP32 else self.itemsize + 2 * FP32
+        return self.row + each * min(chunk or self.tokens, self.tokens) * self.vocab
+
+    @property
+    def head(self) -> int:
+        """Elements of the head that are trained."""
+        return self.vocab * self.model.dim if self.head_trained else 0
+
+    @property
+    def tied(self) -> bool:
+        return self.model.tied_head
 
     @property
     def row(self) -> int:

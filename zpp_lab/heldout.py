@@ -18,7 +18,7 @@ from torch import Tensor
 from zpp_lab.config import Config
 from zpp_lab.data import PackedData, TokenData
 from zpp_lab.engines.base import Batch
-from zpp_lab.engines.losses import total_loss
+from zpp_lab.engines.losses import heldout_size, total_loss
 
 FILE = "heldout.json"
 
@@ -61,6 +61,5 @@ class Heldout:
 def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
     """About `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
     length, tokens = config.data.seq_len, config.train.eval_tokens
-    size = max(1, min(64, 8192 // length))
-    batches: list[Batch] = list(data.heldout(tokens, size, length))
+    batches: list[Batch] = list(data.heldout(tokens, heldout_size(length), length))
     return Heldout(batches, data.heldout_documents(tokens, length))

@@ -1,6 +1,7 @@
 """What each rank of a real run will hold, by formula, before anything is allocated.
 
-A step's memory rises and falls, so every item is counted at seven moments:
+A step's memory rises and falls, so every item is counted at seven moments, and at two of an
+evaluation, whose batches have a size of their own:
 
     loss        all activations are there, the loss goes back
     early       one of the first two blocks to go back computes, of which the second finds the
@@ -10,6 +11,8 @@ A step's memory rises and falls, so every item is counted at seven moments:
     late sent   its gradients are reduced
     root        the root unit is reduced: activations are gone, all gradients are there
     update      norm, clipping and optimizer
+    eval        a block computes held-out tokens, perhaps with the master weights
+    eval loss   their losses
 
 The peak is the largest moment. Rank 0 is counted, which never has less than others: the last
 shards may be shorter. Units follow what FSDP2 and `collectives/` keep alive: the gathered weights
@@ -24,25 +27,32 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zpp_lab.activations import FP32, Activations
+from zpp_lab.buffers import Buffers, kernels_serve
 from zpp_lab.codecs.errors import AT_ONCE
-from zpp_lab.collectives.ring import SLOTS
 from zpp_lab.config import Config
 from zpp_lab.engines.fsdp_wrap import is_untouched
-from zpp_lab.engines.norm import FOLD_NUMEL
+from zpp_lab.engines.losses import heldout_size
+from zpp_lab.engines.norm import square_bytes
 from zpp_lab.layout import Parameter
+from zpp_lab.models.hf_memory import TracedActivations
 from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
-from zpp_lab.optimizers.host import LANES, STAGE, pinned_bytes
+from zpp_lab.optimizers.host import LANES, STAGE, pinned_state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
-Moment = Literal["loss", "early", "early sent", "late", "late sent", "root", "update"]
+Moment = Literal[
+    "loss", "early", "early sent", "late", "late sent", "root", "update", "eval", "eval loss"
+]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
+Acts = Activations | TracedActivations
 
 GIB = 2**30
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
-SQUARED = 20  # bytes an element while a gradient's norm is taken: fp32, two of fp64
+
+
+NOT_EVALUATED: dict[Moment, int] = {"eval": 0, "eval loss": 0}
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,8 @@ class Estimate:
     def tensors(self) -> int:
         """What torch.cuda.max_memory_allocated would say: the peak without assumed constants, and
         without what torch's allocator does not see."""
-        apart = [i for i in self.items if i.place == "gpu" and (i.assumed or i.outside)]
-        return self.peak - sum(i.most for i in apart)
+        seen = [i for i in self.items if i.place == "gpu" and not (i.assumed or i.outside)]
+        return max(sum(i.nbytes[m] for i in seen) for m in MOMENTS)
 
     @property
     def host(self) -> int:
@@ -98,19 +108,31 @@ class Estimate:
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
     """What each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
 
-    ValueError for models other than the built-in decoder, whose activations no formula knows.
+    ValueError for a model of transformers whose code does not run on shapes alone.
     """
-    if config.model.name != "llama":
-        raise ValueError(
-            f"model={config.model.name}: only the built-in decoder's activations have a formula; "
-            "take a model.* preset of the same shape"
-        )
-    acts = Activations.of(config, vocab)
-    if plan.stored:
-        acts = replace(acts, adapters=_adapters(plan), head_trained=False)
-    holder = _Rank(plan, config, acts)
+    shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
+    acts = _activations(plan, config, vocab, shape)
+    holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))
     items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
     return Estimate(tuple(i for i in items if i.most))
+
+
+def heldout_shape(config: Config) -> tuple[int, int]:
+    """Sequences and tokens each of a held-out batch."""
+    length = config.data.seq_len
+    return min(heldout_size(length), max(1, config.train.eval_tokens // length)), length
+
+
+def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
+    """`shape`: sequences and tokens each."""
+    if config.model.name == "hf":
+        dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
+        compiled = config.engine.compile
+        return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
+    acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
+    if plan.stored:
+        acts = replace(acts, adapters=_adapters(plan), head_trained=False)
+    return acts
 
 
 def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
@@ -120,8 +142,14 @@ def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
 
 def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
     """Both moments of rank 0's shards, scales included."""
-    shards = ((-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,) for p in parameters)
-    return sum(state_bytes(shard, kind) for shard in shards)
+    return sum(state_bytes(_shard(p), kind) for p in parameters)
+
+
+def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config) -> int:
+    """Rank 0's part of a checkpoint, before weights alone are rounded to bf16."""
+    if config.train.checkpoint_weights_only:
+        return shard_bytes(every)
+    return shard_bytes(every) + optimizer_bytes(trained, config.train.optimizer_state)
 
 
 def secondary_bytes(plan: Plan) -> int:
@@ -137,22 +165,15 @@ def base_bytes(plan: Plan) -> int:
     return sum(u.stored.nbytes for u in plan.units)
 
 
-def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
-    """The buffer that one gather of `unit` fills, and what it holds of the node on the way."""
-    layout = unit.backward if backward else unit.forward
-    if unit.hierarchical and not (backward and plan.recipe.config.secondary):
-        return (plan.recipe.shards + plan.recipe.cluster.nodes) * layout.nbytes
-    return plan.recipe.shards * layout.nbytes
-
-
 class _Rank:
     """Items of one rank, in groups."""
 
-    def __init__(self, plan: Plan, config: Config, acts: Activations) -> None:
-        self.plan, self.config, self.acts = plan, config, acts
+    def __init__(self, plan: Plan, config: Config, acts: Acts, heldout: Acts) -> None:
+        self.plan, self.config, self.acts, self.heldout = plan, config, acts, heldout
         recipe = plan.recipe
         self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
         self.untouched = is_untouched(plan, config.engine.ordered)
+        self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
         self.root = plan.units[-1]
         self.blocks = plan.units[:-1]
         self.block = max(self.blocks, key=_numel)
@@ -177,7 +198,8 @@ class _Rank:
             Item("frozen base, as it travels", _always(base_bytes(self.plan))),
             *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
-            Item("secondary partition", _always(secondary_bytes(self.plan))),
+            Item("checkpoint, on its way", _always(self._checkpoint(every, trained)), "host"),
+            Item("secondary partition", _always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
 
     def _moments(
@@ -189,15 +211,31 @@ class _Rank:
         if self.config.train.optimizer_place == "device":
             return [Item(name, _always(nbytes), place)]
         lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
-        pinned = sum(2 * pinned_bytes(optimizer_bytes([p], kind) // 2) for p in trained)
-        passing = Item("optimizer state, passing", _moments(update=min(LANES * lane, nbytes)))
-        return [Item(name, _always(pinned), "host"), passing]
+        pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
+        passing = _moments(update=min(lane, nbytes))
+        # the host gives a lane's memory back before it fills the next: torch counts one at a time
+        beside = _moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
+        return [
+            Item(name, _always(pinned), "host"),
+            Item("optimizer state, passing", passing),
+            Item("optimizer state, other lane", beside, outside=True),
+        ]
+
+    def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
+        """In host memory (`dcp.py`): a copy of what is small enough, and pieces on their way."""
+        train = self.config.train
+        if not (train.checkpoint_every or train.keep_checkpoints):
+            return 0
+        saved = saved_bytes(every, trained, self.config)
+        copied = saved if saved <= train.checkpoint_host_gib * GIB else 0
+        written = saved // 2 if train.checkpoint_weights_only else saved  # in bf16
+        return copied + min(written, train.checkpoint_staging_mib * 2**20)
 
     def _gradients(self) -> dict[Moment, int]:
         """This rank's, of the units that are reduced already. A unit's come with its reduction."""
         every = shard_bytes(p for u in self.plan.units for p in _trained(u))
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
-            return _always(every)
+            return _always(every) | NOT_EVALUATED
         root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.block))
         late, end = max(0, every - root - block), every - root
         return _moments(early=self.early * block, late=late, root=end, update=every)
@@ -211,7 +249,7 @@ class _Rank:
             Item("whole gradients", self._whole_gradients()),
             Item("reduction buffers", self._reductions()),
             Item("telemetry", self._telemetry()),
-            Item("peer-memory slots", _always(self._slots()), outside=True),
+            Item("peer-memory slots", _always(self.buffers.slots()), outside=True),
         ]
 
     def _gathered(self) -> dict[Moment, int]:
@@ -219,36 +257,42 @@ class _Rank:
         root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
         found = _moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
+        found |= {"eval": root + block, "eval loss": root}
         if self.plan.recipe.config.stage != 3:
             every = root + self.weight * sum(map(_numel, self.blocks))
-            found |= {"loss": every, "early": every, "early sent": every - block}
+            found |= {
+                "eval": every,
+                "eval loss": every,
+                "loss": every,
+                "early": every,
+                "early sent": every - block,
+            }
             if self.plan.micro_steps > 1:  # they stay until the last one's backward
                 found |= {"early sent": every, "late": every, "late sent": every}
         return found
 
     def _payloads(self) -> dict[Moment, int]:
-        """Of the units gathered ahead in backward."""
-        if self.plan.recipe.config.stage != 3:
-            return _moments()
-        shards = self.plan.recipe.shards
-        each = max(
-            # FSDP2's own gather is flat whatever the cluster's shape
-            shards * u.backward.nbytes if self.untouched else payload_bytes(self.plan, u, True)
-            for u in self.blocks
-        )
+        """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
         count = max(1, self.config.engine.prefetch)
-        first, ahead = (min(count, len(self.blocks) - gone) for gone in (0, 1 + self.early))
-        return _moments(loss=first * each, early=ahead * each)
+        held = min(1 + self.config.engine.prefetch, len(self.blocks))
+        found = _moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.blocks)}
+        if self.plan.recipe.config.stage != 3:
+            return found
+        first, ahead = (
+            max(self.buffers.gathers(u, min(count, len(self.blocks) - gone)) for u in self.blocks)
+            for gone in (0, 1 + self.early)
+        )
+        return _moments(loss=first, early=ahead) | {"eval": found["eval"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
         """The head's from the loss on, a block's while it is reduced (until then they are counted
         with its backward), and the root's. With one reduction for several micro-steps every
         unit's, in reduce_dtype."""
-        head = 0 if self.plan.stored else self.weight * self.acts.vocab * self.config.model.dim
+        head = self.weight * self.acts.head
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.block)
         found = _moments(early=head, late=head, root=root)
         found |= {"early sent": head + block, "late sent": head + block}
-        if self.config.model.tied_head:
+        if self.acts.tied:
             found["root"] += head  # the embedding's part, before the two are added
         if self.plan.accumulate_last and self.plan.micro_steps > 1:
             root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.block)
@@ -281,10 +325,7 @@ class _Rank:
         sums = shard_bytes(_trained(unit), self.grad)
         if self.untouched:
             return self._held(unit) + sums
-        rows = self._rows(unit)
-        sent = 0 if self._peer() else sum(rows)  # in peer memory what goes out lies in a slot
-        turned = rows[-1] if self.plan.recipe.config.order == "reversed" else 0
-        return sent + sum(rows) + turned + sums
+        return self.buffers.reduction(unit) + sums
 
     def _telemetry(self) -> dict[Moment, int]:
         """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
@@ -299,48 +340,25 @@ class _Rank:
             first, second = unit.hops
             widest = max((s.numel for s in second.segments), default=0)
             turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
-            return FP32 * (nodes * first.coded_numel + turned + widest) + PIECE
+            sums = FP32 * (nodes * first.coded_numel + turned + widest)
+            return sums + PIECE + self.buffers.stacked(unit)
 
         block, root = of(self.block), of(self.root)
         return _moments(root=root) | {"early sent": block, "late sent": block}
-
-    def _rows(self, unit: UnitPlan) -> list[int]:
-        """Bytes that one rank sends (and gets) on each hop, its own rows included."""
-        cluster = self.plan.recipe.cluster
-        counts = [cluster.world] if len(unit.hops) == 1 else [cluster.world, cluster.nodes]
-        return [n * hop.nbytes for n, hop in zip(counts, unit.hops, strict=True)]
-
-    def _peer(self) -> bool:
-        one_host = self.plan.recipe.cluster.nodes == 1
-        transport = self.config.engine.transport
-        return not self.untouched and (transport == "peer" or (transport == "auto" and one_host))
-
-    def _slots(self) -> int:
-        """Of each link and kind a ring, as large as the largest shipment that will come."""
-        if not self._peer():
-            return 0
-        units, nodes = self.plan.units, self.plan.recipe.cluster.nodes
-        row = max(max(u.forward.nbytes, u.backward.nbytes, self._raw_row(u)) for u in units)
-        gather = row * (1 + nodes) if any(u.hierarchical for u in units) else row
-        if self.plan.recipe.config.secondary and not any(u.hierarchical for u in units):
-            gather += nodes * max(u.forward.nbytes for u in units)
-        exchange = max(sum(self._rows(u)) for u in units)
-        return SLOTS["gather"] * gather + SLOTS["exchange"] * exchange
-
-    def _raw_row(self, unit: UnitPlan) -> int:
-        """Of a gather of the master weights, and of a frozen base as it is."""
-        live = [p for p in unit.unit.parameters if not _stored(unit, p)]
-        return shard_bytes(live, self.weight) + unit.stored.nbytes
 
     # ------------------------------------------------------------------ what computes
 
     def compute(self) -> list[Item]:
         acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
-        squared = min(sum(shards), max(*shards, FOLD_NUMEL))
-        norm = 0 if self.config.engine.offload else max(SQUARED * squared, self._updating(shards))
+        norm = max(square_bytes(shards, self.kernels), self._updating(shards))
+        if self.config.engine.offload:
+            norm = 0
         return [
             Item("activations", self._activations()),
-            Item("logits and loss", _moments(loss=acts.loss)),
+            Item(
+                "logits and loss",
+                _moments(loss=acts.loss) | {"eval loss": self.heldout.heldout_loss},
+            ),
             Item("a block's backward", self._flow()),
             Item("gradient norm or update", _moments(update=norm)),
         ]
@@ -357,11 +375,15 @@ class _Rank:
             "early sent": (left - 1) * acts.between + acts.row,
             "late sent": acts.row,
         }
-        return found | sent | {"late": acts.block}
+        evaluated: dict[Moment, int] = {
+            "eval": self.heldout.passing,
+            "eval loss": self.heldout.row,
+        }
+        return found | sent | evaluated | {"late": acts.between + acts.recomputed}
 
     def _updating(self, shards: list[int]) -> int:
-        """What our own AdamW needs at most; its kernel and torch's fused one need nothing."""
-        if self.config.train.optimizer_state == "fp32":
+        """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
+        if self.kernels or self.config.train.optimizer_state == "fp32":
             return 0
         return SCRATCH * min(BATCH, sum(shards))
 
@@ -395,7 +417,13 @@ def _moments(
         "late sent": late,
         "root": root,
         "update": update,
+        **NOT_EVALUATED,
     }
+
+
+def _shard(p: Parameter) -> tuple[int, ...]:
+    """The shape of rank 0's rows."""
+    return (-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,)
 
 
 def _numel(unit: UnitPlan) -> int:

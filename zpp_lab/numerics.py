@@ -35,6 +35,13 @@ def _folded(x: Tensor, stop: int) -> Tensor:
     return x[..., :n].clone()  # a view would keep all of x
 
 
+def left_at_top(numel: int) -> int:
+    """How many elements `square_norms` keeps of a row until all rows are folded together."""
+    while numel > TOP:
+        numel = (numel + 1) // 2
+    return numel
+
+
 def square_norms(stacks: Iterable[Tensor]) -> Tensor:
     """Stacks fp32 [k, W, n] of one W and n → fp64 [K, W] of all K together: each row's sum of
     squares. Stacks are taken one by one, and what is left of them is folded together."""

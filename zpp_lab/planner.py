@@ -36,13 +36,14 @@ SHOWN: tuple[tuple[Moment, ...], ...] = (
     ("late", "late sent"),
     ("root",),
     ("update",),
+    ("eval", "eval loss"),
 )
 NOTES = (
     "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
     "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of "
-    "libraries, evaluation and checkpoints, which hold less than a step.",
+    "libraries. Kernels of our own are taken to serve (`zpp-lab doctor` says whether they do).",
     "Moments: the loss goes back; an early and the last (late) block goes back; the root unit's "
-    "gradients are reduced; norm, clipping and optimizer.",
+    "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses.",
     "Bytes on the wires: all ranks together, one step.",
 )
 HOPS = (
@@ -128,7 +129,10 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
     alternatives: offload costs time, more ranks cost GPUs.
     """
     for overrides in _cheap(outlook.config):
-        tried = _with(outlook, overrides)
+        try:
+            tried = _with(outlook, overrides)
+        except ValueError:  # a head that takes no loss in chunks: what cannot run is no advice
+            continue
         if tried.estimate.peak < outlook.estimate.peak:
             outlook = tried
             yield Advice(overrides, outlook)

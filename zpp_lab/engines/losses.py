@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from zpp_lab.models.loss import IGNORED
 
 
+def heldout_size(length: int) -> int:
+    """Sequences of a held-out batch, of so many tokens each."""
+    return max(1, min(64, 8192 // length))
+
+
 def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of every counted target in nats, fp32 [B · T or fewer], row by row.
 

@@ -7,17 +7,18 @@ one length are summed together, which saves launches and changes no bit. On a GP
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zpp_lab.numerics import square_norms
+from zpp_lab.numerics import left_at_top, square_norms
 from zpp_lab.ops import padded_rows
 from zpp_lab.ops import squares as kernels
 from zpp_lab.plan import Plan
 
+FP32, FP64 = 4, 8
 FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64
 
 
@@ -29,6 +30,21 @@ def squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Te
 def rank_squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
     """Whole gradients by name → fp64 [W] on `device`: `squares` of each rank's shards."""
     return _added(grads, plan.recipe.cluster.world, plan, device)
+
+
+def square_bytes(numels: Sequence[int], by_kernels: bool) -> int:
+    """What `squares` allocates at the most for shards of these lengths, in plan order."""
+    if not numels:
+        return 0
+    if by_kernels:
+        return kernels.room_bytes(numels, 1)
+    most, groups = 0, Counter(numels)
+    for numel, count in groups.items():
+        at_once = min(count, max(1, FOLD_NUMEL // max(1, numel)))
+        copied = FP32 if at_once > 1 else 0
+        top = FP64 * count * left_at_top(numel)  # of all stacks, in the end twice
+        most = max(most, (copied + FP64) * at_once * numel + top, 2 * top)
+    return most
 
 
 def _stacks(grads: Sequence[Tensor], rows: int, numel: int) -> Iterator[Tensor]:

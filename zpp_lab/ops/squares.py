@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zpp_lab.numerics import left_at_top
 from zpp_lab.ops.backend import use_kernels
 
 ROWS = 160  # of a launch: MAX_ROWS of cuda/squares.h
-TOP = 2**15  # what the first kernel leaves of a row, at most: TOP there
 
 
 def serves(grads: Sequence[Tensor], numels: Sequence[int]) -> bool:
@@ -35,6 +35,11 @@ def square_sums(grads: Sequence[Tensor], numels: Sequence[int], rows: int) -> Te
     return total
 
 
+def room_bytes(numels: Sequence[int], rows: int) -> int:
+    """What `square_sums` allocates, all of it fp64."""
+    return 8 * (_room(tuple(numels), rows) + len(numels) * rows + rows)
+
+
 def operator() -> Any:
     return torch.ops.zpp_lab.square_sums.default
 
@@ -42,11 +47,5 @@ def operator() -> Any:
 @lru_cache
 def _room(numels: tuple[int, ...], rows: int) -> int:
     """What the largest launch leaves between its two kernels, in elements."""
-    each = [_left(n) for n in numels for _ in range(rows)]
+    each = [left_at_top(n) for n in numels for _ in range(rows)]
     return max(sum(each[i : i + ROWS]) for i in range(0, len(each), ROWS))
-
-
-def _left(numel: int) -> int:
-    while numel > TOP:
-        numel = (numel + 1) // 2
-    return numel

@@ -8,11 +8,13 @@ the bus carries both ways at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from zpp_lab.optimizers.states import StateKind, moment_bytes
 
 STAGE = 2**28  # bytes of moments that a lane has on the GPU; one parameter's may be more
 LANES = 2
@@ -49,6 +51,11 @@ def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: 
     if not host:
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
+    """Of both moments of a shard of this shape, scales included, each a tensor of its own."""
+    return sum(2 * pinned_bytes(nbytes) for nbytes in moment_bytes(shape, kind))
 
 
 def pinned_bytes(nbytes: int) -> int:

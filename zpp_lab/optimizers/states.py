@@ -58,13 +58,18 @@ def blocks_of(shape: Sequence[int]) -> int:
 
 def state_bytes(shape: Sequence[int], kind: StateKind) -> int:
     """Bytes of both moments of a parameter, or of a shard with as many rows."""
+    return 2 * sum(moment_bytes(shape, kind))
+
+
+def moment_bytes(shape: Sequence[int], kind: StateKind) -> tuple[int, ...]:
+    """Of one moment: its values, and in 8 bits its scales."""
     numel = prod(shape)
     match kind_of(shape, kind):
         case "fp32":
-            return 8 * numel
+            return (4 * numel,)
         case "bf16":
-            return 4 * numel
-    return 2 * (numel + 4 * shape[0] * blocks_of(shape))
+            return (2 * numel,)
+    return numel, 4 * shape[0] * blocks_of(shape)
 
 
 def noise_key(seed: int, step: int) -> int:

@@ -53,7 +53,7 @@ def memory_need(config: Config) -> Needed | None:
 
     if config.engine.name == "virtual":
         return Needed(_kept(config), at_least=True)
-    if config.engine.name == "deepspeed" or config.model.name != "llama":
+    if config.engine.name == "deepspeed":
         return None
     found = estimate(plan_of(config), config, vocabulary(config))
     return Needed(found.peak, each=True)

@@ -1,0 +1,250 @@
+"""What a plan says of transformers' models, against models that are really built and run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.fsdp_jobs import real
+from tests.engines.fsdp_parity import configured
+from tests.engines.fsdp_world import run_world
+from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
+from tests.test_memory import Live
+from zpp_lab.config import Config, ModelConfig, load
+from zpp_lab.engines.build import build_plan
+from zpp_lab.memory import Estimate, estimate
+from zpp_lab.models import build_model
+from zpp_lab.models.hf_memory import Traced, TracedActivations, trace
+from zpp_lab.models.llama_hf import hf_config
+
+pytest.importorskip("transformers")
+KINDS = [*CASES, *NAMED_OTHERWISE]
+SHAPE = (3, 30)
+TOKENS = SHAPE[0] * SHAPE[1]
+WIDE = {  # so that no count is lost in another
+    "gpt2": {"n_embd": 48, "n_head": 4},
+    "opt": {"hidden_size": 48, "num_attention_heads": 4, "ffn_dim": 160, "word_embed_proj_dim": 48},
+}
+OTHERS = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 160}
+
+
+def wide(kind: str, dtype: torch.dtype, device: str) -> Any:
+    options = WIDE.get(kind) or OTHERS
+    model = build_model(settings(kind, dict(options)), VOCAB, device, seed=1)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
+
+
+def seen(model: Any) -> tuple[int, int, int, int]:
+    """Of a real run on the CPU: bytes that one block keeps, that its backward holds beyond them,
+    that are kept when the head begins, and that a block holds which runs without gradients."""
+    units, given, at_head = [u for _, u in model.units()], [], []
+    hook = units[-1].register_forward_pre_hook(
+        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
+    tokens = torch.randint(0, VOCAB, SHAPE)
+    model(tokens)
+    hook.remove()
+    with Live() as live:
+        model.get_output_embeddings().register_forward_pre_hook(lambda *_: at_head.append(live.now))
+        model(tokens, tokens)
+    (hidden, *args), kwargs = given[0]
+    with Live() as live:
+        x = hidden.detach().clone().requires_grad_()
+        comes_in = torch.ones_like(x)
+        there = live.now
+        made = units[-1](x, *args, **kwargs)
+        out = made[0] if isinstance(made, tuple) else made
+        del made
+        before = live.most = live.now
+        out.backward(comes_in)
+    flow = live.most - before + x.nbytes
+    with Live() as passing, torch.no_grad():
+        units[-1](x, *args, **kwargs)
+    return before - there, flow, at_head[0], passing.most + x.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_alone_tell_what_a_run_keeps(kind: str, dtype: torch.dtype) -> None:
+    """On the CPU LayerNorm keeps its two numbers a token in the input's dtype."""
+    model = wide(kind, dtype, "cpu")
+    norms = sum(isinstance(m, torch.nn.LayerNorm) for m in model.units()[0][1].modules())
+    other = norms * 2 * TOKENS * (4 - dtype.itemsize)
+    block, flow, at_head, passing = seen(model)
+    found = trace(wide(kind, dtype, "meta"), SHAPE)
+    assert found.row == TOKENS * 48 * dtype.itemsize
+    assert found.block + (0 if found.keeps_input else found.row) == block + other
+    assert found.flow == flow
+    assert passing <= found.passing <= passing + 2 * other
+    acts = TracedActivations(found, 2, checkpointed=False)
+    last = other // max(norms, 1)  # the norm behind the blocks
+    few = 5 * TOKENS * 8  # integers: positions and the like
+    assert 0 <= acts.kept - (at_head + 2 * other + last) + few <= 2 * few
+
+
+def test_checkpoints_keep_what_goes_from_block_to_block() -> None:
+    found = trace(wide("llama", torch.bfloat16, "meta"), SHAPE)
+    plain, light = (TracedActivations(found, 9, checkpointed=c) for c in (False, True))
+    assert plain.kept - light.kept == 9 * (found.block - found.row)
+    assert light.between + light.recomputed == found.row + found.block  # its input is not in it
+    assert plain.between + plain.recomputed == found.block
+    assert not found.keeps_input
+
+
+def test_a_chunked_loss_never_has_all_logits() -> None:
+    def made(chunk: int) -> Traced:
+        model = build_model(settings("llama", {"vocab_size": 5000}, loss_chunk=chunk), 5000, "meta")
+        return trace(model, (4, 256))
+
+    whole, chunked = made(0), made(64)
+    assert whole.loss > 3 * 4 * 1024 * 5000
+    head = 5000 * 16 * 4
+    assert chunked.loss == pytest.approx(2 * 4 * 64 * 5000 + 2 * head, rel=0.1)
+
+
+# ---------------------------------------------------------------------- whole plans
+
+
+def planned(model: ModelConfig, **groups: Any) -> Estimate:
+    shape = {"cluster": {"nodes": 1, "gpus_per_node": 2}, "data": {"seq_len": 24}}
+    config = load(Config, {"train": {"param_dtype": "bf16"}, **shape, **groups})
+    return of(config, model)
+
+
+def of(config: Config, model: ModelConfig) -> Estimate:
+    config = replace(config, model=model)
+    return estimate(build_plan(build_model(model, VOCAB, "meta"), config), config, VOCAB)
+
+
+def held(kind: str) -> dict[str, int]:
+    """Bytes of one rank's weights, moments and gradients in a step of a real run."""
+    engine = real(configured("zero3_bf16", 1, 2), build_model(settings(kind), VOCAB, seed=3))
+    found, update = {}, engine._update
+
+    def noting(*args: Any) -> None:
+        found["gradients, fp32"] = sum(p.grad.to_local().nbytes for p in engine.parameters.values())
+        update(*args)
+
+    engine._update = noting  # type: ignore[method-assign]
+    engine.step(0, 1e-2, batch, telemetry=False)
+    found["master weights, fp32"] = sum(
+        p.to_local().untyped_storage().nbytes() for p in engine.parameters.values()
+    )
+    state = engine.optimizer.state.values()
+    found["optimizer state, fp32"] = sum(
+        s[key].to_local().nbytes for s in state for key in ("exp_avg", "exp_avg_sq")
+    )
+    return found
+
+
+def batch(rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(rank))
+    return tokens, tokens.clone()
+
+
+def all_held() -> dict[str, dict[str, int]]:
+    return {kind: held(kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_built_model_has_what_was_planned(kind: str) -> None:
+    """Ties, biases, grouped queries, learned positions: rank 0's rows of real tensors."""
+    built = build_model(settings(kind), VOCAB, seed=1)
+    for ranks in (1, 2, 3):
+        cluster = {"nodes": 1, "gpus_per_node": ranks}
+        items = planned(settings(kind), cluster=cluster)
+        rows = [p.detach().chunk(ranks)[0] for p in built.parameters()]
+        nbytes = sum(4 * row.numel() for row in rows)
+        assert items.item("master weights, fp32").most == nbytes
+        assert items.item("optimizer state, fp32").most == 2 * nbytes
+        assert items.item("gradients, fp32").nbytes["update"] == nbytes
+
+
+@pytest.mark.slow
+def test_a_real_run_of_each_family_holds_what_was_planned() -> None:
+    config = configured("zero3_bf16", 1, 2)
+    config = replace(config, data=replace(config.data, seq_len=9))
+    for kind, found in run_world(2, all_held).items():
+        items = of(config, settings(kind))
+        assert {name: items.item(name).most for name in found} == found, kind
+
+
+OURS = {"dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab_size": VOCAB}
+
+
+def both(folder: Path, tied: bool = False, **size: int) -> tuple[ModelConfig, ModelConfig]:
+    """The built-in decoder, and its export read as a model of transformers."""
+    own = ModelConfig(**{**OURS, **size}, tied_head=tied)
+    (folder / "config.json").write_text(json.dumps(hf_config(own, VOCAB, 64, None)))
+    return own, ModelConfig(name="hf", path=str(folder))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_our_decoder_and_its_export_are_planned_alike(tied: bool, tmp_path: Path) -> None:
+    """But for what transformers' norms and rotations keep when they are not compiled."""
+    for recipe in (
+        {"name": "zero3"},
+        {"secondary": True, "weights": {"bits": 8}, "grads": {"bits": 4}},
+    ):
+        ours, theirs = (planned(m, recipe=recipe) for m in both(tmp_path, tied))
+        differing = {
+            "activations": "early",
+            "a block's backward": "early",
+            "logits and loss": "loss",
+        }
+        a, b = ({i.name: i for i in e.items if i.name not in differing} for e in (ours, theirs))
+        assert a == b
+        for name, moment in differing.items():
+            own, other = (e.item(name).nbytes[moment] for e in (ours, theirs))  # type: ignore[index]
+            assert 0.99 * own < other < 2.5 * own
+
+
+def test_their_plans_agree_on_a_frozen_base(tmp_path: Path) -> None:
+    lora = {"rank": 4, "base_codec": {"bits": 4, "block_size": 16}}
+    both(tmp_path)
+    adapted = {"weights": "pretrained", "path": str(tmp_path), "lora": lora}
+    ours = load(ModelConfig, {**OURS, **adapted})
+    a, b = planned(ours), planned(load(ModelConfig, {"name": "hf", **adapted}))
+    names = {i.name for i in a.items} - {"activations", "a block's backward", "logits and loss"}
+    assert "frozen base, as it travels" in names
+    for name in names:
+        assert a.item(name) == b.item(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", *CASES])
+def test_compiled_blocks(kind: str, tmp_path: Path) -> None:
+    """What they keep is what the partition of a real block keeps; of our decoder's export, to the
+    byte what our own keeps."""
+    if kind != "own":
+        model = wide(kind, torch.bfloat16, "meta")
+        found = trace(model, SHAPE, compiled=True)
+        assert found.block < trace(wide(kind, torch.bfloat16, "meta"), SHAPE).block * 1.1
+        return
+    size = {"dim": 1024, "heads": 16, "kv_heads": 16, "ffn": 2816}
+    groups = {"engine": {"compile": True}, "data": {"seq_len": 64}}
+    a, b = (planned(m, **groups) for m in both(tmp_path, **size))
+    assert a.item("activations").nbytes["early"] == b.item("activations").nbytes["early"]
+    flow = [e.item("a block's backward").nbytes["early"] for e in (a, b)]
+    assert flow[1] == pytest.approx(flow[0], rel=0.15)
+
+
+def test_what_cannot_run_on_shapes_is_said() -> None:
+    model = build_model(settings("llama"), VOCAB, "meta")
+    inner = model.units()[0][1]
+    inner.mlp.forward = partial(_asks, inner.mlp.forward)
+    with pytest.raises(RuntimeError, match="meta"):
+        trace(model, SHAPE)
+
+
+def _asks(forward: Any, x: Tensor) -> Tensor:
+    return forward(x) if bool(x.sum() > 0) else x

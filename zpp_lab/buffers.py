@@ -1,0 +1,189 @@
+"""Buffers of one rank's gathers and reductions, in bytes, as `collectives/` allocates them.
+
+What travels through peers' memory lies in slots; where a kernel reads it there, nothing is
+allocated for what arrives. Process groups need a buffer for what goes out as well.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from zpp_lab.codecs import RawCodec
+from zpp_lab.collectives.choose import LEAST
+from zpp_lab.collectives.pulls import Pulls
+from zpp_lab.collectives.ring import SLOTS
+from zpp_lab.collectives.transport import LINKS, Kind, Link
+from zpp_lab.config import Config
+from zpp_lab.crossover import measured_here
+from zpp_lab.engines.fsdp_wrap import is_untouched
+from zpp_lab.layout import Layout
+from zpp_lab.plan import Plan, UnitPlan
+
+ALIGN = 256  # of a slot
+
+
+def kernels_serve(config: Config) -> bool:
+    """Whether our kernels run where `config` runs; a GPU is taken to have them."""
+    return config.ops.backend != "reference" and not config.engine.device.startswith("cpu")
+
+
+def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
+    """The buffer that one gather of `unit` fills, and what it holds of the node on the way."""
+    layout = unit.backward if backward else unit.forward
+    return plan.recipe.shards * layout.nbytes + _held(plan, unit, backward)
+
+
+def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
+    if not unit.hierarchical or (backward and plan.recipe.config.secondary):
+        return 0
+    layout = unit.backward if backward else unit.forward
+    return plan.recipe.cluster.nodes * layout.nbytes
+
+
+class Buffers:
+    """Of a plan's units, where each rank has a GPU. A cluster of several nodes is taken for as
+    many hosts, unless engine.transport=peer says that all of them are one."""
+
+    def __init__(self, plan: Plan, config: Config) -> None:
+        self.plan, self.cluster = plan, plan.recipe.cluster
+        self.untouched = is_untouched(plan, config.engine.ordered)
+        self.least = 0 if config.engine.transport == "peer" else LEAST
+        on_cpu = config.engine.device.startswith("cpu")
+        self.links = () if on_cpu else self._links(config.engine.transport)
+        self.choice = _pulls(config)
+
+    def _links(self, transport: str) -> tuple[Link, ...]:
+        """Where ranks read each other's memory."""
+        if self.untouched or transport == "groups":
+            return ()
+        one_host = transport == "peer" or self.cluster.nodes == 1
+        shared: tuple[Link, ...] = LINKS if one_host else ("local",)
+        return tuple(link for link in shared if self._members(link) > 1)
+
+    def _members(self, link: Link) -> int:
+        cluster = self.cluster
+        counts = {"world": cluster.world, "local": cluster.gpus_per_node, "across": cluster.nodes}
+        return counts[link]
+
+    def _in_slots(self, link: Link, nbytes: int) -> bool:
+        return link in self.links and nbytes >= self.least
+
+    def _pulled(self, kind: Kind, link: Link, rows: int, nbytes: int) -> bool:
+        """`rows` that arrive, `nbytes` together: whether a kernel reads them in the slots."""
+        count = self._members(link)
+        return self._in_slots(link, nbytes) and self.choice.by_kernel(kind, count, rows, nbytes)
+
+    # ------------------------------------------------------------------ gathers
+
+    def gathers(self, unit: UnitPlan, count: int) -> int:
+        """`count` gathers of `unit` for backward, none of which is decoded yet."""
+        if self.untouched:  # FSDP2's own is flat whatever the cluster's shape
+            return count * self.plan.recipe.shards * unit.backward.nbytes
+        held = _held(self.plan, unit, backward=True)
+        payload = payload_bytes(self.plan, unit, backward=True) - held
+        inside = unit.hierarchical or self.plan.recipe.config.secondary
+        link: Link = "local" if inside else "world"
+        if self._pulled("gather", link, self.plan.recipe.shards, payload):
+            late = max(0, count - SLOTS["gather"])  # whose slot is wanted before it was read
+            return count * held + late * payload
+        return count * (held + payload)
+
+    def heldout(self, unit: UnitPlan, count: int) -> int:
+        """`count` gathers of `unit` where it is evaluated, also with its master weights."""
+        shards, nodes = self.plan.recipe.shards, self.cluster.nodes
+        if self.untouched:
+            return count * shards * unit.forward.nbytes
+        row = max(_raw_row(unit), unit.forward.nbytes)
+        held = nodes * row if unit.hierarchical else 0
+        link: Link = "local" if unit.hierarchical else "world"
+        pulled = self._pulled("gather", link, shards, shards * row)
+        return count * (held + (0 if pulled else shards * row))
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduction(self, unit: UnitPlan) -> int:
+        """The most of what goes out and what comes in while `unit` is reduced."""
+        turned = self.plan.recipe.config.order == "reversed"
+        first, *second = (self._leg(*leg) for leg in self._legs(unit))
+        stays, flipped, sent = first
+        most = stays + (0 if second else turned * flipped)
+        for more, last, _ in second:  # sums of the first are encoded straight into the second's
+            most += more + turned * max(flipped, last)
+        return max(most, stays + sent)
+
+    def _leg(self, link: Link, rows: int, nbytes: int) -> tuple[int, int, int]:
+        """Bytes until the reduction's end; of its rows turned round; of its rows in the order of
+        their receivers, while process groups send."""
+        out = 0 if self._pulled("exchange", link, self._members(link), nbytes) else nbytes
+        if self._in_slots(link, nbytes):
+            return out, out, 0
+        return nbytes + out, out, nbytes if rows > 1 else 0
+
+    def _legs(self, unit: UnitPlan) -> Iterator[tuple[Link, int, int]]:
+        """Of each hop: its link, how many rows each member gets, and bytes of all rows."""
+        nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
+        ways: list[tuple[Link, int]] = [("world", 1)]
+        if len(unit.hops) == 2:
+            ways = [("local", nodes), ("across", 1)]
+        counts = (nodes * local, nodes)
+        for (link, rows), count, hop in zip(ways, counts, unit.hops, strict=False):
+            yield link, rows, count * hop.nbytes
+
+    def stacked(self, unit: UnitPlan) -> int:
+        """Telemetry of two hops needs the first one's rows in one tensor: of rows that are read in
+        slots, a copy."""
+        link, _, nbytes = next(self._legs(unit))
+        return nbytes if self._pulled("exchange", link, self._members(link), nbytes) else 0
+
+    # ------------------------------------------------------------------ slots
+
+    def slots(self) -> int:
+        """Of each link and kind a ring, as large as the largest shipment that will come; none
+        where all go over process groups."""
+        wanted: dict[tuple[Kind, Link], int] = defaultdict(int)
+        used = set()
+        for unit in self.plan.units if self.links else ():
+            for kind, link, own, arrives in self._shipments(unit):
+                if link not in self.links:
+                    continue
+                wanted[kind, link] = max(wanted[kind, link], own)
+                if self._in_slots(link, arrives):
+                    used.add((kind, link))
+        return sum(SLOTS[ring[0]] * -(-wanted[ring] // ALIGN) * ALIGN for ring in used)
+
+    def _shipments(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int]]:
+        """Kind, link, bytes of this rank's room and of what arrives."""
+        nodes, world = self.cluster.nodes, self.cluster.world
+        secondary = self.plan.recipe.config.secondary
+        for nbytes in (_raw_row(unit), unit.forward.nbytes, unit.backward.nbytes):
+            if unit.hierarchical:
+                yield "gather", "across", nbytes, nodes * nbytes
+                yield "gather", "local", nodes * nbytes, world * nbytes
+            else:
+                yield "gather", "world", nbytes, world * nbytes
+        if secondary:
+            yield "gather", "local", nodes * unit.forward.nbytes, world * unit.forward.nbytes
+        for link, _, nbytes in self._legs(unit):
+            yield "exchange", link, nbytes, nbytes
+
+
+def _pulls(config: Config) -> Pulls:
+    """By what was measured on this machine's GPU, if it has one."""
+    if not kernels_serve(config):
+        return Pulls("copy")
+    wanted = config.engine
+    measured = {}
+    if wanted.pull == "auto" and torch.cuda.is_available():
+        measured = measured_here(torch.cuda.get_device_name())
+    return Pulls(wanted.pull, wanted.pull_multiprocessors, measured)
+
+
+def _raw_row(unit: UnitPlan) -> int:
+    """Of a gather of the master weights, and of a frozen base as it is."""
+    raw = RawCodec(unit.recipe.weights_dtype)
+    segments = unit.forward.segments
+    codecs = [s.codec if s.name in unit.unit.stored else raw for s in segments]
+    return Layout.build([s.name for s in segments], [s.numel for s in segments], codecs).nbytes
