@@ -115,3 +115,9 @@ def test_a_study_does_not_extend_itself(tmp_path: Path) -> None:
     name = written(tmp_path, "mine", f"extends: {tmp_path}/mine.yaml\nname: mine\n")
     with pytest.raises(ValueError, match="extends itself"):
         load_study(name)
+
+
+def test_a_cluster_that_has_no_file_can_be_given_by_its_two_numbers() -> None:
+    with pytest.raises(ValueError, match=r"any other: cluster\.nodes=3 cluster\.gpus_per_node=4"):
+        compose(["cluster=3x4"])
+    assert compose(["cluster.nodes=3", "cluster.gpus_per_node=4"]).cluster.world == 12

@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"engines"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
     {"trainer", "api", "export", "cost"},
+    {"host_memory"},
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},
     {"study"},

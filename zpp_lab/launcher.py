@@ -12,6 +12,7 @@ Ranks that somebody else started watch each other (`pulse.py`).
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ from zpp_lab.config import Config, load
 from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM, check_client
 from zpp_lab.footprint import StartUp
+from zpp_lab.host_memory import KILLED, check_host_memory
+from zpp_lab.machine import oom_kills
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import SHARE, check_place, die_with_parent, enter, placed, see_own_gpus
 from zpp_lab.pulse import Pulse, end_process
@@ -76,6 +79,7 @@ def start(config: Config) -> Record:
     placement = _placement(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
+    kills = oom_kills()
     with tempfile.TemporaryDirectory() as temporary, served(placement) as where:
         file = Path(temporary, "config.yaml")
         file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
@@ -94,7 +98,7 @@ def start(config: Config) -> Record:
             with inherited(where.environment):
                 elastic_launch(settings, sys.executable)(*words)
         except ChildFailedError as error:
-            _report(error, folder)
+            _report(error, folder, oom_kills() > kills)
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
     if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
@@ -108,7 +112,13 @@ def _placement(config: Config) -> Placement:
     on_cpu = config.engine.device == "cpu" or (
         config.engine.device == "auto" and not torch.cuda.is_available()
     )
-    if on_cpu or torch.cuda.device_count() >= cluster.world:
+    if on_cpu:
+        check_host_memory(config)
+        if config.engine.device == "auto":
+            said = f"no GPU here: {cluster.world} ranks on the CPU, over gloo"
+            print(said, file=sys.stderr, flush=True)
+        return Placement(cluster)
+    if torch.cuda.device_count() >= cluster.world:
         return Placement(cluster)
     if share is not None:
         return place(cluster, visible_gpus(os.environ), share, SHARE)
@@ -135,8 +145,11 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _report(error: Any, folder: Path) -> None:
-    """Raise what the rank that ended the run has said, and leave it in failure.json."""
+def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
+    """Raise what the rank that ended the run has said, and leave it in failure.json.
+
+    out_of_memory: meanwhile the kernel has killed a process of this container for lack of memory.
+    """
     rank, failure = first_cause(error.failures)
     said, text = failure.message, failure.message
     if isinstance(said, Mapping):  # an exception that the rank could still write down
@@ -145,6 +158,8 @@ def _report(error: Any, folder: Path) -> None:
     if failure.exitcode == USER_ERROR:
         raise ValueError(str(said).partition(": ")[2]) from None
     how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    if out_of_memory and failure.exitcode == -signal.SIGKILL:
+        text = f"{text}. {KILLED}"
     _write_failure(folder, rank, how, str(text))
     raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}") from None
 
@@ -156,7 +171,8 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
         seen = from_json(path.read_text())
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
-    outcome = "out_of_memory" if "OutOfMemoryError" in text else "crashed"
+    lacked = "OutOfMemoryError" in text or KILLED in text
+    outcome = "out_of_memory" if lacked else "crashed"
     failure: dict[str, Any] = {"outcome": outcome, "error": f"rank {rank}: {how}", "rank": rank}
     failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}
     write_failure(folder, failure)

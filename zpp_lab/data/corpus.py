@@ -287,7 +287,7 @@ class HubCorpus:
             import datasets
         except ImportError:
             raise ValueError(
-                "data.name=hf needs the `datasets` package: pip install zpp_lab[hf]"
+                "data.name=hf needs the `datasets` package: pip install 'zpp_lab[hf]'"
             ) from None
         try:
             yield from datasets.load_dataset(

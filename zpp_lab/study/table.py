@@ -157,9 +157,10 @@ def percent(fraction: float | None) -> str:
 
 
 def console_table(result: StudyResult) -> str:
-    """The verdict table for a terminal, with the rule below it."""
+    """The verdict table for a terminal, with the rule and what must be known below it."""
     rows = [list(row.values()) for row in verdict_rows(result)]
-    return f"{text_table(COLUMNS, rows, left=2)}\n\n{margin_line(result)}"
+    below = "\n".join([margin_line(result), *result.notes])
+    return f"{text_table(COLUMNS, rows, left=2)}\n\n{below}"
 
 
 def margin_line(result: StudyResult) -> str:
