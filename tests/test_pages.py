@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -54,3 +57,26 @@ def test_what_the_first_screen_says_of_bits_follows_from_its_results() -> None:
     few = [abs(means[arm]) for arm in ("w8g8", "w6g6", "w4g4", "w4", "g4")]
     assert round(max(few), 3) <= float(said[2]) < 0.03
     assert {len(each) for each in gaps.values()} == {5}
+
+
+def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    for table, words in (("tiny", "54 of 54 cases at tiny"), ("125m", "58 of 58 at 125M")):
+        path = ROOT / "experiments" / "parity" / "h200" / f"table-{table}.json"
+        cases = json.loads(path.read_text())["results"]
+        assert words in text
+        assert words.startswith(f"{sum(not fault for fault in cases.values())} of {len(cases)} ")
+    found: dict[str, list[float]] = {}
+    schedule = ROOT / "experiments" / "pretrain_13b" / "first_schedule.csv"
+    for row in csv.DictReader(schedule.open()):
+        found.setdefault(row["arm"], []).append(float(row["seconds"]))
+    steps = {arm: median(b - a for a, b in pairwise(each)) for arm, each in found.items()}
+    assert f"{steps['w8']:.3f} s for {steps['zero3']:.3f}" in text
+    rows = json.loads((ROOT / "experiments" / "collectives" / "h200.json").read_text())["results"]
+    reduce = [r for r in rows if (r["what"], r["mib"], r["nodes"]) == ("reduce", 640, 1)]
+    times = {(r["codec"], r["transport"]): r["ms"] for r in reduce}
+    peer = min(
+        ms for (codec, by), ms in times.items() if codec.startswith("4 bits") and by == "peer"
+    )
+    assert f"{peer:.2f} ms" in text
+    assert f"takes {times['backend bf16', 'backend']:.2f} (" in text

@@ -11,6 +11,7 @@ Ranks that somebody else started watch each other (`pulse.py`).
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
+_ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
@@ -94,6 +96,7 @@ def start(config: Config) -> Record:
             monitor_interval=0.2,
         )
         words = ("-m", "zpp_lab.launcher", str(os.getpid()), str(file))
+        logging.getLogger(_ELASTIC).setLevel(logging.CRITICAL)  # `_report` says it, and which rank
         try:
             with inherited(where.environment):
                 elastic_launch(settings, sys.executable)(*words)
@@ -157,11 +160,13 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
         said = said.get("message")
     if failure.exitcode == USER_ERROR:
         raise ValueError(str(said).partition(": ")[2]) from None
-    how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    killed = failure.exitcode < 0
+    how = failure.signal_name() if killed else f"exit code {failure.exitcode}"
+    more = "\nThe same command goes on from the newest checkpoint" if killed else ""
     if out_of_memory and failure.exitcode == -signal.SIGKILL:
-        text = f"{text}. {KILLED}"
+        text, more = f"{text}. {KILLED}", ""
     _write_failure(folder, rank, how, str(text))
-    raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}") from None
+    raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}{more}") from None
 
 
 def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
