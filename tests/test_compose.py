@@ -121,3 +121,9 @@ def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = compose(["run.dir=~/runs/a", "data=text", "data.path='~/some texts'"])
     assert (config.run.dir, config.data.path) == ("/home/me/runs/a", "/home/me/some texts")
+
+
+def test_a_cluster_that_has_no_file_can_be_given_by_its_two_numbers() -> None:
+    with pytest.raises(ValueError, match=r"any other: cluster\.nodes=3 cluster\.gpus_per_node=4"):
+        compose(["cluster=3x4"])
+    assert compose(["cluster.nodes=3", "cluster.gpus_per_node=4"]).cluster.world == 12

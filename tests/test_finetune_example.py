@@ -22,7 +22,7 @@ TINY = (
 
 def commands() -> tuple[str, list[str]]:
     """(what `mine` holds, the commands below it)."""
-    section = README.read_text().split("### Finetune on your own records")[1]
+    section = README.read_text().split("## Finetune on your own records")[1]
     block = re.search(r"```sh\n(.*?)```", section, re.S)
     assert block
     mine, rest = re.fullmatch(r'mine="(.*?)"\n(.*)', block[1], re.S).groups()  # type: ignore[union-attr]

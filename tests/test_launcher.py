@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -119,10 +120,14 @@ def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -
     assert len(ranks) == 2, log.read_text()
     os.kill(ranks[1], signal.SIGKILL)
     assert process.wait(timeout=LIMIT) != 0
-    assert "rank 1 ended the run (SIGKILL)" in log.read_text()
+    said = log.read_text()
+    assert "rank 1 ended the run (SIGKILL)" in said
+    assert "goes on from the newest checkpoint" in said
+    assert "closing signal" not in said  # torch's own words for the same
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
     assert _gone(ranks)
     assert started(config, folder, log=log).wait(timeout=LIMIT) == 0, log.read_text()
+    assert re.search(r"goes on after step [36] of 30", log.read_text())
     assert without_times(folder) == without_times(tmp_path / "virtual")
 
 

@@ -36,6 +36,12 @@ def test_a_small_run_fits_and_its_wires_are_the_plan(capsys) -> None:
     assert found["peak"] == sum(i[found["peak_moment"]] for i in on_gpu)
 
 
+def test_the_first_line_tells_the_batch_that_is_planned(capsys) -> None:
+    assert main(["plan", "cluster=2x8", "data.seq_len=128", "train.micro_steps=3"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "tiny (0.4M), recipe zero3, 2 × 8 GPUs, 3 × 4 × 128 tokens a GPU"
+
+
 def test_what_does_not_fit_is_answered_in_order(capsys) -> None:
     code, found = planned(capsys, *LARGE, "train.batch_size=16", "--gpu-gib", "14")
     assert (code, found["fits"]) == (1, False)

@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     {"buffers"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
     {"trainer", "api", "export", "cost"},
+    {"host_memory"},
     {"launcher", "evaluate"},
     {"multirun", "bench", "doctor"},
     {"study"},

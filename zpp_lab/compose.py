@@ -64,7 +64,8 @@ def _unknown_option(group: str, name: str) -> str:
     there = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
     near = difflib.get_close_matches(name, there, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{group}={name}: no such {group}.{hint} There are: {', '.join(there)}"
+    other = "; any other: cluster.nodes=3 cluster.gpus_per_node=4" if group == "cluster" else ""
+    return f"{group}={name}: no such {group}.{hint} There are: {', '.join(there)}{other}"
 
 
 def _parsed(override: str) -> Override | None:

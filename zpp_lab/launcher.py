@@ -11,7 +11,9 @@ Ranks that somebody else started watch each other (`pulse.py`).
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +35,8 @@ from zpp_lab.config import Config, load
 from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM, check_client
 from zpp_lab.footprint import StartUp
+from zpp_lab.host_memory import KILLED, check_host_memory
+from zpp_lab.machine import oom_kills
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import SHARE, check_place, die_with_parent, enter, placed, see_own_gpus
 from zpp_lab.pulse import Pulse, end_process
@@ -41,6 +45,7 @@ from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
+_ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
@@ -76,6 +81,7 @@ def start(config: Config) -> Record:
     placement = _placement(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
+    kills = oom_kills()
     with tempfile.TemporaryDirectory() as temporary, served(placement) as where:
         file = Path(temporary, "config.yaml")
         file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
@@ -90,11 +96,12 @@ def start(config: Config) -> Record:
             monitor_interval=0.2,
         )
         words = ("-m", "zpp_lab.launcher", str(os.getpid()), str(file))
+        logging.getLogger(_ELASTIC).setLevel(logging.CRITICAL)  # `_report` says it, and which rank
         try:
             with inherited(where.environment):
                 elastic_launch(settings, sys.executable)(*words)
         except ChildFailedError as error:
-            _report(error, folder)
+            _report(error, folder, oom_kills() > kills)
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
     if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
@@ -108,7 +115,13 @@ def _placement(config: Config) -> Placement:
     on_cpu = config.engine.device == "cpu" or (
         config.engine.device == "auto" and not torch.cuda.is_available()
     )
-    if on_cpu or torch.cuda.device_count() >= cluster.world:
+    if on_cpu:
+        check_host_memory(config)
+        if config.engine.device == "auto":
+            said = f"no GPU here: {cluster.world} ranks on the CPU, over gloo"
+            print(said, file=sys.stderr, flush=True)
+        return Placement(cluster)
+    if torch.cuda.device_count() >= cluster.world:
         return Placement(cluster)
     if share is not None:
         return place(cluster, visible_gpus(os.environ), share, SHARE)
@@ -135,8 +148,11 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _report(error: Any, folder: Path) -> None:
-    """Raise what the rank that ended the run has said, and leave it in failure.json."""
+def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
+    """Raise what the rank that ended the run has said, and leave it in failure.json.
+
+    out_of_memory: meanwhile the kernel has killed a process of this container for lack of memory.
+    """
     rank, failure = first_cause(error.failures)
     said, text = failure.message, failure.message
     if isinstance(said, Mapping):  # an exception that the rank could still write down
@@ -144,9 +160,13 @@ def _report(error: Any, folder: Path) -> None:
         said = said.get("message")
     if failure.exitcode == USER_ERROR:
         raise ValueError(str(said).partition(": ")[2]) from None
-    how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    killed = failure.exitcode < 0
+    how = failure.signal_name() if killed else f"exit code {failure.exitcode}"
+    more = "\nThe same command goes on from the newest checkpoint" if killed else ""
+    if out_of_memory and failure.exitcode == -signal.SIGKILL:
+        text, more = f"{text}. {KILLED}", ""
     _write_failure(folder, rank, how, str(text))
-    raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}") from None
+    raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}{more}") from None
 
 
 def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
@@ -156,7 +176,8 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
         seen = from_json(path.read_text())
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
-    outcome = "out_of_memory" if "OutOfMemoryError" in text else "crashed"
+    lacked = "OutOfMemoryError" in text or KILLED in text
+    outcome = "out_of_memory" if lacked else "crashed"
     failure: dict[str, Any] = {"outcome": outcome, "error": f"rank {rank}: {how}", "rank": rank}
     failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}
     write_failure(folder, failure)

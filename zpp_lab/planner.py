@@ -211,6 +211,9 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "parameters": outlook.parameters,
         "nodes": outlook.config.cluster.nodes,
         "gpus_per_node": outlook.config.cluster.gpus_per_node,
+        "micro_steps": outlook.config.train.micro_steps,
+        "batch_size": outlook.config.train.batch_size,
+        "seq_len": outlook.config.data.seq_len,
         "wires": {w: t._asdict() for w, t in outlook.plan.step_bytes().items()},
         "items": [
             {
@@ -245,11 +248,13 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
 def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     """The tables, the verdict, and what to change."""
     cluster, found = outlook.config.cluster, outlook.estimate
-    title = (
-        f"{outlook.config.model.preset} ({outlook.parameters / 1e9:.2f}B), recipe "
-        f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs"
+    console.print(
+        f"{outlook.config.model.preset} ({_billions(outlook.parameters)}), recipe "
+        f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs, "
+        f"{sequences(outlook.config)}",
+        highlight=False,
     )
-    console.print(_wire_table(outlook.plan, title))
+    console.print(_wire_table(outlook.plan))
     console.print(_memory_table(found))
     verdict = "fits" if outlook.fits else "does not fit"
     console.print(
@@ -280,8 +285,19 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
         console.print(note, style="dim")
 
 
-def _wire_table(plan: Plan, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+def sequences(config: Config) -> str:
+    """What a GPU trains on in one step: the settings that nobody means to leave as they are."""
+    train = config.train
+    micro = f"{train.micro_steps} × " if train.micro_steps > 1 else ""
+    return f"{micro}{train.batch_size} × {config.data.seq_len} tokens a GPU"
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def _wire_table(plan: Plan) -> Table:
+    table = Table()
     table.add_column("wire, GB a step")
     for name in ("inside nodes", "between nodes"):
         table.add_column(name, justify="right")

@@ -104,6 +104,8 @@ class Trainer:
             check_same_data(self.folder, data, resumed=self.step > 0)
             self.divergence = DivergenceRule(self.train, self._losses())
             if self.rank == 0:
+                if self.step:
+                    print(f"goes on after step {self.step} of {self.train.steps}", flush=True)
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
                 note_data(self.folder, self.config.data, data)
             self.heldout = open_heldout(self.config, data)

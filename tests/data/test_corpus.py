@@ -208,5 +208,5 @@ class TestHub:
     def test_without_the_package(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "datasets", None)
         corpus = open_corpus(DataConfig(name="hf", path="some/set"))
-        with pytest.raises(ValueError, match=r"pip install zpp_lab\[hf\]"):
+        with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
             list(corpus.documents())

@@ -77,7 +77,7 @@ def test_too_little_text_for_the_vocabulary():
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install zpp_lab\[hf\]"):
+    with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
         BpeTokenizer.train([TEXT], 300)
 
 

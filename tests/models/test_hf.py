@@ -227,7 +227,7 @@ def test_mistakes_of_paths_and_settings(tmp_path: Path) -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"pip install zpp_lab\[hf\]"):
+    with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
         build_model(settings("llama"), VOCAB)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,13 @@ def start(module: str, argv: Sequence[str], ranks: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     settings = LaunchConfig(
-        1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+        1,
+        1,
+        ranks,
+        run_id=uuid.uuid4().hex,  # without one torch warns
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
     )
     elastic_launch(settings, sys.executable)("-m", module, *argv)
 

@@ -9,9 +9,10 @@ from zpp_lab.commands.adding import Add, takes_settings
 
 PLAN = """Nothing is allocated or trained.
 
-    zpp-lab plan model=13b cluster=1x4 train.param_dtype=bf16
-    zpp-lab plan model=13b cluster=2x2 --machine h200 --link-gbps 12,25,max     # seconds a step
-    zpp-lab plan model=13b cluster=2x2 --fastest --machine h200 --study runs/bits"""
+    run="model=13b cluster=2x8 train.param_dtype=bf16 data.seq_len=2048 train.batch_size=2"
+    zpp-lab plan $run                                        # bytes, memory, does it fit
+    zpp-lab plan $run --machine h200 --link-gbps 100,max     # seconds a step too
+    zpp-lab plan $run --machine h200 --link-gbps 100 --fastest --study runs/bits"""
 MEMORY = "memory of a GPU in GiB (default: this machine's, or 80)"
 TIMES = "predict times: a file of `bench calibrate`, or a name such as h200"
 LINKS = "with --machine: Gbit/s of a node's links, such as 12,25,max (default: max)"
@@ -54,6 +55,9 @@ def _add_plan(add: Add) -> None:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.compose import compose
+
+    compose(overrides)  # so that a typo is answered before torch has been imported
     names = ("study", "max_gap", "allow", "next_study")
     if args.fastest:
         from zpp_lab.search.command import Wanted, fastest_command

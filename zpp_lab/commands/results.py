@@ -94,6 +94,7 @@ def _show(
     predict: Predict | None = None,
 ) -> None:
     """Build the report of the runs below `root` and print its table."""
+    print("writing the report …", file=sys.stderr, flush=True)
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
     report = build_report(root, study, speed, predict)

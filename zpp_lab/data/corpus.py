@@ -292,7 +292,7 @@ class HubCorpus:
             import datasets
         except ImportError:
             raise ValueError(
-                "data.name=hf needs the `datasets` package: pip install zpp_lab[hf]"
+                "data.name=hf needs the `datasets` package: pip install 'zpp_lab[hf]'"
             ) from None
         if not Path(self.path).exists() and not hub.reachable():
             raise ValueError(

@@ -128,7 +128,7 @@ def library(setting: str) -> Any:
         import tokenizers
     except ImportError:
         raise ValueError(
-            f"{setting} needs the `tokenizers` package: pip install zpp_lab[hf]"
+            f"{setting} needs the `tokenizers` package: pip install 'zpp_lab[hf]'"
         ) from None
     return tokenizers
 

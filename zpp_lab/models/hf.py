@@ -124,7 +124,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise ValueError(
-            "model=hf needs the `transformers` package: pip install zpp_lab[hf]"
+            "model=hf needs the `transformers` package: pip install 'zpp_lab[hf]'"
         ) from None
     return transformers
 

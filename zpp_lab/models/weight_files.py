@@ -102,7 +102,7 @@ def _opened(path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ValueError(
-            "model.weights=pretrained needs the `safetensors` package: pip install zpp_lab[hf]"
+            "model.weights=pretrained needs the `safetensors` package: pip install 'zpp_lab[hf]'"
         ) from None
     try:
         return safe_open(path, framework="pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     """Print the fastest plan. ValueError, with the way out, where there is none."""
     config = compose(list(overrides))
     problem = _problem(config, wanted)
+    print("looking at every plan; this takes a while …", file=sys.stderr, flush=True)
     try:
         answer = search(problem)
     except NothingFits as error:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from zpp_lab.config import Config
 from zpp_lab.memory import GIB
+from zpp_lab.planner import sequences
 from zpp_lab.search.fastest import TIE, UNLIMITED, Answer, Timed
 from zpp_lab.search.next_study import tempting
 from zpp_lab.search.overrides import plan_overrides
@@ -195,7 +196,8 @@ def _table(answer: Answer) -> Table:
     link = "" if problem.link_gbps is None else f", {problem.link_gbps:g} Gbit/s a node"
     cluster = f"{base.cluster.nodes} × {base.cluster.gpus_per_node}"
     table = Table(
-        title=f"{base.model.preset} on {cluster} {problem.machine.name}{link}, fastest first",
+        title=f"{base.model.preset} on {cluster} {problem.machine.name}{link}, {sequences(base)}, "
+        "fastest first",
         title_justify="left",
     )
     for i, name in enumerate(COLUMNS):

@@ -17,6 +17,7 @@ from zpp_lab.study.runs import Run
 BASELINE = "zero3"
 _NAME = "recipe.name"
 _PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
+_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
 _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
 
 
@@ -52,7 +53,7 @@ def _name_arms(runs: Sequence[Run]) -> list[Run]:
 
 def _split(name: str, group: list[Run]) -> list[Run]:
     """Give the runs of one recipe their own arm names where their settings vary."""
-    flat = [flat_config(run.config) for run in group]
+    flat = [_settings(run) for run in group]
     known = flat[:1]
     if name == BASELINE and any(map(_has_bits, group)):  # its name alone would say: no codec
         known.append(flat[0] | _PLAIN)
@@ -68,7 +69,7 @@ def _split(name: str, group: list[Run]) -> list[Run]:
 
 def _factors(runs: Sequence[Run], arm: str) -> dict[str, Any]:
     """The recipe's settings that the runs vary, with this arm's levels: what a sweep swept."""
-    flat = {run.arm: flat_config(run.config) for run in runs}
+    flat = {run.arm: _settings(run) for run in runs}
     if arm not in flat:
         return {}
     first = next(iter(flat.values()))
@@ -95,8 +96,22 @@ def _baseline(runs: Sequence[Run]) -> str:
 
 
 def _has_bits(run: Run) -> bool:
-    flat = flat_config(run.config)
+    return _sets(run, ".bits")
+
+
+def _sets(run: Run, *fields: str) -> bool:
     return any(
-        key.startswith("recipe.") and key.endswith(".bits") and value is not None
-        for key, value in flat.items()
+        key.startswith("recipe.") and key.endswith(fields) and value is not None
+        for key, value in flat_config(run.config).items()
     )
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
+    that include null and over blocks has one baseline, not one for each block."""
+    flat = flat_config(run.config)
+    if _sets(run, ".bits", ".codec") or flat.get("recipe.rules"):
+        return flat
+    return {k: v for k, v in flat.items() if not k.startswith(_WIRES)} | {
+        k: v for k, v in _PLAIN.items() if k.startswith(_WIRES)
+    }

@@ -172,7 +172,7 @@ def _parquet_writer() -> Callable[[Path, dict[str, type], Iterator[list[Row]]], 
         import pyarrow.parquet as pq
     except ImportError:
         raise ValueError(
-            "Parquet needs the package pyarrow: pip install zpp_lab[export]; or write a .csv"
+            "Parquet needs the package pyarrow: pip install 'zpp_lab[export]'; or write a .csv"
         ) from None
     kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 

@@ -48,6 +48,13 @@ def resolve(wanted: str) -> tuple[Mode, str]:
     )
 
 
+def check_can_send() -> None:
+    """ValueError where a finished run cannot be sent: without the package or without a key."""
+    if installed() and find_key() is None:
+        raise ValueError("wandb needs an API key: run `wandb login`, or set WANDB_API_KEY")
+    resolve("online")
+
+
 def _without_package(wanted: str) -> tuple[Mode, str]:
     if wanted != "auto":
         raise ValueError(

@@ -35,7 +35,7 @@ from zpp_lab.folders import missing
 from zpp_lab.tracking.baseline import is_ready
 from zpp_lab.tracking.folder import RunFolder, find_runs
 from zpp_lab.tracking.jsonl import Tail
-from zpp_lab.tracking.wandb_mode import Mode, resolve
+from zpp_lab.tracking.wandb_mode import Mode, check_can_send, resolve
 from zpp_lab.tracking.wandb_run import WandbRun, forget
 
 POLL_SECONDS = 1.0
@@ -51,7 +51,7 @@ def sync(run_dir: Path | str) -> str | None:
     Returns the run's URL. ValueError without wandb or a key, RuntimeError when the
     server cannot be reached or does not take it all in time; it can be tried again.
     """
-    resolve("online")
+    check_can_send()
     folder = RunFolder(run_dir)
     with folder.lock(wait=False):
         if not _attempt(folder, "online", lambda: True):

@@ -1,0 +1,59 @@
+"""Ranks on the CPU that the machine cannot hold are refused before they start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.runs import small
+from zpp_lab import host_memory, launcher
+from zpp_lab.compose import compose
+from zpp_lab.host_memory import check_host_memory
+from zpp_lab.memory import GIB
+from zpp_lab.tracking.jsonl import from_json
+
+
+@dataclass
+class Failure:
+    """What torch's launcher says of a rank that was killed."""
+
+    exitcode: int = -9
+    timestamp: int = 0
+    message: object = "Signal 9 (SIGKILL) received by PID 4"
+
+    def signal_name(self) -> str:
+        return "SIGKILL"
+
+
+@dataclass
+class Failed:
+    failures: dict[int, Failure]
+
+
+def test_what_cannot_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "memory_bytes", lambda: 32 * GIB)
+    wide = ["engine=fsdp", "engine.device=cpu", "cluster=1x8"]
+    check_host_memory(compose([*wide, "model=125m"]))
+    with pytest.raises(ValueError, match=r"8 ranks on the CPU need \d\.\d GiB each .* 32\.0 GiB"):
+        check_host_memory(compose([*wide, "model=1_3b"]))
+
+
+def test_the_launcher_looks_before_it_starts_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "memory_bytes", lambda: 1000)
+    config = small(tmp_path, "engine=fsdp", "engine.device=cpu", "cluster=1x2")
+    with pytest.raises(ValueError, match=r"this machine has 0\.0 GiB"):
+        launcher.start(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_rank_that_was_killed_for_memory_says_so(tmp_path: Path, full: bool) -> None:
+    with pytest.raises(launcher.RankFailed, match="SIGKILL") as told:
+        launcher._report(Failed({5: Failure()}), tmp_path, full)
+    assert ("memory was full" in str(told.value)) == full
+    outcome = from_json((tmp_path / "failure.json").read_text())["outcome"]
+    assert outcome == ("out_of_memory" if full else "crashed")

@@ -1,0 +1,82 @@
+"""The pages' links lead somewhere, and what README.md says of results stands in experiments/."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "GUIDE.md", "ARCHITECTURE.md")),
+    *sorted(ROOT.glob("experiments/*/README.md")),
+]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(there), f"{link}: no such heading"
+
+
+def test_every_study_of_conf_is_named() -> None:
+    text = (ROOT / "README.md").read_text()
+    for path in (ROOT / "conf" / "study").glob("*.yaml"):
+        name = re.sub(r"(_x2)?(_mini)?$", "", path.stem)
+        assert f"`{name}`" in text, name
+
+
+def test_what_the_first_screen_says_of_bits_follows_from_its_results() -> None:
+    rows = list(csv.DictReader((ROOT / "experiments" / "bits" / "results.csv").open()))
+    gaps: dict[str, list[float]] = {}
+    for row in rows:
+        gaps.setdefault(row["arm"], []).append(float(row["gap"]))
+    means = {arm: sum(each) / len(each) for arm, each in gaps.items()}
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    said = re.search(
+        r"worse by (\d\.\d\d) ± \d\.\d\d nats\. 8, 6 and 4 bits .* most (\d\.\d+)", text
+    )
+    assert said
+    assert float(said[1]) == round(means["w2g2"], 2)
+    few = [abs(means[arm]) for arm in ("w8g8", "w6g6", "w4g4", "w4", "g4")]
+    assert round(max(few), 3) <= float(said[2]) < 0.03
+    assert {len(each) for each in gaps.values()} == {5}
+
+
+def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    for table, words in (("tiny", "54 of 54 cases at tiny"), ("125m", "58 of 58 at 125M")):
+        path = ROOT / "experiments" / "parity" / "h200" / f"table-{table}.json"
+        cases = json.loads(path.read_text())["results"]
+        assert words in text
+        assert words.startswith(f"{sum(not fault for fault in cases.values())} of {len(cases)} ")
+    found: dict[str, list[float]] = {}
+    schedule = ROOT / "experiments" / "pretrain_13b" / "first_schedule.csv"
+    for row in csv.DictReader(schedule.open()):
+        found.setdefault(row["arm"], []).append(float(row["seconds"]))
+    steps = {arm: median(b - a for a, b in pairwise(each)) for arm, each in found.items()}
+    assert f"{steps['w8']:.3f} s for {steps['zero3']:.3f}" in text
+    rows = json.loads((ROOT / "experiments" / "collectives" / "h200.json").read_text())["results"]
+    reduce = [r for r in rows if (r["what"], r["mib"], r["nodes"]) == ("reduce", 640, 1)]
+    times = {(r["codec"], r["transport"]): r["ms"] for r in reduce}
+    peer = min(
+        ms for (codec, by), ms in times.items() if codec.startswith("4 bits") and by == "peer"
+    )
+    assert f"{peer:.2f} ms" in text
+    assert f"takes {times['backend bf16', 'backend']:.2f} (" in text
