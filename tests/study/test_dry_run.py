@@ -99,8 +99,8 @@ def test_bytes_and_memory_are_printed_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("steps", "seconds", "said"),
     [
-        (0, None, "?: zero3: no step ended, in "),
-        (1, None, "?: zero3: one step ended, its first (3.5 s), in "),
+        (0, None, "No times of zero3: no step ended, in "),
+        (1, None, "No times of zero3: one step ended, its first (3.5 s), in "),
         (2, 0.5, "zero3: 0.5 s a step from the steps that were whole"),
         (4, 0.5, "at least 0:02 left"),
     ],
@@ -183,7 +183,8 @@ def test_what_cannot_fit_is_not_tried(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_limit_0_measures_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     _, text = look(study("zero3"), tmp_path / "new", Asked(limit=0))
-    assert "?: zero3: --limit 0 measures nothing" in text
+    assert "No times of zero3: --limit 0 measures nothing" in text
+    assert "Time of a run" not in text
     assert not (tmp_path / "new").exists()
 
 
@@ -195,7 +196,7 @@ def test_token_files_are_announced_and_have_the_same_limit(
     (tmp_path / "stuck_after").write_text("0")
     _, text = look(study("zero3", "a"), tmp_path, Asked(limit=2.0))
     assert text.count("data=stdlib has no token files yet: they are made first, for at") == 1
-    assert "?: zero3, a: its token files were not made in " in " ".join(text.split())
+    assert "No times of zero3, a: its token files were not made in " in " ".join(text.split())
     assert "zpp-lab prepare test" in text
 
 
@@ -232,7 +233,9 @@ def test_a_named_machine_takes_the_place_of_measuring(
     assert main([*words, "train.param_dtype=bf16", "--arms", "zero3"]) == 0
     assert "at least" in capsys.readouterr().out
     assert main([*words, "--arms", "zero3"]) == 0
-    assert "?: zero3: train.param_dtype=fp32: figures are of bf16" in capsys.readouterr().out
+    assert (
+        "No times of zero3: train.param_dtype=fp32: figures are of bf16" in capsys.readouterr().out
+    )
     assert not (tmp_path / "s").exists()
 
 

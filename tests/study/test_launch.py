@@ -144,6 +144,15 @@ def test_arms_that_are_the_same_are_an_error(tmp_path: Path) -> None:
         launch(what, tmp_path)
 
 
+def test_folders_with_other_settings_are_told_once(tmp_path: Path) -> None:
+    what = study("zero3", "same", seeds=2)
+    launch(what, tmp_path)
+    faster = StudyConfig(**{**vars(what), "overrides": ["train.lr=0.5"]})
+    with pytest.raises(ValueError, match=r"and 3 folders more hold runs .*lr \(there") as told:
+        launch(faster, tmp_path)
+    assert str(told.value).count("other settings") == 1
+
+
 @pytest.mark.parametrize(
     ("shape", "hops", "refused"),
     [

@@ -227,14 +227,16 @@ def _print_times(study: StudyConfig, found: Estimate, asked: Asked, console: Con
             else "?",
         ]
 
-    console.print(_table(study, found.runs, ("Time of a run", "Time left"), cells))
+    timed = any(f.whole_seconds is not None or f.ended for f in found.runs)
+    if timed:
+        console.print(_table(study, found.runs, ("Time of a run", "Time left"), cells))
     if any(f.floor for f in found.runs):
         virtual = any(isinstance(f.cost, Cost) and f.cost.at_least for f in found.runs)
         console.print(FLOOR.format(more=ALONE if virtual else ""), soft_wrap=True)
     for fault in found.faults:
         console.print(f"no cost for the shape of {fault}", soft_wrap=True)
     for reason in found.unmeasured:
-        console.print(f"?: {reason}", soft_wrap=True)
+        console.print(f"?: {reason}" if timed else f"No times of {reason}", soft_wrap=True)
     console.print(_summary(found, asked), soft_wrap=True)
     if study.max_seeds > len(study.seeds):
         console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")

@@ -79,9 +79,7 @@ class Planner:
 
     def prepare(self) -> list[PlannedRun]:
         """The runs that must have finished before any arm starts. ValueError as for `plan`."""
-        faults = [fault for run in self._first if (fault := _conflict(run))]
-        if faults:
-            raise ValueError("\n".join(faults))
+        _check_settings(self._first)
         return list(self._first)
 
     def plan(self, seeds: Mapping[str, Iterable[int]]) -> list[PlannedRun]:
@@ -91,9 +89,7 @@ class Planner:
         pairs = [(arm.name, seed) for arm in self.study.arms for seed in seeds.get(arm.name, ())]
         order = sorted(pairs, key=lambda pair: (pair[0] not in bases, _later(pair, bases)))
         runs = [self._run(arm, seed) for arm, seed in order]
-        faults = [fault for run in runs if (fault := _conflict(run))]
-        if faults:
-            raise ValueError("\n".join(faults))
+        _check_settings(runs)
         return runs
 
     def _prepared(self, one: PrepareConfig, compose: Compose) -> PlannedRun:
@@ -223,17 +219,27 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
             )
 
 
-def _conflict(run: PlannedRun) -> str | None:
-    """What to tell the user when the folder was run with other settings."""
-    if not (run.dir / "config.yaml").exists():
-        return None
-    differing = differences(read_run(run.dir).config, run.config)
-    if not differing:
-        return None
-    shown = ", ".join(f"{k} (there {a!r}, now {b!r})" for k, (a, b) in differing.items())
+def _check_settings(runs: Sequence[PlannedRun]) -> None:
+    """ValueError when folders were run with other settings; those that differ alike at once."""
+    alike: dict[str, list[PlannedRun]] = {}
+    for run in runs:
+        if (run.dir / "config.yaml").exists():
+            differing = differences(read_run(run.dir).config, run.config)
+            shown = ", ".join(f"{k} (there {a!r}, now {b!r})" for k, (a, b) in differing.items())
+            alike.setdefault(shown, []).append(run)
+    alike.pop("", None)
+    if alike:
+        raise ValueError("\n".join(_conflict(*fault) for fault in alike.items()))
+
+
+def _conflict(shown: str, runs: Sequence[PlannedRun]) -> str:
+    holds, it = f"{runs[0].dir} holds a run", "that folder to run it"
+    if len(runs) > 1:
+        holds = f"{runs[0].dir} and {len(runs) - 1} folders more hold runs"
+        it = "those folders to run them"
     return (
-        f"{run.dir} holds a run with other settings: {shown}. "
-        "Delete that folder to run it again, or give the study another folder with --dir"
+        f"{holds} with other settings: {shown}. "
+        f"Delete {it} again, or give the study another folder with --dir"
     )
 
 
