@@ -92,15 +92,6 @@ def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
     return load(Config, values)
 
 
-def applies(case: str, nodes: int, local: int) -> bool:
-    """A recipe may ask for wires that a cluster does not have."""
-    try:
-        build_plan(build_uneven(), configured(case, nodes, local))
-    except ValueError:
-        return False
-    return True
-
-
 def compare(cases: list[str], nodes: int, local: int, steps: int) -> dict[str, str]:
     """Case → what differs between the engines ("" when nothing); to be run on every rank."""
     torch.use_deterministic_algorithms(True)

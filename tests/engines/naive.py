@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engines.uneven import batch, build_uneven
+from tests.test_numerics import by_halves
 from zpp_lab.codecs import Codec, Noise, SegmentNoise, encode, noise_key, parameter_id
 from zpp_lab.config import Config
 from zpp_lab.engines.build import build_plan
@@ -86,7 +87,8 @@ class NaiveRun:
             out[name] = join(decoded, shape)
         return out
 
-    def step(self, step: int, lr: float) -> tuple[list[float], float]:
+    def step(self, step: int, lr: float) -> tuple[float, float]:
+        """The step's loss and the norm of its gradient."""
         forward = self.gather(step, "weights_forward")
         backward = dict(forward)
         if self.config.recipe.stage == 3 and not self.config.recipe.secondary:
@@ -94,7 +96,7 @@ class NaiveRun:
             backward |= {n: t for n, t in again.items() if n not in self.root}
         micros = self.config.train.micro_steps
         last = self.config.train.accumulate == "last" or self.config.recipe.stage == 1
-        losses: list[float] = []
+        losses: list[float] = []  # micro-step by micro-step, then by rank
         grads: list[list[dict[str, Tensor]]] = []  # [micro][rank]
         for micro in range(micros):
             grads.append([])
@@ -113,7 +115,7 @@ class NaiveRun:
                 for rank in range(self.world):
                     part = self.reduce(step, micro, name, [g[name] for g in per_rank], rank)
                     mine[rank][name] = mine[rank][name] + part if name in mine[rank] else part
-        return losses, self.update(mine, lr)
+        return by_halves(losses) / len(losses), self.update(mine, lr)
 
     def added(self, grads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         total = {n: g.to(self.reduce_dtype) for n, g in grads[0].items()}
