@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engines.fsdp_jobs import asked, masters, real, virtual
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_jobs import asked, real, virtual
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_virtual_naive import configured as virtual_config
 from tests.engines.uneven import Block, batch
@@ -99,7 +99,7 @@ def outcome(engine: Any, steps: int = 5) -> Any:
         r = engine.step(step, 1e-2, partial(batch, step), telemetry=False)
         done.append((r.loss, r.grad_norm, dict(r.bytes)))
     held = [engine.evaluate(steps, [batch(9, i, 0) for i in range(5)], wire=True)]
-    return done, held, masters(engine)
+    return done, held, kept(engine)
 
 
 def compared() -> dict[str, str]:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.engines.fsdp_jobs import masters
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.config import ModelConfig
@@ -30,7 +29,7 @@ def outcome(case: str, name: Any, model: ModelConfig, compiled: bool = True) -> 
     done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(3)]
     held = [engine.evaluate(3, [batch(9, i, 0) for i in range(5)], wire=True)]
     results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
-    return results, held, masters(engine)
+    return results, held, kept(engine)
 
 
 def compared() -> dict[str, Any]:

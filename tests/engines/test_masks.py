@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.fsdp_jobs import asked, masters
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_jobs import asked
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from tests.models.hf_cases import CASES as FAMILIES
@@ -56,7 +56,7 @@ def outcome(config: Config, engine: Any) -> Any:
     results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
     held = made.token_losses(3, [masked(9, i, 0) for i in range(5)], wire=True).tolist()
     held.append(made.evaluate(3, [masked(9, i, 0) for i in range(5)], wire=False))
-    return results, held, masters(made)
+    return results, held, kept(made)
 
 
 def compared(folder: str, families: list[str]) -> dict[str, str]:
