@@ -82,12 +82,7 @@ def _move(folder: Path) -> None:
     folder.with_name("elsewhere").rename(folder)
 
 
-SLOW = pytest.mark.slow
-PIECES = [("zero3", 5), ("qsdp", 0)]
-PIECES += [pytest.param("zero3", 0, marks=SLOW), pytest.param("qsdp", 5, marks=SLOW)]
-
-
-@pytest.mark.parametrize(("recipe", "every"), PIECES)
+@pytest.mark.parametrize(("recipe", "every"), [("zero3", 5), ("qsdp", 0)])
 def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, every: int
 ) -> None:

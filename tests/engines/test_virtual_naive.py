@@ -49,7 +49,7 @@ CASES: dict[str, dict] = {
         "rules": [{"name": "embed*", "exempt": True}, {"name": "*up*", "set": {"bits": 2}}],
     },
 }
-CLUSTERS = [(2, 2), (1, 3), (3, 2), (5, 1), (2, 4)]
+CLUSTERS = [(2, 2), (1, 3), (3, 2), (5, 1), (2, 3)]
 TRAIN: list[dict[str, Any]] = [
     {"param_dtype": "bf16"},
     {"param_dtype": "bf16", "reduce_dtype": "bf16"},
