@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile -c constraints.txt
 STUDY ?= smoke
 
-.PHONY: setup setup-dev study test test-all lint clean
+.PHONY: setup setup-dev study test test-slow test-all lint clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -34,6 +34,10 @@ lint: setup-dev
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# What `make test` leaves out: a process for each file, two at a time, and a summary
+test-slow: setup-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.slow
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,8 +99,8 @@ def lines(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def without_times(folder: Path) -> list[dict]:
-    drop = ("seconds", "telemetry")
+def without_times(folder: Path, *more: str) -> list[dict]:
+    drop = ("seconds", *more)
     return [
         {k: v for k, v in line.items() if k not in drop} for line in read(folder / "metrics.jsonl")
     ]
@@ -127,8 +128,10 @@ def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
     assert _gone(ranks)
     assert started(config, folder, log=log).wait(timeout=LIMIT) == 0, log.read_text()
-    assert re.search(r"goes on after step [36] of 30", log.read_text())
-    assert without_times(folder) == without_times(tmp_path / "virtual")
+    assert re.search(r"goes on after step \d+ of 30", log.read_text())
+    names = (folder, tmp_path / "virtual")
+    real, virtual = (without_times(name, "telemetry") for name in names)  # adds in another order
+    assert real == virtual
 
 
 def _gone(pids: Sequence[int]) -> bool:
@@ -154,32 +157,43 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_ten_kills_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.timeout(3600)
+def test_kills_of_single_ranks_change_no_bit(tmp_path: Path) -> None:
+    """While ranks import, and at random moments of six stretches of up to nine steps."""
     rng, log = random.Random(4), tmp_path / "log.txt"
     settings = ("engine=fsdp", "engine.device=cpu", "train.steps=60")
     configs = {n: fsdp(tmp_path, *settings, f"run.dir={tmp_path / n}") for n in ("whole", "killed")}
-    assert started(configs["whole"], tmp_path / "whole", log=log).wait(timeout=300) == 0
-    killed, kills = tmp_path / "killed", 0
-    while kills < 10:
+    assert started(configs["whole"], tmp_path / "whole", log=log).wait(timeout=LIMIT) == 0
+    killed = tmp_path / "killed"
+    for more in (0, *rng.choices(range(1, 10), k=6)):
         process = started(configs["killed"], killed, log=log)
-        deadline = time.monotonic() + 60
-        while len(ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(rng.uniform(0.0, 14.0))  # from the imports to the last steps
+        wait_for_ranks(process, 2)
+        wait_for_lines(killed, more and lines(killed) + more, process)
+        time.sleep(rng.uniform(0.0, 0.1))
         ranks = ranks_of(process.pid)
-        if process.poll() is not None or not ranks:
-            process.wait(timeout=60)
-            if (killed / "summary.json").is_file():  # it got through: again, from the start
-                for file in (killed / "summary.json", *killed.glob("checkpoints/step-00000060/*")):
-                    file.unlink()
-            continue
+        assert len(ranks) == 2, log.read_text()
         os.kill(rng.choice(ranks), signal.SIGKILL)
-        process.wait(timeout=60)
-        kills += 1
-    assert started(configs["killed"], killed, log=log).wait(timeout=300) == 0
+        assert process.wait(timeout=LIMIT) != 0
+    assert started(configs["killed"], killed, log=log).wait(timeout=LIMIT) == 0
     assert without_times(killed) == without_times(tmp_path / "whole")
     newest = "checkpoints/step-00000060"
     a, b = (read_whole(tmp_path / n / newest) for n in ("whole", "killed"))
-    for name, tensor in a["weights"].items():
-        assert torch.equal(tensor, b["weights"][name]), name
+    assert bits(a) == bits(b)
+
+
+def wait_for_ranks(process: subprocess.Popen[bytes], count: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline and process.poll() is None:
+        if len(ranks_of(process.pid)) == count:
+            return
+        time.sleep(0.02)
+
+
+def bits(checkpoint: dict[str, Any]) -> dict[str, bytes]:
+    """Weights and optimizer by name, of `read_whole`."""
+    every = {"weights": checkpoint["weights"], **checkpoint["optimizer"]}
+    return {
+        f"{key} of {name}": tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for key, named in every.items()
+        for name, tensor in named.items()
+    }

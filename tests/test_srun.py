@@ -21,6 +21,7 @@ from tests.test_launcher import lines, without_times
 from zpp_lab.config import Config
 from zpp_lab.trainer import run
 
+LIMIT = 480.0  # seconds; only a failing test waits that long
 RANK = """
 import sys, time, yaml
 from zpp_lab.config import Config, load
@@ -96,17 +97,18 @@ def fsdp(folder: Path, name: str, *overrides: str) -> Config:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_run_that_loses_a_rank_and_goes_on(lost: int, tmp_path: Path) -> None:
     run(fsdp(tmp_path, "virtual"))
     config, log = fsdp(tmp_path, "real", "engine=fsdp"), tmp_path / "log.txt"
     ranks = srun(config, log)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LIMIT
     while lines(tmp_path / "real") < 6 and time.monotonic() < deadline:
         assert all(p.poll() is None for p in ranks), log.read_text()
         time.sleep(0.02)
     ranks[lost].send_signal(signal.SIGKILL)
-    codes = ended(ranks, 60.0)
+    codes = ended(ranks, LIMIT)
     assert all(code != 0 for code in codes), log.read_text()
     if lost:
         assert "rank 0: rank 2 ended the run: no sign of life" in log.read_text()
@@ -115,14 +117,15 @@ def test_a_run_that_loses_a_rank_and_goes_on(lost: int, tmp_path: Path) -> None:
     else:  # which writes the run's files
         for other in (1, 2, 3):
             assert f"rank {other}: rank 0 ended the run: it no longer answers" in log.read_text()
-    assert ended(srun(config, log), 200.0) == [0, 0, 0, 0], log.read_text()
-    assert without_times(tmp_path / "real") == without_times(tmp_path / "virtual")
+    assert ended(srun(config, log), LIMIT) == [0, 0, 0, 0], log.read_text()
+    real, virtual = (without_times(tmp_path / n, "telemetry") for n in ("real", "virtual"))
+    assert real == virtual
 
 
 def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     overrides = ("engine=fsdp", "cluster=1x2", "engine.silence_seconds=600")
-    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), 480.0)
+    codes = ended(srun(fsdp(tmp_path, "stalled", *overrides), log, "stall"), LIMIT)
     assert all(code != 0 for code in codes)
     late = "weights_forward of unit root (world) has not finished after 5 s"
     assert late in log.read_text()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.transport import ProcessGroups
@@ -92,15 +93,6 @@ def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
     return load(Config, values)
 
 
-def applies(case: str, nodes: int, local: int) -> bool:
-    """A recipe may ask for wires that a cluster does not have."""
-    try:
-        build_plan(build_uneven(), configured(case, nodes, local))
-    except ValueError:
-        return False
-    return True
-
-
 def compare(cases: list[str], nodes: int, local: int, steps: int) -> dict[str, str]:
     """Case → what differs between the engines ("" when nothing); to be run on every rank."""
     torch.use_deterministic_algorithms(True)
@@ -120,15 +112,25 @@ Outcome = tuple[list[tuple[float, float, Any]], list[float], dict[str, Tensor]]
 def _real(config: Config, steps: int, transport: ProcessGroups) -> Outcome:
     model = build_uneven()
     engine = FsdpEngine(model, build_plan(model, config), config, torch.device("cpu"), transport)
-    outcome = _run(engine, steps)
-    return *outcome, {n: p.full_tensor() for n, p in engine.parameters.items()}
+    return *_run(engine, steps), kept(engine)
 
 
 def _virtual(config: Config, steps: int) -> Outcome:
     model = build_uneven()
     engine = VirtualEngine(model, build_plan(model, config), config)
-    outcome = _run(engine, steps)
-    return *outcome, dict(engine.master)
+    return *_run(engine, steps), kept(engine)
+
+
+def kept(engine: Any) -> dict[str, Tensor]:
+    """Master weights and the optimizer's states, whole: all that later steps depend on. To be
+    called on every rank."""
+    state = engine.state_dict()
+    every = {"weights": state["weights"], **state["optimizer"]}
+    return {f"{key} of {n}": whole(t) for key, named in every.items() for n, t in named.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _run(engine: Any, steps: int) -> tuple[list[tuple[float, float, Any]], list[float]]:
@@ -150,8 +152,10 @@ def differs(real: Outcome, virtual: Outcome) -> str:
                 return f"{what} at step {step}: {x} real, {y} virtual"
     if real[1] != virtual[1]:
         return f"held-out losses: {real[1]} real, {virtual[1]} virtual"
-    for name, weight in virtual[2].items():
-        mine, other = (t.detach().view(torch.int32) for t in (weight, real[2][name]))
+    if real[2].keys() != virtual[2].keys():
+        return f"one of them alone has {sorted(real[2].keys() ^ virtual[2].keys())}"
+    for name, tensor in virtual[2].items():
+        mine, other = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, real[2][name]))
         if not torch.equal(mine, other):
-            return f"weights of {name}"
+            return name
     return ""

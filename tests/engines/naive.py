@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engines.uneven import batch, build_uneven
+from tests.test_numerics import by_halves
 from zpp_lab.codecs import Codec, Noise, SegmentNoise, encode, noise_key, parameter_id
 from zpp_lab.config import Config
 from zpp_lab.engines.build import build_plan
@@ -67,9 +68,9 @@ class NaiveRun:
     def parameter(self, name: str) -> Parameter:
         return Parameter(name, tuple(self.shapes[name]), self.world)
 
-    def noise(self, step: int, micro: int, wire: str, name: str, rank: int, row: int):
+    def noise(self, step: int, micro: int, wire: str, name: str, rank: int, *rows: int):
         key = noise_key(self.config.seed, step, micro, wire)  # type: ignore[arg-type]
-        return SegmentNoise(Noise(key, (rank,), (row,)), parameter_id(name))
+        return SegmentNoise(Noise(key, (rank,) * len(rows), rows), parameter_id(name))
 
     def gather(self, step: int, wire: str) -> dict[str, Tensor]:
         """What every rank decodes: one payload row from each rank."""
@@ -86,7 +87,8 @@ class NaiveRun:
             out[name] = join(decoded, shape)
         return out
 
-    def step(self, step: int, lr: float) -> tuple[list[float], float]:
+    def step(self, step: int, lr: float) -> tuple[float, float]:
+        """The step's loss and the norm of its gradient."""
         forward = self.gather(step, "weights_forward")
         backward = dict(forward)
         if self.config.recipe.stage == 3 and not self.config.recipe.secondary:
@@ -94,7 +96,7 @@ class NaiveRun:
             backward |= {n: t for n, t in again.items() if n not in self.root}
         micros = self.config.train.micro_steps
         last = self.config.train.accumulate == "last" or self.config.recipe.stage == 1
-        losses: list[float] = []
+        losses: list[float] = []  # micro-step by micro-step, then by rank
         grads: list[list[dict[str, Tensor]]] = []  # [micro][rank]
         for micro in range(micros):
             grads.append([])
@@ -110,10 +112,11 @@ class NaiveRun:
         for i, per_rank in enumerate(grads):
             micro = micros - 1 if last else i
             for name in per_rank[0]:
-                for rank in range(self.world):
-                    part = self.reduce(step, micro, name, [g[name] for g in per_rank], rank)
+                for rank, part in enumerate(
+                    self.reduce(step, micro, name, [g[name] for g in per_rank])
+                ):
                     mine[rank][name] = mine[rank][name] + part if name in mine[rank] else part
-        return losses, self.update(mine, lr)
+        return by_halves(losses) / len(losses), self.update(mine, lr)
 
     def added(self, grads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         total = {n: g.to(self.reduce_dtype) for n, g in grads[0].items()}
@@ -132,29 +135,26 @@ class NaiveRun:
         (loss / micros).backward()
         return float(loss.detach())
 
-    def reduce(self, step: int, micro: int, name: str, grads: list[Tensor], rank: int) -> Tensor:
-        """Rank's shard of the mean gradient, fp32, without padding."""
+    def reduce(self, step: int, micro: int, name: str, grads: list[Tensor]) -> list[Tensor]:
+        """Each rank's shard of the mean gradient, fp32, without padding."""
         p = self.parameter(name)
-        rows = [cut(g, self.world) for g in grads]  # [source][destination]
+        rows = [torch.stack(cut(g, self.world)) for g in grads]  # [source], of [destination, n]
         hops = self.recipe.hops
         codecs = [self.recipe.codec(wire, p) for wire in hops]
         if len(hops) == 1:
-            payloads = [
-                encode(
-                    codecs[0], rows[s][rank][None], self.noise(step, micro, hops[0], name, s, rank)
-                )
-                for s in self.order
-            ]
-            total = codecs[0].decode_sum(torch.stack(payloads), p.shard_numel)[0]
+            moment, to = (step, micro, hops[0], name), range(self.world)
+            payloads = [encode(codecs[0], rows[s], self.noise(*moment, s, *to)) for s in self.order]
+            total = codecs[0].decode_sum(torch.stack(payloads), p.shard_numel)
         else:
-            total = self.two_hops(step, micro, name, rows, rank, codecs)
+            total = self.two_hops(step, micro, name, rows, codecs)
         mean = total.to(self.reduce_dtype).div(self.world).float()
-        return mean[: p.own_numel(rank)]
+        return [mean[rank, : p.own_numel(rank)] for rank in range(self.world)]
 
-    def two_hops(self, step, micro, name, rows, rank, codecs: list[Codec]) -> Tensor:
+    def two_hops(self, step, micro, name, rows, codecs: list[Codec]) -> Tensor:
         n = self.parameter(name).shard_numel
         first, second = codecs
         kept = first.rotation is not None and first.rotation == second.rotation
+        how = {"rotated": True} if kept else {}
         arrived = []
         nodes = sorted(
             {s // self.local for s in self.order},
@@ -164,21 +164,16 @@ class NaiveRun:
         )
         for node in nodes:
             members = [s for s in self.order if s // self.local == node]
-            payloads = [
-                encode(
-                    first,
-                    rows[s][rank][None],
-                    self.noise(step, micro, "grads_intra", name, s, rank),
-                )
-                for s in members
-            ]
-            part = first.decode_sum(torch.stack(payloads), n, **({"rotated": True} if kept else {}))
-            sender = node * self.local + rank % self.local
-            noise = self.noise(step, micro, "grads_inter", name, sender, rank)
-            out = torch.empty(1, second.nbytes(n), dtype=torch.uint8)
-            second.encode(part, noise, out, **({"rotated": True} if kept else {}))
+            moment, to = (step, micro, "grads_intra", name), range(self.world)
+            payloads = [encode(first, rows[s], self.noise(*moment, s, *to)) for s in members]
+            part = first.decode_sum(torch.stack(payloads), n, **how)
+            out = torch.empty(self.world, second.nbytes(n), dtype=torch.uint8)
+            for local in range(self.local):
+                sender, to = node * self.local + local, [*range(local, self.world, self.local)]
+                noise = self.noise(step, micro, "grads_inter", name, sender, *to)
+                out[to] = encode(second, part[to], noise, **how)
             arrived.append(out)
-        return second.decode_sum(torch.stack(arrived), n)[0]
+        return second.decode_sum(torch.stack(arrived), n)
 
     def update(self, mine: list[dict[str, Tensor]], lr: float) -> float:
         from zpp_lab.numerics import fold_sum

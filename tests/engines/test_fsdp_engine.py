@@ -37,9 +37,10 @@ def test_meta_model_starts_with_the_same_weights(answers: dict[str, Any]) -> Non
 
 
 def test_telemetry(answers: dict[str, Any]) -> None:
-    largest, count = answers["telemetry"]
-    assert largest < 1e-6
-    assert count > 10
+    """Sums over ranks are added in another order, in fp64."""
+    real, virtual = answers["telemetry"]
+    assert real == pytest.approx(virtual, rel=1e-12, abs=0)
+    assert len(real) > 10
 
 
 def test_zero3_leaves_fsdp2_untouched(answers: dict[str, Any]) -> None:

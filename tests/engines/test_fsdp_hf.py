@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.fsdp_jobs import asked, masters
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_jobs import asked
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from tests.models.hf_cases import VOCAB, settings
@@ -31,7 +31,7 @@ def both(case: str, model: ModelConfig) -> str:
         done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(3)]
         results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
         held = [engine.evaluate(3, [batch(9, i, 0) for i in range(5)], wire=True)]
-        outcomes.append((results, held, masters(engine)))
+        outcomes.append((results, held, kept(engine)))
     return differs(*outcomes) if asked() else ""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.engines.fsdp_jobs import asked, masters, real, virtual
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_jobs import asked, real, virtual
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.config import Config, ModelConfig
@@ -30,7 +30,7 @@ def outcome(make: Any, config: Config, model: ModelConfig) -> Any:
     done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(2)]
     results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
     held = engine.token_losses(2, [batch(9, i, 0) for i in range(3)], wire=True).tolist()
-    return results, held, masters(engine)
+    return results, held, kept(engine)
 
 
 def compared() -> dict[str, str]:

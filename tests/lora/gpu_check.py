@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engines.fsdp_jobs import masters, steps
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_jobs import steps
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.uneven import batch
 from tests.lora.models import VOCAB, lora, save_base
 from tests.models.test_presets import preset
@@ -56,7 +56,7 @@ def parity(case: str, base: ModelConfig, device: torch.device) -> str:
         engine = build_engine(own, VOCAB, device)
         done, _ = steps(engine)
         held = [engine.evaluate(3, HELD, wire) for wire in (True, False)]
-        weights = {n: t.detach().cpu() for n, t in masters(engine).items()}
+        weights = {n: t.detach().cpu() for n, t in kept(engine).items()}
         outcomes.append((done, held, weights))
     return differs(*outcomes)
 

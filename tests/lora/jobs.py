@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.engines.fsdp_jobs import asked, masters, real, steps, virtual
-from tests.engines.fsdp_parity import configured, differs
+from tests.engines.fsdp_jobs import asked, real, steps, virtual
+from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.uneven import batch
 from tests.lora.models import VOCAB, build, lora, with_lora
 from zpp_lab.config import ModelConfig
@@ -43,7 +43,7 @@ def parity(nodes: int, local: int) -> dict[str, str]:
             engine = make(config, build(cfg))
             done, _ = steps(engine)
             held = [engine.evaluate(3, HELD, wire) for wire in (True, False)]
-            outcomes.append((done, held, masters(engine)))
+            outcomes.append((done, held, kept(engine)))
         found[name] = differs(*outcomes) if asked() else ""
     return found
 
@@ -61,6 +61,6 @@ def pretrained(bases: dict[str, ModelConfig]) -> dict[str, str]:
             made = build_engine(own, VOCAB, torch.device("cpu"))
             done, _ = steps(made)
             held = [made.evaluate(3, HELD, wire) for wire in (True, False)]
-            outcomes.append((done, held, masters(made)))
+            outcomes.append((done, held, kept(made)))
         found[name] = differs(*outcomes) if asked() else ""
     return found

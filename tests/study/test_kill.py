@@ -18,7 +18,7 @@ from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import last_step
 from zpp_lab.study.table import results_csv
 
-KILLS, STEPS, RUNS = 10, 200, 4
+KILLS, STEPS, RUNS = 6, 80, 4
 CHILD = """
 import sys
 from pathlib import Path
@@ -96,15 +96,15 @@ def table(root: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_kills_at_random_moments_change_no_byte_of_the_results(tmp_path: Path) -> None:
+def test_kills_at_random_moments_change_no_byte_of_the_results(tmp_path: Path) -> None:
     study = write_study(tmp_path)
-    assert start(study, tmp_path / "calm").wait(600) == 0
+    assert start(study, tmp_path / "calm").wait(1200) == 0
     moments, stormy, kills = random.Random(5), tmp_path / "stormy", 0
     for _ in range(KILLS):
-        steps = done(stormy) + moments.randrange(60)
+        steps = done(stormy) + moments.randrange(40)  # of 320
         kills += kill_at(start(study, stormy), stormy, steps, moments.uniform(0, 0.1))
     assert kills == KILLS
-    assert start(study, stormy).wait(600) == 0
+    assert start(study, stormy).wait(1200) == 0
     assert table(stormy) == table(tmp_path / "calm")
     assert table(stormy).count("finished") == RUNS
     assert not list(stormy.rglob("failure.json"))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.study.test_studies import config_of, study_of, tokens_of
 from zpp_lab.compose import compose
@@ -13,6 +14,7 @@ from zpp_lab.config import Config
 from zpp_lab.data import open_data
 from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.engines.build import build_engine
+from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.launcher import launch
 from zpp_lab.memory import GIB
 from zpp_lab.planner import Outlook, advise
@@ -178,7 +180,7 @@ def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) 
     before = launch(base)
     tokenizer = open_data(base.data).folder / TOKENIZER
     start = tmp_path / "zero3" / "checkpoints" / "step-00000008.pt"
-    assert start.is_file()
+    learnt = torch.load(start, weights_only=True)["weights"]
     for arm in study_of("finetune_30b_mini").arms:
         more = (f"data.tokenizer_path={tokenizer}", f"model.start={start}", virtual[0])
         folder = tmp_path / "finetune"
@@ -186,12 +188,8 @@ def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) 
         data = open_data(config.data)
         assert data.vocab_size == 512
         assert data.hash != before["data"]["hash"]
-        first = build_engine(config, data.vocab_size, _cpu())
+        first = build_engine(config, data.vocab_size, torch.device("cpu"))
+        assert isinstance(first, VirtualEngine)
+        assert all(torch.equal(p, learnt[name]) for name, p in first.master.items())
         assert first.plan.recipe.config.name == arm.overrides[0].partition("=")[2]
         assert launch(config)["steps"] == 8
-
-
-def _cpu():  # type: ignore[no-untyped-def]
-    import torch
-
-    return torch.device("cpu")
