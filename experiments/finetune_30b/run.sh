@@ -33,7 +33,7 @@ END
   wait  # its weights would lie beside the base's
   $zpp prepare "$STUDY" >> "$out/prepare.log" 2>&1 &  # the headers, while the base trains
   timeout -k 20 "$(within "${BASE_LIMIT:-400}")" $zpp train "${settings[@]}" run.dir="$first" \
-    train.steps="$BASE_STEPS" train.lr=3e-5 \
+    train.steps="$BASE_STEPS" train.lr=4e-5 \
     train.warmup_steps=$((BASE_STEPS < 50 ? BASE_STEPS / 2 : 25)) \
     train.eval_every="$BASE_STEPS" train.keep_checkpoints=2 \
     train.checkpoint_weights_only=true 2>&1 | tail -n 4
