@@ -10,6 +10,7 @@ from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config import CodecConfig, Config, RecipeConfig, RunConfig, TrainConfig
 from zpp_lab.runconfig import flat_config
 from zpp_lab.study.arms import study_of
+from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import find_runs, last_step, read_metrics, read_run, read_study
 from zpp_lab.study.settings import differences
 from zpp_lab.study.verdict import judge_study
@@ -144,8 +145,9 @@ def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:
     assert notes[0] == "b repeats a (w4, seed 1)."
     assert "recipe=zero3" in notes[1]
     assert [arm.name for arm in study.arms] == ["zero3", "w4"]
-    with pytest.raises(ValueError, match="no run folders"):
-        study_of("x", [])
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="no runs in or below it"):
+        read_result(tmp_path / "none")
 
 
 def test_a_study_file_of_another_version_is_named(tmp_path: Path) -> None:
