@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.engines.fsdp_jobs import real
 from tests.engines.fsdp_parity import configured
@@ -28,6 +25,7 @@ from zpp_lab.engines.losses import token_losses
 from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, heldout_shape, secondary_bytes
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
+from zpp_lab.models.shape_run import Live
 from zpp_lab.stream import local_bytes
 
 VOCAB = 37
@@ -171,37 +169,6 @@ def test_a_compiled_block_keeps_what_its_partition_says(shape: tuple[int, int, i
 
 
 ROTATIONS = 128 * 8 * 8  # of 128 positions, fp32
-
-
-class Live(TorchDispatchMode):
-    """The most bytes alive at a time, of what operators made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        given = {key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and key(t) not in given | self.known:
-                self._born(t.untyped_storage())
-        return out
-
-    def _born(self, storage: torch.UntypedStorage) -> None:
-        self.known.add(storage._cdata)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-
-    def _gone(self, which: int, size: int) -> None:
-        self.known.discard(which)
-        self.now -= size
-
-
-def key(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -224,7 +224,17 @@ class ModelConfig:
             f"model.{changed[0] if changed else ''} is for model=hf",
         )
         for key in ("embedding_std", "head_std"):
-            _need(getattr(self, key) > 0, f"model.{key}={getattr(self, key)}: use more than 0")
+            std = getattr(self, key)
+            _need(std > 0, f"model.{key}={std}: use more than 0")
+            _need(
+                self.name != "hf" or std == 0.02,
+                f"model.{key} is for the built-in decoder; models of transformers draw their "
+                "weights by their own rules, so leave it out",
+            )
+        _need(
+            not self.tied_head or self.head_std == 0.02,
+            "model.head_std: a tied head is the embedding, so set model.embedding_std alone",
+        )
         _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         _need(
             self.name != "hf" or self.init == "torch",

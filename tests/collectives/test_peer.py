@@ -160,7 +160,7 @@ def test_small_shipments_and_lonely_links_take_the_groups() -> None:
             ways.append(type(transport.gathering(out, link, "test")).__name__)
         return ways
 
-    assert on_ranks(cluster, job, peers(Boards()))[0] == ["_Gathering", "_Pulls", "_Gathering"]
+    assert on_ranks(cluster, job, peers(Boards()))[0] == ["_Gathering", "_Copies", "_Gathering"]
 
 
 def read_late(transport: ThreadPeers, after: threading.Event, seconds: float) -> None:

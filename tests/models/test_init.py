@@ -80,6 +80,19 @@ def test_a_deviation_must_be_positive(key: str):
         replace(SMALL, **{key: 0.0})
 
 
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"tied_head": True, "head_std": 0.5}, r"set model\.embedding_std alone"),
+        ({"name": "hf", "path": "there", "embedding_std": 1.0}, "leave it out"),
+        ({"name": "hf", "path": "there", "head_std": 1.0}, "leave it out"),
+    ],
+)
+def test_a_deviation_that_nothing_would_heed_is_refused(values: dict[str, object], fix: str):
+    with pytest.raises(ValueError, match=fix):
+        ModelConfig(**values)
+
+
 def test_norms_start_at_one():
     assert torch.equal(initial_value("norm.weight", (7,), 0, SMALL), torch.ones(7))
 

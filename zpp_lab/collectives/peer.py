@@ -56,13 +56,13 @@ class PeerTransport:
         if not self._suits(link, out.numel()):
             return self.groups.gathering(out, link, label, held)
         shape = (out.shape[0] // len(self.links[link]), 1, out.shape[1])
-        return _Pulls(self, "gather", link, label, out, shape, held)
+        return _Copies(self, "gather", link, label, out, shape, held)
 
     def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
         if not self._suits(link, out.numel()):
             return self.groups.exchanging(out, link, label)
         shape = (out.shape[1], out.shape[0], out.shape[2])
-        return _Pulls(self, "exchange", link, label, out, shape, None)
+        return _Copies(self, "exchange", link, label, out, shape, None)
 
     def pulls(self, kind: Kind, link: Link, shape: tuple[int, ...]) -> bool:
         nbytes, count = math.prod(shape), len(self.links.get(link, ()))
@@ -103,7 +103,7 @@ class PeerTransport:
         return nbytes >= self.least and len(self.links.get(link, ())) > 1
 
 
-class _Pulls:
+class _Copies:
     """A shipment whose room lies in this rank's slot, on the stream of its owner."""
 
     __slots__ = ("by", "held", "label", "link", "out", "part", "ring", "room")
@@ -140,7 +140,7 @@ class _Pulls:
         return nullcontext(self.out)
 
 
-class _Shown(_Pulls):
+class _Shown(_Copies):
     """One whose rows stay in the members' slots until they are read there, or until the slot is
     wanted. shape: of what arrives."""
 

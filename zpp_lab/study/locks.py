@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -23,32 +23,27 @@ def hold(folder: Path) -> IO[str]:
 
 
 @contextmanager
-def at_work(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, made where it is not there. ValueError when another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _alone(folder: Path, otherwise: str) -> Iterator[None]:
+    """Hold `folder`. ValueError, `otherwise`, when another process has it."""
     with open(folder / FILE, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"{folder}: a run is at work here already; wait for it or stop it, or give another "
-                "run.dir"
-            ) from None
+            raise ValueError(f"{folder}: {otherwise}") from None
         yield
 
 
-@contextmanager
-def only_one(root: Path) -> Iterator[None]:
+def at_work(folder: Path) -> AbstractContextManager[None]:
+    """Hold a run's folder, made where it is not there. ValueError when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    otherwise = "a run is at work here already; wait for it or stop it, or give another run.dir"
+    return _alone(folder, otherwise)
+
+
+def only_one(root: Path) -> AbstractContextManager[None]:
     """Hold a study's folder, so that two calls never run the same runs at the same time."""
-    with open(root / FILE, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{root}: a study is running here already; look at it with --watch, "
-                "wait for it or stop it"
-            ) from None
-        yield
+    otherwise = "a study is running here already; look at it with --watch, wait for it or stop it"
+    return _alone(root, otherwise)
 
 
 def held(folder: Path) -> bool:
