@@ -3,8 +3,8 @@
 STUDY_FOLDER is what `zpp-lab study` or collect.py left. Written into PAGE_FOLDER:
 
     results.csv    a row a step of every run: losses, gap, bytes, tokens/s
-    table.md       a row an arm: losses, gap, speed, bytes, memory; which runs have not finished and
-                   how far they came; what the runs had in common
+    table.md       a row an arm: losses, gap, speed, bytes, memory and what the plan says of it;
+                   which runs have not finished and how far they came; what they had in common
     study.yaml, report.md, figures/*.svg    what `zpp-lab report` makes of them
 
 Speeds are medians over the steps of all seeds, so evaluations and compiling stay out.
@@ -20,6 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zpp_lab.config import Config
+from zpp_lab.config_load import load
+from zpp_lab.cost.model import plan_of, vocabulary
+from zpp_lab.memory import GIB, estimate
 from zpp_lab.study.appendix import facts
 from zpp_lab.study.band import noise_of
 from zpp_lab.study.export import export
@@ -42,6 +46,7 @@ COLUMNS = (
     "Bytes",
     "Between nodes",
     "Peak GiB a GPU",
+    "Planned GiB",
     "Seeds",
 )
 
@@ -94,7 +99,8 @@ def cells(result: StudyResult, arm: ArmResult) -> list[str]:
         _number(sent[0] / 1e9 if sent else None, ".3g"),
         percent(arm.bytes_total),
         percent(arm.bytes_inter),
-        _number(peak, ".1f"),
+        _number(peak, ".2f"),
+        _number(planned_gib(arm.finished) if peak is not None else None, ".2f"),
         f"{len(arm.finished)} of {len(result.study.seeds)}",
     ]
 
@@ -126,6 +132,16 @@ def peak_gib(runs: Sequence[Run]) -> float | None:
     """The most GiB of tensors that any GPU of the runs has held; None where none was."""
     peaks = [gib for run in runs for gib in (run.summary or {}).get("peak_gib") or []]
     return max(peaks, default=None)
+
+
+def planned_gib(runs: Sequence[Run]) -> float | None:
+    """The same as `zpp-lab plan` says it of the runs' config; None where ranks have no GPU each."""
+    if not runs or not runs[0].config:
+        return None
+    config = load(Config, runs[0].config)
+    if config.engine.name != "fsdp":
+        return None
+    return estimate(plan_of(config), config, vocabulary(config)).tensors / GIB
 
 
 def _number(value: float | None, spec: str) -> str:

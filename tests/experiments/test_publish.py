@@ -6,13 +6,18 @@ import csv
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
+from zpp_lab.compose import compose
+from zpp_lab.memory import GIB
+from zpp_lab.planner import Outlook
 from zpp_lab.study.runs import write_study
+from zpp_lab.study.table import NOTHING
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "publish.py"
 ROLES = {"zero3_reordered": "order_control", "broken": "negative_control"}
@@ -43,7 +48,7 @@ def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
     table = (page / "table.md").read_text().splitlines()
     w4 = [cell.strip() for cell in next(r for r in table if r.startswith("| w4")).split("|")]
     assert w4[7:9] == ["0.100", "10,240"]
-    assert w4[12] == "64.5"
+    assert w4[12:14] == ["64.50", NOTHING]  # one process played all ranks: nothing was planned
     assert float(w4[5]) > 1  # beyond the noise band
     assert any(line.startswith("- Commit: 0123456789") for line in table)
     assert {p.name for p in (page / "figures").iterdir()} >= {"gap_steps.svg", "loss.svg"}
@@ -57,3 +62,22 @@ def test_without_runs_nothing_is_written(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "page").exists()
+
+
+def test_real_ranks_have_their_plan_beside_the_peak(tmp_path: Path) -> None:
+    study = fake_study(tuple(a for a in ARMS if a.name in ("zero3", "w4")), seeds=1)
+    root, page = tmp_path / "runs", tmp_path / "page"
+    write_study_runs(root, study, steps=4)
+    write_study(root, study)
+    config = root / "w4" / "seed1" / "config.yaml"
+    words = ["engine=fsdp", "recipe=w4", "cluster=1x2", "model=1_3b", "data.seq_len=2048"]
+    chosen = compose([*words, "tracking.wandb=off"])
+    config.write_text(yaml.safe_dump(asdict(chosen)))
+    summary = root / "w4" / "seed1" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"peak_gib": [30.0, 31.0]}))
+    done = published(page, root)
+    assert done.returncode == 0, done.stderr
+    table = (page / "table.md").read_text().splitlines()
+    w4 = [cell.strip() for cell in next(r for r in table if r.startswith("| w4")).split("|")]
+    planned = Outlook.of(chosen, 0).estimate.tensors / GIB
+    assert w4[12:14] == ["31.00", f"{planned:.2f}"]
