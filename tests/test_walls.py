@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 LAYERS: list[set[str]] = [
     {"codec_config"},
     {"lora_config", "record_config", "study_config", "config_load"},
-    {"config", "paths", "files", "numerics", "text", "hydra_words", "philox", "piece"},
+    {"config", "paths", "files", "locks", "numerics", "text", "hydra_words", "philox", "piece"},
     {"folders", "hub"},
     {"factors", "stream", "emulate", "crossover"},
     {"dcp"},
@@ -51,6 +51,7 @@ TORCH_FREE = [
     "paths",
     "compose",
     "runconfig",
+    "locks",
     "emulate",
     "crossover",
     "cost.machine",

@@ -38,7 +38,7 @@ from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece
 from zpp_lab.plan import Plan
-from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
@@ -62,9 +62,8 @@ def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Recor
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
-    summary = folder / SUMMARY
-    if config.run.resume and summary.is_file():
-        return from_json(summary.read_text())
+    if has_ended(config):
+        return from_json((folder / SUMMARY).read_text())
     return Trainer(config, folder, rank, start_up).run()
 
 

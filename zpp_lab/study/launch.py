@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.locks import only_one
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.study import attempts
-from zpp_lab.study.locks import only_one
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import StudyOutcome
 from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, to_do
@@ -22,7 +22,7 @@ from zpp_lab.study.slots import make_places
 from zpp_lab.study.states import told
 from zpp_lab.tracking import start_study_sink
 
-ENTRY = "zpp_lab.launcher:launch"
+ENTRY = "zpp_lab.launcher:train"  # the pool holds the folder
 
 
 class Executor(Protocol):
