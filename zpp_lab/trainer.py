@@ -92,6 +92,7 @@ class Trainer:
         tracker: Tracker | None = None
         try:
             check_inputs(self.config)
+            self.commit = commit() if self.rank == 0 else None  # now: a checkout may change later
             data = open_data(self.config.data)
             self._look_at(data)
             self.start_up.done("data")
@@ -269,7 +270,7 @@ class Trainer:
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
             "cluster": asdict(config.cluster),
             "machine": machine_facts(),
-            "commit": commit(),
+            "commit": self.commit,
             "versions": versions(),
         }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -105,10 +107,18 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
         ("Cluster", "; ".join(grid) or NOTHING),
         ("Steps", values("steps")),
         ("Tokens of a run", values("tokens")),
-        ("Commit", values("commit")),
+        ("Commit", _commits([summary.get("commit") for summary in summaries])),
         ("Machine", values("machine")),
         ("Versions", values("versions")),
     ]
+
+
+def _commits(found: Sequence[str | None]) -> str:
+    """The commit of all runs, or each one with the number of its runs; runs without one too."""
+    counts = Counter(one or "not recorded" for one in found)
+    if len(counts) < 2:
+        return "".join(counts) or NOTHING
+    return "; ".join(f"{one} ({n} run{'' if n == 1 else 's'})" for one, n in counts.items())
 
 
 def _words(value: Any) -> str:
