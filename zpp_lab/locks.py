@@ -26,9 +26,13 @@ _LOOK = 0.05  # seconds between two attempts
 
 
 def hold(folder: Path) -> IO[str]:
-    """Lock `folder` until the file that is returned is closed, waiting for who has it now."""
+    """Lock `folder` until the file that is returned is closed, waiting for who has it now, after a
+    line that says so."""
     file = _opened(folder)
-    _taken(file, fcntl.LOCK_EX)
+    if not _taken_within(file, _GLANCE):
+        told = f"{folder}: another process is at work here; this one begins when that has ended"
+        print(told, file=sys.stderr, flush=True)
+        _taken(file, fcntl.LOCK_EX)
     return file
 
 
@@ -36,12 +40,18 @@ def hold(folder: Path) -> IO[str]:
 def _alone(folder: Path, otherwise: str, patience: float = 0.0) -> Iterator[None]:
     """Hold `folder`. ValueError, `otherwise`, when another process has it all the time."""
     with _opened(folder) as file:
-        end = time.monotonic() + max(patience, _GLANCE)
-        while not _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            if time.monotonic() > end:
-                raise ValueError(f"{folder}: {otherwise}")
-            time.sleep(_LOOK)
+        if not _taken_within(file, max(patience, _GLANCE)):
+            raise ValueError(f"{folder}: {otherwise}")
         yield
+
+
+def _taken_within(file: IO[str], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 def _opened(folder: Path) -> IO[str]:
