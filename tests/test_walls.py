@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"frozen"},
     {"engines"},
     {"buffers"},
-    {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint"},
+    {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint", "commits"},
     {"trainer", "api", "export", "cost"},
     {"host_memory"},
     {"launcher", "evaluate"},

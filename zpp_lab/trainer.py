@@ -22,6 +22,7 @@ from torch.utils import deterministic
 
 from zpp_lab import ops
 from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
+from zpp_lab.commits import note_commit
 from zpp_lab.config import Config
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.dcp import Saving, ShardedCheckpoints, holds_weights_only, read_whole
@@ -108,6 +109,7 @@ class Trainer:
                     print(f"goes on after step {self.step} of {self.train.steps}", flush=True)
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
                 note_data(self.folder, self.config.data, data)
+                made = note_commit(self.folder, self.step, self.commit)
             self.heldout = open_heldout(self.config, data)
             last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
@@ -121,6 +123,8 @@ class Trainer:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)
             summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+            if len(made) > 1:
+                summary["commits"] = made
             documents = self.heldout.by_document(losses)
             write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
