@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zpp_lab.study.runs import read_json
 from zpp_lab.tracking.jsonl import from_json, to_json
 
 FILE = "attempts.jsonl"
@@ -19,8 +20,8 @@ Attempt = Mapping[str, Any]
 def attempts(folder: Path) -> list[Attempt]:
     """The failed starts, oldest first; a failure.json that nobody noted counts as one."""
     found = [one for line in _text(folder).splitlines() if (one := _attempt(line)) is not None]
-    if not found and (folder / "failure.json").exists():
-        found = [from_json((folder / "failure.json").read_text(encoding="utf-8"))]
+    if not found and (last := read_json(folder / "failure.json")) is not None:
+        found = [last]
     return [one for one in found if one.get("outcome") != "interrupted"]
 
 

@@ -197,10 +197,10 @@ def _seed_of(name: str) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A file of a run folder; None when there is none, ValueError when it is broken."""
-    if not path.exists():
-        return None
     try:
         return from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # not asked before: another start may remove it in between
+        return None
     except ValueError as error:
         raise ValueError(f"{path}: broken JSON ({error}); delete the run's folder") from None
 
