@@ -112,6 +112,16 @@ def test_a_run_is_seen_kept_apart_and_goes_on(torchrun: Torchrun) -> None:
 
 
 @pytest.mark.slow
+def test_a_folder_of_other_settings_is_left_as_it_is(torchrun: Torchrun) -> None:
+    torchrun.run.mkdir()
+    (torchrun.run / "config.yaml").write_text("seed: 7\n")
+    assert torchrun.ended("log.txt") != 0
+    for rank in (0, 1):
+        assert f"rank {rank}: run holds a run with other settings" in torchrun.said("log.txt")
+    assert [path.name for path in torchrun.run.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_held_stops_every_rank(torchrun: Torchrun) -> None:
     (torchrun.run / ".lock").mkdir(parents=True)  # as a disk or its permissions would refuse it
     assert torchrun.ended("log.txt") != 0

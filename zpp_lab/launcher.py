@@ -227,16 +227,18 @@ def join_watched(config: Config) -> Record:
 
 @contextmanager
 def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
-    """Rank 0 holds the run's folder. When it may not, every rank says why and ends here.
+    """Rank 0 holds the run's folder, if it is this run's. Else every rank says why and ends here.
 
     Before the ranks watch each other, as that writes into the folder, which is another run's.
     """
     with ExitStack() as stack:
-        refused = [""]
-        if rank == 0 and not has_ended(config):
-            wait = min(patience(os.environ), config.engine.timeout_seconds / 2)
+        refused, folder = [""], run_dir(config)
+        if rank == 0:
             try:
-                stack.enter_context(at_work(run_dir(config), wait))
+                check_same_run(config, folder)
+                if not has_ended(config):
+                    wait = min(patience(os.environ), config.engine.timeout_seconds / 2)
+                    stack.enter_context(at_work(folder, wait))
             except ValueError as error:
                 refused = [str(error)]
             except OSError as error:
