@@ -10,6 +10,7 @@
 #   stop   ends the lines, then packs
 # MACHINE: seconds from `start` on for which the machine will be there; an arm that could not end
 # before is not begun. BACKGROUND: another place for the copy, whose runs and token files stay.
+# The copy has no .git: ZPP_COMMIT tells its results which commit it is of.
 set -u
 out="${1:?name a folder for the results}"
 what="${2:?start, wait or stop}"
@@ -27,14 +28,21 @@ copied() {  # the project as it is now; what it wrote there before stays
     tar x -C "$place/tree"
 }
 
+commit() {  # of the project as it is now, as its own results would name it; nothing without .git
+  python3 -c 'from zpp_lab.machine import commit; print(commit() or "")'
+}
+
 begin() {  # lines
+  local of
   if living; then echo "lines of a former start go on in $place: wait for them, or stop" >&2; exit 2; fi
+  of=$(commit) || { echo "background.sh: nothing begins without knowing its commit" >&2; exit 2; }
   copied
   rm -f "$place/ended" "$place/log.txt"
   printf '%s\n' "$@" | sed "s|\bOUT\b|$place/out|g" > "$place/lines.sh"
   (
     unset CALL CALL_END
     [ -z "${MACHINE:-}" ] || export CALL="$MACHINE" CALL_END=$(($(date +%s) + MACHINE))
+    if [ -n "$of" ]; then export ZPP_COMMIT="$of"; else echo "no .git here: results have no commit"; fi
     export PYTHONPATH="$place/tree" ZPP_LINES="$place/lines.sh" ZPP_ENDED="$place/ended"
     cd "$place/tree" && exec setsid bash -c '
       worst=0

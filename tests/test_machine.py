@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from zpp_lab import machine
+from zpp_lab import doctor, machine
+from zpp_lab.config import Config
+from zpp_lab.inputs import check_inputs
+
+
+@pytest.fixture(autouse=True)
+def nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(machine.COMMIT, raising=False)
 
 
 def test_facts_are_plain_and_sensible() -> None:
@@ -61,6 +69,55 @@ def test_commit_of_a_checkout(tmp_path: Path) -> None:
     assert look(package) == head
     (package / "__init__.py").write_text("changed = 1\n")
     assert look(package) == f"{head}-dirty"
+
+
+HEAD = "0123456789abcdef0123456789abcdef01234567"
+LOOK = machine.commit.__wrapped__
+
+
+@pytest.mark.parametrize("told", [HEAD, f"{HEAD}-dirty"])
+def test_a_copy_without_git_is_told_its_commit(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LOOK(tmp_path) is None
+    monkeypatch.setenv(machine.COMMIT, told)
+    assert LOOK(tmp_path) == told
+    (tmp_path / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    assert LOOK(tmp_path) == told  # inside another project's checkout
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    assert LOOK(tmp_path) == git(tmp_path, "rev-parse", "HEAD")  # git knows better
+    monkeypatch.setenv(machine.COMMIT, "main")
+    assert LOOK(tmp_path) == git(tmp_path, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("told", ["", "main", HEAD[:12], HEAD.upper(), f"{HEAD}-x", f"{HEAD}\n"])
+def test_what_is_no_commit_is_refused_before_anything_starts(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(machine.COMMIT, told)
+    with pytest.raises(ValueError, match=r"is no commit: .*`git rev-parse HEAD`.* or unset"):
+        LOOK(tmp_path)
+    monkeypatch.setattr(machine, "commit", lambda: LOOK(tmp_path))
+    with pytest.raises(ValueError, match="or unset ZPP_COMMIT"):
+        check_inputs(Config())
+    row = doctor.zpp_lab()
+    assert (row.state, "or unset ZPP_COMMIT" in row.fix) == ("broken", True)
+    monkeypatch.delenv(machine.COMMIT)
+    check_inputs(Config())
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root gives files away")
+def test_a_checkout_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, 12345, 12345)
+    assert LOOK(tmp_path) == head
 
 
 def test_no_git_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.runs import small
 from zpp_lab.cli import main
-from zpp_lab.study.locks import hold
+from zpp_lab.locks import hold
 from zpp_lab.trainer import run
 
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1}

@@ -20,6 +20,7 @@ from zpp_lab.cli import main
 from zpp_lab.config import Config
 from zpp_lab.launcher import launch
 from zpp_lab.piece import PAUSED, Piece, seconds
+from zpp_lab.study.appendix import _commit
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
@@ -92,6 +93,26 @@ def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
     assert in_pieces(cut, monkeypatch, 5) == [5, 10]
     assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_pieces_of_several_commits_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def piece(commit: str | None) -> dict[str, Any]:
+        monkeypatch.setattr("zpp_lab.trainer.commit", lambda: commit)
+        return run(small(tmp_path, "run.piece_steps=5"))
+
+    assert [piece("a")["step"], piece("b")["step"]] == [5, 10]
+    (tmp_path / "run" / "checkpoints" / "step-00000010.pt").unlink()  # so step 10 is repeated
+    summary = piece(None)
+    assert summary["commit"] is None
+    assert summary["commits"] == [
+        {"after": 0, "commit": "a"},
+        {"after": 5, "commit": "b"},
+        {"after": 9, "commit": None},
+    ]
+    assert _commit(summary) == "a, after step 5 b, after step 9 not recorded"
+    assert "commits" not in run(small(tmp_path, f"run.dir={tmp_path / 'one'}"))
 
 
 def test_other_tokens_are_no_place_to_go_on(

@@ -93,7 +93,10 @@ def python() -> Check:
 
 def zpp_lab() -> Check:
     version = machine.versions()["zpp_lab"] or "not installed as a package"
-    commit = machine.commit()
+    try:
+        commit = machine.commit()
+    except ValueError as error:
+        return Check("zpp_lab", "broken", version, str(error))
     return Check("zpp_lab", "ok", version + (f", commit {commit}" if commit else ""))
 
 

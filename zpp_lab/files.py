@@ -12,6 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
+
 
 def write_atomic(path: Path | str, text: str) -> None:
     """Replace `path` by `text` (UTF-8) in one step, on the disk when this returns.
@@ -55,5 +57,4 @@ def need_space(folder: Path, nbytes: int) -> None:
 
 def is_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, was full, or a file at its limit (ulimit -f)."""
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return isinstance(error, OSError) and error.errno in full
+    return isinstance(error, OSError) and error.errno in FULL

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zpp_lab.config import Config, DataConfig, ModelConfig
 from zpp_lab.folders import below, looks_like_folder, missing, need_folder
+from zpp_lab.machine import check_commit
 from zpp_lab.runconfig import run_dir
 
 _CHECKPOINT = "name one of a run's folder, RUN/checkpoints/step-…"
@@ -16,8 +17,11 @@ DOWNLOAD = "download the model first (hf download NAME --local-dir FOLDER), or m
 
 
 def check_inputs(config: Config) -> None:
-    """ValueError that lists every setting whose file or folder is not there, and what to do."""
-    faults = [fault for check in (_model, _start, _data) if (fault := _fault(check, config))]
+    """ValueError that lists every setting whose file or folder is not there, and what to do; and
+    a ZPP_COMMIT that is no commit, which a result would name."""
+    faults = [
+        fault for check in (_model, _start, _data, _commit) if (fault := _fault(check, config))
+    ]
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -28,6 +32,10 @@ def _fault(check: Callable[[Config], None], config: Config) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _commit(_: Config) -> None:
+    check_commit()
 
 
 def _model(config: Config) -> None:

@@ -7,6 +7,9 @@ processes are there already, and each joins with the rank that its environment g
 
 Ranks of our own are ended with this process, however it ends: the kernel kills them (Linux).
 Ranks that somebody else started watch each other (`pulse.py`).
+
+A run's folder is held meanwhile (`locks.py`): by the launcher, or by rank 0 of ranks that somebody
+else started.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -36,17 +39,27 @@ from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM, check_client
 from zpp_lab.footprint import StartUp
 from zpp_lab.host_memory import KILLED, check_host_memory
+from zpp_lab.locks import at_work
 from zpp_lab.machine import oom_kills
 from zpp_lab.piece import UNFINISHED
-from zpp_lab.place import SHARE, check_place, die_with_parent, enter, placed, see_own_gpus
+from zpp_lab.place import (
+    SHARE,
+    check_place,
+    die_with_parent,
+    enter,
+    patience,
+    placed,
+    see_own_gpus,
+)
 from zpp_lab.pulse import Pulse, end_process
-from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
 from zpp_lab.tracking.jsonl import from_json
 from zpp_lab.trainer import Record, run, write_failure
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
+_ALONE = "; engine=virtual is one process, engine=fsdp one for each that torchrun or srun starts"
 PULSES: list[Pulse] = []  # this process's, when it joined as a rank
 
 
@@ -57,13 +70,21 @@ class RankFailed(RuntimeError):
 def launch(config: Config) -> Record:
     """Train as `config` says, in as many processes as its engine needs; returns the summary.
 
-    A process that joined as another rank than 0 gets an empty one.
+    Holds the run's folder meanwhile; ValueError when another process has it. A process that
+    joined as another rank than 0 gets an empty summary.
     """
-    if not config.engine.ranked:
-        return run(config)
-    if placed(os.environ):
+    ranks_are_there = placed(os.environ)
+    if config.engine.ranked and ranks_are_there:
         return join_watched(config)
-    return start(config)
+    if has_ended(config):  # nothing will be written
+        return run(config)
+    with at_work(run_dir(config), patience(os.environ), _ALONE if ranks_are_there else ""):
+        return train(config)
+
+
+def train(config: Config) -> Record:
+    """`launch` for a process that holds the run's folder already, and is no rank."""
+    return start(config) if config.engine.ranked else run(config)
 
 
 # ---------------------------------------------------------------------- ranks of our own
@@ -200,7 +221,37 @@ def join_watched(config: Config) -> Record:
     enter(os.environ)
     rank = connect(config)
     start_up.done("ranks meet")
+    with _held_by_rank_0(config, rank):
+        return _run_watched(config, rank, start_up)
 
+
+@contextmanager
+def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
+    """Rank 0 holds the run's folder, if it is this run's. Else every rank says why and ends here.
+
+    Before the ranks watch each other, as that writes into the folder, which is another run's.
+    """
+    with ExitStack() as stack:
+        refused, folder = [""], run_dir(config)
+        if rank == 0:
+            try:
+                check_same_run(config, folder)
+                if not has_ended(config):
+                    wait = min(patience(os.environ), config.engine.timeout_seconds / 2)
+                    stack.enter_context(at_work(folder, wait))
+            except ValueError as error:
+                refused = [str(error)]
+            except OSError as error:
+                refused = [f"{error}; run.dir must be a folder that can be written"]
+        dist.broadcast_object_list(refused)
+        if refused[0]:
+            print(f"rank {rank}: {refused[0]}", file=sys.stderr, flush=True)
+            dist.barrier()  # all have heard it: rank 0's end would cut off the others
+            _end_now(USER_ERROR)
+        yield
+
+
+def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
     def lost(other: int, text: str) -> None:
         if rank == 0:
             _write_failure(run_dir(config), other, text.splitlines()[0], text)

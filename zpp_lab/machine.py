@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
+COMMIT = "ZPP_COMMIT"  # the commit of a copy that has no .git, set by who made it
 
 
 def machine_facts() -> dict[str, Any]:
@@ -99,17 +101,38 @@ def gpus() -> list[str]:
 def commit(package: Path = PACKAGE) -> str | None:
     """The git commit that the package is checked out from, with "-dirty" when it was changed.
 
-    None for an installed package, even when it lies inside another project's checkout.
+    Of a package that no checkout has (a copy without its .git, an installed one, even inside
+    another project's checkout) what ZPP_COMMIT says, and None without it. ValueError when that is
+    no commit. The first answer is kept: it is that of the code which runs.
     """
-    git = ["git", "-C", str(package)]
+    # A container may show the checkout as another user's, of which git would not speak; what it
+    # then might run for that user is nothing beside importing the package.
+    git = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", str(package)]
     if output([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
-        return None
+        return _told_commit()
     head = output([*git, "rev-parse", "HEAD"])
     if head is None:
         return None
     changed = output([*git, "status", "--porcelain", "--untracked-files=no"])
     added = output([*git, "status", "--porcelain", "--", "."])
     return head.strip() + ("-dirty" if changed or added else "")
+
+
+def check_commit() -> None:
+    """ValueError when results would name what is no commit; asks git only if there is need."""
+    if COMMIT in os.environ:
+        commit()
+
+
+def _told_commit() -> str | None:
+    told = os.environ.get(COMMIT)
+    if told is not None and not re.fullmatch("[0-9a-f]{40}(-dirty)?", told):
+        raise ValueError(
+            f"{COMMIT}={told!r} is no commit: give the 40 digits that `git rev-parse HEAD` prints "
+            "in the checkout that this copy is of, with -dirty behind them if it was changed, or "
+            f"unset {COMMIT}"
+        )
+    return told
 
 
 def output(command: list[str]) -> str | None:

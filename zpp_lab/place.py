@@ -21,6 +21,8 @@ from zpp_lab.emulate.ranks import shared_environment
 
 Variables = Mapping[str, str]
 _PR_SET_PDEATHSIG = 1
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_AFTER_RESTART = 120.0  # seconds; an NFS server frees a dead client's locks after some 90
 
 
 def placed(environment: Variables) -> bool:
@@ -146,6 +148,13 @@ def _first_host(environment: Variables) -> str:
             "MASTER_ADDR is not set and scontrol does not name the job's first node: set "
             "MASTER_ADDR to the host of rank 0"
         ) from None
+
+
+def patience(environment: Variables) -> float:
+    """Seconds to wait for a folder that another process holds: some in a job that was started
+    again, as its former start may be ending, or a lost node's lock still be the file server's."""
+    counts = [environment.get(name, "") for name in _RESTARTS]
+    return _AFTER_RESTART if any(c.isdigit() and int(c) > 0 for c in counts) else 0.0
 
 
 def check_place(environment: Variables, cluster: ClusterConfig) -> None:

@@ -35,6 +35,11 @@ def run_dir(config: Config) -> Path:
     return Path("runs") / config.recipe.name / f"seed{config.seed}"
 
 
+def has_ended(config: Config) -> bool:
+    """Whether the run has its summary, which another start only returns."""
+    return config.run.resume and (run_dir(config) / "summary.json").is_file()
+
+
 def check_same_run(config: Config, folder: Path) -> None:
     """ValueError when `folder` holds a run with other settings; it names them."""
     path = folder / "config.yaml"

@@ -22,6 +22,7 @@ from torch.utils import deterministic
 
 from zpp_lab import ops
 from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
+from zpp_lab.commits import note_commit
 from zpp_lab.config import Config
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.dcp import Saving, ShardedCheckpoints, holds_weights_only, read_whole
@@ -38,7 +39,7 @@ from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece
 from zpp_lab.plan import Plan
-from zpp_lab.runconfig import check_same_run, run_dir
+from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
@@ -62,9 +63,8 @@ def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Recor
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
-    summary = folder / SUMMARY
-    if config.run.resume and summary.is_file():
-        return from_json(summary.read_text())
+    if has_ended(config):
+        return from_json((folder / SUMMARY).read_text())
     return Trainer(config, folder, rank, start_up).run()
 
 
@@ -93,6 +93,7 @@ class Trainer:
         tracker: Tracker | None = None
         try:
             check_inputs(self.config)
+            self.commit = commit() if self.rank == 0 else None  # now: a checkout may change later
             data = open_data(self.config.data)
             self._look_at(data)
             self.start_up.done("data")
@@ -108,6 +109,7 @@ class Trainer:
                     print(f"goes on after step {self.step} of {self.train.steps}", flush=True)
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
                 note_data(self.folder, self.config.data, data)
+                made = note_commit(self.folder, self.step, self.commit)
             self.heldout = open_heldout(self.config, data)
             last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
@@ -121,6 +123,8 @@ class Trainer:
                 return {}
             summary = self._summary(engine, data, tracker, last, master)
             summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+            if len(made) > 1:
+                summary["commits"] = made
             documents = self.heldout.by_document(losses)
             write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
             tracker.finish(summary)
@@ -270,7 +274,7 @@ class Trainer:
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
             "cluster": asdict(config.cluster),
             "machine": machine_facts(),
-            "commit": commit(),
+            "commit": self.commit,
             "versions": versions(),
         }
 

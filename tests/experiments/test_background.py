@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_machine import git
+from zpp_lab import machine as facts
+
 SCRIPTS = Path(__file__).parents[2] / "experiments"
 # a run that writes a line, waits to be let on, and ends
 LINES = """mkdir -p runs/s/w8/checkpoints "$RESULTS"
@@ -20,6 +23,8 @@ for n in 1 2; do
   until [ -f "$GO" ] || [ $n = 2 ]; do sleep 0.05; done
 done
 echo "$RESULTS of ${CALL:-no} seconds" > runs/s/w8/summary.json"""
+TELLS = 'python3 -c "from zpp_lab import machine as m; print(m.__file__, m.commit())"'
+HEAD = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Machine:
@@ -31,13 +36,17 @@ class Machine:
         (self.root / "shared").mkdir()
         for name in ("background.sh", "kernels/env.sh"):
             (self.root / "experiments" / name).write_text((SCRIPTS / name).read_text())
+        (self.root / "zpp_lab").mkdir()
+        (self.root / "zpp_lab" / "__init__.py").touch()
+        (self.root / "zpp_lab" / "machine.py").write_text(Path(facts.__file__).read_text())
         self.calls = 0
 
     def call(self, *words: str, seconds: str = "27", **more: str) -> tuple[int, str, Path]:
         """Exit code, what was said, and the call's own folder of results."""
         self.calls += 1
         out = self.folder / f"out{self.calls}"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("CALL")}
+        unset = ("CALL", facts.COMMIT)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
         own = {"BACKGROUND": str(self.folder / "kept"), "POLL": "0.1", "GO": str(self.go)}
         done = subprocess.run(
             ["bash", "experiments/background.sh", str(out), *words],
@@ -101,6 +110,29 @@ def test_one_start_at_a_time_and_an_end_on_demand(machine: Machine) -> None:
     assert code == 1
     assert "without an end" in said
     assert "s/w8/metrics.jsonl" in names(out / "s.tar.gz")
+
+
+def test_results_name_the_commit_that_the_copy_is_of(machine: Machine) -> None:
+    (machine.root / ".gitignore").write_text("__pycache__\n")
+    git(machine.root, "init", "-q")
+    git(machine.root, "add", ".")
+    git(machine.root, "commit", "-q", "-m", "one")
+    head, copied = git(machine.root, "rev-parse", "HEAD"), f"{machine.folder}/kept/tree/zpp_lab/"
+    code, said, _ = machine.call("start", TELLS, seconds="60", ZPP_COMMIT=HEAD)
+    assert (code, f"{copied}machine.py {head}\n" in said) == (0, True), said
+    (machine.root / "zpp_lab" / "new.py").touch()
+    assert f"{copied}machine.py {head}-dirty\n" in machine.call("start", TELLS, seconds="60")[1]
+
+
+def test_a_copy_of_a_copy_and_no_commit_at_all(machine: Machine) -> None:
+    code, said, _ = machine.call("start", TELLS, seconds="60", ZPP_COMMIT=HEAD)
+    assert (code, f"machine.py {HEAD}\n" in said) == (0, True), said
+    code, said, _ = machine.call("start", TELLS, seconds="60")
+    assert (code, "results have no commit" in said, "machine.py None\n" in said) == (0, True, True)
+    code, said, _ = machine.call("start", TELLS, seconds="60", ZPP_COMMIT="main")
+    assert code == 2
+    assert "ZPP_COMMIT='main' is no commit" in said
+    assert "nothing begins" in said
 
 
 def test_a_line_that_fails_is_told_and_the_next_one_runs(machine: Machine) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from tests.study.fake_runs import ARMS, fake_study, write_study_runs
 from zpp_lab.compose import compose
 from zpp_lab.memory import GIB
 from zpp_lab.planner import Outlook
+from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import write_study
 from zpp_lab.study.table import NOTHING
 
@@ -54,6 +56,23 @@ def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
     assert {p.name for p in (page / "figures").iterdir()} >= {"gap_steps.svg", "loss.svg"}
     assert "one seed, so nothing is tested" in (page / "report.md").read_text()
     assert not list((page / "figures").glob("*.pdf"))
+
+
+def test_runs_of_several_commits_and_of_none_are_told(tmp_path: Path) -> None:
+    arms = tuple(arm for arm in ARMS if arm.name in ("zero3", "w4"))
+    study = fake_study(arms, seeds=3)
+    write_study_runs(tmp_path, study, steps=3)
+    write_study(tmp_path, study)
+    for seed, commit in ((1, "f" * 40 + "-dirty"), (3, None)):
+        summary = tmp_path / "w4" / f"seed{seed}" / "summary.json"
+        summary.write_text(json.dumps(json.loads(summary.read_text()) | {"commit": commit}))
+    text = run_path(str(SCRIPT))["table"](read_result(tmp_path))
+    (line,) = [row for row in text.splitlines() if row.startswith("- Commit: ")]
+    assert set(line.removeprefix("- Commit: ").split("; ")) == {
+        "0123456789abcdef0123456789abcdef01234567 (4 runs)",
+        f"{'f' * 40}-dirty (1 run)",
+        "not recorded (1 run)",
+    }
 
 
 def test_without_runs_nothing_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -195,9 +196,16 @@ def test_a_folder_of_another_study_is_an_error(tmp_path: Path) -> None:
         launch(study("zero3"), tmp_path / "file")
 
 
-def test_a_full_disk_stops_the_study_and_costs_no_attempt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("told", [True, False])  # by the run's own failure.json, or its log alone
+def test_a_full_disk_stops_the_study_and_costs_no_attempt(
+    number: int, told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "errno").write_text(f"{number} {told}")
     what = study("zero3", "full", "last", seeds=1)
-    with pytest.raises(OSError, match=r"the disk is full.*same command") as error:
+    error_text = os.strerror(number) if told else "exit code 1"
+    said = rf"the disk is full \(\d+ MiB left: .*{error_text}.*\).*same command"
+    with pytest.raises(OSError, match=said) as error:
         launch(what, tmp_path, jobs=1)
     assert error.value.errno == errno.ENOSPC
     assert started(tmp_path) == ["zero3 1", "full 1"]
@@ -299,6 +307,19 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(
     (tmp_path / "healed").touch()
     outcome, _ = launch(study("zero3", "slow"), tmp_path)
     assert (outcome.exit_code, len(outcome.skipped), len(outcome.finished)) == (0, 2, 2)
+
+
+def test_a_run_that_ends_while_its_study_is_stopped_has_finished(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        until((tmp_path / "waiting1").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome, text = launch(study("zero3", "late", seeds=1), tmp_path)
+    thread.join()
+    assert (outcome.exit_code, outcome.unfinished) == (0, [])
+    assert "2 of 2 runs finished" in text
 
 
 def alive(pid: int) -> bool:

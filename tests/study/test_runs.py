@@ -9,9 +9,17 @@ import yaml
 from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config import CodecConfig, Config, RecipeConfig, RunConfig, TrainConfig
 from zpp_lab.runconfig import flat_config
+from zpp_lab.study import attempts
 from zpp_lab.study.arms import study_of
 from zpp_lab.study.result import read_result
-from zpp_lab.study.runs import find_runs, last_step, read_metrics, read_run, read_study
+from zpp_lab.study.runs import (
+    find_runs,
+    last_step,
+    read_json,
+    read_metrics,
+    read_run,
+    read_study,
+)
 from zpp_lab.study.settings import differences
 from zpp_lab.study.verdict import judge_study
 
@@ -156,3 +164,12 @@ def test_a_study_file_of_another_version_is_named(tmp_path: Path) -> None:
         ValueError, match=r"(?s)study\.yaml: .*new_thing: no such setting.* version"
     ):
         read_study(tmp_path)
+
+
+def test_a_file_that_goes_while_it_is_read_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start removes failure.json; a report may be reading just then."""
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    assert read_json(tmp_path / "failure.json") is None
+    assert attempts.attempts(tmp_path) == []

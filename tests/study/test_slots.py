@@ -104,6 +104,17 @@ def test_shapes_tell_apart_what_costs_differently() -> None:
     assert json.loads(base)["weights"] is False
 
 
+def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:
+    crash = {"outcome": "crashed", "error": "} it broke", "step": 3}
+    attempts.note(tmp_path, crash)
+    file = tmp_path / attempts.FILE
+    for cut in (10, len('{"outcome":"crashed","error":"}')):  # a kill, or a disk that was full
+        whole = file.read_text()
+        file.write_text(whole + whole.splitlines()[0][:cut])
+        attempts.note(tmp_path, crash)
+    assert attempts.attempts(tmp_path) == [crash] * 3
+
+
 def test_attempts_outlive_what_a_start_removes(tmp_path: Path) -> None:
     crash = {"outcome": "crashed", "error": "x", "step": 2, "traceback": "long"}
     for _ in range(2):

@@ -17,7 +17,7 @@ from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
 from zpp_lab.cli import main
 from zpp_lab.config import PrepareConfig
 from zpp_lab.dashboard.command import dashboard
-from zpp_lab.study.locks import hold
+from zpp_lab.locks import hold
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import find_runs, last_step, read_run, write_study
 from zpp_lab.study.states import reached, state, told

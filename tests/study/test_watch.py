@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.study.fake_trainer import STEPS
 from tests.study.test_launch import launch, study
 from zpp_lab.cli import main
-from zpp_lab.study.locks import held, hold
+from zpp_lab.locks import held, hold
 from zpp_lab.study.runs import write_study
 from zpp_lab.study.watch import RunState, Watch, seconds_left, show
 

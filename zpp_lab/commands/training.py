@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,8 +94,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
             raise ValueError("--dry-run is for one run: leave out -m")
         return _sweep([*overrides, *times])
     from zpp_lab.compose import compose
-    from zpp_lab.runconfig import run_dir
-    from zpp_lab.tracking.folder import SUMMARY
+    from zpp_lab.runconfig import has_ended, run_dir
 
     config = compose([*overrides, *times])
     if args.dry_run:
@@ -105,18 +102,12 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from zpp_lab.inputs import check_inputs
     from zpp_lab.launcher import RankFailed, launch, leave
-    from zpp_lab.place import placed
-    from zpp_lab.study.locks import at_work
 
-    folder = run_dir(config)
-    ended = (folder / SUMMARY).is_file()
+    folder, ended = run_dir(config), has_ended(config)
     if not ended:
         check_inputs(config)
-    # ranks that somebody else started share the folder; nobody of them holds it
-    alone = nullcontext() if ended or placed(os.environ) else at_work(folder)
     try:
-        with alone:
-            summary = launch(config)
+        summary = launch(config)
     except RankFailed as error:
         print(f"zpp-lab train: {error}", file=sys.stderr)
         return 1

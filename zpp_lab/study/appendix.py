@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -14,6 +16,7 @@ from zpp_lab.study.table import NOTHING
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 _HIDDEN = ("seed", "recipe.name")
+_UNKNOWN = "not recorded"
 
 
 class Appendix:
@@ -105,10 +108,25 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
         ("Cluster", "; ".join(grid) or NOTHING),
         ("Steps", values("steps")),
         ("Tokens of a run", values("tokens")),
-        ("Commit", values("commit")),
+        ("Commit", _commits(summaries)),
         ("Machine", values("machine")),
         ("Versions", values("versions")),
     ]
+
+
+def _commits(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """The commit of all runs, or each one with the number of its runs; runs without one too."""
+    counts = Counter(_commit(summary) for summary in summaries)
+    if len(counts) < 2:
+        return "".join(counts) or NOTHING
+    return "; ".join(f"{one} ({n} run{'' if n == 1 else 's'})" for one, n in counts.items())
+
+
+def _commit(summary: Mapping[str, Any]) -> str:
+    """Of one run; those of its pieces where they differ."""
+    first, *more = summary.get("commits") or [summary]
+    told = [f"after step {one['after']} {one['commit'] or _UNKNOWN}" for one in more]
+    return ", ".join([first.get("commit") or _UNKNOWN, *told])
 
 
 def _words(value: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zpp_lab.study.runs import read_json
 from zpp_lab.tracking.jsonl import from_json, to_json
 
 FILE = "attempts.jsonl"
@@ -18,21 +19,35 @@ Attempt = Mapping[str, Any]
 
 def attempts(folder: Path) -> list[Attempt]:
     """The failed starts, oldest first; a failure.json that nobody noted counts as one."""
-    try:
-        lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        lines = []
-    found = [from_json(line) for line in lines if line.endswith("}")]  # a kill may cut the last
-    if not found and (folder / "failure.json").exists():
-        found = [from_json((folder / "failure.json").read_text(encoding="utf-8"))]
+    found = [one for line in _text(folder).splitlines() if (one := _attempt(line)) is not None]
+    if not found and (last := read_json(folder / "failure.json")) is not None:
+        found = [last]
     return [one for one in found if one.get("outcome") != "interrupted"]
 
 
 def note(folder: Path, failure: Attempt) -> None:
     """Add one failed start."""
-    line = {key: failure.get(key) for key in ("outcome", "error", "step")}
+    line = to_json({key: failure.get(key) for key in ("outcome", "error", "step")})
+    before = _text(folder)
+    torn = before != "" and not before.endswith("\n")
     with open(folder / FILE, "a", encoding="utf-8") as file:
-        file.write(to_json(line) + "\n")
+        file.write("\n" * torn + line + "\n")
+
+
+def _text(folder: Path) -> str:
+    try:
+        return (folder / FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _attempt(line: str) -> Attempt | None:
+    """None for a line that a kill or a full disk has cut."""
+    try:
+        found: Attempt = from_json(line)
+    except ValueError:
+        return None
+    return found
 
 
 def forget(folder: Path) -> None:

@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 from zpp_lab.compose import to_config
 from zpp_lab.config import StudyConfig
 from zpp_lab.hydra_words import quote
+from zpp_lab.locks import hold
 from zpp_lab.paths import conf_dir
 from zpp_lab.runconfig import run_dir
 from zpp_lab.study import attempts
-from zpp_lab.study.locks import hold
 from zpp_lab.study.outcome import ended_run, ending
 from zpp_lab.study.plan import PlannedRun, overrides_of
 from zpp_lab.study.progress import Progress
@@ -108,13 +108,13 @@ def _launch(launcher: Launcher, jobs: Sequence[Sequence[str]]) -> str:
 
 def task(composed: DictConfig) -> None:
     """One job. A second one of the same run waits here and then finds it finished."""
-    from zpp_lab.launcher import launch
+    from zpp_lab.launcher import train
 
     config = to_config(composed)
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder):
-        launch(config)
+        train(config)
 
 
 @contextmanager

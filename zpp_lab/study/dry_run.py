@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zpp_lab.config import Config, StudyConfig
+from zpp_lab.locks import held
 from zpp_lab.machine import memory_bytes
 from zpp_lab.study import attempts, calibration
 from zpp_lab.study.calibration import STEPS, Cost, Limits, Tick, Unknown
 from zpp_lab.study.cost import Estimate, Forecast, forecast, known, predicted, side_by_side
 from zpp_lab.study.foreseen import Needed
 from zpp_lab.study.launch import ENTRY
-from zpp_lab.study.locks import held
 from zpp_lab.study.memory import shape
 from zpp_lab.study.plan import Compose, PlannedRun, plan_runs
 from zpp_lab.study.progress import duration

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.locks import only_one
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.study import attempts
-from zpp_lab.study.locks import only_one
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import StudyOutcome
 from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, to_do
@@ -22,7 +22,7 @@ from zpp_lab.study.slots import make_places
 from zpp_lab.study.states import told
 from zpp_lab.tracking import start_study_sink
 
-ENTRY = "zpp_lab.launcher:launch"
+ENTRY = "zpp_lab.launcher:train"  # the pool holds the folder
 
 
 class Executor(Protocol):
@@ -91,7 +91,7 @@ def run_study(
         sink.end(tracking.wait_seconds)
         late = not stop.requested and _over(until, executor)
         held = [] if ready or stop.requested or late else [run for run in todo if not run.prepares]
-        outcome = _outcome(study, runs, todo, executor.outcomes, held)
+        outcome = _outcome(study, runs, todo, _ends(todo, executor), held)
         outcome = replace(outcome, out_of_time=late)
         progress.say(outcome.message)
     return outcome
@@ -155,6 +155,11 @@ def _executor(
             memory.learn(run)
     side = f"{len(places)} {'GPUs' if places.gpus else 'side by side'}"
     return Queue(entry, places, memory, progress, until), side
+
+
+def _ends(todo: Sequence[PlannedRun], executor: Executor) -> dict[Path, str]:
+    """How the runs of this call ended; some finish while an interrupted study stops them."""
+    return {run.dir: "finished" for run in todo if run.finished} | executor.outcomes
 
 
 def _more(planner: Planner, root: Path) -> list[PlannedRun]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import Config
+from zpp_lab.locks import hold
 from zpp_lab.piece import PAUSED, UNFINISHED
-from zpp_lab.study.locks import hold
 from zpp_lab.study.plan import PlannedRun
 from zpp_lab.study.runs import LOG
 from zpp_lab.study.slots import Slot

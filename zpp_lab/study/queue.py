@@ -7,6 +7,7 @@ needs all GPUs comes to its turn.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from zpp_lab.files import FULL
 from zpp_lab.machine import oom_kills
 from zpp_lab.piece import PAUSED, UNFINISHED
 from zpp_lab.study import attempts
@@ -29,6 +31,7 @@ from zpp_lab.study.slots import Places
 
 _POLL = 0.5  # seconds between looks at the running processes
 _FULL = 8 * 2**20  # bytes left at which a disk counts as full
+_NO_ROOM = tuple(os.strerror(number) for number in FULL)  # as runs say it
 
 
 class Queue:
@@ -116,16 +119,18 @@ class Queue:
 
 
 def _check_disk(folder: Path, result: Run) -> None:
-    """A full disk fails every run after the first: better stop and say so."""
+    """A full disk, or a user's full share of it, fails every run after the first: better stop and
+    say so."""
     failure = result.failure or {}
-    said = f"{failure.get('error')} {failure.get('traceback')}"
+    error = str(failure.get("error") or "").strip()
     free = shutil.disk_usage(folder).free
-    if "No space left" in said or free < _FULL:
+    if free < _FULL or any(why in f"{error} {failure.get('traceback')}" for why in _NO_ROOM):
         (folder / "failure.json").unlink(missing_ok=True)
+        told = f": {error.splitlines()[0]}" if error else ""
         raise OSError(
             errno.ENOSPC,
-            f"the disk is full ({free / 2**20:.0f} MiB left). Make room and give the same command "
-            "again: runs go on from their last checkpoint",
+            f"the disk is full ({free / 2**20:.0f} MiB left{told}). Make room and give the same "
+            "command again: runs go on from their last checkpoint",
             str(folder),
         )
 

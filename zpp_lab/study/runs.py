@@ -21,7 +21,7 @@ import yaml
 from zpp_lab.config import StudyConfig, load
 from zpp_lab.files import write_atomic
 from zpp_lab.folders import missing
-from zpp_lab.study.locks import held
+from zpp_lab.locks import held
 from zpp_lab.tracking.jsonl import from_json, read
 
 STUDY_FILE = "study.yaml"
@@ -37,7 +37,7 @@ class Run:
     """One run folder. `config` is the nested mapping of config.yaml ({} when it is absent).
 
     step: the last one that metrics.jsonl has. running: a living process held the folder when it
-    was read; that is known of a study's runs and of `zpp-lab train` on this machine.
+    was read; of another machine's that is known where both share a file system and its locks.
     """
 
     dir: Path
@@ -97,6 +97,7 @@ def _began(folder: Path) -> bool:
 
 def read_run(folder: Path) -> Run:
     """One run folder; a file that cannot be read is a ValueError that names it."""
+    running = held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
     config = _read_yaml(folder / "config.yaml") or {}
     summary, failure = (read_json(folder / name) for name in ("summary.json", "failure.json"))
     settings = config.get("run") or {}
@@ -109,7 +110,7 @@ def read_run(folder: Path) -> Run:
     if summary is not None:
         step = int(summary.get("steps") or 0)
         return Run(folder, str(arm), int(seed), config, summary, failure, step)
-    step, running = last_step(folder), held(folder)
+    step = last_step(folder)
     return Run(folder, str(arm), int(seed), config, None, failure, step, running)
 
 
@@ -196,10 +197,10 @@ def _seed_of(name: str) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A file of a run folder; None when there is none, ValueError when it is broken."""
-    if not path.exists():
-        return None
     try:
         return from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # not asked before: another start may remove it in between
+        return None
     except ValueError as error:
         raise ValueError(f"{path}: broken JSON ({error}); delete the run's folder") from None
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from zpp_lab.config import StudyConfig
 from zpp_lab.folders import missing
-from zpp_lab.study.locks import held
+from zpp_lab.locks import held
 from zpp_lab.study.plan import check_folder, run_folder
 from zpp_lab.study.progress import duration
 from zpp_lab.study.runs import last_record, read_run, read_study
@@ -83,11 +83,12 @@ class Watch:
         folder = run_folder(self.root, arm, seed)
         if folder in self._known:
             return self._known[folder]
+        running = held(folder)  # asked first: a run that ends meanwhile has not stopped
         last = last_record(folder) or {}
         step, seconds = int(last.get("step", 0)), float(last.get("seconds", 0.0))
         ended = any((folder / name).exists() for name in ("summary.json", "failure.json"))
         run = read_run(folder) if ended else None
-        if held(folder):
+        if running:
             state = "running"
         elif run is not None and run.outcome in ENDED:
             state = run.outcome

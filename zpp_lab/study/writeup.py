@@ -178,7 +178,8 @@ def table_markdown(table: Table) -> str:
 
 def _commit(found: Findings) -> str | None:
     """The commit of the finished runs, when they share one."""
-    commits = {run.summary.get("commit") for run in found.result.runs if run.summary}
+    summaries = [run.summary for run in found.result.runs if run.summary]
+    commits = {s.get("commit") if "commits" not in s else None for s in summaries}
     return str(commits.pop()) if len(commits) == 1 and None not in commits else None
 
 

@@ -20,7 +20,13 @@ from zpp_lab.tracking.jsonl import Record, read
 from zpp_lab.tracking.series import flat, outcome_values, row
 from zpp_lab.tracking.wandb_mode import Mode
 
-_MADE_WITH = ("machine", "versions", "commit", "data")  # of the outcome: words, not results
+_MADE_WITH = (
+    "machine",
+    "versions",
+    "commit",
+    "commits",
+    "data",
+)  # of the outcome: words, not results
 _NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of the outcome: in the config already
 
 

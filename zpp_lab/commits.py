@@ -1,0 +1,34 @@
+"""Which commit made which steps of a run: one that is stopped may go on with other code.
+
+summary.json names the commit of the last start; a run of several is no result of that one alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.files import write_atomic
+
+FILE = "commits.json"
+
+
+def note_commit(folder: Path, step: int, commit: str | None) -> list[dict[str, Any]]:
+    """Keep, beside the run, that the steps after `step` are made at `commit`.
+
+    Returns all of them, oldest first: {"after": step, "commit": commit}. A commit of None is not
+    known: the package lies in no checkout, or an older version began the run.
+    """
+    path, made = folder / FILE, []
+    if step > 0:
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        made = [one for one in before or [_from(0, None)] if one["after"] < step]
+    if not made or made[-1]["commit"] != commit:
+        made.append(_from(step, commit))
+    write_atomic(path, json.dumps(made, indent=1) + "\n")
+    return made
+
+
+def _from(step: int, commit: str | None) -> dict[str, Any]:
+    return {"after": step, "commit": commit}
