@@ -36,7 +36,9 @@ def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row["weights"] for row in rows] == kinds
     losses = [row["heldout_loss"] for row in rows]
     assert losses[1:3] == [summary["heldout_loss_master"], summary["heldout_loss"]]
-    assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # it computes in fp32, the run in bf16
+    assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # bf16 on both sides, not alike
+    assert rows[0]["dtype"] == "bfloat16"
+    assert rows[4]["dtype"] == "float32"
     assert (rows[0]["recipe"], rows[0]["step"], rows[4]["recipe"]) == ("qsdp", 12, "")
     assert len({row["heldout_hash"] for row in rows}) == 1
     assert rows[2]["dtype"] == "bfloat16"

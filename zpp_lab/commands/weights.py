@@ -68,6 +68,11 @@ def _add_evaluate(add: Add) -> None:
     losses.add_argument(
         "--tokens", type=int, metavar="N", help="held-out tokens (default: as the run has them)"
     )
+    losses.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        help="compute all in it (default: as trained, or as the folder says)",
+    )
     losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     losses.add_argument("--out", type=Path, metavar="FILE", help="write a .csv or .json file too")
 
@@ -132,4 +137,6 @@ def _export_peft(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.evaluate import evaluate_command
 
-    return evaluate_command(args.paths, args.data, args.codec, args.tokens, args.device, args.out)
+    return evaluate_command(
+        args.paths, args.data, args.codec, args.tokens, args.device, args.out, args.dtype
+    )
