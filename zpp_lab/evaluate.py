@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from zpp_lab.config import CodecConfig, Config, DataConfig, EngineConfig
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import pick_device
-from zpp_lab.engines.losses import mean_loss, token_losses
+from zpp_lab.engines.losses import counted, mean_loss, token_losses
+from zpp_lab.export.comparable import check_comparable
 from zpp_lab.export.loaded import folder_record, load_folder
 from zpp_lab.export.model import open_run
 from zpp_lab.export.wire import WireWeights, codec_text, parse_codec
@@ -88,6 +89,8 @@ def evaluate(
             raise ValueError(
                 f"{path} is neither a run (config.yaml) nor a model (config.json){inside}; name one"
             )
+    if codecs and not any(map(_is_run, paths)):
+        raise ValueError("--codec rounds the masters of runs, and none is named")
     source = data or next((p for p in paths if _is_run(p)), None)
     if source is None:
         raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")
@@ -140,7 +143,7 @@ class _Bench:
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
             heldout_loss=loss,
             perplexity=math.exp(loss) if loss < 700 else math.inf,
-            tokens=sum(y.numel() for _, y in self.heldout.batches),
+            tokens=sum(counted(y) for _, y in self.heldout.batches),
             heldout_hash=self.heldout.hash,
         )
 
@@ -222,6 +225,8 @@ def _folder_row(path: Path, bench: _Bench) -> Row:
             f"{path} knows {own} tokens, {bench.source} has {bench.vocabulary}: they have "
             "different tokenizers"
         )
+    window = bench.heldout.batches[0][0][:1].to(bench.device)
+    check_comparable(model, path, bench.source, bench.data, window)
     loss = bench.loss(lambda x: model(input_ids=x, use_cache=False).logits)
     return bench.row(path, "transformers", model, loss, **folder_record(path).get("run", {}))
 

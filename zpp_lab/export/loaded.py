@@ -63,8 +63,9 @@ def _whole_model(path: Path) -> Any:
     try:
         model, told = library.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     except Exception as error:  # of several libraries; an absent package for a quantized one too
+        said = str(error).strip().partition("\n")[0]  # some go on to list every model there is
         raise ValueError(
-            f"{path}: transformers cannot load it ({type(error).__name__}: {error})"
+            f"{path}: transformers cannot load it ({type(error).__name__}: {said})"
         ) from None
     for what, key in (("missing", "missing_keys"), ("of another shape", "mismatched_keys")):
         names = sorted(str(name) for name in told[key])
