@@ -28,6 +28,7 @@ from zpp_lab.engines.build import pick_device
 from zpp_lab.engines.losses import counted, mean_loss, token_losses
 from zpp_lab.export.comparable import check_comparable
 from zpp_lab.export.loaded import folder_record, load_folder
+from zpp_lab.export.merged import MergedWeights
 from zpp_lab.export.model import open_run
 from zpp_lab.export.wire import WireWeights, codec_text, parse_codec
 from zpp_lab.files import write_atomic
@@ -155,24 +156,31 @@ def _is_run(path: Path) -> bool:
 def _run_rows(path: Path, bench: _Bench, codecs: Sequence[CodecConfig]) -> list[Row]:
     config, saved = open_run(path)
     _check_tokens(path, config.data, bench)
-    wire = WireWeights(config, saved)
-    kinds: list[tuple[str, Callable[[str], Tensor]]] = [
-        ("master", partial(wire.source, device=bench.device))
-    ]
-    if wire.quantized:
-        kinds.append(("wire", partial(wire.decoded, device=bench.device)))
-    for codec in codecs:
-        rounded = WireWeights(config, saved, codec)
-        kinds.append(
-            (f"nearest {codec_text(codec)}", partial(rounded.decoded, device=bench.device))
-        )
     model = _empty_model(path, config, saved, bench)
     of = {"recipe": config.recipe.name, "seed": config.seed, "step": saved.step}
     rows = []
-    for weights, read in kinds:
+    for weights, read in _kinds(config, saved, codecs, bench.device):
         fill(model, _Saved(model, config.seed, read), whole, lambda p: p)
         rows.append(bench.row(path, weights, model, bench.loss(model), **of))
     return rows
+
+
+def _kinds(
+    config: Config, saved: SavedWeights, codecs: Sequence[CodecConfig], device: torch.device
+) -> list[tuple[str, Callable[[str], Tensor]]]:
+    """What is measured of a run, and how to read each parameter of it."""
+    master = WireWeights(config, saved)
+    kinds: list[tuple[str, Callable[[str], Tensor]]] = [
+        ("master", partial(master.source, device=device))
+    ]
+    if master.quantized:
+        kinds.append(("wire", partial(master.decoded, device=device)))
+    if isinstance(saved, MergedWeights) and (wired := saved.wired()) is not None:
+        kinds.append(("wire", partial(WireWeights(config, wired).source, device=device)))
+    for codec in codecs:
+        rounded = WireWeights(config, saved, codec)
+        kinds.append((f"nearest {codec_text(codec)}", partial(rounded.decoded, device=device)))
+    return kinds
 
 
 def _check_tokens(path: Path, data: DataConfig, bench: _Bench) -> None:
