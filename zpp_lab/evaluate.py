@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.config import CodecConfig, Config, DataConfig, EngineConfig
-from zpp_lab.data import open_data
+from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.engines.build import pick_device
 from zpp_lab.engines.losses import counted, mean_loss, token_losses
 from zpp_lab.export.comparable import check_comparable
@@ -38,6 +38,7 @@ from zpp_lab.models import build_model
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.start import Start, fill, materialize, whole
 from zpp_lab.recipe import DTYPES
+from zpp_lab.rundata import check_reads, warn_of_change
 from zpp_lab.saved import SavedWeights
 from zpp_lab.text import text_table
 from zpp_lab.tracking.folder import CONFIG
@@ -110,7 +111,7 @@ class _Bench:
 
     source: Path
     data: DataConfig
-    vocabulary: int
+    tokens: TokenData | PackedData
     heldout: Heldout
     device: torch.device
     dtype: torch.dtype | None
@@ -123,10 +124,12 @@ class _Bench:
         if tokens is not None:
             config = replace(config, train=replace(config.train, eval_tokens=tokens))
         data = open_data(config.data)
+        check_reads(source, data)
+        warn_of_change(source, data)
         where = pick_device(EngineConfig(device=device))
         heldout = open_heldout(config, data)
         kind = DTYPES[dtype] if dtype else None
-        return cls(source, config.data, data.vocab_size, heldout, where, kind)
+        return cls(source, config.data, data, heldout, where, kind)
 
     @torch.no_grad()
     def loss(self, model: Any) -> float:
@@ -156,6 +159,7 @@ def _is_run(path: Path) -> bool:
 def _run_rows(path: Path, bench: _Bench, codecs: Sequence[CodecConfig]) -> list[Row]:
     config, saved = open_run(path)
     _check_tokens(path, config.data, bench)
+    check_reads(path, bench.tokens)
     model = _empty_model(path, config, saved, bench)
     of = {"recipe": config.recipe.name, "seed": config.seed, "step": saved.step}
     rows = []
@@ -199,7 +203,7 @@ def _check_tokens(path: Path, data: DataConfig, bench: _Bench) -> None:
 
 def _empty_model(path: Path, config: Config, saved: SavedWeights, bench: _Bench) -> Any:
     """The run's model on the device, its weights not filled in, in what it is to compute in."""
-    rows = saved.shapes.get("embed.weight", (bench.vocabulary,))[0]
+    rows = saved.shapes.get("embed.weight", (bench.tokens.vocab_size,))[0]
     model = build_model(config.model, config.model.vocab_size or rows, "meta")
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     if shapes != saved.shapes:
@@ -228,9 +232,9 @@ class _Saved:
 def _folder_row(path: Path, bench: _Bench) -> Row:
     model = load_folder(path, bench.dtype).to(bench.device)
     own = model.config.get_text_config().vocab_size
-    if own < bench.vocabulary:
+    if own < bench.tokens.vocab_size:
         raise ValueError(
-            f"{path} knows {own} tokens, {bench.source} has {bench.vocabulary}: they have "
+            f"{path} knows {own} tokens, {bench.source} has {bench.tokens.vocab_size}: they have "
             "different tokenizers"
         )
     window = bench.heldout.batches[0][0][:1].to(bench.device)
