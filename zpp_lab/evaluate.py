@@ -77,8 +77,8 @@ def evaluate(
     also measured with their master weights rounded to nearest so. tokens: in place of the run's
     train.eval_tokens. dtype: fp32 or bf16, which all compute in, with the weights that they have
     in train.param_dtype or in their folder; None: each as it was trained, or as its folder says.
-    In fp32 equal weights have equal losses to about 1e-8 nats, whoever computes. ValueError for
-    what is neither a run nor a folder, and for a model that reads other tokens.
+    In fp32 equal weights have equal losses, to 1e-8 nats on the CPU, whoever computes. ValueError
+    for what is neither a run nor a folder, and for a model that reads other tokens.
     """
     for path in (*paths, *([data] if data else [])):
         if not path.is_dir():
