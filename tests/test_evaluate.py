@@ -11,7 +11,7 @@ import pytest
 
 from tests.export.checkpoints import leave
 from tests.models.hf_cases import settings
-from tests.runs import small
+from tests.runs import CORPUS, small
 from zpp_lab.cli import main
 from zpp_lab.evaluate import evaluate, table
 from zpp_lab.export import export_hf
@@ -36,7 +36,9 @@ def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row["weights"] for row in rows] == kinds
     losses = [row["heldout_loss"] for row in rows]
     assert losses[1:3] == [summary["heldout_loss_master"], summary["heldout_loss"]]
-    assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # it computes in fp32, the run in bf16
+    assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # bf16 on both sides, not alike
+    assert rows[0]["dtype"] == "bfloat16"
+    assert rows[4]["dtype"] == "float32"
     assert (rows[0]["recipe"], rows[0]["step"], rows[4]["recipe"]) == ("qsdp", 12, "")
     assert len({row["heldout_hash"] for row in rows}) == 1
     assert rows[2]["dtype"] == "bfloat16"
@@ -87,6 +89,34 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         path.unlink()
     with pytest.raises(ValueError, match="has no whole checkpoint"):
         evaluate([own])
+
+
+def test_a_corpus_that_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A BPE that is trained anew has other tokens; of bytes the held-out ones may be known."""
+    run(small(tmp_path, "train.steps=2"))
+    bpe = ("data.tokenizer=bpe", "data.vocab_size=280", f"run.dir={tmp_path}/bpe")
+    run(small(tmp_path, "train.steps=2", *bpe))
+    evaluate([tmp_path / "run"])
+    evaluate([tmp_path / "bpe"])
+    assert "other tokens" not in capsys.readouterr().err
+    for file in (tmp_path / "texts").iterdir():
+        file.write_text(CORPUS.replace("def", "class").replace("return", "yield"))
+    evaluate([tmp_path / "run"])
+    assert "no held-out losses if it saw some of these" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"another tokenizer .* would read noise"):
+        evaluate([tmp_path / "bpe"])
+
+
+def test_only_tokens_that_count_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    record = {"prompt": "what is it?", "completion": "no"}
+    file.write_text("".join(json.dumps(record) + "\n" for _ in range(200)))
+    config = small(tmp_path, "train.steps=2")
+    data = replace(config.data, name="jsonl", path=str(file), seq_len=24, heldout_every=2)
+    run(replace(config, data=data))
+    (row,) = evaluate([tmp_path / "run"])
+    said = json.loads((tmp_path / "run" / "heldout.json").read_text())
+    assert row.tokens == sum(said["tokens"])
 
 
 def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:

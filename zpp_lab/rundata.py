@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data import PackedData, TokenData
@@ -58,3 +59,31 @@ def check_start(start: Path, data: TokenData | PackedData) -> None:
             "config.yaml has it; for a BPE of its own data.tokenizer=hf with "
             "data.tokenizer_path=RUN_FOLDER"
         )
+
+
+def check_reads(run: Path, data: TokenData | PackedData) -> None:
+    """ValueError when the run in `run` had another tokenizer than `data`: a BPE learns from its
+    corpus, which may have changed since. A run of an older version, without data.json, is taken."""
+    said = _said(run)
+    if said and said["tokenizer"] != data.tokenizer:
+        raise ValueError(
+            f"{run} was trained with another tokenizer ({said['vocab_size']} tokens) than the "
+            f"{data.vocab_size} tokens here: its weights would read noise. Evaluate it where its "
+            "corpus is as it was"
+        )
+
+
+def warn_of_change(run: Path, data: TokenData | PackedData) -> None:
+    """Tell stderr when the corpus of `run` reads as other tokens now."""
+    said = _said(run)
+    if said and said["hash"] != data.hash:
+        print(
+            f"{run} was trained on other tokens (data {said['hash'][:16]} there, {data.hash[:16]} "
+            "now): the losses are no held-out losses if it saw some of these in training",
+            file=sys.stderr,
+        )
+
+
+def _said(run: Path) -> dict[str, Any]:
+    path = run / FILE
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -113,37 +113,6 @@ def test_weights_that_are_no_linear(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
-@pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
-def test_bf16(scale_dtype: str, tmp_path: Path) -> None:
-    """fp32 scales need fp32 numbers; decoded at once, they too give training's bf16 weights."""
-    scales = f"recipe.weights.scale_dtype={scale_dtype}"
-    config = llama(tmp_path, "plain", "recipe=w4", scales, "train.param_dtype=bf16")
-    want = theirs(gathered(leave(config)), 16)
-    export_quantized(tmp_path / "run", tmp_path / "out")
-    stored = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
-    assert stored == {"bf16": "bfloat16", "fp32": "float32"}[scale_dtype]
-    at_once = transformers.CompressedTensorsConfig(dequantize=True)
-    check_model(tmp_path / "out", want, dtype=torch.bfloat16, quantization_config=at_once)
-    if scale_dtype == "bf16":
-        check_model(tmp_path / "out", want)
-    else:
-        assert "dequantize=True" in (tmp_path / "out" / "README.md").read_text()
-        with pytest.raises(ValueError, match="leave --dtype out, or use a codec with scale_dtype"):
-            export_quantized(tmp_path / "run", tmp_path / "again", dtype="bf16")
-
-
-def test_several_kinds_of_groups_in_bf16(tmp_path: Path) -> None:
-    rules = "recipe.rules=[{name: '*mlp*', set: {bits: 8}}]"
-    config = llama(tmp_path, "plain", "recipe=w4", rules, "train.param_dtype=bf16")
-    want = theirs(gathered(leave(config)), 16)
-    export_quantized(tmp_path / "run", tmp_path / "out")
-    assert "after the first forward" in (tmp_path / "out" / "README.md").read_text()
-    model = loaded(tmp_path / "out")
-    model(input_ids=torch.arange(4)[None])
-    state = model.to(torch.bfloat16).state_dict()
-    assert all(torch.equal(state[n], w) for n, w in want.items())
-
-
 def trained_on_ranks(config: Config) -> float | None:
     import torch.distributed as dist
 

@@ -20,7 +20,9 @@ from zpp_lab.config import Config
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.virtual import VirtualEngine
-from zpp_lab.export import export_hf, export_peft
+from zpp_lab.evaluate import evaluate
+from zpp_lab.export import export_hf, export_peft, export_quantized
+from zpp_lab.export.wire import parse_codec
 from zpp_lab.trainer import Trainer, run
 
 transformers = pytest.importorskip("transformers")
@@ -72,6 +74,21 @@ def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
     with torch.no_grad():
         merged = loaded(tmp_path / "out", dtype=torch.float32)(tokens).logits
     assert float((own - merged).abs().max()) < 2e-5 * float(own.abs().max())
+
+
+def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: Path) -> None:
+    config = llama(tmp_path, "q4", "recipe=w4")
+    summary = run(config)
+    assert summary["heldout_loss"] != summary["heldout_loss_master"]
+    master, wire, rounded = evaluate([tmp_path / "run"], codecs=[parse_codec("bits=2")])
+    assert (master.weights, wire.weights) == ("master", "wire")
+    assert master.heldout_loss == pytest.approx(summary["heldout_loss_master"], abs=1e-7)
+    assert wire.heldout_loss == pytest.approx(summary["heldout_loss"], abs=1e-7)
+    assert rounded.heldout_loss != pytest.approx(wire.heldout_loss, abs=1e-4)
+    with pytest.raises(ValueError, match=r"has adapters: .*round the sum with --codec bits=4"):
+        export_quantized(tmp_path / "run", tmp_path / "out")
+    made = export_quantized(tmp_path / "run", tmp_path / "out", codec=parse_codec("bits=4"))
+    assert made.packed > 0
 
 
 # ---------------------------------------------------------------------- peft

@@ -68,29 +68,43 @@ def _add_evaluate(add: Add) -> None:
     losses.add_argument(
         "--tokens", type=int, metavar="N", help="held-out tokens (default: as the run has them)"
     )
+    losses.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        help="compute all in it (default: as trained, or as the folder says)",
+    )
     losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     losses.add_argument("--out", type=Path, metavar="FILE", help="write a .csv or .json file too")
+
+
+_OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
 
 
 def _export(args: argparse.Namespace, _: list[str]) -> int:
     if args.to == "hf":
         return _export_quantized(args) if args.quantized else _export_hf(args)
+    _refuse(args, ("quantized",), "--to hf")
+    _refuse(args, _OF_QUANTIZED, "--to hf --quantized")
     if args.to == "peft":
         return _export_peft(args)
-    if args.dtype or args.quantized:
-        raise ValueError(f"--{'dtype' if args.dtype else 'quantized'} is for --to hf")
+    _refuse(args, ("dtype",), "--to hf")
     from zpp_lab.study.export import export
 
     print(f"{export(args.dir, args.out, args.steps)} rows: {args.out}")
     return 0
 
 
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
+    """ValueError for a setting that would not be heeded."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:  # 0 was given
+            raise ValueError(f"--{name.replace('_', '-')} is for {where}")
+
+
 def _export_hf(args: argparse.Namespace) -> int:
-    if args.steps:
-        raise ValueError("--steps is for --to table")
-    for name in ("codec", "group_size", "requantize", "dense"):
-        if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} is for --quantized")
+    _refuse(args, ("steps",), "--to table")
+    _refuse(args, _OF_QUANTIZED, "--quantized")
     from zpp_lab.export import export_hf
 
     made = export_hf(args.dir, args.out, args.dtype or "fp32")
@@ -99,15 +113,14 @@ def _export_hf(args: argparse.Namespace) -> int:
 
 
 def _export_quantized(args: argparse.Namespace) -> int:
-    if args.steps:
-        raise ValueError("--steps is for --to table")
+    _refuse(args, ("steps",), "--to table")
     from zpp_lab.export import export_quantized
     from zpp_lab.export.wire import parse_codec
 
     made = export_quantized(
         args.dir,
         args.out,
-        codec=parse_codec(args.codec) if args.codec else None,
+        codec=None if args.codec is None else parse_codec(args.codec),
         unfit="requantize" if args.requantize else "dense" if args.dense else "refuse",
         group=args.group_size,
         dtype=args.dtype,
@@ -132,4 +145,6 @@ def _export_peft(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.evaluate import evaluate_command
 
-    return evaluate_command(args.paths, args.data, args.codec, args.tokens, args.device, args.out)
+    return evaluate_command(
+        args.paths, args.data, args.codec, args.tokens, args.device, args.out, args.dtype
+    )

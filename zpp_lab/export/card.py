@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import CodecConfig, Config
+from zpp_lab.export.instructions import instructions
 from zpp_lab.export.packed import Grid
 from zpp_lab.export.wire import codec_text
 
@@ -97,38 +98,14 @@ class Card:
             )
         if not self._keeps_the_rest:
             found.append(
-                f"What is not packed was rounded to {self.dtype}; the model was trained in "
-                f"{self.config.train.param_dtype}."
+                f"**Rounded to {self.dtype}**, each weight as it is unpacked and all that is not "
+                f"packed; the model was trained in {self.config.train.param_dtype}."
             )
         return found
 
     def _loading(self) -> str:
-        said = (
-            "```python\nfrom transformers import AutoModelForCausalLM\n\nmodel = "
-            "AutoModelForCausalLM.from_pretrained(FOLDER)\n```"
-        )
-        if not self.grids:
-            return said
-        said += "\n\nThis needs `pip install compressed-tensors`; the weights are unpacked by "
-        said += "the first forward."
-        if len(self.grids) > 1:
-            said += " `dequantize=True` takes one kind of group for all and fails."
-        if self.config.train.param_dtype == "bf16" and self.dtype == "fp32":
-            said += f" It computes in fp32. {_IN_BF16[len(self.grids) > 1]}"
-        return said
-
-
-_IN_BF16 = {
-    False: (
-        "The model was trained in bf16, each weight rounded to it after decoding, and so loads "
-        "`from_pretrained(FOLDER, dtype=torch.bfloat16, "
-        "quantization_config=CompressedTensorsConfig(dequantize=True))`."
-    ),
-    True: (
-        "The model was trained in bf16, each weight rounded to it after decoding: "
-        "`model.to(torch.bfloat16)` after the first forward does so."
-    ),
-}
+        model, train = self.config.model, self.config.train
+        return instructions(self.dtype, train.param_dtype, len(self.grids), model.name == "llama")
 
 
 def _versions() -> Iterator[tuple[str, str]]:

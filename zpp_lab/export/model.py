@@ -70,13 +70,15 @@ def run_config(run: Path) -> Config:
         )
     if not (run / CONFIG).is_file():
         raise ValueError(
-            f"{run} is no run's folder: it has no {CONFIG}{_runs_below(run)}; name one, such as "
+            f"{run} is no run's folder: it has no {CONFIG}{_runs_near(run)}; name one, such as "
             "RUNS/ARM/seed1"
         )
     return load(Config, read_yaml(run / CONFIG))
 
 
-def _runs_below(folder: Path) -> str:
+def _runs_near(folder: Path) -> str:
+    if (folder.parent / CONFIG).is_file():  # its checkpoints were named
+        return f" (did you mean {folder.parent}?)"
     return below(folder, CONFIG) or below(folder, f"*/{CONFIG}")
 
 

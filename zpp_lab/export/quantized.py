@@ -19,6 +19,7 @@ from torch import Tensor
 from zpp_lab.codecs import BlockCodec, RawCodec
 from zpp_lab.config import CodecConfig
 from zpp_lab.export.card import Card, write_card
+from zpp_lab.export.merged import MergedWeights
 from zpp_lab.export.model import EXPORT_DTYPES, Exported, new_folder, open_run, write_config
 from zpp_lab.export.packed import (
     Codes,
@@ -66,10 +67,16 @@ def export_quantized(
     group: elements of a row that share a scale; None: as many as the blocks and rows allow.
     dtype: fp32, bf16 or fp16 of scales and of all that is not packed; None: what keeps the
         numbers as they are.
-    ValueError when there is no run or checkpoint, nothing is quantized, or a codec does not fit.
+    ValueError when there is no run or checkpoint, nothing is quantized, or a codec does not fit;
+    without a codec also for a run with adapters, whose sum with the base was never quantized.
     """
     with new_folder(out) as folder:
         config, saved = open_run(run)
+        if codec is None and isinstance(saved, MergedWeights):
+            raise ValueError(
+                f"{run} has adapters: added to their base they lie on no codec's grid. Leave "
+                "--quantized out, or round the sum with --codec bits=4,block_size=128"
+            )
         weights = WireWeights(config, saved, codec)
         made = _Contents(weights, target_of(config, saved), unfit, group)
         kind = dtype or made.natural_dtype

@@ -31,6 +31,7 @@ def write_safetensors(
     """
     dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
     sizes = {n: math.prod(shape) * dtypes[n].itemsize for n, shape in shapes.items()}
+    _need_library()
     need_space(folder, sum(sizes.values()))
     files = cut(sizes, limit)
     where: dict[str, str] = {}
@@ -44,6 +45,15 @@ def write_safetensors(
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     return total
+
+
+def _need_library() -> None:
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "this needs the `safetensors` package: pip install 'zpp_lab[hf]'"
+        ) from None
 
 
 def _write(
