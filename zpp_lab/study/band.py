@@ -42,7 +42,12 @@ class Beside:
 
     @property
     def text(self) -> str:
-        return f"{self.side}, {self.factor:,.1f}×"
+        """Such as "below, 1.5×"."""
+        return f"{self.side}, {self.times}"
+
+    @property
+    def times(self) -> str:
+        return f"{self.factor:,.1f}×" if self.factor < 100 else f"{self.factor:,.0f}×"
 
 
 def one_seed(result: StudyResult) -> bool:

@@ -18,6 +18,7 @@ _SIDES = {
     "inside": "Inside it",
     "below": "Below it, with a lower loss",
 }
+_LISTED = 8  # arms named in one sentence
 Placed = Mapping[str, Beside]
 
 
@@ -61,17 +62,25 @@ def band_lines(result: StudyResult) -> list[str]:
 
 def _above(result: StudyResult, placed: Placed) -> str:
     over = {name: at for name, at in placed.items() if at.side == "above"}
+    widths = " and ".join(f"±{nats(noise)}" for noise in noise_bands(result).values())
+    band = f"the noise band ({widths} nats, one draw)"
     if over:
+        others = " No other arm did." if len(over) < len(placed) else ""
         return (
-            f"{_join(over)} ended above the noise band ({_factors(over)}), with a higher loss than "
-            "one draw of noise explains: a sign of a cost, and no test of one."
+            f"{_join(over)} ended above {band}, {_factors(over)}, with a higher loss than it "
+            f"explains: a sign of a cost, and no test of one.{others}{_small(result, over)}"
         )
     arms = [arm for arm in result.arms if arm.name in placed]
     fewer = all(arm.bytes_total is not None and arm.bytes_total < 1 for arm in arms)
     what = "fewer bits cost anything" if fewer else "an arm costs anything"
-    widths = " and ".join(f"±{nats(noise)}" for noise in noise_bands(result).values())
-    band = f"the noise band ({widths} nats, one draw)"
     return f"No arm ended above {band}: nothing here shows that {what}."
+
+
+def _small(result: StudyResult, over: Placed) -> str:
+    """Which of the higher losses do not matter to the study."""
+    margins = {arm.name: arm.margin or 0.0 for arm in result.arms}
+    inside = [name for name, at in over.items() if at.gap < margins[name]]
+    return f" Within the margin: {_join(inside)}." if inside else ""
 
 
 def _below(result: StudyResult, placed: Placed) -> str:
@@ -103,7 +112,7 @@ def _negative(result: StudyResult, bands: Mapping[str, float]) -> list[str]:
         arm = next(arm for arm in result.arms if arm.name == control.arm)
         at = beside(result, arm, bands)
         if at is not None:
-            said.append(f"The negative control {arm.name} lies {at.side} the band ({_times(at)}).")
+            said.append(f"The negative control {arm.name} lies {at.side} the band ({at.times}).")
         elif control.unanswered:
             said.append(
                 f"The negative control {arm.name} has no answer ({control.verdict}), so nothing "
@@ -153,9 +162,9 @@ def _sides(result: StudyResult, base: ArmResult) -> str:
     parts = []
     for side, words in _SIDES.items():
         found = [
-            f"{n} ({signed(at.gap)}, {_times(at)})" for n, at in placed.items() if at.side == side
+            f"{n} ({signed(at.gap)}, {at.times})" for n, at in placed.items() if at.side == side
         ]
-        parts.append(f"{words}: {', '.join(found) or 'none'}.")
+        parts.append(f"{words}: {_join(found) if found else 'none'}.")
     return " ".join(parts)
 
 
@@ -195,16 +204,15 @@ def _placed(result: StudyResult, roles: Sequence[str] = ("arm", "negative_contro
     return {name: at for name, at in found.items() if at is not None}
 
 
-def _times(at: Beside) -> str:
-    return f"{at.factor:,.1f}×"
-
-
 def _factors(placed: Placed) -> str:
     """The factors of some arms: one, or from the least to the largest."""
-    told = list(dict.fromkeys(_times(at) for at in sorted(placed.values(), key=lambda a: a.factor)))
+    told = list(dict.fromkeys(at.times for at in sorted(placed.values(), key=lambda a: a.factor)))
     return told[0] if len(told) == 1 else f"{told[0]} to {told[-1]}"
 
 
 def _join(names: Iterable[str]) -> str:
-    *most, last = names
+    told = list(names)
+    if len(told) > _LISTED:
+        told[_LISTED:] = [f"{len(told) - _LISTED} more"]
+    *most, last = told
     return f"{', '.join(most)} and {last}" if most else last

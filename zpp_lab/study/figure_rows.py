@@ -58,7 +58,7 @@ def _placed(arm: ArmResult, at: Beside) -> str:
     """Where a lone seed's gap lies, in the words of the tables."""
     if arm.arm.role == "order_control":
         return "sets the noise band"
-    return f"{at.side} the noise band, {at.factor:,.1f}×"
+    return f"{at.side} the noise band, {at.times}"
 
 
 def baseline_row(result: StudyResult) -> Row:

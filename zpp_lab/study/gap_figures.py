@@ -24,7 +24,8 @@ NOISE: dict[str, Any] = {  # the look of a noise band
 }
 _WIDTH, _ON_PHONE = 520, 210  # pixels of the gap figure
 _MANY = 24  # arms from which their rows are lower
-_ARMS = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=260)
+_NAME = 260  # pixels of an arm's name, at most
+_ARMS = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME)
 
 
 def gap_figure(result: StudyResult, style: Style) -> Spec:
@@ -41,8 +42,8 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     made = alt.layer(*layers).properties(width=_WIDTH, height=alt.Step(20 if many else 38))
     marks = {} if many or lone else {"seeds": style.dress(seed_rows(result))}
     data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
-    longest = max(len(row["arm"]) for row in rows)
-    spec = finish(made, data, side=30 + 7 * longest, legend=235 if lone else 210)
+    longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
+    spec = finish(made, data, side=30 + longest, legend=235 if lone else 210)
     spec["usermeta"]["narrow"] = gaps.ticks(_ON_PHONE, across=True)
     return spec
 

@@ -23,6 +23,7 @@ function fit(spec, room) {
     panel.width = Math.min(panel.width, Math.floor(left / columns) - each);
     if (!beside && panel.layer) panel.layer = panel.layer.filter(layer => layer.name !== "beside");
     for (const layer of panel.layer || []) {
+      if (layer.name === "beside") layer.encoding.x.value = panel.width + 12;
       const axis = layer.encoding.x && layer.encoding.x.axis;
       if (axis && axis.values && panel.width < 400) {
         if (spec.usermeta.narrow) axis.values = spec.usermeta.narrow;
