@@ -42,6 +42,16 @@ def test_the_first_line_tells_the_batch_that_is_planned(capsys) -> None:
     assert first == "tiny (0.4M), recipe zero3, 2 × 8 GPUs, 3 × 4 × 128 tokens a GPU"
 
 
+def test_little_to_spare_is_said(capsys) -> None:
+    assert main(["plan", *LARGE, "--gpu-gib", "200"]) == 0
+    assert "fits, tightly" not in capsys.readouterr().out
+    peak = Outlook.of(compose(list(LARGE)), 0).estimate.peak / GIB
+    assert main(["plan", *LARGE, "--gpu-gib", f"{peak + 3:.2f}"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fits, tightly" in text
+    assert "Only 3.00 GiB to spare" in text
+
+
 def test_what_does_not_fit_is_answered_in_order(capsys) -> None:
     code, found = planned(capsys, *LARGE, "train.batch_size=16", "--gpu-gib", "14")
     assert (code, found["fits"]) == (1, False)

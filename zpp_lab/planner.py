@@ -46,6 +46,12 @@ NOTES = (
     "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses.",
     "Bytes on the wires: all ranks together, one step.",
 )
+TIGHT = int(4 * GIB)  # see RESERVED
+RESERVED = (
+    "Only {spare} GiB to spare, and torch's allocator had reserved 4 GiB beyond its tensors where "
+    "that was measured (experiments/plan). Where it runs short it gives back and asks again, which "
+    "takes time."
+)
 HOPS = (
     "With one hop every GPU of a node sends gradient rows of its own, {one_hop:.3f} GB between "
     "nodes. recipe.hops=2 adds up inside nodes first and sends {two_hops:.3f} GB; it rounds those "
@@ -256,11 +262,14 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     )
     console.print(_wire_table(outlook.plan))
     console.print(_memory_table(found))
-    verdict = "fits" if outlook.fits else "does not fit"
+    spare = outlook.device - found.peak
+    verdict = "does not fit" if spare < 0 else "fits" if spare >= TIGHT else "fits, tightly"
     console.print(
         f"Peak at '{found.peak_moment}': {_gib(found.peak)} GiB of {_gib(outlook.device)} GiB: "
         f"{verdict}. Tensors alone: {_gib(found.tensors)} GiB."
     )
+    if 0 <= spare < TIGHT:
+        console.print(RESERVED.format(spare=_gib(spare)))
     if found.host:
         console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
     for one in advice:

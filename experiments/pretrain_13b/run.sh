@@ -5,7 +5,8 @@
 # call; experiments/background.sh lets arms outlive calls. OUT/STUDY.tar.gz is written after each, and
 # experiments/collect.py puts the archives of several machines together. OVERRIDES: Hydra overrides
 # for every arm. STUDY=pretrain_13b_mini tries all of it on a CPU.
-# The part `resume` shows that an interrupted run goes on with the same bits; see the README.
+# The part `resume` shows that an interrupted run goes on with the same bits, `moved` the same on two
+# machines at small size; see the README.
 set -u
 out="${1:?name a folder for the results}"
 shift
@@ -17,7 +18,7 @@ NEED="${NEED:-$((GPUS == 2 ? 285 : 200))}"
 ready "$STUDY" ${OVERRIDES:-}
 for part in "$@"; do
   case $part in
-    resume) source experiments/pretrain_13b/resume.sh ;;
+    resume | moved) source "experiments/pretrain_13b/$part.sh" ;;
     *) arm "$STUDY" "$part" ${OVERRIDES:-} ;;
   esac
 done

@@ -31,7 +31,7 @@ from zpp_lab.study.plan import run_overrides
 from zpp_lab.study.selection import matching
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT.glob("experiments/*/README.md"))
+PAGES = sorted(ROOT.glob("experiments/*/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
 # A program that says what it was told. Programs on standard input are real.
 RECORDER = """#!/bin/bash
@@ -43,7 +43,7 @@ MORE = [
     "bash experiments/pretrain_13b/run.sh OUT zero3 zero3_reordered w8 w6 zeropp g8_4_hadamard",
     "STUDY=pretrain_13b_mini bash experiments/pretrain_13b/run.sh OUT broken resume",
     "STUDY=finetune_30b_mini bash experiments/finetune_30b/run.sh OUT base w4",
-    "GPUS=2 bash experiments/pretrain_13b/run.sh OUT zero3 w6 resume",
+    "GPUS=2 bash experiments/pretrain_13b/run.sh OUT zero3 w6 resume moved",
     "GPUS=2 bash experiments/finetune_30b/run.sh OUT base zero3 w2",
     "GPUS=2 bash experiments/plan/run.sh OUT 32_5b/w8/recompute 13b/zeropp",
     "GPUS=2 bash experiments/baseline/run.sh OUT 13b 32_5b:flash,keep",
