@@ -46,7 +46,7 @@ def conclusion(result: StudyResult) -> str:
     if not any(arm.gaps for arm in result.arms if arm.verdict != "baseline"):
         return parts[0]
     if not placed:
-        return f"{parts[0]} There is no noise band either, so how large a gap noise makes is unknown."
+        return f"{parts[0]} No noise band says how large a gap noise makes."
     parts += [_above(result, placed), _below(result, placed), *_negative(result, bands)]
     return " ".join(filter(None, parts))
 
