@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,12 +25,20 @@ from zpp_lab.config_load import load
 from zpp_lab.cost.model import plan_of, vocabulary
 from zpp_lab.memory import GIB, estimate
 from zpp_lab.study.appendix import facts
-from zpp_lab.study.band import noise_of
+from zpp_lab.study.band import noise_bands
 from zpp_lab.study.export import export
 from zpp_lab.study.report import build_report
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import Run, read_metrics
-from zpp_lab.study.table import NOTHING, gap_text, markdown_table, percent, perplexity
+from zpp_lab.study.table import (
+    BAND_COLUMN,
+    NOTHING,
+    band_cell,
+    gap_text,
+    markdown_table,
+    percent,
+    perplexity,
+)
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 COLUMNS = (
@@ -38,7 +46,7 @@ COLUMNS = (
     "Held-out loss",
     "Perplexity",
     "Gap (nats)",
-    "× noise band",
+    BAND_COLUMN,
     "Verdict",
     "Seconds a step",
     "Tokens/s",
@@ -75,15 +83,16 @@ def main() -> int:
 
 def table(result: StudyResult) -> str:
     """All arms, which runs do not count and why, and the facts, in Markdown."""
-    rows = [cells(result, arm) for arm in result.arms]
+    bands = noise_bands(result)
+    rows = [cells(result, arm, bands) for arm in result.arms]
     shared = [f"- {what}: {value}" for what, value in facts(result) if value != NOTHING]
     left_out = "\n".join(f"- {note}" for note in result.notes)
     parts = [markdown_table(COLUMNS, rows), left_out, "\n".join(shared)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def cells(result: StudyResult, arm: ArmResult) -> list[str]:
-    """COLUMNS of one arm as text."""
+def cells(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> list[str]:
+    """COLUMNS of one arm as text. bands: the noise of each baseline, in nats."""
     seconds, rate = speed(arm.finished)
     sent = [b for run in arm.finished if (b := run.bytes_per_step()) is not None]
     peak = peak_gib(arm.finished)
@@ -92,7 +101,7 @@ def cells(result: StudyResult, arm: ArmResult) -> list[str]:
         _number(arm.heldout_loss, ".4f"),
         perplexity(arm.heldout_loss),
         gap_text(arm),
-        beside_noise(result, arm),
+        band_cell(result, arm, bands),
         arm.text,
         _number(seconds, ".3f"),
         _number(rate, ",.0f"),
@@ -103,14 +112,6 @@ def cells(result: StudyResult, arm: ArmResult) -> list[str]:
         _number(planned_gib(arm.finished) if peak is not None else None, ".2f"),
         f"{len(arm.finished)} of {len(result.study.seeds)}",
     ]
-
-
-def beside_noise(result: StudyResult, arm: ArmResult) -> str:
-    """The mean gap in units of what the order control strays in the second half of training."""
-    noise = noise_of(result, result.baseline_of(arm))
-    if arm.gap is None or not noise or arm.verdict == "baseline":
-        return NOTHING
-    return f"{abs(arm.gap.mean) / noise:,.1f}"
 
 
 def speed(runs: Sequence[Run]) -> tuple[float | None, float | None]:

@@ -1,50 +1,47 @@
-"""The noise band: what one seed can say, and what it must not."""
+"""The noise band: what a gap is beside it, and how it opens over training."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.study.fake_runs import ARMS, fake_study, write_study_runs
-from zpp_lab.config import StudyConfig
+from tests.study.fake_seed import SOME, judged
 from zpp_lab.study import page
-from zpp_lab.study.band import band_lines, heldout_band, noise_of, training_band
-from zpp_lab.study.certainty import certainty
+from zpp_lab.study.band import (
+    Beside,
+    beside,
+    heldout_band,
+    noise_bands,
+    noise_of,
+    one_seed,
+    training_band,
+)
+from zpp_lab.study.band_text import band_lines
 from zpp_lab.study.curves import study_curves
-from zpp_lab.study.figures import make_figures
-from zpp_lab.study.runs import find_runs
-from zpp_lab.study.table import margin_line
-from zpp_lab.study.verdict import StudyResult, judge_study
-
-ROLES = {"zero3_reordered": "order_control", "broken": "negative_control"}
-SOME = ("zero3", "zero3_reordered", "qsdp", "w4", "broken")
 
 
-def judged(root: Path, seeds: int, names: tuple[str, ...] = SOME) -> StudyResult:
-    study = fake_study(tuple(arm for arm in ARMS if arm.name in names), seeds)
-    arms = [replace(arm, role=ROLES.get(arm.name, "arm")) for arm in study.arms]
-    study = StudyConfig(**{**study.__dict__, "arms": arms})
-    write_study_runs(root, study, steps=100)
-    return judge_study(study, find_runs(root))
+def test_a_gap_lies_inside_above_or_below() -> None:
+    texts = {gap: Beside(gap, 0.02).text for gap in (0.02, -0.014, 0.05, -0.03, 3.0)}
+    assert texts == {
+        0.02: "inside, 1.0×",
+        -0.014: "inside, 0.7×",
+        0.05: "above, 2.5×",
+        -0.03: "below, 1.5×",
+        3.0: "above, 150×",
+    }
 
 
-def test_one_seed_is_told_beside_the_order_control(tmp_path: Path) -> None:
-    result = judged(tmp_path, 1)
-    noise = noise_of(result, result.baseline)
-    gaps = {arm.name: arm.gaps[1] for arm in result.arms if arm.name != "zero3"}
-    assert noise == abs(gaps["zero3_reordered"])
-    (line,) = band_lines(result)
-    assert f"strays up to {noise:.1e} nats from it" in line
-    inside, _, beyond = line.partition("Beyond it: ")
-    for name in ("qsdp", "w4", "broken"):
-        assert (f"{name} (" in inside) == (abs(gaps[name]) <= noise)
-        assert (f"{name} (" in beyond) == (abs(gaps[name]) > noise)
-    assert f"{gaps['broken'] / noise:,.1f} times" in beyond
-    assert certainty(result).lines()[-1] == line
+def test_only_arms_with_a_gap_and_a_control_stand_beside_a_band(tmp_path: Path) -> None:
+    one = judged(tmp_path / "one", 1)
+    bands = noise_bands(one)
+    assert bands == {"zero3": noise_of(one, one.baseline)}
+    placed = {arm.name: beside(one, arm, bands) for arm in one.arms}
+    assert placed.pop("zero3") is None
+    assert all(at is not None and at.noise == bands["zero3"] for at in placed.values())
+    assert one_seed(one)
+    assert not one_seed(judged(tmp_path / "two", 2))
 
 
 def test_the_band_is_no_narrower_where_two_curves_happen_to_cross(tmp_path: Path) -> None:
@@ -73,60 +70,6 @@ def test_a_lone_seed_neither_holds_nor_breaks_a_control(tmp_path: Path) -> None:
     assert band_lines(three) == []  # their noise floor says more
 
 
-def test_without_an_order_control_that_is_said(tmp_path: Path) -> None:
-    (line,) = band_lines(judged(tmp_path, 1, ("zero3", "w4")))
-    assert "nothing is tested" in line
-    assert "order control" in line
-
-
-def test_a_control_that_changed_nothing_is_no_band(tmp_path: Path) -> None:
-    result = judged(tmp_path, 1)
-    runs = result.baseline.runs[1].dir.parents[1]
-    own, other = (runs / name / "seed1" for name in ("zero3", "zero3_reordered"))
-    shutil.copy(own / "metrics.jsonl", other / "metrics.jsonl")
-    heldout = json.loads((own / "summary.json").read_text())["heldout_loss"]
-    summary = json.loads((other / "summary.json").read_text()) | {"heldout_loss": heldout}
-    (other / "summary.json").write_text(json.dumps(summary))
-    (line,) = band_lines(judge_study(result.study, find_runs(tmp_path)))
-    assert "zero3_reordered equals it in every digit" in line
-    assert "Inside" not in line
-    assert "Beyond" not in line
-
-
-def two_baselines(root: Path) -> StudyResult:
-    """zeropp stands against qsdp, the rest against zero3."""
-    study = fake_study(tuple(arm for arm in ARMS if arm.name in (*SOME, "zeropp")), 1)
-    roles = {**ROLES, "qsdp": "baseline"}
-    arms = [replace(arm, role=roles.get(arm.name, "arm")) for arm in study.arms]
-    arms = [replace(arm, against="qsdp") if arm.name == "zeropp" else arm for arm in arms]
-    study = StudyConfig(**{**study.__dict__, "arms": arms})
-    if not root.exists():
-        write_study_runs(root, study, steps=100)
-    return judge_study(study, find_runs(root))
-
-
-def test_a_baseline_without_a_control_looks_at_the_others(tmp_path: Path) -> None:
-    result = two_baselines(tmp_path / "runs")
-    noise = noise_of(result, result.baseline)
-    own, other = band_lines(result)
-    assert "zeropp" not in own
-    assert other.startswith("qsdp has one seed, so nothing is tested")
-    assert other.endswith(f"stray up to {noise:.1e} nats from zero3.")
-
-
-def test_figures_need_no_run_of_the_studys_own_baseline(tmp_path: Path) -> None:
-    """A piece of a study may hold the arms of another baseline alone."""
-    two_baselines(tmp_path / "runs")
-    for name in ("zero3", "zero3_reordered", "w4", "broken"):
-        shutil.rmtree(tmp_path / "runs" / name)
-    result = two_baselines(tmp_path / "runs")
-    others = next(arm for arm in result.arms if arm.name == "qsdp")
-    assert result.margin == others.margin
-    assert "nothing to compare" not in margin_line(result)
-    made = {figure.name for figure in make_figures(result, study_curves(result))}
-    assert {"gap", "gap_curves", "gap_steps", "loss"} <= made
-
-
 def test_bands_are_symmetric_and_as_wide_as_the_largest() -> None:
     runs = [{1: 0.5, 2: -0.1, 40: 0.0}, {40: 0.2}]
     near = training_band(runs, {1, 2, 20, 40})
@@ -137,6 +80,9 @@ def test_bands_are_symmetric_and_as_wide_as_the_largest() -> None:
     ]
     exact = heldout_band(runs, {2, 40})
     assert [(r["step"], r["high"]) for r in exact] == [(2, 0.1), (40, 0.2)]
+    # Nothing after a step counts: the band opens where the runs part, not before.
+    parting = training_band([{s: 0.0 if s < 60 else 0.3 for s in range(1, 101)}], {59, 60, 75})
+    assert [r["high"] for r in parting] == [0.0, 0.3, 0.3]
     assert training_band([], {1}) == heldout_band([], {1}) == []
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -167,7 +168,7 @@ def test_report_of_failed_and_missing_runs(tmp_path: Path) -> None:
     assert "w4: seed 2 ran out of memory after step 100 of 300 (CUDA out of memory)." in html
     assert "loss &lt;b&gt;is&lt;/b&gt; NaN" in html
     assert "diverged (1 of 3 seeds)" in report.table
-    assert "needs at least 2 seeds" in report.table
+    assert "undecided (one seed)" in report.table
     assert "not run (never started)" in report.table
     outcomes = [row["outcome"] for row in csv.DictReader(report.csv.open())]
     assert outcomes == ["finished", "finished", "finished", "out_of_memory", "diverged"]
@@ -221,8 +222,25 @@ def test_gap_axis_matches_the_scale_that_draws_it() -> None:
         assert gaps.value(gaps.place(value)) == pytest.approx(value, abs=1e-12)
     assert gaps.place(gaps.low) == 0
     assert gaps.place(gaps.high) == 1
-    values = gaps.axis.to_dict()["values"]
+    values = gaps.axis(340).to_dict()["values"]
     assert {0, -0.006, 0.006, 1.0} <= set(values)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("length", [210, 340, 520])
+@pytest.mark.parametrize("margin", [0.0045, 0.0061, 0.012, 0.0601])
+@pytest.mark.parametrize("ends", [(-0.001, 0.02), (-0.1, 0.05), (-2.0, 3.0), (0.0, 30.0)])
+def test_tick_labels_do_not_overlap(
+    ends: tuple[float, float], margin: float, length: int, across: bool
+) -> None:
+    gaps = GapAxis.around(margin, *ends)
+    ticks = gaps.ticks(length, across)
+    assert 0.0 in ticks
+    assert across or {-margin, margin} <= set(ticks)
+    for one, other in pairwise(ticks):
+        apart = (gaps.place(other) - gaps.place(one)) * length
+        labels = [f"{value:+.2g}" for value in (one, other)]
+        assert apart >= (6.3 * sum(map(len, labels)) / 2 if across else 14)
 
 
 def test_labels_do_not_overlap() -> None:

@@ -71,7 +71,7 @@ def printed(root: Path) -> str:
 @pytest.mark.parametrize(
     ("arm", "verdict"),
     [
-        ("w6", "undecided (needs at least 2 seeds)"),
+        ("w6", "undecided (one seed)"),
         ("w4", "failed (crashed after step 100 of 300)"),
         ("w2", "diverged (1 of 2 seeds)"),
         ("qsdp", "not run (never started)"),

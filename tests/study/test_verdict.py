@@ -57,7 +57,7 @@ def test_constructed_gaps(gaps: list[float], verdict: str) -> None:
 
 
 def test_undecided_says_how_many_seeds() -> None:
-    assert judged(*shifted(0.1))[1].text == "undecided (needs at least 2 seeds)"
+    assert judged(*shifted(0.1))[1].text == "undecided (one seed)"
     note = judged(*shifted(0.01, -0.004, 0.002))[1].note
     assert note.startswith("needs about ")
     assert int(note.split()[2]) > 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zpp_lab.study.band import one_seed
 from zpp_lab.study.speedup import FASTER
 from zpp_lab.study.states import NO_ANSWER
 from zpp_lab.study.table import gap_text, percent
@@ -27,6 +28,7 @@ RULES = (
     f"bandwidth, or the baseline where none is faster by more than {FASTER:.0%}.",
     "Undecided arms that send fewer bytes than the advised one are worth more seeds.",
     "Arms that are worse, or that diverged, are not to be used at this scale.",
+    "With one seed an arm nothing is tested, so no arm is advised for or against by its loss.",
 )
 
 
@@ -46,6 +48,8 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
     if wrong:
         return [Advice(f"Nothing: {', '.join(wrong)} did not come out as a control must.", 1)]
     arms = [a for a in result.arms if a.arm.role == "arm" and a.verdict != "baseline"]
+    if one_seed(result):
+        return [_untested(result), *_provisional(result), *_open(result, arms, None), *_bad(arms)]
     candidates = [arm for arm in arms if arm.verdict in ("on par", "better")]
     best = _cheapest(candidates)
     return [
@@ -58,10 +62,23 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
 
 
 def _provisional(result: StudyResult) -> list[Advice]:
-    waiting = [f"{c.arm} ({c.verdict})" for c in result.controls if c.verdict in _OPEN]
+    lone = one_seed(result)
+    waiting = [
+        f"{c.arm} ({c.verdict})"
+        for c in result.controls
+        if c.verdict in _OPEN and not (lone and c.untested)
+    ]
     if not waiting:
         return []
+    if lone:
+        return [Advice(f"A control has no answer yet: {', '.join(waiting)}.", 1)]
     return [Advice(f"Provisional: a control has no answer yet, {', '.join(waiting)}.", 1)]
+
+
+def _untested(result: StudyResult) -> Advice:
+    base = result.study.baseline
+    text = f"No arm is advised in place of {base}: with one seed an arm nothing is tested."
+    return Advice(text, 7)
 
 
 def cost(arm: ArmResult) -> float | None:
@@ -123,6 +140,9 @@ def _open(result: StudyResult, arms: Sequence[ArmResult], best: ArmResult | None
     ]
     if not tempting:
         return []
+    if one_seed(result):
+        shares = [f"{arm.name} ({percent(cost(arm))})" for arm in sorted(tempting, key=_cost)]
+        return [Advice(f"Worth more seeds, by the bytes that they send: {_listed(shares)}.", 5)]
     named = _listed([f"{arm.name} ({arm.note})" if arm.note else arm.name for arm in tempting])
     return [Advice(f"Worth more seeds: {named}.", 5)]
 

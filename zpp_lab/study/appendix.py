@@ -96,10 +96,7 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
             found[_words(value)] = None
         return "; ".join(found) or NOTHING
 
-    grid = {
-        f"{c.get('nodes')} nodes × {c.get('gpus_per_node')} GPUs": None
-        for c in (s.get("cluster") or {} for s in summaries)
-    }
+    grid = {_cluster(summary.get("cluster") or {}): None for summary in summaries}
     return [
         ("Data", values("data", "name")),
         ("Data hash", values("data", "hash")),
@@ -129,9 +126,23 @@ def _commit(summary: Mapping[str, Any]) -> str:
     return ", ".join([first.get("commit") or _UNKNOWN, *told])
 
 
+def _cluster(grid: dict[str, Any]) -> str:
+    nodes, gpus = grid.get("nodes"), grid.get("gpus_per_node")
+    return f"{nodes} node{'s' * (nodes != 1)} × {gpus} GPU{'s' * (gpus != 1)}"
+
+
+def _named(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return f"{key.removesuffix('_bytes')} {value / 2**30:.0f} GiB"
+    return f"{key} {_words(value)}"
+
+
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_words(v)}" for k, v in value.items() if v is not None)
+        return ", ".join(_named(k, v) for k, v in value.items() if v is not None)
+    if isinstance(value, list):  # two GPUs of a kind are "2 × NVIDIA H200"
+        counts = {_words(one): value.count(one) for one in value}
+        return ", ".join(f"{n} × {one}" if n > 1 else one for one, n in counts.items())
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}".replace(",", "\u202f")  # narrow spaces part the thousands
     return NOTHING if value is None else str(value)

@@ -2,28 +2,72 @@
 
 A study with one seed has no test and no interval. Its order control says at least what nothing
 looks like: an arm whose gap is no larger shows nothing, one far beyond it shows something. One draw
-of the noise is little; several seeds have a noise floor of their own (`noise.py`).
+of the noise is little; several seeds have a noise floor of their own (`noise.py`). What follows
+from the band in words is in `band_text.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zpp_lab.study.runs import Run, read_metrics
-from zpp_lab.study.table import signed
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 Points = Mapping[int, float]  # step → gap in nats
 Row = dict[str, Any]
-_NEAR = 20  # a training loss's band at a step: the largest within this part of the run, each side
+_NEAR = 10  # a training loss's band at a step: the largest within this part of the run, up to it
 
 
-def band_lines(result: StudyResult) -> list[str]:
-    """Sentences for each baseline with one finished seed, on what its arms' gaps are worth."""
-    bases = [arm for arm in result.arms if arm.verdict == "baseline" and len(arm.finished) == 1]
-    return [line for base in bases for line in _of(result, base)]
+@dataclass(frozen=True)
+class Beside:
+    """A gap beside a noise band of ±noise, both in nats."""
+
+    gap: float
+    noise: float
+
+    @property
+    def side(self) -> str:
+        """inside, above (a higher loss than the baseline's) or below (a lower one)."""
+        if abs(self.gap) <= self.noise:
+            return "inside"
+        return "above" if self.gap > 0 else "below"
+
+    @property
+    def factor(self) -> float:
+        """The gap, without its sign, in units of the band."""
+        return abs(self.gap) / self.noise
+
+    @property
+    def text(self) -> str:
+        """Such as "below, 1.5×"."""
+        return f"{self.side}, {self.times}"
+
+    @property
+    def times(self) -> str:
+        return f"{self.factor:,.1f}×" if self.factor < 100 else f"{self.factor:,.0f}×"
+
+
+def one_seed(result: StudyResult) -> bool:
+    """Whether no baseline has more than one finished run: nothing can be tested."""
+    bases = [arm for arm in result.arms if arm.verdict == "baseline"]
+    return bool(bases) and all(len(base.finished) == 1 for base in bases)
+
+
+def noise_bands(result: StudyResult) -> dict[str, float]:
+    """The noise of each baseline that has an order control which moved at all, by its name."""
+    bases = [arm for arm in result.arms if arm.verdict == "baseline"]
+    return {base.name: noise for base in bases if (noise := noise_of(result, base))}
+
+
+def beside(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> Beside | None:
+    """Where the arm's mean gap lies; None for a baseline, without a gap or without a band."""
+    noise = bands.get(result.baseline_of(arm).name)
+    if noise is None or arm.gap is None or arm.verdict == "baseline":
+        return None
+    return Beside(arm.gap.mean, noise)
 
 
 def noise_of(result: StudyResult, base: ArmResult) -> float | None:
@@ -51,73 +95,18 @@ def _evaluations(rows: Sequence[Row]) -> dict[int, float]:
     return {row["step"]: row["heldout_loss"] for row in rows if row.get("heldout_loss") is not None}
 
 
-def _of(result: StudyResult, base: ArmResult) -> list[str]:
-    arms = [
-        arm
-        for arm in result.arms
-        if arm.gaps and arm.verdict != "baseline" and result.baseline_of(arm).name == base.name
-    ]
-    tested = [arm for arm in arms if arm.arm.role != "order_control"]
-    if not tested:
-        return []
-    noise = noise_of(result, base)
-    if noise is None:
-        return [
-            f"{base.name} has one seed, so nothing is tested, and no order control beside it "
-            f"says how large a gap noise makes. {_elsewhere(result)}"
-        ]
-    control = next(arm.name for arm in arms if arm.arm.role == "order_control")
-    if noise == 0.0:
-        return [
-            f"{base.name} has one seed, so nothing is tested, and {control} equals it in every "
-            f"digit: its order of sums changed nothing, so it says nothing of noise. "
-            f"{_elsewhere(result)}"
-        ]
-    return [
-        f"{base.name} has one seed, so nothing is tested. {control}, in which only the order of "
-        f"sums differs, strays up to {_nats(noise)} nats from it in the second half of training: "
-        f"the noise band, from one draw of the noise. {_sides(tested, noise)}"
-    ]
-
-
-def _elsewhere(result: StudyResult) -> str:
-    """What the controls of other baselines say, or what would help."""
-    bases = [arm for arm in result.arms if arm.verdict == "baseline"]
-    known = {b.name: n for b in bases if (n := noise_of(result, b))}
-    if not known:
-        return "More seeds would, or an order control."
-    said = [f"{_nats(noise)} nats from {name}" for name, noise in known.items()]
-    return f"The nearest to it: order controls stray up to {', '.join(said)}."
-
-
-def _sides(arms: Sequence[ArmResult], noise: float) -> str:
-    """Which arms lie inside the band and which beyond it, with their gaps."""
-    gaps = {arm.name: next(iter(arm.gaps.values())) for arm in arms}
-    inside = [f"{n} ({signed(g)})" for n, g in gaps.items() if abs(g) <= noise]
-    beyond = [f"{n} ({_beyond(g, noise)})" for n, g in gaps.items() if abs(g) > noise]
-    parts = {"Inside it": inside, "Beyond it": beyond}
-    return " ".join(f"{what}: {', '.join(names)}." for what, names in parts.items() if names)
-
-
-def _beyond(gap: float, noise: float) -> str:
-    return f"{signed(gap)}, {abs(gap) / noise:,.1f} times"
-
-
-def _nats(noise: float) -> str:
-    return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
-
-
 # ---------------------------------------------------------------------- over training
 
 
 def training_band(controls: Sequence[Points], points: Iterable[int]) -> list[Row]:
-    """± the largest gap of the controls near each of `points`; [] without controls.
+    """± the largest gap of the controls at each of `points` and just before; [] without controls.
 
-    One step's gap crosses 0 now and then, which is no sign of less noise: hence "near".
+    One step's gap crosses 0 now and then, which is no sign of less noise; and nothing after a step
+    counts, so that the band opens where the controls part from their baseline.
     """
     steps = [step for run in controls for step in run]
     reach = max(1, max(steps, default=0) // _NEAR)
-    return _rows({at: _largest(controls, at - reach, at + reach) for at in sorted(points)})
+    return _rows({at: _largest(controls, at - reach, at) for at in sorted(points)})
 
 
 def heldout_band(controls: Sequence[Points], points: Iterable[int]) -> list[Row]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zpp_lab.study.band import band_lines
+from zpp_lab.study.band import one_seed
+from zpp_lab.study.band_text import band_lines
 from zpp_lab.study.bootstrap import DocumentGap
 from zpp_lab.study.documents import document_gaps
 from zpp_lab.study.noise import NoiseFloor, noise_floors
@@ -24,22 +25,34 @@ class Certainty:
     floors: Sequence[NoiseFloor]
 
     def rows(self) -> list[list[str]]:
-        """COLUMNS as text, one row an arm but baselines."""
-        return [[*row, *self._intervals(row[0])] for row in p_value_rows(self.result)]
+        """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
+        rows = [[*row, *self._intervals(row[0])] for row in p_value_rows(self.result)]
+        looks = COLUMNS.index("Looks")
+        return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
 
     def lines(self) -> list[str]:
         """Sentences on the intervals and on the noise floor."""
         noise = [line for floor in self.floors for line in floor.lines] + band_lines(self.result)
         if not self.documents:
             return noise
+        return [self._on_documents(), *noise]
+
+    def _on_documents(self) -> str:
         counts = sorted({gap.documents for gap in self.documents.values()})
-        return [
+        text = (
             f"Other documents: {self.result.study.confidence:.0%} intervals of the gap when the "
-            f"{' or '.join(map(str, counts))} held-out documents are drawn again, with the same "
-            "seeds and with seeds drawn again too (bootstrap); corrected neither for arms nor for "
-            "looks.",
-            *noise,
-        ]
+            f"{' or '.join(map(str, counts))} held-out documents are drawn again"
+        )
+        if one_seed(self.result):
+            return (
+                f"{text} (bootstrap), for these very runs. They say how much the choice of text "
+                "matters, not how far another run would move the gap: even where 0 lies outside, "
+                "no arm is shown to differ."
+            )
+        return (
+            f"{text}, with the same seeds and with seeds drawn again too (bootstrap); corrected "
+            "neither for arms nor for looks."
+        )
 
     def _intervals(self, arm: str) -> tuple[str, str]:
         gap = self.documents.get(arm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ import altair as alt
 from zpp_lab.config import WIRES
 from zpp_lab.study.curves import Row
 from zpp_lab.study.figure_rows import ends, margin_rows
-from zpp_lab.study.gap_figures import GAP, Spec, margin_layers
-from zpp_lab.study.style import GREY, GapAxis, Style, chart, finish
+from zpp_lab.study.gap_figures import GAP, NOISE, Spec, margin_layers
+from zpp_lab.study.style import BAND, GapAxis, Style, chart, finish
 
 CLASSES = ("embedding", "attention", "mlp", "norm", "head", "other")
-STEP_GAP = "Training loss gap, smoothed (nats per token)"
+STEP_GAP = "Training loss gap (nats per token)"
+_APART = "|Training loss gap| (nats)"
+_FLOOR = 1e-6  # nats: what float32 losses can tell; runs that are closer are cut off
+_HEIGHT, _LOWER = 320, 190  # pixels of the gap figures' panels
 _LOSS = "Loss (nats per token)"
 _STEPS = alt.Axis(tickCount=5, format="~s", labelFlush=True)
 _HEADER = alt.Header(labelExpr="split(datum.value, ' · ')", labelLineHeight=13)
@@ -22,12 +26,9 @@ _LOG = ("nmse", "error_angle")  # measures on a logarithmic axis
 
 
 def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
-    """Training and held-out loss over steps, with the range of the seeds."""
+    """Training and held-out loss over steps, with the range of the seeds, each on its own axis."""
     start = [row["high"] for row in rows if row["arm"] == style.baseline]
-    top = max(start or [row["high"] for row in rows]) * 1.05
-    bottom = min(row["low"] for row in rows)
-    scale = alt.Scale(domain=[bottom - 0.03 * (top - bottom), top], nice=False)
-    y = {"scale": scale, "title": _LOSS}
+    top = max(start or [row["high"] for row in rows])
     dressed = style.dress(rows)
     data = {
         "training": [row for row in dressed if row["series"] == "training"],
@@ -38,6 +39,7 @@ def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
     panels: list[Any] = []
     for name, values in data.items():
         if values:
+            y = {"scale": _losses(values, top), "title": _LOSS}
             band, line = _lines(name, dressed, style, pick, y, points=name == "heldout")
             line = line if panels else line.add_params(pick)  # once for all panels
             panel = alt.layer(band, line).properties(width=330, height=310, title=titles[name])
@@ -46,33 +48,100 @@ def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
     return finish(alt.concat(*panels, columns=2), shown, side=62, legend=_legend(dressed))
 
 
+def _losses(rows: Sequence[Row], top: float) -> alt.Scale:
+    """All that the rows reach, but nothing above `top`, where the baseline starts."""
+    bottom, top = min(row["low"] for row in rows), min(top, max(row["high"] for row in rows))
+    room = 0.04 * (top - bottom) or 0.1
+    return alt.Scale(domain=[bottom - room, top + room], nice=False)
+
+
 def gap_curves_figure(
+    rows: Sequence[Row], margin: float, style: Style, noise: Sequence[Row] = ()
+) -> Spec:
+    """Held-out loss minus the baseline's over training; `noise`: the ends of the noise band."""
+    dressed, pick = style.dress(rows), _pick()
+    made = _gap_panel(dressed, margin, style, noise, GAP, pick).add_params(pick)
+    return finish(made, _gap_data(dressed, margin, noise), side=70, legend=_legend(dressed))
+
+
+def gap_steps_figure(
     rows: Sequence[Row],
+    apart: Sequence[Row],
     margin: float,
     style: Style,
     noise: Sequence[Row] = (),
-    title: str = GAP,
-    points: bool = True,
 ) -> Spec:
-    """A loss minus the baseline's over training; `noise` has the ends of the noise band."""
+    """Training loss minus the baseline's over training; below it how far they are apart, on a
+    logarithmic axis, which shows when runs that were alike have parted."""
     dressed, pick = style.dress(rows), _pick()
-    low, high = ends(rows)
+    upper = _gap_panel(dressed, margin, style, noise, STEP_GAP, pick).add_params(pick)
+    panels, data = [upper.properties(title="Smoothed")], _gap_data(dressed, margin, noise)
+    if shown := [row for row in apart if row["apart"] >= _FLOOR]:
+        lower = _apart_panel(style.dress(shown), dressed, margin, style, pick)
+        panels.append(lower.properties(title="How far from the baseline, step by step"))
+        data["apart"] = style.dress(shown)
+    made = alt.concat(*panels, columns=1)
+    return finish(made, data, side=70, legend=_legend(dressed))
+
+
+def _gap_panel(
+    dressed: Sequence[Row],
+    margin: float,
+    style: Style,
+    noise: Sequence[Row],
+    title: str,
+    pick: alt.Parameter,
+) -> Any:
+    low, high = ends(dressed)
     widest = max((row["high"] for row in noise), default=0.0)
     gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
-    y = {"scale": gaps.scale, "axis": gaps.axis, "title": title}
-    band, line = _lines("gaps", dressed, style, pick, y, points)
-    layers = [*margin_layers("y", gaps, title), *_noise(noise, dressed, y)]
-    made = alt.layer(*layers, band, line.add_params(pick)).properties(width=690, height=320)
-    data = {"gaps": dressed, "margin": margin_rows(margin)} | ({"noise": noise} if noise else {})
-    return finish(made, data, side=70, legend=_legend(dressed))
+    y = {"scale": gaps.scale, "axis": gaps.axis(_HEIGHT), "title": title}
+    band, line = _lines("gaps", dressed, style, pick, y, points=title == GAP)
+    layers = [*margin_layers("y", gaps, title, _HEIGHT), *_noise(noise, dressed, y), band, line]
+    return alt.layer(*layers).properties(width=690, height=_HEIGHT)
+
+
+def _gap_data(
+    dressed: Sequence[Row], margin: float, noise: Sequence[Row]
+) -> dict[str, Sequence[Row]]:
+    data: dict[str, Sequence[Row]] = {"gaps": _bare(dressed), "margin": margin_rows(margin)}
+    return data | ({"noise": noise} if noise else {})
+
+
+def _apart_panel(
+    shown: Sequence[Row],
+    dressed: Sequence[Row],
+    margin: float,
+    style: Style,
+    pick: alt.Parameter,
+) -> Any:
+    """The gaps' amount on a logarithmic axis from _FLOOR or the least on, the margin shaded."""
+    low = 10.0 ** math.floor(math.log10(min(row["apart"] for row in shown)))
+    high = 1.5 * max(margin, *(row["apart"] for row in shown))
+    scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    decades = [10.0**k for k in range(round(math.log10(low)), 9) if 10.0**k <= high]
+    axis = alt.Axis(values=decades, format=".0e")
+    y: dict[str, Any] = {"scale": scale, "axis": axis, "title": _APART}
+    inside = chart("margin", by_arm=False).mark_rect(color=BAND, opacity=0.8, clip=True)
+    line = chart("apart").mark_line(clip=True, strokeWidth=1.8)
+    return alt.layer(
+        inside.encode(y=alt.Y("to:Q", **y), y2=alt.datum(low)),
+        line.encode(
+            x=_over_steps(dressed),
+            y=alt.Y("apart:Q", **y),
+            color=style.color(dressed),
+            strokeDash=style.dash(dressed),
+            detail="arm:N",
+            opacity=alt.condition(pick, alt.value(1), alt.value(0.1)),
+            tooltip=["arm:N", "step:Q", alt.Tooltip("apart:Q", format=".2~e")],
+        ),
+    ).properties(width=690, height=_LOWER)
 
 
 def _noise(noise: Sequence[Row], dressed: Sequence[Row], y: dict[str, Any]) -> list[alt.Chart]:
     if not noise:
         return []
-    area = chart("noise", by_arm=False).mark_area(
-        color=GREY, fillOpacity=0.25, stroke=GREY, strokeWidth=1, strokeDash=[3, 2], clip=True
-    )
+    area = chart("noise", by_arm=False).mark_area(**NOISE)
     return [area.encode(x=_over_steps(dressed), y=alt.Y("low:Q", **y), y2="high:Q")]
 
 

@@ -21,6 +21,7 @@ from zpp_lab.study.verdict import ArmResult, StudyResult
 POINTS = 150  # a curve's points in a figure, at most
 _FEWEST, _ROWS = 24, 3000  # a curve's points, at least; rows of all curves of a kind, about
 _TELEMETRY_ROWS = 4000
+_JUST = 50  # runs are as far apart as their largest gap in this part of the run, up to a step
 MEASURES = ("nmse", "bias", "cosine", "saturated", "zeroed")
 Row = dict[str, Any]
 Points = dict[int, float]  # step → value
@@ -30,12 +31,13 @@ Points = dict[int, float]  # step → value
 class RunCurves:
     """One run's series by step. Values that are not finite are left out."""
 
-    training: Points = field(default_factory=dict)  # smoothed, nats per token
+    losses: Points = field(default_factory=dict)  # of training, nats per token
+    training: Points = field(default_factory=dict)  # the same, smoothed
     heldout: Points = field(default_factory=dict)  # nats per token
     telemetry: dict[tuple[str, str, str], Points] = field(default_factory=dict)
 
     def of(self, series: str) -> Points:
-        return self.training if series == "training" else self.heldout
+        return {"losses": self.losses, "training": self.training, "held-out": self.heldout}[series]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class StudyCurves:
     loss: series (training, held-out), mean, low, high (lowest and highest seed).
     gap: held-out loss minus the baseline's; mean, low, high (confidence interval of the mean).
     steps: training loss (smoothed) minus the baseline's; mean, low, high (lowest, highest seed).
+    apart: how far the training loss lies from the baseline's, without sign and not smoothed: the
+    largest gap of the last few steps, mean over seeds; no row where they are equal to the bit.
     noise: "training", "held-out" → low, high: how far the order controls stray.
     telemetry: wire, param_class and one column a measure (mean over seeds); the row of step 0
     is the mean over all steps.
@@ -55,6 +59,7 @@ class StudyCurves:
     telemetry: Sequence[Row]
     steps: Sequence[Row] = ()
     noise: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    apart: Sequence[Row] = ()
 
 
 def study_curves(result: StudyResult, told: Collection[str] | None = None) -> StudyCurves:
@@ -68,6 +73,7 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
     loss: list[Row] = []
     gap: list[Row] = []
     steps: list[Row] = []
+    far: list[Row] = []
     telemetry: list[Row] = []
     strayed: dict[str, list[Points]] = {"training": [], "held-out": []}
     by_base: dict[str, list[ArmResult]] = {}
@@ -85,6 +91,7 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
                 gap += _gap_rows(arm.name, paired, base, result.study.confidence, points)
                 apart = gaps_by_step(paired, base, "training")
                 steps += _band(arm.name, "training", apart, points)
+                far += _apart(arm.name, gaps_by_step(paired, base, "losses"), points)
                 if arm.arm.role == "order_control":
                     strayed["training"] += apart
                     strayed["held-out"] += gaps_by_step(paired, base, "held-out")
@@ -94,7 +101,7 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
         "held-out": heldout_band(strayed["held-out"], {row["step"] for row in gap}),
     }
     thinned = _thin_telemetry(telemetry, told, min(50, most))
-    return StudyCurves(loss, gap, thinned, steps, noise)
+    return StudyCurves(loss, gap, thinned, steps, noise, far)
 
 
 def gaps_by_step(
@@ -123,6 +130,7 @@ def run_curves(run: Run) -> RunCurves:
     rows = read_metrics(run.dir)
     losses = np.array([row["loss"] for row in rows], dtype=np.float64)
     smoothed = smooth(losses, window=max(1, len(rows) // 40)).tolist() if rows else []
+    curves.losses = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     curves.training = {
         row["step"]: v for row, v in zip(rows, smoothed, strict=True) if math.isfinite(v)
     }
@@ -174,6 +182,20 @@ def _band(arm: str, series: str, runs: Sequence[Points], points: int) -> list[Ro
         values = [run[step] for run in runs if step in run]
         row = {"mean": fmean(values), "low": min(values), "high": max(values)}
         rows.append({"arm": arm, "series": series, "step": step, **row})
+    return rows
+
+
+def _apart(arm: str, runs: Sequence[Points], points: int) -> list[Row]:
+    """The largest gap, without its sign, of the last steps; at `points` steps, mean over runs."""
+    steps = thin({step for run in runs for step in run}, points)
+    reach = max(1, max(steps, default=0) // _JUST)
+    rows = []
+    for step in steps:
+        near = range(step - reach + 1, step + 1)
+        found = [[abs(run[s]) for s in near if s in run] for run in runs]
+        mean = fmean(max(gaps) for gaps in found if gaps)
+        if mean > 0:
+            rows.append({"arm": arm, "step": step, "apart": mean})
     return rows
 
 

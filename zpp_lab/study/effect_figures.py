@@ -10,12 +10,11 @@ import altair as alt
 from zpp_lab.study.curves import Row
 from zpp_lab.study.effects import Estimate, Interaction, MainEffect
 from zpp_lab.study.figure_rows import ends, margin_rows
-from zpp_lab.study.gap_figures import Spec, margin_layers
+from zpp_lab.study.gap_figures import GAP, Spec, margin_layers
 from zpp_lab.study.levels import level_order, level_text
 from zpp_lab.study.style import GapAxis, beside, chart, finish
 
 MOST_PAIRS = 6
-_GAP = "Gap (nats per token)"
 _SIZE = {"width": 225, "height": 220}
 _INK = "#332288"
 
@@ -63,7 +62,7 @@ def _main_panel(number: int, factor: str, order: Sequence[str], gaps: GapAxis) -
     rule = means.mark_rule(color=_INK, strokeWidth=2, clip=True)
     point = means.mark_point(color=_INK, size=60, filled=True, opacity=1)
     layers = [
-        *margin_layers("y", gaps, _GAP),
+        *margin_layers("y", gaps, GAP, _SIZE["height"]),
         thin.encode(detail="group:N"),
         dots,
         line,
@@ -86,7 +85,7 @@ def _grid_panel(number: int, one: Interaction, gaps: GapAxis, short: Mapping[str
     shape = alt.Shape("line:N", sort=lines, legend=None)
     base = chart(f"grid{number}", by_arm=False).encode(x=x, color=color)
     layers = [
-        *margin_layers("y", gaps, _GAP),
+        *margin_layers("y", gaps, GAP, _SIZE["height"]),
         base.mark_line(strokeWidth=2).encode(y=y("mean:Q")),
         base.mark_rule(strokeWidth=1.5, clip=True).encode(y=y("low:Q"), y2="high:Q"),
         base.mark_point(size=55, filled=True, opacity=1).encode(
@@ -101,7 +100,7 @@ def _axes(factor: str, order: Sequence[str], gaps: GapAxis) -> tuple[alt.X, Any]
     x = alt.X("level:N", sort=list(order), title=factor, axis=axis, scale=alt.Scale(domain=order))
 
     def y(field: str) -> alt.Y:
-        return alt.Y(field, scale=gaps.scale, axis=gaps.axis, title=_GAP)
+        return alt.Y(field, scale=gaps.scale, axis=gaps.axis(_SIZE["height"]), title=GAP)
 
     return x, y
 

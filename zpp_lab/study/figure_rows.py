@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from zpp_lab.study.band import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.curves import Row
 from zpp_lab.study.labels import place
 from zpp_lab.study.pareto import front
@@ -22,10 +23,16 @@ def margin_rows(margin: float) -> list[Row]:
 def gap_rows(result: StudyResult) -> list[Row]:
     """One row for each arm, but baselines, that has a gap."""
     arms = [arm for arm in result.arms if arm.verdict != "baseline"]
-    return [_gap_row(arm) for arm in arms if arm.gap is not None]
+    bands = lone_bands(result)
+    return [_gap_row(arm, beside(result, arm, bands)) for arm in arms if arm.gap is not None]
 
 
-def _gap_row(arm: ArmResult) -> Row:
+def lone_bands(result: StudyResult) -> dict[str, float]:
+    """The noise bands that figures of final gaps show: with one seed, in place of intervals."""
+    return noise_bands(result) if one_seed(result) else {}
+
+
+def _gap_row(arm: ArmResult, at: Beside | None) -> Row:
     assert arm.gap is not None
     low, high = arm.gap.interval or (arm.gap.mean, arm.gap.mean)
     inner_low, inner_high = arm.gap.inner or (arm.gap.mean, arm.gap.mean)
@@ -43,8 +50,15 @@ def _gap_row(arm: ArmResult) -> Row:
         "bytes_total": arm.bytes_total,
         "bytes_inter": arm.bytes_inter,
         "seeds": arm.gap.n,
-        "label": f"{gap_text(arm)}  {arm.verdict}",
-    }
+        "label": f"{gap_text(arm)}  {arm.verdict if at is None else _placed(arm, at)}",
+    } | ({} if at is None else {"noise_from": -at.noise, "noise_to": at.noise})
+
+
+def _placed(arm: ArmResult, at: Beside) -> str:
+    """Where a lone seed's gap lies, in the words of the tables."""
+    if arm.arm.role == "order_control":
+        return "sets the noise band"
+    return f"{at.side} the noise band, {at.times}"
 
 
 def baseline_row(result: StudyResult) -> Row:
@@ -102,11 +116,14 @@ def seed_rows(result: StudyResult) -> list[Row]:
 
 
 def ends(rows: Sequence[Row]) -> tuple[float, float]:
-    """The range that shows every mean, and intervals unless they are far wider than all means."""
+    """The range that shows every mean and noise band, and intervals unless they are far wider than
+    all means."""
     low, high = min(row["mean"] for row in rows), max(row["mean"] for row in rows)
     reach = 3 * max(abs(low), abs(high))
     low = min(low, max(-reach, min(row["low"] for row in rows)))
-    return low, max(high, min(reach, max(row["high"] for row in rows)))
+    high = max(high, min(reach, max(row["high"] for row in rows)))
+    noise = max((row.get("noise_to", 0.0) for row in rows), default=0.0)
+    return min(low, -noise), max(high, noise)
 
 
 def names(rows: Sequence[Row], key: str, span: tuple[float, float], gaps: GapAxis) -> list[Row]:

@@ -124,6 +124,8 @@ def certainty_table(certainty: Certainty) -> Table:
     """p-values and intervals over documents, one row an arm; no column without a value."""
     rows = certainty.rows()
     told = [i for i in range(len(CERTAINTY_COLUMNS)) if any(row[i] != NOTHING for row in rows)]
+    if not any(CERTAINTY_COLUMNS[i].startswith("p ") for i in told):  # looks are those of tests
+        told = [i for i in told if CERTAINTY_COLUMNS[i] != "Looks"]
     columns = [CERTAINTY_COLUMNS[i] for i in told]
     lines = [Line([row[i] for i in told], row[0]) for row in rows]
     return Table("certainty", "How sure each gap is", columns, lines, range(1, len(told)))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zpp_lab.study.band import one_seed
+from zpp_lab.study.band_text import band_width, conclusion
 from zpp_lab.study.effects import MainEffect
 from zpp_lab.study.levels import level_text
 from zpp_lab.study.table import margin_nats
@@ -14,18 +16,22 @@ from zpp_lab.study.verdict import StudyResult
 
 
 def opening(result: StudyResult) -> list[tuple[str, str]]:
-    """(what, sentence) for the page's first lines: baseline, margin, stopping rule, controls."""
+    """(what, sentence) for the page's first lines: baseline, margin, stopping rule, controls; with
+    one seed also what it shows, and the noise band."""
     study = result.study
     margin = f"±{study.margin:.2%} of the baseline's held-out loss"
     if result.margin is not None:
         margin += f", here {margin_nats(result)}"
     controls = [control.text for control in result.controls]
-    return [
+    told = [
+        ("What it shows", conclusion(result)),
         ("Baseline", _baseline(result)),
         ("Margin", f"{margin}. A gap inside it does not matter to this study."),
+        ("Noise band", band_width(result)),
         ("Stopping rule", _stopping(result)),
         ("Controls", " ".join(controls) or "None: nothing shows that this study can see a gap."),
     ]
+    return [(what, text) for what, text in told if text]
 
 
 def controls_hold(result: StudyResult) -> bool:
@@ -51,8 +57,9 @@ def _stopping(result: StudyResult) -> str:
     )
 
 
-def decision() -> list[str]:
+def decision(result: StudyResult) -> list[str]:
     """How the question is decided, as sentences."""
+    lone = "These tests need two seeds or more. With one, as here, all that has run is undecided."
     return [
         "A seed fixes the initialization and every batch. The gap of a seed is an arm's held-out "
         "loss after the last step minus that of its baseline with the same seed.",
@@ -60,6 +67,7 @@ def decision() -> list[str]:
         "or better: not on par, and the two-sided paired t test shows a gap above or below 0. "
         "Undecided: neither; more seeds would tell. Intervals are not corrected for the number of "
         "arms; the tests are.",
+        *([lone] if one_seed(result) else []),
         "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
         "however far it came; curves over training show what it has.",
     ]

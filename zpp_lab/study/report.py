@@ -16,6 +16,7 @@ from zpp_lab.files import write_atomic
 from zpp_lab.study import figures, latex, pictures, writeup
 from zpp_lab.study.advice import Advice, advise
 from zpp_lab.study.appendix import Appendix
+from zpp_lab.study.band import one_seed
 from zpp_lab.study.certainty import Certainty, certainty
 from zpp_lab.study.curves import StudyCurves, study_curves
 from zpp_lab.study.effects import Interaction, MainEffect, interactions, main_effects
@@ -98,7 +99,8 @@ def find_out(root: Path, study: StudyConfig | None = None) -> Findings:
 
 def _findings(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
     speeds = study_speeds(root, result)
-    cells, confidence = cells_of(result), result.study.confidence
+    cells = [] if one_seed(result) else cells_of(result)  # one seed: effects without intervals
+    confidence = result.study.confidence
     return Findings(
         result,
         study_curves(result, telling_arms(result)),

@@ -21,7 +21,9 @@ _HUES = (
     "#AA4499",
     "#999933",
 )
-_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
+# Beside the hue, for print in grey; and a line that covers an equal one lets it show through.
+_DASHES = ([1, 0], [7, 3], [3, 2], [9, 3, 2, 3])
+_DIGIT, _AIR, _LINE = 6.3, 8.0, 15.0  # pixels of the axes' labels: a character, between two, a row
 _BASELINE = "#111111"
 GREY = "#6b7280"
 BAND = "#e5e7eb"
@@ -57,7 +59,13 @@ _CONFIG: dict[str, Any] = {
         "tickColor": "#9ca3af",
     },
     "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal"},
-    "title": {"fontSize": 13, "fontWeight": 600, "anchor": "start", "color": "#111827"},
+    "title": {
+        "frame": "group",
+        "fontSize": 13,
+        "fontWeight": 600,
+        "anchor": "start",
+        "color": "#111827",
+    },
     "header": {"labelFontSize": 11, "titleFontSize": 12, "labelFontWeight": 600},
 }
 NOT_HIDDEN = "indexof(hidden, datum.arm) < 0"  # `hidden`: arms that the page's filter leaves out
@@ -73,7 +81,7 @@ class Style:
         self.dashes = {baseline: _DASHES[0]}
         for i, arm in enumerate(others):
             self.colors[arm] = _HUES[i % len(_HUES)]
-            self.dashes[arm] = _DASHES[i // len(_HUES) % len(_DASHES)]
+            self.dashes[arm] = _DASHES[i % len(_DASHES)]
         self.told = list(self.colors)
         self.colors[OTHERS], self.dashes[OTHERS] = "#b6bcc6", _DASHES[0]
 
@@ -178,15 +186,28 @@ class GapAxis:
         ends = [self.low, self.high]
         return alt.Scale(type="symlog", constant=self.margin / 2, domain=ends, nice=False)
 
-    @property
-    def axis(self) -> alt.Axis:
-        margin = self.margin
-        decades = [d for k in range(-9, 6) for d in (10.0**k, 3 * 10.0**k) if d > 2.2 * margin]
-        marks = [-margin, 0, margin, *decades, *(-d for d in decades)]
-        inside = sorted(mark for mark in marks if self.low <= mark <= self.high)
-        label = f"abs(abs(datum.value) / {margin} - 1) < 1e-9 ? format(datum.value, '+.2~g') : "
-        label += "datum.value == 0 ? '0' : format(datum.value, '+~g')"
-        return alt.Axis(values=inside, labelExpr=label, labelOverlap=False)
+    def axis(self, length: float, across: bool = False) -> alt.Axis:
+        """The axis of a panel of so many pixels; `across`: its labels stand side by side."""
+        label = f"abs(abs(datum.value) / {self.margin} - 1) < 1e-9 ? format(datum.value, '+.2~g') "
+        label += ": datum.value == 0 ? '0' : format(datum.value, '+~g')"
+        values = self.ticks(length, across)
+        return alt.Axis(values=values, labelExpr=label, labelOverlap=False)
+
+    def ticks(self, length: float, across: bool = False) -> list[float]:
+        """0, the ends of the margin, then 1 and 3 of every decade, as their labels find room."""
+        beyond = [d for c in (1, 3) for k in range(-9, 6) if (d := c * 10.0**k) > self.margin]
+        kept: list[float] = []
+        for mark in (0.0, *(sign * d for d in (self.margin, *beyond) for sign in (1, -1))):
+            free = all(self._fit(mark, other, length, across) for other in kept)
+            if free and self.low <= mark <= self.high:
+                kept.append(mark)
+        return sorted(kept)
+
+    def _fit(self, one: float, other: float, length: float, across: bool) -> bool:
+        """Whether both labels can be read."""
+        widths = [_DIGIT * len(f"{value:+.2g}") for value in (one, other)]
+        room = sum(widths) / 2 + _AIR if across else _LINE
+        return abs(self.place(one) - self.place(other)) * length >= room
 
     def place(self, value: float) -> float:
         """Where a value lies on the axis, from 0 to 1."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zpp_lab.config import WIRES
+from zpp_lab.study.band import beside, noise_bands, one_seed
 from zpp_lab.study.looks import look_sizes
 from zpp_lab.study.runs import Run
 from zpp_lab.study.verdict import ArmResult, StudyResult
@@ -48,6 +49,7 @@ COLUMNS = (
     "Bytes between nodes",
     "Seeds",
 )
+BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
 NOTHING = "–"
 
 
@@ -79,8 +81,28 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
 
 
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
-    """The verdict table's cells as text, one row an arm; the keys are COLUMNS."""
-    return [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
+    """The verdict table's cells as text, one row an arm; the keys are COLUMNS, and with one seed
+    BAND_COLUMN after the gap."""
+    rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
+    bands = noise_bands(result) if one_seed(result) else {}
+    if not bands:
+        return rows
+    placed = [band_cell(result, arm, bands) for arm in result.arms]
+    return [_with_band(row, cell) for row, cell in zip(rows, placed, strict=True)]
+
+
+def _with_band(row: dict[str, str], cell: str) -> dict[str, str]:
+    place = list(row).index("Gap (nats)") + 1
+    items = list(row.items())
+    return dict([*items[:place], (BAND_COLUMN, cell), *items[place:]])
+
+
+def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> str:
+    """Where an arm's gap lies beside its baseline's noise band, such as "below, 1.5×"."""
+    at = beside(result, arm, bands)
+    if at is None:
+        return NOTHING
+    return "sets it" if arm.arm.role == "order_control" else at.text
 
 
 def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
@@ -163,8 +185,9 @@ def percent(fraction: float | None) -> str:
 
 def console_table(result: StudyResult) -> str:
     """The verdict table for a terminal, with the rule below it and what could not be used."""
-    rows = [list(row.values()) for row in verdict_rows(result)]
-    parts = [text_table(COLUMNS, rows, left=2), margin_line(result)]
+    rows = verdict_rows(result)
+    parts = [text_table(list(rows[0]), [list(row.values()) for row in rows], left=2)]
+    parts.append(margin_line(result))
     notes = [*result.notes[:_NOTES]]
     if len(result.notes) > _NOTES:
         notes.append(f"and {len(result.notes) - _NOTES} notes more, in report.html")
@@ -176,11 +199,38 @@ def margin_line(result: StudyResult) -> str:
     study = result.study
     if result.margin is None:
         return f"No finished run of the baseline {study.baseline}: nothing to compare with yet."
+    if one_seed(result):
+        return _one_seed_line(result)
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
         f"of the {study.confidence:.0%} interval. On par: within {margin_nats(result)} "
         f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
     )
+
+
+def _one_seed_line(result: StudyResult) -> str:
+    text = (
+        f"Gap: held-out loss minus that of {result.compared_with} with the same seed; below 0 the "
+        "loss is lower. One seed an arm: no interval, and nothing is tested, so what has run is "
+        "undecided."
+    )
+    bands = noise_bands(result)
+    if not bands:
+        return text
+    widths = ", ".join(
+        f"±{nats(noise)} nats" + (f" around {base}" if len(bands) > 1 else "")
+        for base, noise in bands.items()
+    )
+    return (
+        f"{text} Noise band: {widths}, as far as the order of sums alone moved the loss (one "
+        "draw). Above it a loss is higher than that explains, below it lower; ×: the gap in units "
+        "of the band."
+    )
+
+
+def nats(noise: float) -> str:
+    """The width of a noise band, which may be tiny."""
+    return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
 
 
 def margin_nats(result: StudyResult) -> str:
@@ -200,9 +250,9 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def verdict_markdown(result: StudyResult) -> str:
     """The verdict table in Markdown, with what each arm does."""
-    columns = [COLUMNS[0], "What it does", *COLUMNS[1:]]
-    rows = []
-    for arm, cells in zip(result.arms, verdict_rows(result), strict=True):
+    told, rows = verdict_rows(result), []
+    columns = [COLUMNS[0], "What it does", *list(told[0])[1:]]
+    for arm, cells in zip(result.arms, told, strict=True):
         name, *rest = cells.values()
         rows.append([name, arm.arm.describe or NOTHING, *rest])
     return markdown_table(columns, rows)

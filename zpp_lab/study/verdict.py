@@ -274,7 +274,7 @@ def _noted(study: StudyConfig, arms: Sequence[ArmResult]) -> list[ArmResult]:
 
 def _needs(arm: ArmResult, confidence: float) -> str:
     if arm.gap is None or arm.margin is None or arm.gap.interval is None:
-        return "needs at least 2 seeds"
+        return "one seed"
     needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence)
     return f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
 

@@ -12,7 +12,7 @@ import markupsafe
 
 from zpp_lab.study import page
 from zpp_lab.study.advice import RULES
-from zpp_lab.study.figures import Figure
+from zpp_lab.study.figures import Figure, left_out
 from zpp_lab.study.html_table import (
     Table,
     certainty_table,
@@ -52,14 +52,15 @@ def html(found: Findings, figures: Sequence[Figure]) -> str:
         study=result.study,
         opening=page.opening(result),
         controls_hold=page.controls_hold(result),
-        decision=page.decision(),
+        decision=page.decision(result),
         certainty=found.certainty.lines(),
         margin_line=margin_line(result),
-        p_value_line=p_value_line(result),
+        p_value_line=_p_value_line(found),
         advice=found.advice,
         rules=RULES,
         shown=[figure for figure in figures if not figure.name.startswith(_FOLDED)],
         folded=[figure for figure in figures if figure.name.startswith(_FOLDED)],
+        left_out=left_out(result, found.curves),
         effect_notes=page.effect_notes(found.effects),
         tables=_tables(found),
         speeds=found.speeds,
@@ -105,7 +106,7 @@ def markdown(found: Findings, figures: Sequence[Figure]) -> str:
         f"# {result.study.name}",
         f"**{result.study.question}**",
         "\n".join(opening),
-        "\n\n".join(page.decision()),
+        "\n\n".join(page.decision(result)),
         "## Verdicts",
         verdict_markdown(result),
         margin_line(result),
@@ -115,10 +116,10 @@ def markdown(found: Findings, figures: Sequence[Figure]) -> str:
         "\n".join(rules),
         "## How sure",
         table_markdown(tables["certainty"]),
-        p_value_line(result),
+        *filter(None, [_p_value_line(found)]),
         "\n\n".join(found.certainty.lines()),
         *(["## Notes", "\n".join(f"- {note}" for note in result.notes)] if result.notes else []),
-        *(["## Figures", *drawn] if drawn else []),
+        *(["## Figures", *left_out(result, found.curves), *drawn] if drawn else []),
         *_speed_parts(found, tables),
         *(["## Main effects", table_markdown(tables["effects"])] if found.effects else []),
         *(["## Interactions", table_markdown(tables["interactions"])] if found.pairs else []),
@@ -128,6 +129,12 @@ def markdown(found: Findings, figures: Sequence[Figure]) -> str:
         table_markdown(tables["facts"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _p_value_line(found: Findings) -> str:
+    """What the columns of p-values are; "" where there is none."""
+    columns = certainty_table(found.certainty).columns
+    return p_value_line(found.result) if any(c.startswith("p ") for c in columns) else ""
 
 
 def _speed_parts(found: Findings, tables: dict[str, Table]) -> list[str]:

@@ -23,8 +23,16 @@ function fit(spec, room) {
     panel.width = Math.min(panel.width, Math.floor(left / columns) - each);
     if (!beside && panel.layer) panel.layer = panel.layer.filter(layer => layer.name !== "beside");
     for (const layer of panel.layer || []) {
+      if (layer.name === "beside") layer.encoding.x.value = panel.width + 12;
       const axis = layer.encoding.x && layer.encoding.x.axis;
-      if (axis && axis.values && panel.width < 400) Object.assign(axis, { labelOverlap: "greedy", labelSeparation: 8 });
+      if (axis && axis.values && panel.width < 400) {
+        if (spec.usermeta.narrow) axis.values = spec.usermeta.narrow;
+        else Object.assign(axis, { labelOverlap: "greedy", labelSeparation: 8 });
+      }
+      const title = layer.encoding.x && layer.encoding.x.title;
+      if (typeof title === "string" && 7 * title.length > panel.width) {
+        layer.encoding.x.title = title.split(/ (?=\()/);  // its unit goes to a second line
+      }
       if (layer.name?.startsWith("names_") && panel.width < 300) {
         layer.encoding.x.field = "narrow_x";
         layer.encoding.y.field = "narrow_y";
