@@ -1,4 +1,4 @@
-"""How far runs are from their baseline in each part of the training: `windows.py RESULTS.csv STEP...`
+"""How far runs are from their baseline in each part of training: `windows.py RESULTS.csv STEP...`
 
 RESULTS.csv has a row a step (publish.py, or `zpp-lab export --steps`). Prints a Markdown table of
 the training loss's gap in nats, a row an arm: its mean and its largest amount in steps 1 to the
