@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
     {"codec_config"},
-    {"lora_config", "record_config", "study_config", "config_load"},
-    {"data_config", "model_config"},
+    {"lora_config", "data_config", "study_config", "config_load"},
+    {"model_config"},
     {"config", "paths", "files", "numerics", "text", "hydra_words", "philox", "piece", "moments"},
     {"folders", "hub"},
     {"factors", "stream", "emulate", "crossover"},
