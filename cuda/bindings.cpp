@@ -7,14 +7,13 @@ namespace zpp {
 namespace {
 
 void encode(std::vector<Tensor> sources, Tensor table, int64_t key,
-            std::optional<Tensor> key_tensor, std::optional<Tensor> noise_rows, Tensor out,
-            std::optional<Tensor> errors) {
+            std::optional<Tensor> noise_rows, Tensor out, std::optional<Tensor> errors) {
   Call const call = begin(out, "out", table);
   check_payload(out, 2, "out", call, false);
   check_count(sources, call, "sources");
   Plan plan = {};
   set_output(plan, out);
-  set_noise(plan, {key, key_tensor, noise_rows}, out.size(0), call);
+  set_noise(plan, {key, noise_rows}, out.size(0), call);
   set_errors(plan, errors, call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     Dtype dtype;
@@ -81,7 +80,7 @@ void reduce(Tensor payload, Tensor table, Tensor out) {
   }, [](Plan& p, Flags f, void* stream) { return launch_reduce(p, f.rotated, stream); });
 }
 
-void encode_sums(Tensor sums, Tensor table, int64_t key, std::optional<Tensor> key_tensor,
+void encode_sums(Tensor sums, Tensor table, int64_t key,
                  std::optional<Tensor> noise_rows, Tensor out) {
   Call const call = begin(out, "out", table);
   check_payload(out, 2, "out", call, false);
@@ -91,7 +90,7 @@ void encode_sums(Tensor sums, Tensor table, int64_t key, std::optional<Tensor> k
   STD_TORCH_CHECK(sums.size(0) == out.size(0), "sums: needs ", out.size(0), " rows");
   Plan plan = {};
   set_output(plan, out);
-  set_noise(plan, {key, key_tensor, noise_rows}, out.size(0), call);
+  set_noise(plan, {key, noise_rows}, out.size(0), call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     seg.from = matrix_view(sums, dtype, call.at(s, SUM_OFFSET));
     seg.from_dtype = uint8_t(dtype);
@@ -118,7 +117,7 @@ void finish_sums(Tensor sums, Tensor table, Tensor out) {
   }, [](Plan& p, Flags, void* stream) { return launch_finish_sums(p, stream); });
 }
 
-void decode_sum_encode(Tensor payload, Tensor table, int64_t key, std::optional<Tensor> key_tensor,
+void decode_sum_encode(Tensor payload, Tensor table, int64_t key,
                        std::optional<Tensor> noise_rows, Tensor out) {
   Call const call = begin(payload, "payload", table);
   check_payload(payload, 3, "payload", call, true);
@@ -128,7 +127,7 @@ void decode_sum_encode(Tensor payload, Tensor table, int64_t key, std::optional<
   Plan plan = {};
   set_input(plan, payload);
   set_output(plan, out);
-  set_noise(plan, {key, key_tensor, noise_rows}, out.size(0), call);
+  set_noise(plan, {key, noise_rows}, out.size(0), call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     view_raw_input(plan, call, s, seg);
     view_raw_output(plan, call, s, seg);
@@ -141,16 +140,16 @@ void decode_sum_encode(Tensor payload, Tensor table, int64_t key, std::optional<
 }  // namespace zpp
 
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
-  m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? key_tensor, Tensor? noise_rows, "
-        "Tensor(a!) out, Tensor(b!)? errors=None) -> ()");
+  m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out, "
+        "Tensor(b!)? errors=None) -> ()");
   m.def("decode(Tensor payload, Tensor table, Tensor(a!)[] outs) -> ()");
   m.def("decode_sum(Tensor payload, Tensor table, Tensor(a!) sums) -> ()");
   m.def("reduce(Tensor payload, Tensor table, Tensor(a!) out) -> ()");
-  m.def("encode_sums(Tensor sums, Tensor table, int key, Tensor? key_tensor, Tensor? noise_rows, "
-        "Tensor(a!) out) -> ()");
+  m.def("encode_sums(Tensor sums, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out) "
+        "-> ()");
   m.def("finish_sums(Tensor sums, Tensor table, Tensor(a!) out) -> ()");
-  m.def("decode_sum_encode(Tensor payload, Tensor table, int key, Tensor? key_tensor, "
-        "Tensor? noise_rows, Tensor(a!) out) -> ()");
+  m.def("decode_sum_encode(Tensor payload, Tensor table, int key, Tensor? noise_rows, "
+        "Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) {

@@ -256,9 +256,8 @@ __device__ __forceinline__ void encode_block_tile(
 template <bool STOCHASTIC>
 __device__ __forceinline__ NoiseAt noise_at(Plan const& plan, Place const& at) {
   if (!STOCHASTIC || !at.segment().to_codec.stochastic) return {};
-  uint64_t const key = plan.key_ptr ? *plan.key_ptr : plan.key;
   return {uint32_t(plan.noise_rows[2 * at.row + 1]), uint32_t(plan.noise_rows[2 * at.row]),
-          at.segment().parameter, uint32_t(key), uint32_t(key >> 32)};
+          at.segment().parameter, uint32_t(plan.key), uint32_t(plan.key >> 32)};
 }
 
 // x → the outgoing payload row, by whatever codec the segment has.

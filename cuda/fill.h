@@ -144,18 +144,11 @@ inline Codec codec_of(int64_t packed) {
 
 struct Noise {
   int64_t key;
-  std::optional<Tensor> const& key_tensor;
   std::optional<Tensor> const& rows;
 };
 
 inline void set_noise(Plan& plan, Noise const& noise, int64_t rows, Call const& call) {
   plan.key = uint64_t(noise.key);
-  if (noise.key_tensor) {
-    check_device(*noise.key_tensor, call.device, "key_tensor");
-    STD_TORCH_CHECK(noise.key_tensor->scalar_type() == ScalarType::Long &&
-                        noise.key_tensor->numel() == 1, "key_tensor: must be one int64");
-    plan.key_ptr = static_cast<uint64_t const*>(noise.key_tensor->const_data_ptr());
-  }
   if (noise.rows) {
     Tensor const& t = *noise.rows;
     check_device(t, call.device, "noise_rows");

@@ -54,7 +54,6 @@ struct Plan {
   char* out;              // outgoing payload rows [R, bytes]
   int64_t out_row;
   uint64_t key;
-  uint64_t const* key_ptr;    // read instead of `key` when not null
   int32_t const* noise_rows;  // [R, 2]: rank and row of each outgoing payload row
   double* errors;             // [tiles, ERROR_SUMS], or null: no telemetry
   int32_t k;

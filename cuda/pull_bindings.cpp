@@ -92,7 +92,7 @@ void pull_reduce(Tensor rows, Tensor table, Tensor out, int64_t multiprocessors)
   });
 }
 
-void pull_reencode(Tensor rows, Tensor table, int64_t key, std::optional<Tensor> key_tensor,
+void pull_reencode(Tensor rows, Tensor table, int64_t key,
                    std::optional<Tensor> noise_rows, Tensor out, int64_t multiprocessors) {
   Call const call = begin(out, "out", table);
   Given const given = rows_of(rows, call);
@@ -101,7 +101,7 @@ void pull_reencode(Tensor rows, Tensor table, int64_t key, std::optional<Tensor>
   Plan plan = {};
   plan.k = given.count;
   set_output(plan, out);
-  set_noise(plan, {key, key_tensor, noise_rows}, out.size(0), call);
+  set_noise(plan, {key, noise_rows}, out.size(0), call);
   run(plan, call, given.shards, [&](int64_t s, Segment& seg) {
     note_raw_input(call, s, seg);
     view_raw_output(plan, call, s, seg);
@@ -117,8 +117,8 @@ void pull_reencode(Tensor rows, Tensor table, int64_t key, std::optional<Tensor>
 STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
   m.def("pull_decode(Tensor rows, Tensor table, Tensor(a!)[] outs, int multiprocessors) -> ()");
   m.def("pull_reduce(Tensor rows, Tensor table, Tensor(a!) out, int multiprocessors) -> ()");
-  m.def("pull_reencode(Tensor rows, Tensor table, int key, Tensor? key_tensor, "
-        "Tensor? noise_rows, Tensor(a!) out, int multiprocessors) -> ()");
+  m.def("pull_reencode(Tensor rows, Tensor table, int key, Tensor? noise_rows, "
+        "Tensor(a!) out, int multiprocessors) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) {

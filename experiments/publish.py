@@ -23,7 +23,8 @@ from typing import Any
 from zpp_lab.config import Config
 from zpp_lab.config_load import load
 from zpp_lab.cost.model import plan_of, vocabulary
-from zpp_lab.memory import GIB, estimate
+from zpp_lab.memory import estimate
+from zpp_lab.moments import GIB
 from zpp_lab.study.appendix import facts
 from zpp_lab.study.band import noise_bands
 from zpp_lab.study.export import export

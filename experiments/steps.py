@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zpp_lab import ops
 from zpp_lab.config import Config
-from zpp_lab.engines.base import Batch
+from zpp_lab.engines.base import Batch, Batches
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.footprint import GIB, peak_gib
 from zpp_lab.launcher import connect
@@ -79,20 +79,23 @@ def measure(
 
 def timed(engine: Any, config: Config, step: int, vocab: int, device: torch.device) -> float:
     """Seconds of one step on the slowest rank."""
+    dist.barrier()
+    began = time.perf_counter()
+    engine.step(step, 1e-5, batches(config, step, vocab), False)
+    wait(device)
+    passed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(passed, op=dist.ReduceOp.MAX)
+    return float(passed)
 
+
+def batches(config: Config, step: int, vocab: int) -> Batches:
     def batch(rank: int, micro: int) -> Batch:
         size = (config.train.batch_size, config.data.seq_len + 1)
         generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
         tokens = torch.randint(0, vocab, size, generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    dist.barrier()
-    began = time.perf_counter()
-    engine.step(step, 1e-5, batch, False)
-    wait(device)
-    passed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(passed, op=dist.ReduceOp.MAX)
-    return float(passed)
+    return batch
 
 
 def wait(device: torch.device) -> None:

@@ -19,30 +19,35 @@ def corpus(folder: Path) -> Path:
     return texts
 
 
+SHAPE = [
+    "data=text",
+    "data.seq_len=16",
+    "data.heldout_every=2",
+    "model.dim=16",
+    "model.layers=1",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.ffn=24",
+    "train.batch_size=2",
+    "tracking.wandb=off",
+    "engine.device=cpu",
+    "engine.threads=1",
+]
+
+
 def small(folder: Path, *overrides: str) -> Config:
     """A config of a few milliseconds a step, in `folder`."""
     return compose(
         [
-            "data=text",
+            *SHAPE,
             f"data.path={corpus(folder)}",
             f"data.cache_dir={folder / 'cache'}",
-            "data.seq_len=16",
-            "data.heldout_every=2",
-            "model.dim=16",
-            "model.layers=1",
-            "model.heads=2",
-            "model.kv_heads=2",
-            "model.ffn=24",
             "train.steps=12",
-            "train.batch_size=2",
             "train.eval_every=4",
             "train.eval_tokens=256",
             "train.checkpoint_every=3",
             "train.warmup_steps=2",
-            "tracking.wandb=off",
             "tracking.telemetry_every=4",
-            "engine.device=cpu",
-            "engine.threads=1",
             f"run.dir={folder / 'run'}",
             *overrides,
         ]

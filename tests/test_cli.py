@@ -12,27 +12,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests.runs import corpus
+from tests.runs import SHAPE, corpus
 from zpp_lab.cli import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
 from zpp_lab.config import Config, load
 
-TINY = [
-    "data=text",
-    "data.seq_len=16",
-    "data.heldout_every=2",
-    "model.dim=16",
-    "model.layers=1",
-    "model.heads=2",
-    "model.kv_heads=2",
-    "model.ffn=24",
-    "train.steps=2",
-    "train.batch_size=2",
-    "train.eval_tokens=64",
-    "tracking.wandb=off",
-    "engine.device=cpu",
-    "engine.threads=1",
-]
+TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from torch import Tensor
 from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch, build_uneven
-from zpp_lab.dcp import ShardedCheckpoints, damage, read_whole, saved_step
+from zpp_lab.dcp import ShardedCheckpoints
+from zpp_lab.dcp_read import damage, read_whole, saved_step
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
 from zpp_lab.engines.virtual import VirtualEngine

@@ -14,7 +14,7 @@ from tests.engines.fsdp_world import run_world
 from tests.runs import small
 from zpp_lab import stream
 from zpp_lab.config import Config
-from zpp_lab.dcp import RowReader
+from zpp_lab.dcp_read import RowReader
 from zpp_lab.models import build_model
 from zpp_lab.saved import newest, open_saved
 from zpp_lab.tracking import read

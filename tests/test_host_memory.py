@@ -11,7 +11,7 @@ from tests.runs import small
 from zpp_lab import host_memory, launcher
 from zpp_lab.compose import compose
 from zpp_lab.host_memory import check_host_memory
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.tracking.jsonl import from_json
 
 

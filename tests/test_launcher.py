@@ -21,7 +21,7 @@ import yaml
 
 from tests.runs import small
 from zpp_lab.config import Config
-from zpp_lab.dcp import read_whole
+from zpp_lab.dcp_read import read_whole
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 

@@ -22,10 +22,11 @@ from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.losses import token_losses
-from zpp_lab.memory import GIB, MOMENTS, Estimate, estimate, heldout_shape, secondary_bytes
+from zpp_lab.memory import estimate, heldout_shape, secondary_bytes
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
 from zpp_lab.models.shape_run import Live
+from zpp_lab.moments import GIB, MOMENTS, Estimate
 from zpp_lab.stream import local_bytes
 
 VOCAB = 37

@@ -10,7 +10,7 @@ import pytest
 from zpp_lab import planner
 from zpp_lab.cli import main
 from zpp_lab.compose import compose
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook, advise, vocabulary
 
 LARGE = ["model=1_3b", "cluster=1x4", "train.param_dtype=bf16", "data.seq_len=2048"]

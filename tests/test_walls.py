@@ -14,10 +14,13 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 # From left to right: a file imports from its own layer and from those before it.
 LAYERS: list[set[str]] = [
     {"codec_config"},
-    {"lora_config", "record_config", "study_config", "config_load"},
+    {"lora_config", "data_config", "study_config", "config_load"},
+    {"model_config"},
     {"config", "paths", "files", "locks", "numerics", "text", "hydra_words", "philox", "piece"},
+    {"moments"},
     {"folders", "hub"},
     {"factors", "stream", "emulate", "crossover"},
+    {"dcp_read"},
     {"dcp"},
     {"saved"},
     {"compose", "place", "runconfig", "machine", "activations", "codecs"},
@@ -34,6 +37,7 @@ LAYERS: list[set[str]] = [
     {"engines"},
     {"buffers"},
     {"tracking", "checkpoint", "heldout", "memory", "rundata", "footprint", "commits"},
+    {"resume"},
     {"trainer", "api", "export", "cost"},
     {"host_memory"},
     {"launcher", "evaluate"},

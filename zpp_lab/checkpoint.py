@@ -57,6 +57,9 @@ class Checkpoints:
             old.unlink(missing_ok=True)
         return path
 
+    def wait(self) -> None:
+        """Nothing to wait for: `save` returns when the file is whole."""
+
     def _write(self, path: Path, state: dict[str, Any]) -> None:
         """Write, flush, rename; OSError leaves nothing behind."""
         need_space(self.folder, _nbytes(state))

@@ -1,6 +1,7 @@
 """Every setting of zpp_lab as a frozen dataclass, validated when it is built.
 
-Nothing here imports torch: a study of a thousand runs reads configs only.
+The larger parts have files of their own (`model_config.py` …), and are found here as well.
+Nothing of them imports torch: a study of a thousand runs reads configs only.
 `load` turns the nested mapping that Hydra composed into a `Config`; an unknown
 key, a wrong type or an impossible value is a `ValueError` that names the place
 and the valid choices.
@@ -9,7 +10,7 @@ and the valid choices.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
@@ -17,13 +18,13 @@ from zpp_lab.codec_config import STRICT as _STRICT
 from zpp_lab.codec_config import CodecConfig as CodecConfig
 from zpp_lab.codec_config import Dtype as Dtype
 from zpp_lab.codec_config import ExemptConfig as ExemptConfig
-from zpp_lab.codec_config import Rounding as Rounding
 from zpp_lab.codec_config import need as _need
 from zpp_lab.config_load import load as load
 from zpp_lab.config_load import unknown_key as unknown_key
 from zpp_lab.config_load import valid_names as valid_names
+from zpp_lab.data_config import DataConfig as DataConfig
 from zpp_lab.lora_config import LoraConfig as LoraConfig
-from zpp_lab.record_config import RecordConfig
+from zpp_lab.model_config import ModelConfig as ModelConfig
 from zpp_lab.study_config import ArmConfig as ArmConfig
 from zpp_lab.study_config import Level as Level
 from zpp_lab.study_config import PrepareConfig as PrepareConfig
@@ -152,165 +153,6 @@ class EngineConfig:
 @dataclass(frozen=True, config=_STRICT)
 class OpsConfig:
     backend: Literal["auto", "cuda", "reference"] = "auto"
-
-
-@dataclass(frozen=True, config=_STRICT)
-class ModelConfig:
-    """The built-in decoder, or (`hf`) any causal language model of Hugging Face's transformers.
-
-    `hf` takes its shape from `path`, or from `options.model_type`, and ignores dim … norm_eps.
-    The built-in decoder can start from a LlamaForCausalLM folder of the same shape.
-    """
-
-    name: Literal["llama", "hf"] = "llama"
-    path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
-    weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
-    start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
-    init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
-    embedding_std: float = 0.02  # of random weights; 1 keeps first gradients small in deep models
-    head_std: float = 0.02
-    units: str | None = None  # hf: the ModuleList of layers; None finds it
-    options: dict[str, Any] | None = None  # hf: changes to the model's own config
-    preset: str = "tiny"  # for the record; the numbers below decide
-    dim: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 4
-    ffn: int = 256
-    vocab_size: int = 0  # 0 takes the tokenizer's
-    tied_head: bool = False
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    checkpoint_activations: bool = False
-    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
-    lora: LoraConfig = field(default_factory=LoraConfig)
-
-    def __post_init__(self) -> None:
-        self._check_start()
-        self._check_decoder()
-        self._check_shape()
-
-    def _check_start(self) -> None:
-        """Where the weights come from."""
-        _need(
-            not self.lora.on or self.weights == "pretrained" or bool(self.start),
-            "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
-            "its folder, or model.lora.rank=0 to train all parameters",
-        )
-        _need(
-            self.name == "hf" or not self.path or self.weights == "pretrained",
-            "model.path with the built-in decoder needs model.weights=pretrained; the shape of a "
-            "folder's model alone is read by model=hf",
-        )
-        _need(
-            self.name != "hf" or bool(self.path) or "model_type" in (self.options or {}),
-            "model=hf needs model.path (a folder with config.json, or a name on the hub) or "
-            "model.options={model_type: ...}",
-        )
-        _need(
-            self.weights == "random" or bool(self.path),
-            "model.weights=pretrained needs model.path, a folder with safetensors",
-        )
-        _need(
-            not self.start or self.weights == "random",
-            "model.start and model.weights=pretrained are two starts: set one of them",
-        )
-
-    def _check_decoder(self) -> None:
-        """What only one of the built-in decoder and transformers' models has."""
-        changed = [k for k in ("units", "options") if getattr(self, k) is not None]
-        _need(
-            self.name == "hf" or not changed,
-            f"model.{changed[0] if changed else ''} is for model=hf",
-        )
-        for key in ("embedding_std", "head_std"):
-            std = getattr(self, key)
-            _need(std > 0, f"model.{key}={std}: use more than 0")
-            _need(
-                self.name != "hf" or std == 0.02,
-                f"model.{key} is for the built-in decoder; models of transformers draw their "
-                "weights by their own rules, so leave it out",
-            )
-        _need(
-            not self.tied_head or self.head_std == 0.02,
-            "model.head_std: a tied head is the embedding, so set model.embedding_std alone",
-        )
-        _need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
-        _need(
-            self.name != "hf" or self.init == "torch",
-            "model.init=philox is for the built-in decoder; models of transformers draw their "
-            "weights by their own rules, so set model.init=torch",
-        )
-
-    def _check_shape(self) -> None:
-        for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
-            _need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
-        _need(
-            self.vocab_size >= 0,
-            f"model.vocab_size={self.vocab_size}: use 0 (the tokenizer's) or more",
-        )
-        _need(
-            self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
-            f"model.dim={self.dim}, model.heads={self.heads}: dim / heads must be an even number",
-        )
-        _need(
-            self.heads % self.kv_heads == 0,
-            f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}",
-        )
-
-
-@dataclass(frozen=True, config=_STRICT)
-class DataConfig:
-    name: Literal["stdlib", "installation", "text", "jsonl", "hf"] = "stdlib"
-    path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
-    suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
-    mask_prompt: bool = True  # jsonl: the loss counts completions only
-    records: RecordConfig = field(default_factory=RecordConfig)  # jsonl
-    subset: str | None = None  # of an `hf` dataset
-    split: str = "train"  # of an `hf` dataset
-    column: str = "text"  # where a row of an `hf` dataset keeps its text
-    tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
-    tokenizer_path: str | None = None  # hf: a tokenizer.json, or its folder
-    end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
-    vocab_size: int = 256  # of a BPE to train
-    bpe_every: int = 1  # a BPE learns from every n-th training document
-    seq_len: int = 64
-    draw_ranks: int = 0  # a step's sequences are those of so many ranks; 0: of the cluster's
-    heldout_every: int = 20  # every n-th file is held out
-    max_bytes: int = 0  # 0 reads all
-    cache_dir: str = "data_cache"
-
-    def __post_init__(self) -> None:
-        _need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
-        _need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
-        _need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
-        _need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
-        _need(
-            self.draw_ranks == 0 or (self.draw_ranks > 0 and self.name != "jsonl"),
-            f"data.draw_ranks={self.draw_ranks}: use 0 (the cluster's ranks), or more of another "
-            "corpus than jsonl, whose sequences are drawn by the step's own ranks",
-        )
-        _need(
-            all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
-            f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
-        )
-        _need(
-            self.name in ("stdlib", "installation") or bool(self.path),
-            f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
-        )
-        _need(
-            self.tokenizer != "bpe" or self.vocab_size > 256,
-            f"data.tokenizer=bpe needs data.vocab_size above 256, not {self.vocab_size}",
-        )
-        _need(
-            (self.tokenizer == "hf") == bool(self.tokenizer_path),
-            "data.tokenizer=hf and data.tokenizer_path (a tokenizer.json, or its folder) go "
-            "together: set both or neither",
-        )
-        _need(
-            self.tokenizer == "hf" or self.end_token is None,
-            "data.end_token is for data.tokenizer=hf",
-        )
 
 
 @dataclass(frozen=True, config=_STRICT)

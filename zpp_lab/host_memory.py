@@ -11,7 +11,8 @@ from dataclasses import replace
 from zpp_lab.config import Config
 from zpp_lab.cost.model import plan_of, vocabulary
 from zpp_lab.machine import memory_bytes
-from zpp_lab.memory import GIB, estimate
+from zpp_lab.memory import estimate
+from zpp_lab.moments import GIB
 
 KILLED = (
     "The kernel killed it because the machine's memory was full: take a smaller model or fewer "

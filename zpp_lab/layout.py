@@ -35,10 +35,6 @@ class Parameter:
             return 1
         return -(-self.shape[0] // self.world) * math.prod(self.shape[1:])
 
-    def own_numel(self, rank: int) -> int:
-        """Elements of `rank`'s shard without the padding; 0 for an empty shard."""
-        return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
-
 
 @dataclass(frozen=True)
 class Segment:

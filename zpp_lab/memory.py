@@ -1,30 +1,17 @@
 """What each rank of a real run will hold, by formula, before anything is allocated.
 
-A step's memory rises and falls, so every item is counted at seven moments, and at two of an
-evaluation, whose batches have a size of their own:
-
-    loss        all activations are there, the loss goes back
-    early       one of the first two blocks to go back computes, of which the second finds the
-                first's reduction under way: most activations are still there
-    early sent  its gradients are reduced: its weights and activations are gone
-    late        the last block to go back computes: one block's activations, nearly all gradients
-    late sent   its gradients are reduced
-    root        the root unit is reduced: activations are gone, all gradients are there
-    update      norm, clipping and optimizer
-    eval        a block computes held-out tokens, perhaps with the master weights
-    eval loss   their losses
-
-The peak is the largest moment. Rank 0 is counted, which never has less than others: the last
-shards may be shorter. Units follow what FSDP2 and `collectives/` keep alive: the gathered weights
-of the unit that computes, one payload for each unit gathered ahead, a reduction's input (FSDP2's
-buffer, or the gradients that ours were encoded from) until the next one begins.
+Every item is counted at the moments of `moments.py`. The peak is the largest. Rank 0 is counted,
+which never has less than others: the last shards may be shorter. Units follow what FSDP2 and
+`collectives/` keep alive: the gathered weights of the unit that computes, one payload for each
+unit gathered ahead, a reduction's input (FSDP2's buffer, or the gradients that ours were encoded
+from) until the next one begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal
 
 from zpp_lab.activations import FP32, Activations
 from zpp_lab.buffers import Buffers, kernels_serve
@@ -36,73 +23,16 @@ from zpp_lab.engines.norm import square_bytes
 from zpp_lab.layout import Parameter
 from zpp_lab.models.hf_memory import TracedActivations
 from zpp_lab.models.lora import A as LORA_A
+from zpp_lab.moments import GIB, MOMENTS, NOT_EVALUATED, Estimate, Item, Moment, always, moments
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.optimizers.host import LANES, STAGE, pinned_state_bytes
 from zpp_lab.plan import Plan, UnitPlan
 
-Moment = Literal[
-    "loss", "early", "early sent", "late", "late sent", "root", "update", "eval", "eval loss"
-]
-MOMENTS: tuple[Moment, ...] = get_args(Moment)
 Acts = Activations | TracedActivations
 
-GIB = 2**30
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
-
-
-NOT_EVALUATED: dict[Moment, int] = {"eval": 0, "eval loss": 0}
-
-
-@dataclass(frozen=True)
-class Item:
-    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host. `outside`:
-    of torch's allocator, whose statistics do not see it."""
-
-    name: str
-    nbytes: dict[Moment, int]
-    place: Literal["gpu", "host"] = "gpu"
-    assumed: bool = False
-    outside: bool = False
-
-    @property
-    def most(self) -> int:
-        return max(self.nbytes.values())
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """All items of one rank."""
-
-    items: tuple[Item, ...]
-
-    def at(self, moment: Moment) -> int:
-        """Bytes on the GPU, assumed constants included."""
-        return sum(i.nbytes[moment] for i in self.items if i.place == "gpu")
-
-    @property
-    def peak_moment(self) -> Moment:
-        return max(MOMENTS, key=self.at)
-
-    @property
-    def peak(self) -> int:
-        """Bytes that the device must have."""
-        return self.at(self.peak_moment)
-
-    @property
-    def tensors(self) -> int:
-        """What torch.cuda.max_memory_allocated would say: the peak without assumed constants, and
-        without what torch's allocator does not see."""
-        seen = [i for i in self.items if i.place == "gpu" and not (i.assumed or i.outside)]
-        return max(sum(i.nbytes[m] for i in seen) for m in MOMENTS)
-
-    @property
-    def host(self) -> int:
-        return sum(i.most for i in self.items if i.place == "host")
-
-    def item(self, name: str) -> Item:
-        return next(i for i in self.items if i.name == name)
 
 
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
@@ -194,12 +124,12 @@ class _Rank:
         place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
         kind = self.config.train.optimizer_state
         return [
-            Item("master weights, fp32", _always(shard_bytes(every)), place),
-            Item("frozen base, as it travels", _always(base_bytes(self.plan))),
+            Item("master weights, fp32", always(shard_bytes(every)), place),
+            Item("frozen base, as it travels", always(base_bytes(self.plan))),
             *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
-            Item("checkpoint, on its way", _always(self._checkpoint(every, trained)), "host"),
-            Item("secondary partition", _always(secondary_bytes(self.plan)) | NOT_EVALUATED),
+            Item("checkpoint, on its way", always(self._checkpoint(every, trained)), "host"),
+            Item("secondary partition", always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
 
     def _moments(
@@ -209,14 +139,14 @@ class _Rank:
         nbytes = optimizer_bytes(trained, kind)
         name = f"optimizer state, {kind}"
         if self.config.train.optimizer_place == "device":
-            return [Item(name, _always(nbytes), place)]
+            return [Item(name, always(nbytes), place)]
         lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
         pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
-        passing = _moments(update=min(lane, nbytes))
+        passing = moments(update=min(lane, nbytes))
         # the host gives a lane's memory back before it fills the next: torch counts one at a time
-        beside = _moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
+        beside = moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
         return [
-            Item(name, _always(pinned), "host"),
+            Item(name, always(pinned), "host"),
             Item("optimizer state, passing", passing),
             Item("optimizer state, other lane", beside, outside=True),
         ]
@@ -235,10 +165,10 @@ class _Rank:
         """This rank's, of the units that are reduced already. A unit's come with its reduction."""
         every = shard_bytes(p for u in self.plan.units for p in _trained(u))
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
-            return _always(every) | NOT_EVALUATED
+            return always(every) | NOT_EVALUATED
         root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.block))
         late, end = max(0, every - root - block), every - root
-        return _moments(early=self.early * block, late=late, root=end, update=every)
+        return moments(early=self.early * block, late=late, root=end, update=every)
 
     # ------------------------------------------------------------------ what a unit needs
 
@@ -249,13 +179,13 @@ class _Rank:
             Item("whole gradients", self._whole_gradients()),
             Item("reduction buffers", self._reductions()),
             Item("telemetry", self._telemetry()),
-            Item("peer-memory slots", _always(self.buffers.slots()), outside=True),
+            Item("peer-memory slots", always(self.buffers.slots()), outside=True),
         ]
 
     def _gathered(self) -> dict[Moment, int]:
         """The root's until its own reduction, and the computing block's until then."""
         root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
-        found = _moments(loss=root, early=root + block, late=root + block)
+        found = moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
         found |= {"eval": root + block, "eval loss": root}
         if self.plan.recipe.config.stage != 3:
@@ -275,14 +205,14 @@ class _Rank:
         """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
         count = max(1, self.config.engine.prefetch)
         held = min(1 + self.config.engine.prefetch, len(self.blocks))
-        found = _moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.blocks)}
+        found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.blocks)}
         if self.plan.recipe.config.stage != 3:
             return found
         first, ahead = (
             max(self.buffers.gathers(u, min(count, len(self.blocks) - gone)) for u in self.blocks)
             for gone in (0, 1 + self.early)
         )
-        return _moments(loss=first, early=ahead) | {"eval": found["eval"]}
+        return moments(loss=first, early=ahead) | {"eval": found["eval"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
         """The head's from the loss on, a block's while it is reduced (until then they are counted
@@ -290,14 +220,14 @@ class _Rank:
         unit's, in reduce_dtype."""
         head = self.weight * self.acts.head
         root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.block)
-        found = _moments(early=head, late=head, root=root)
+        found = moments(early=head, late=head, root=root)
         found |= {"early sent": head + block, "late sent": head + block}
         if self.acts.tied:
             found["root"] += head  # the embedding's part, before the two are added
         if self.plan.accumulate_last and self.plan.micro_steps > 1:
             root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.block)
             every = root + self.grad * sum(map(_to_train, self.blocks))
-            waiting = _moments(loss=every, early=every, late=root + block, root=root)
+            waiting = moments(loss=every, early=every, late=root + block, root=root)
             found = {m: found[m] + waiting[m] for m in MOMENTS}
         return found
 
@@ -306,7 +236,7 @@ class _Rank:
         held = self._held(self.block)
         block, root = self._reduction(self.block), self._reduction(self.root)
         late = held if len(self.blocks) > 1 else 0
-        found = _moments(early=self.early * held, late=late, root=root)
+        found = moments(early=self.early * held, late=late, root=root)
         return found | {"early sent": block, "late sent": block}
 
     def _held(self, unit: UnitPlan) -> int:
@@ -331,9 +261,9 @@ class _Rank:
         """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
         are made once more in fp32, and summed up in pieces."""
         if self.untouched or len(self.plan.recipe.hops) < 2:
-            return _moments()
+            return moments()
         if not self.config.tracking.telemetry_every:
-            return _moments()
+            return moments()
         nodes = self.plan.recipe.cluster.nodes
 
         def of(unit: UnitPlan) -> int:
@@ -344,7 +274,7 @@ class _Rank:
             return sums + PIECE + self.buffers.stacked(unit)
 
         block, root = of(self.block), of(self.root)
-        return _moments(root=root) | {"early sent": block, "late sent": block}
+        return moments(root=root) | {"early sent": block, "late sent": block}
 
     # ------------------------------------------------------------------ what computes
 
@@ -357,20 +287,20 @@ class _Rank:
             Item("activations", self._activations()),
             Item(
                 "logits and loss",
-                _moments(loss=acts.loss) | {"eval loss": self.heldout.heldout_loss},
+                moments(loss=acts.loss) | {"eval loss": self.heldout.heldout_loss},
             ),
             Item("a block's backward", self._flow()),
-            Item("gradient norm or update", _moments(update=norm)),
+            Item("gradient norm or update", moments(update=norm)),
         ]
 
     def _flow(self) -> dict[Moment, int]:
         flow = self.acts.backward(self.weight * _to_train(self.block))
-        return _moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
+        return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
 
     def _activations(self) -> dict[Moment, int]:
         """Of the blocks that have not gone back yet; then what flows on to the next."""
         acts, left = self.acts, len(self.blocks) - self.early
-        found = _moments(loss=acts.kept, early=left * acts.between + acts.recomputed)
+        found = moments(loss=acts.kept, early=left * acts.between + acts.recomputed)
         sent: dict[Moment, int] = {
             "early sent": (left - 1) * acts.between + acts.row,
             "late sent": acts.row,
@@ -390,8 +320,8 @@ class _Rank:
     def constants(self) -> list[Item]:
         world = self.plan.recipe.cluster.world
         return [
-            Item("CUDA and libraries", _always(CONTEXT), assumed=True),
-            Item("NCCL", _always(NCCL if world > 1 else 0), assumed=True),
+            Item("CUDA and libraries", always(CONTEXT), assumed=True),
+            Item("NCCL", always(NCCL if world > 1 else 0), assumed=True),
         ]
 
 
@@ -399,26 +329,6 @@ def _adapters(plan: Plan) -> int:
     """Elements a token between the two adapters of every layer of the largest block."""
     blocks = [u.unit.parameters for u in plan.units[:-1]]
     return max(sum(p.shape[0] for p in b if p.name.endswith(LORA_A)) for b in blocks)
-
-
-def _always(nbytes: int) -> dict[Moment, int]:
-    return dict.fromkeys(MOMENTS, nbytes)
-
-
-def _moments(
-    loss: int = 0, early: int = 0, late: int = 0, root: int = 0, update: int = 0
-) -> dict[Moment, int]:
-    """What a block holds while it computes it holds while it is sent, unless told otherwise."""
-    return {
-        "loss": loss,
-        "early": early,
-        "early sent": early,
-        "late": late,
-        "late sent": late,
-        "root": root,
-        "update": update,
-        **NOT_EVALUATED,
-    }
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:

@@ -22,8 +22,9 @@ from zpp_lab.cost.machine import load_machine
 from zpp_lab.cost.model import vocabulary as vocabulary
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp_wrap import is_untouched
-from zpp_lab.memory import GIB, MOMENTS, Estimate, Moment, estimate
+from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
+from zpp_lab.moments import GIB, MOMENTS, Estimate, Moment
 from zpp_lab.plan import Plan
 from zpp_lab.study.slots import gpu_memory
 
@@ -253,7 +254,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
 
 def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     """The tables, the verdict, and what to change."""
-    cluster, found = outlook.config.cluster, outlook.estimate
+    cluster = outlook.config.cluster
     console.print(
         f"{outlook.config.model.preset} ({_billions(outlook.parameters)}), recipe "
         f"{outlook.config.recipe.name}, {cluster.nodes} × {cluster.gpus_per_node} GPUs, "
@@ -261,8 +262,22 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
         highlight=False,
     )
     console.print(_wire_table(outlook.plan))
-    console.print(_memory_table(found))
-    spare = outlook.device - found.peak
+    console.print(_memory_table(outlook.estimate))
+    _show_verdict(outlook, console)
+    for one in advice:
+        console.print(_advice_line(one, one is advice[0]), highlight=False)
+    saved = two_hops(outlook)
+    if saved:
+        console.print(HOPS.format(**{k: n / 1e9 for k, n in saved.items()}), highlight=False)
+    settings = outlook.config.engine
+    if cluster.nodes > 1 and "auto" in (settings.gather, settings.transport):
+        console.print(ONE_HOST.format(nodes=cluster.nodes), style="dim")
+    for note in NOTES:
+        console.print(note, style="dim")
+
+
+def _show_verdict(outlook: Outlook, console: Console) -> None:
+    found, spare = outlook.estimate, outlook.device - outlook.estimate.peak
     verdict = "does not fit" if spare < 0 else "fits" if spare >= TIGHT else "fits, tightly"
     console.print(
         f"Peak at '{found.peak_moment}': {_gib(found.peak)} GiB of {_gib(outlook.device)} GiB: "
@@ -272,26 +287,12 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
         console.print(RESERVED.format(spare=_gib(spare)))
     if found.host:
         console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
-    for one in advice:
-        lead = (
-            "or, without the line above:"
-            if one.instead
-            else "then"
-            if one is not advice[0]
-            else "try"
-        )
-        after = (
-            f"{_gib(one.outlook.estimate.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
-        )
-        console.print(f"  {lead} {' '.join(one.overrides)}  → {after}", highlight=False)
-    saved = two_hops(outlook)
-    if saved:
-        console.print(HOPS.format(**{k: n / 1e9 for k, n in saved.items()}), highlight=False)
-    settings = outlook.config.engine
-    if cluster.nodes > 1 and "auto" in (settings.gather, settings.transport):
-        console.print(ONE_HOST.format(nodes=cluster.nodes), style="dim")
-    for note in NOTES:
-        console.print(note, style="dim")
+
+
+def _advice_line(one: Advice, first: bool) -> str:
+    lead = "or, without the line above:" if one.instead else "try" if first else "then"
+    after = f"{_gib(one.outlook.estimate.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
+    return f"  {lead} {' '.join(one.overrides)}  → {after}"
 
 
 def sequences(config: Config) -> str:

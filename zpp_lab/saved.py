@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.dcp import (
+from zpp_lab.dcp_read import (
     RowReader,
     damage,
     read_tensor,

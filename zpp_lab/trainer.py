@@ -14,18 +14,16 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab import ops
-from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
 from zpp_lab.commits import note_commit
 from zpp_lab.config import Config
 from zpp_lab.data import PackedData, TokenData, open_data
-from zpp_lab.dcp import Saving, ShardedCheckpoints, holds_weights_only, read_whole
 from zpp_lab.divergence import DivergedError, DivergenceRule
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
@@ -39,14 +37,12 @@ from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece
 from zpp_lab.plan import Plan
+from zpp_lab.resume import open_store, resume
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
 from zpp_lab.tracking.jsonl import from_json, read, to_json
-
-if TYPE_CHECKING:
-    from zpp_lab.engines.fsdp import FsdpEngine
 
 Record = dict[str, Any]
 Data = TokenData | PackedData
@@ -82,11 +78,12 @@ class Trainer:
         ops.configure(config.ops.backend)
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
-        self.checkpoints = _checkpoints(config, folder / "checkpoints", self.device, rank)
+        self.checkpoints = open_store(config, folder / "checkpoints", self.device, rank)
         self.piece = Piece(config.run.until, config.run.piece_steps)
         self.start_up = start_up or StartUp()
         self.step = 0  # steps done
         self.saved = 0  # of them in the newest checkpoint
+        self.made: list[Record] = []  # which commit made which steps, on rank 0
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
 
     def run(self) -> Record:
@@ -99,7 +96,7 @@ class Trainer:
             self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
             self.start_up.parted("engine", engine.built)
-            self._resume(engine)
+            self.step = resume(self.config, engine, self.checkpoints, self.device)
             self.saved = self.step
             self.start_up.done("checkpoint")
             check_same_data(self.folder, data, resumed=self.step > 0)
@@ -109,31 +106,34 @@ class Trainer:
                     print(f"goes on after step {self.step} of {self.train.steps}", flush=True)
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
                 note_data(self.folder, self.config.data, data)
-                made = note_commit(self.folder, self.step, self.commit)
+                self.made = note_commit(self.folder, self.step, self.commit)
             self.heldout = open_heldout(self.config, data)
             last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
                 return self._pause(tracker)
-            losses = self._final_losses(engine)
-            master = engine.evaluate(self.step, self.heldout.batches, wire=False)
-            if isinstance(self.checkpoints, ShardedCheckpoints):
-                self.checkpoints.wait()
-            peaks = peak_gib(self.device)
-            if tracker is None:
-                return {}
-            summary = self._summary(engine, data, tracker, last, master)
-            summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
-            if len(made) > 1:
-                summary["commits"] = made
-            documents = self.heldout.by_document(losses)
-            write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
-            tracker.finish(summary)
-            if not self.train.keep_checkpoints:
-                shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-            return summary
+            return self._finish(engine, data, tracker, last)
         except BaseException as error:
             self._fail(error, tracker)
             raise
+
+    def _finish(self, engine: Engine, data: Data, tracker: Tracker | None, last: Record) -> Record:
+        """After the last step: what it has come to. {} but on rank 0."""
+        losses = self._final_losses(engine)
+        master = engine.evaluate(self.step, self.heldout.batches, wire=False)
+        self.checkpoints.wait()
+        peaks = peak_gib(self.device)
+        if tracker is None:
+            return {}
+        summary = self._summary(engine, data, tracker, last, master)
+        summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+        if len(self.made) > 1:
+            summary["commits"] = self.made
+        documents = self.heldout.by_document(losses)
+        write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
+        tracker.finish(summary)
+        if not self.train.keep_checkpoints:
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        return summary
 
     def _look_at(self, data: Data) -> None:
         """Before anything is built: does the data fit the start, and what must a user know?"""
@@ -186,8 +186,7 @@ class Trainer:
 
     def _pause(self, tracker: Tracker | None) -> Record:
         """The end of a piece: a checkpoint is there, and neither summary nor failure."""
-        if isinstance(self.checkpoints, ShardedCheckpoints):
-            self.checkpoints.wait()
+        self.checkpoints.wait()
         if tracker is not None:
             tracker.pause()
         return {"outcome": UNFINISHED, "step": self.step}
@@ -283,39 +282,6 @@ class Trainer:
         on_gpu = self.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.device) if on_gpu else None
 
-    def _resume(self, engine: Engine) -> None:
-        """Go on from the run's own newest checkpoint, else begin with `run.start_from`'s state."""
-        if self.config.run.resume and self._load_newest(engine):
-            return
-        if self.config.run.start_from:
-            self._start_from(engine, Path(self.config.run.start_from))
-
-    def _load_newest(self, engine: Engine) -> bool:
-        if isinstance(self.checkpoints, ShardedCheckpoints):
-            path = self.checkpoints.newest()
-            if path is not None:
-                _check_resumes(not holds_weights_only(path), path)
-                self.step = cast("FsdpEngine", engine).load_checkpoint(path)
-            return path is not None
-        state = self.checkpoints.load(self.device)
-        if state is not None:
-            _check_resumes("optimizer" in state, self.folder)
-            self.step = int(state.pop("step"))
-            engine.load_state_dict(state)
-        return state is not None
-
-    def _start_from(self, engine: Engine, path: Path) -> None:
-        """Weights and optimizer of any engine and cluster; steps count from 0."""
-        if path.is_dir():
-            _check_resumes(not holds_weights_only(path), path)
-        if path.is_dir() and self.config.engine.name == "fsdp":
-            cast("FsdpEngine", engine).load_checkpoint(path)
-            return
-        whole = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
-        state = whole or read_whole(path)
-        _check_resumes("optimizer" in state, path)
-        engine.load_state_dict({"weights": state["weights"], "optimizer": state["optimizer"]})
-
     def _fail(self, error: BaseException, tracker: Tracker | None) -> None:
         failure = {
             "outcome": outcome_of(error),
@@ -330,35 +296,6 @@ class Trainer:
                 write_failure(self.folder, failure)
             except OSError as fault:  # the failure itself is what must be seen
                 print(fault, file=sys.stderr)
-
-
-def _checkpoints(
-    config: Config, folder: Path, device: torch.device, rank: int
-) -> Checkpoints | ShardedCheckpoints:
-    train = config.train
-    keep = max(1, train.keep_checkpoints)  # 0: none after the end
-    skip = train.checkpoint_full_disk == "skip"
-    if config.engine.name == "deepspeed":
-        return SharedCheckpoints(folder, keep, rank, train.checkpoint_weights_only, skip)
-    if config.engine.name != "fsdp":
-        return Checkpoints(folder, keep, train.checkpoint_weights_only, skip)
-    saving = Saving(
-        int(train.checkpoint_host_gib * 2**30),
-        train.checkpoint_staging_mib * 2**20,
-        train.checkpoint_weights_only,
-        skip,
-    )
-    where = "cpu" if config.engine.offload else str(device)
-    return ShardedCheckpoints(folder, keep, saving, where)
-
-
-def _check_resumes(whole: bool, path: Path) -> None:
-    if not whole:
-        raise ValueError(
-            f"{path} holds weights only (train.checkpoint_weights_only), from which no run can go "
-            "on: start over with run.resume=false, or begin another run from it "
-            "(model.start=CHECKPOINT)"
-        )
 
 
 def _facts(data: Data) -> Record:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import VOCAB, keep, start, wait
+from steps import VOCAB, batches, keep, start, wait
 
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.compose import compose
-from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import build_engine
 
 DEFAULTS = ["engine=fsdp", "cluster=1x4", "engine.compile=true", "tracking.wandb=off"]
@@ -97,16 +96,6 @@ def steps(
     if watch is not None and profile is not None:
         with open(profile, "w") as stream:
             pstats.Stats(watch, stream=stream).sort_stats("cumulative").print_stats(150)
-
-
-def batches(config: Any, step: int, vocab: int) -> Any:
-    def batch(rank: int, micro: int) -> Batch:
-        size = (config.train.batch_size, config.data.seq_len + 1)
-        generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
-        tokens = torch.randint(0, vocab, size, generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    return batch
 
 
 def count_shared() -> dict[str, float]:

@@ -8,19 +8,19 @@
 using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
 
-void encode(std::vector<Tensor>, Tensor, int64_t, Maybe, Maybe, Tensor, Maybe) {}
+void encode(std::vector<Tensor>, Tensor, int64_t, Maybe, Tensor, Maybe) {}
 void decode(Tensor, Tensor, std::vector<Tensor>) {}
 void reduce(Tensor, Tensor, Tensor) {}
-void again(Tensor, Tensor, int64_t, Maybe, Maybe, Tensor) {}
+void again(Tensor, Tensor, int64_t, Maybe, Tensor) {}
 void ship(Tensor, Tensor, int64_t, int64_t, Maybe, Maybe) {}
 
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
-  m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? key_tensor, Tensor? noise_rows, "
-        "Tensor(a!) out, Tensor(b!)? errors=None) -> ()");
+  m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out, "
+        "Tensor(b!)? errors=None) -> ()");
   m.def("decode(Tensor payload, Tensor table, Tensor(a!)[] outs) -> ()");
   m.def("reduce(Tensor payload, Tensor table, Tensor(a!) out) -> ()");
-  m.def("decode_sum_encode(Tensor payload, Tensor table, int key, Tensor? key_tensor, "
-        "Tensor? noise_rows, Tensor(a!) out) -> ()");
+  m.def("decode_sum_encode(Tensor payload, Tensor table, int key, Tensor? noise_rows, "
+        "Tensor(a!) out) -> ()");
   m.def("ship(Tensor(a!) out, Tensor route, int meeting, int watch, Tensor? held, "
         "Tensor(b!)? keep) -> ()");
 }

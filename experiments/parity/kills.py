@@ -102,7 +102,7 @@ def ranks_of(parent: int) -> list[int]:
 
 def outcome(folder: Path, steps: int) -> tuple[list[dict[str, object]], dict[str, object]]:
     """Metrics without times, and the last checkpoint's tensors."""
-    from zpp_lab.dcp import read_whole
+    from zpp_lab.dcp_read import read_whole
 
     drop = ("seconds", "telemetry")
     lines = read(folder / "metrics.jsonl")

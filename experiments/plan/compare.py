@@ -15,7 +15,7 @@ import torch.distributed as dist
 from steps import VOCAB, as_dict, keep, measure, start
 
 from zpp_lab.compose import compose
-from zpp_lab.memory import GIB, Estimate
+from zpp_lab.moments import GIB, Estimate
 from zpp_lab.planner import Outlook
 
 

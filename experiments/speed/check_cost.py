@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zpp_lab.bench.step_arms import merged
 from zpp_lab.bench.step_engines import vocabulary
 from zpp_lab.compose import compose
 from zpp_lab.config import Config, load
@@ -141,12 +142,6 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             place = place.setdefault(group, {})
         place[key] = value
     return found
-
-
-def merged(*groups: list[str]) -> list[str]:
-    """Of two overrides with one key the later one stays."""
-    last = {word.partition("=")[0]: word for group in groups for word in group}
-    return list(last.values())
 
 
 def recipe_words(engine: str, recipe: str) -> list[str]:

@@ -16,7 +16,7 @@ from zpp_lab.collectives.ledger import LedgerError
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.config import Config, ModelConfig, load
-from zpp_lab.engines import fsdp_comm
+from zpp_lab.engines import fsdp_packed
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
@@ -199,8 +199,8 @@ def ledger_error() -> str:
 
 def unknown_operator(start: str) -> list[str]:
     """FSDP2 without an operator that our buffer knows: an error, or allowed and counted."""
-    names = [n for n in fsdp_comm.HANDLERS if n.startswith(start)]  # one for each torch
-    taken = {n: fsdp_comm.HANDLERS.pop(n) for n in names}
+    names = [n for n in fsdp_packed.HANDLERS if n.startswith(start)]  # one for each torch
+    taken = {n: fsdp_packed.HANDLERS.pop(n) for n in names}
     said = []
     try:
         for allowed in (False, True):
@@ -212,7 +212,7 @@ def unknown_operator(start: str) -> list[str]:
             except RuntimeError as error:
                 said.append(str(error))
     finally:
-        fsdp_comm.HANDLERS.update(taken)
+        fsdp_packed.HANDLERS.update(taken)
     return said
 
 

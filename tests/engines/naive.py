@@ -148,7 +148,8 @@ class NaiveRun:
         else:
             total = self.two_hops(step, micro, name, rows, codecs)
         mean = total.to(self.reduce_dtype).div(self.world).float()
-        return [mean[rank, : p.own_numel(rank)] for rank in range(self.world)]
+        lasts = [max(p.numel - rank * p.shard_numel, 0) for rank in range(self.world)]
+        return [row[:last] for row, last in zip(mean, lasts, strict=True)]
 
     def two_hops(self, step, micro, name, rows, codecs: list[Codec]) -> Tensor:
         n = self.parameter(name).shard_numel

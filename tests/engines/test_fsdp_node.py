@@ -15,7 +15,8 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.config import Config, load
-from zpp_lab.dcp import ShardedCheckpoints, read_whole
+from zpp_lab.dcp import ShardedCheckpoints
+from zpp_lab.dcp_read import read_whole
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
 

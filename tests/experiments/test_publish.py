@@ -15,7 +15,7 @@ import yaml
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
 from zpp_lab.compose import compose
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook
 from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import write_study

@@ -29,8 +29,9 @@ from zpp_lab.api import init
 from zpp_lab.config import Config, ModelConfig, load
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
-from zpp_lab.memory import GIB, estimate
+from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
+from zpp_lab.moments import GIB
 
 # name → (row of the parity table, base, transport)
 CASES = {

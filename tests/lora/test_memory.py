@@ -17,8 +17,9 @@ from tests.models.test_presets import preset
 from zpp_lab.config import Config, ModelConfig, load
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
-from zpp_lab.memory import Estimate, estimate
+from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
+from zpp_lab.moments import Estimate
 
 
 def settings(base: str, folder: str) -> Config:

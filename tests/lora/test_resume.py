@@ -17,7 +17,7 @@ from tests.runs import small
 from tests.test_dcp import same
 from tests.test_trainer import last_checkpoint, without_times
 from zpp_lab.config import Config
-from zpp_lab.dcp import read_whole
+from zpp_lab.dcp_read import read_whole
 from zpp_lab.engines.build import build_engine
 from zpp_lab.export import export_hf
 from zpp_lab.trainer import run

@@ -19,10 +19,11 @@ from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
 from tests.test_memory import Live
 from zpp_lab.config import Config, ModelConfig, load
 from zpp_lab.engines.build import build_plan
-from zpp_lab.memory import Estimate, estimate
+from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
 from zpp_lab.models.hf_memory import Traced, TracedActivations, trace
 from zpp_lab.models.llama_hf import hf_config
+from zpp_lab.moments import Estimate
 
 pytest.importorskip("transformers")
 KINDS = [*CASES, *NAMED_OTHERWISE]

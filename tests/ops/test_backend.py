@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zpp_lab import ops
-from zpp_lab.codecs import BlockCodec, Noise, RawCodec
+from zpp_lab.codecs import BlockCodec, RawCodec
 from zpp_lab.codecs.base import CodecBase
 from zpp_lab.layout import Layout
 from zpp_lab.ops import backend, reference
@@ -78,9 +78,3 @@ def test_tables_hold_what_the_kernels_read() -> None:
 def test_keys_wrap_to_int64() -> None:
     assert signed(2**64 - 1) == -1
     assert signed(5) == 5
-
-
-def test_device_noise_draws_as_noise_does() -> None:
-    noise = ops.DeviceNoise.make(2**64 - 3, (1,), (2,), torch.device("cpu"))
-    want = Noise(2**64 - 3, (1,), (2,)).uniform(9, 20, torch.device("cpu"))
-    assert torch.equal(noise.uniform(9, 20, torch.device("cpu")), want)

@@ -21,7 +21,8 @@ from torch import nn
 
 from zpp_lab import ops
 from zpp_lab.config import TrainConfig
-from zpp_lab.dcp import Saving, ShardedCheckpoints, read_whole
+from zpp_lab.dcp import Saving, ShardedCheckpoints
+from zpp_lab.dcp_read import read_whole
 from zpp_lab.optim import adamw, optimizer_state, update
 from zpp_lab.optimizers import StateKind, state_bytes
 

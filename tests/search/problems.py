@@ -10,7 +10,7 @@ from tests.study.fake_runs import FakeArm, write_run
 from zpp_lab.compose import compose
 from zpp_lab.config import ArmConfig, Config, StudyConfig
 from zpp_lab.cost.machine import load_machine
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.search.fastest import Problem
 from zpp_lab.study.runs import write_study
 

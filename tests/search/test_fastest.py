@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zpp_lab.cost.step import predict
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.search.fastest import TIE, NothingFits, Option, Problem, options, search
 from zpp_lab.search.limits import read_limit
 

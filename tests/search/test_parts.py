@@ -10,7 +10,8 @@ from zpp_lab.config import Config
 from zpp_lab.cost.machine import load_machine
 from zpp_lab.cost.model import plan_of, vocabulary
 from zpp_lab.cost.step import predict
-from zpp_lab.memory import MOMENTS, estimate
+from zpp_lab.memory import estimate
+from zpp_lab.moments import MOMENTS
 from zpp_lab.search.parts import Parts
 from zpp_lab.search.space import Candidate, Space
 

@@ -16,7 +16,7 @@ from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.engines.build import build_engine
 from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.launcher import launch
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook, advise
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.settings import differences

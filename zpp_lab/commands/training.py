@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -115,14 +115,17 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     if paused:
         print("stopped before the end; the same command goes on from here")
     elif summary:  # rank 0, when somebody else started the ranks
-        loss = f"held-out loss {summary['heldout_loss']:.4f}"
-        if "perplexity" in summary:  # runs of older versions have none
-            loss += f", perplexity {summary['perplexity']:.4g},"
-        before = ", trained before" if ended else ""
-        steps = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
-        print(f"{loss} after {steps}: {folder}{before}")
+        print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
     leave()
     return PAUSED if paused else 0
+
+
+def _result(summary: dict[str, Any]) -> str:
+    """What a finished run has come to, in a few words."""
+    loss = f"held-out loss {summary['heldout_loss']:.4f}"
+    if "perplexity" in summary:  # runs of older versions have none
+        loss += f", perplexity {summary['perplexity']:.4g},"
+    return f"{loss} after {summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
 
 
 def _sweep(overrides: list[str]) -> int:

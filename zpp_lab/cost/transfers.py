@@ -84,7 +84,7 @@ class Transfers:
         first, last = layouts[0], layouts[-1]
         encode = self._kernel("encode", first, unit.recipe.shards)
         if unit.recipe.config.shard == "node":
-            return Collective((encode, 0.0, 0.0), self._node_legs(unit, first.nbytes))
+            return Collective((encode, 0.0, 0.0), self._node_legs(unit))
         if self.plain:
             legs = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")
             return Collective((encode, 0.0), legs)
@@ -124,7 +124,7 @@ class Transfers:
         across = self.machine.inter.seconds(nbytes, self.link_gbps, nodes - 1)
         return (Leg("inter", max(across, inside)),)
 
-    def _node_legs(self, unit: UnitPlan, row: int) -> tuple[Leg, ...]:
+    def _node_legs(self, unit: UnitPlan) -> tuple[Leg, ...]:
         """HSDP: a reduce-scatter in the node, then an all-reduce of each row over the nodes."""
         moved = unit.reduce_bytes()
         steps = 2 * (unit.recipe.cluster.nodes - 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data.corpus import FileCorpus, text_corpus
-from zpp_lab.record_config import RecordConfig
+from zpp_lab.data_config import RecordConfig
 
 _SUFFIX = ".jsonl"
 _TEXTS = ("prompt", "completion")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zpp_lab.codecs.errors import Telemetry
+from zpp_lab.engines.losses import mean_loss
 from zpp_lab.plan import Bytes, Plan
 
 # Inputs and targets, int64 [B, T]; where some targets are IGNORED also their share, int64 [2], see
@@ -56,7 +57,7 @@ class Engine(Protocol):
 
     def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
         """Mean of `token_losses`, whatever the batches' shapes."""
-        ...
+        return mean_loss(self.token_losses(step, batches, wire))
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.config import Config
-from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
+from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.deepspeed_settings import (
     check_gradients,
     deepspeed_settings,
@@ -30,7 +30,7 @@ from zpp_lab.engines.deepspeed_settings import (
     quantizes_weights,
 )
 from zpp_lab.engines.deepspeed_state import load_states, own_part, states
-from zpp_lab.engines.losses import mean_loss, token_losses
+from zpp_lab.engines.losses import token_losses
 from zpp_lab.numerics import fold_sum
 from zpp_lab.optim import adamw
 from zpp_lab.plan import Plan
@@ -55,7 +55,7 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """Trains `model` under DeepSpeed; every rank of the default process group has one.
 
     `model` is whole on this rank's device, in fp32. `plan` is the recipe as zpp_lab would move
@@ -176,9 +176,6 @@ class DeepSpeedEngine:
         asked = self.engine.zero_quantized_weights()
         coordinator = self.optimizer.parameter_offload.get_param_coordinator()
         coordinator.zero_quantized_weights = on and asked
-
-    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
-        return mean_loss(self.token_losses(step, batches, wire))
 
     def state_dict(self) -> dict[str, Any]:
         """Whole fp32 tensors by name on rank 0, in the form of every engine; {} elsewhere.

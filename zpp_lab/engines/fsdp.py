@@ -27,14 +27,14 @@ from zpp_lab.collectives.choose import connect
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
-from zpp_lab.dcp import read_into, saved_marks, saved_names, saved_states, saved_step
-from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
+from zpp_lab.dcp_read import read_into, saved_marks, saved_names, saved_states, saved_step
+from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp_base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp_ledger import check_unit
 from zpp_lab.engines.fsdp_watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
 from zpp_lab.engines.laps import Laps
-from zpp_lab.engines.losses import counted, mean_loss, token_losses
+from zpp_lab.engines.losses import counted, token_losses
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
 from zpp_lab.engines.usage import Usage
@@ -45,11 +45,12 @@ from zpp_lab.optim import adamw, check_state, guarded_step, optimizer_state, zer
 from zpp_lab.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 
 
-class FsdpEngine:
+class FsdpEngine(Engine):
     """Trains `model` as `plan` says; every rank of the default process group has one.
 
     `model` is whole on this rank's device, or on the meta device: then each rank makes its own
-    shards of the initial weights. Its parameters become FSDP2's sharded ones.
+    shards of the initial weights. Its parameters become FSDP2's sharded ones. `transport`: one
+    that is there already.
     """
 
     def __init__(
@@ -63,13 +64,8 @@ class FsdpEngine:
         self.model, self.plan, self.config, self.device = model, plan, config, device
         building = Laps()
         self.cluster = plan.recipe.cluster
-        if transport is None:
-            watchdog = Watchdog(config.engine.timeout_seconds)
-            wanted = config.engine
-            pull = (wanted.pull, wanted.pull_multiprocessors)
-            transport = connect(self.cluster, watchdog, wanted.transport, device, *pull)
+        self.transport = transport or self._connect()
         building.done("transport")
-        self.transport = transport
         self.rank = self.transport.rank
         self.shards = plan.recipe.shards
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
@@ -103,6 +99,12 @@ class FsdpEngine:
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
         self.optimizer = adamw(self.parameters, config.train, config.seed)
         self.built = building.seconds
+
+    def _connect(self) -> Transport:
+        wanted = self.config.engine
+        watchdog = Watchdog(wanted.timeout_seconds)
+        pull = (wanted.pull, wanted.pull_multiprocessors)
+        return connect(self.cluster, watchdog, wanted.transport, self.device, *pull)
 
     def _initialize(self) -> Start | None:
         """Fill this rank's shards; returns where their rows came from."""
@@ -294,9 +296,6 @@ class FsdpEngine:
         all_gather(every.view(-1), own.view(-1))
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
         return torch.cat([row[:size] for row, size in zip(in_order, sizes, strict=False)])
-
-    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
-        return mean_loss(self.token_losses(step, batches, wire))
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""

@@ -1,8 +1,8 @@
-"""Our collectives inside an untouched FSDP2: the only file that knows its insides.
+"""Our collectives inside an untouched FSDP2, whose insides only this file and its neighbours know.
 
 FSDP2 lets a unit have an AllGather and a ReduceScatter of its own. What their `allocate`
 returns here is a `Packed` buffer: a tensor without storage that owns a packet. FSDP2's own
-copy-in and copy-out operators then land in `Packed.__torch_dispatch__`:
+copy-in and copy-out operators then land there (`fsdp_packed.py`):
 
     fsdp::all_gather_copy_in      this rank's shards are encoded           (copy-in stream)
     AllGather.__call__            payload rows travel                      (gather stream)
@@ -18,18 +18,13 @@ Facts that this file relies on: `allocate` runs twice for a reduction, first for
 FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
 `chunk_cat`. Comms are per module, not recursive. With forced SUM, FSDP2 divides by the world
 size after the reduction, in reduce_dtype.
-
-An operator that `Packed` does not know gets a plain buffer, and what was asked for does not
-happen: `Fallbacks` counts it, and the engine ends the step with an error.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.utils._pytree import tree_map
 
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
@@ -46,11 +40,11 @@ from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Transport, all_gather, peers
 from zpp_lab.config import Wire
-from zpp_lab.engines.fsdp_dtypes import GradDtypes
+from zpp_lab.engines.fsdp_packed import Box, Fallbacks, Packed
+from zpp_lab.engines.fsdp_present import Present
 from zpp_lab.plan import Unit, UnitPlan
 
-# What this file and fsdp_base.py lean on beyond the names that they spell out; a test looks for
-# each of them.
+# What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
 LEANS_ON = {
     # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
     "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
@@ -72,144 +66,9 @@ LEANS_ON = {
 }
 
 
-class Fallbacks:
-    """How often FSDP2 went past our collectives, by operator."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
-
-    def note(self, what: str) -> None:
-        self.seen[what] += 1
-
-    def check(self, allowed: bool) -> bool:
-        """Whether there were any since the last check: RuntimeError unless `allowed`."""
-        seen, self.seen = self.seen, Counter()
-        if seen and not allowed:
-            listed = ", ".join(f"{name} ({count} times)" for name, count in sorted(seen.items()))
-            raise RuntimeError(
-                f"FSDP2 of torch {torch.__version__} went past the recipe's collectives: {listed}. "
-                "Use a torch version that zpp_lab supports, or engine.allow_fallback=true to send "
-                "plain tensors there"
-            )
-        return bool(seen)
-
-
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-# ---------------------------------------------------------------------- the buffer
-
-
-@dataclass(slots=True)
-class Box:
-    """What a packed buffer really holds; its views share it."""
-
-    owner: PackedGather | PackedReduce
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    packet: Packet | None = None  # of a gather
-    grads: Sequence[Tensor] = ()  # of a reduction
-    plain: Tensor | None = None  # after an operator that we do not know
-
-    def materialize(self, operator: str) -> Tensor:
-        self.owner.fallbacks.note(operator)
-        if self.packet is not None or self.grads:
-            raise RuntimeError(f"{operator} on a buffer that is encoded already: cannot go on")
-        if self.plain is None:
-            self.plain = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        return self.plain
-
-
-class Packed(Tensor):
-    """A buffer for FSDP2 that has a size, a dtype and a device, but a packet for content."""
-
-    box: Box
-
-    @staticmethod
-    def __new__(cls, box: Box, size: Sequence[int]) -> Packed:
-        made = Tensor._make_wrapper_subclass(cls, size, dtype=box.dtype, device=box.device)
-        made.box = box
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Packed({tuple(self.shape)}, {self.dtype})"
-
-    def view(self, *size: Any) -> Tensor:  # type: ignore[override]
-        """As the dispatcher does it, without the way there: FSDP2 asks once a collective."""
-        if all(type(s) is int for s in size):
-            return Packed(self.box, _resolved(size, self.box.numel))
-        return super().view(*size)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = _name(func)
-        handler = HANDLERS.get(name)
-        out = handler(*args, **(kwargs or {})) if handler else NotImplemented
-        if out is not NotImplemented:
-            return out
-
-        def plain(x: Any) -> Any:
-            return x.box.materialize(name).view(x.shape) if isinstance(x, Packed) else x
-
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
-
-
-@cache
-def _name(operator: Any) -> str:
-    return str(operator._schema.name)
-
-
-def _view(buffer: Packed, size: Sequence[int]) -> Packed:
-    return Packed(buffer.box, _resolved(size, buffer.numel()))
-
-
-def _detach(buffer: Packed) -> Packed:
-    return Packed(buffer.box, buffer.shape)
-
-
-def _resolved(size: Sequence[int], numel: int) -> list[int]:
-    known = math.prod(s for s in size if s != -1)
-    return [numel // max(1, known) if s == -1 else s for s in size]
-
-
-def _copy_in(inputs: Any, output: Any, splits: Any, numel: int, rank: int) -> Any:
-    if not isinstance(output, Packed) or output.box.plain is not None:
-        return NotImplemented
-    return output.box.owner.copy_in(output, inputs)  # type: ignore[union-attr]
-
-
-def _copy_out(output: Any, splits: Any, dim: int = 0, *, out: Any) -> Any:
-    if not isinstance(output, Packed) or output.box.packet is None or dim != 1:
-        return NotImplemented
-    output.box.owner.unpack(output.box.packet, out)  # type: ignore[union-attr]
-    return None
-
-
-def _chunk_cat(tensors: Any, dim: int, num_chunks: int, *, out: Any) -> Any:
-    if not isinstance(out, Packed) or dim != 0 or out.box.plain is not None:
-        return NotImplemented
-    out.box.grads = tensors
-    return None
-
-
-HANDLERS: dict[str, Callable[..., Any]] = {
-    "aten::view": _view,
-    "aten::detach": _detach,
-    "fsdp::all_gather_copy_in": _copy_in,
-    "fsdp::split_with_sizes_copy": _copy_out,
-    "fsdp::chunk_cat": _chunk_cat,
-    "fsdp::chunk_cat_mixed_dtype": _chunk_cat,
-}
-
-
-# ---------------------------------------------------------------------- the comms
 
 
 class PackedGather(AllGather):
@@ -293,58 +152,6 @@ class PackedReduce(ReduceScatter):
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize  # a packed buffer has no bytes of its own
-
-
-class Present:
-    """Which parameters of a unit got a gradient since its last reduction.
-
-    FSDP2 hands over gradients without names. A hook on each gathered parameter notes the
-    parameter when autograd has accumulated its gradient. FSDP2 makes these parameters in the
-    unit's first forward and keeps them.
-    """
-
-    def __init__(self, module: nn.Module, names: Names, local: dict[str, str]) -> None:
-        """`names` in FSDP2's order; `local` maps them to names inside `module`."""
-        self.names = names
-        self.seen: list[Tensor] = []
-        self.taken: list[Names] = []  # of each reduction since the step began
-        self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
-        self.found: dict[Names, list[torch.Size]] = {}  # shapes
-        self.dtypes = GradDtypes()
-        self.places = {n: _place(module, local[n]) for n in names}
-        self.handle = module.register_forward_pre_hook(self._attach)
-
-    @torch.compiler.disable
-    def _attach(self, *_: Any) -> None:
-        for name, (owner, attribute) in self.places.items():
-            parameter = getattr(owner, attribute)
-            if parameter.requires_grad:
-                self.dtypes.attach(parameter)
-                # a function of C: Python's would cost every gradient some microseconds
-                parameter.register_post_accumulate_grad_hook(self.seen.append)
-                self.hooked[id(parameter)] = name, parameter
-        self.handle.remove()
-
-    def take(self, grads: Sequence[Tensor]) -> tuple[Names, Sequence[Tensor]]:
-        """The names of `grads`, in order, and these in their dtypes; start anew."""
-        seen = Counter(map(id, self.seen))
-        self.seen.clear()
-        names = tuple([name for key, (name, _) in self.hooked.items() if key in seen])
-        self.taken.append(names)
-        if names not in self.found:
-            shapes = {name: parameter.shape for name, parameter in self.hooked.values()}
-            self.found[names] = [shapes[name] for name in names]
-        own = [g.shape for g in grads]
-        assert own == self.found[names], "FSDP2 reduces other gradients than seen"
-        if self.dtypes.waiting:
-            given = [parameter for key, (_, parameter) in self.hooked.items() if key in seen]
-            grads = self.dtypes.own(given, grads, seen)
-        return names, grads
-
-
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
 
 
 # ---------------------------------------------------------------------- installation

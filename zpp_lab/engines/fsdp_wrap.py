@@ -19,7 +19,8 @@ from torch.distributed.fsdp import (
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
-from zpp_lab.engines.fsdp_comm import Fallbacks, Installed, install
+from zpp_lab.engines.fsdp_comm import Installed, install
+from zpp_lab.engines.fsdp_packed import Fallbacks
 from zpp_lab.plan import Plan
 from zpp_lab.recipe import Recipe, quantizes_any
 

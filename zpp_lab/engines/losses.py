@@ -23,9 +23,8 @@ def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of every counted target in nats, fp32 [B · T or fewer], row by row.
 
     model(inputs) gives logits [B, T, vocab]; inputs, targets: int64 [B, T], and IGNORED targets
-    are left out. A model that
-    `gives_token_losses` is asked for the losses themselves, which it may compute without whole
-    logits: model(inputs, targets, each=True).
+    are left out. A model that `gives_token_losses` is asked for the losses themselves, which it
+    may compute without whole logits: model(inputs, targets, each=True).
     """
     if getattr(model, "gives_token_losses", False):
         losses: Tensor = model(inputs, targets, each=True)

@@ -21,8 +21,8 @@ from zpp_lab.codecs.errors import ErrorSums
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic
 from zpp_lab.config import Config, Wire
-from zpp_lab.engines.base import Batch, Batches, NonFiniteError, StepResult
-from zpp_lab.engines.losses import mean_loss, token_losses
+from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.losses import token_losses
 from zpp_lab.engines.norm import rank_squares
 from zpp_lab.engines.passes import Grads, Passes
 from zpp_lab.engines.reduction import Reduction, together
@@ -35,7 +35,7 @@ from zpp_lab.plan import PassUse, Plan, StepUse
 from zpp_lab.recipe import DTYPES
 
 
-class VirtualEngine:
+class VirtualEngine(Engine):
     """Trains `model` (fp32, on its device) as `plan` says. The model's parameters become the
     gathered weights in `param_dtype`; the fp32 master weights are kept beside them."""
 
@@ -267,9 +267,6 @@ class VirtualEngine:
         losses = [token_losses(self.model, x, y) for x, y in pairs]
         self.model.train()
         return torch.cat(losses).cpu()
-
-    def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
-        return mean_loss(self.token_losses(step, batches, wire))
 
     def state_dict(self) -> dict[str, Any]:
         return {

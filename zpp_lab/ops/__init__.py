@@ -16,13 +16,11 @@ from zpp_lab.codecs import Noise
 from zpp_lab.layout import Layout
 from zpp_lab.ops import cuda, reference
 from zpp_lab.ops.backend import configure, status, use_kernels
-from zpp_lab.ops.noise import DeviceNoise
 from zpp_lab.ops.reference import padded_rows
 from zpp_lab.ops.rows import MAX_ROWS, Payload, Rows, one_of, senders, whole
 
 __all__ = [
     "MAX_ROWS",
-    "DeviceNoise",
     "Payload",
     "Rows",
     "configure",

@@ -182,10 +182,8 @@ def _fold_partials(layout: Layout, chosen: Sequence[int], partials: Tensor, erro
         errors[:, i, -1] = segment.numel
 
 
-def _noise(
-    noise: Noise | None, layout: Layout, out: Tensor
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """Key, key on the device, and rows, as the operators take them."""
+def _noise(noise: Noise | None, layout: Layout, out: Tensor) -> tuple[int, Tensor | None]:
+    """Key and rows, as the operators take them."""
     if noise is None or not layout.stochastic:
-        return 0, None, None
-    return signed(noise.key), getattr(noise, "words", None), noise_rows(noise, out.device)
+        return 0, None
+    return signed(noise.key), noise_rows(noise, out.device)

@@ -13,7 +13,7 @@ from rich.console import Console
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.cost.machine import load_machine
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.planner import DEFAULT_GIB, MOST_RANKS, Outlook, gpu_memory
 from zpp_lab.search.fastest import Answer, NothingFits, Problem, search
 from zpp_lab.search.limits import LossLimit, read_limit

@@ -20,7 +20,8 @@ from zpp_lab.config import Config, RecipeConfig
 from zpp_lab.cost.machine import Machine
 from zpp_lab.cost.model import plan_of, vocabulary
 from zpp_lab.cost.step import StepTime, predict
-from zpp_lab.memory import MOMENTS, estimate
+from zpp_lab.memory import estimate
+from zpp_lab.moments import MOMENTS
 from zpp_lab.search.limits import LossLimit, Ruling
 from zpp_lab.search.parts import Figures, Parts
 from zpp_lab.search.sameness import STATES, Numbers

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zpp_lab.config import Config
-from zpp_lab.memory import GIB
+from zpp_lab.moments import GIB
 from zpp_lab.planner import sequences
 from zpp_lab.search.fastest import TIE, UNLIMITED, Answer, Timed
 from zpp_lab.search.next_study import tempting
