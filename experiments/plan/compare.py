@@ -37,7 +37,9 @@ def main() -> None:
         "planned_gib": expected,
         "planned_device_gib": planned.peak / GIB,
         "moment": planned.peak_moment,
-        "items": {i.name: i.nbytes[planned.peak_moment] / GIB for i in planned.items},
+        "items": {
+            i.name: i.nbytes[planned.peak_moment] / GIB for i in planned.items if i.place == "gpu"
+        },
         **as_dict(found),
     }
     keep(args.out / "plan.json", args.name, result)

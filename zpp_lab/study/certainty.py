@@ -10,29 +10,42 @@ from zpp_lab.study.band_text import band_lines
 from zpp_lab.study.bootstrap import DocumentGap
 from zpp_lab.study.documents import document_gaps
 from zpp_lab.study.noise import NoiseFloor, noise_floors
+from zpp_lab.study.quiet import Quiet, quiet_parts
 from zpp_lab.study.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
 from zpp_lab.study.verdict import StudyResult
 
-COLUMNS = (*P_VALUE_COLUMNS, "Gap, other documents", "Gap, other documents and seeds")
+COLUMNS = (
+    *P_VALUE_COLUMNS,
+    "Gap, other documents",
+    "Gap, other documents and seeds",
+    "Gap, quiet part",
+)
 
 
 @dataclass(frozen=True)
 class Certainty:
-    """documents: gaps over documents by arm; floors: one a baseline with two seeds or more."""
+    """documents: gaps over documents by arm; floors: one a baseline with two seeds or more;
+    quiet: the steps before noise takes over, one a baseline that has such."""
 
     result: StudyResult
     documents: Mapping[str, DocumentGap]
     floors: Sequence[NoiseFloor]
+    quiet: Sequence[Quiet] = ()
 
     def rows(self) -> list[list[str]]:
         """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
-        rows = [[*row, *self._intervals(row[0])] for row in p_value_rows(self.result)]
+        quiet = {arm.arm: arm.text for part in self.quiet for arm in part.arms}
+        rows = [
+            [*row, *self._intervals(row[0]), quiet.get(row[0], NOTHING)]
+            for row in p_value_rows(self.result)
+        ]
         looks = COLUMNS.index("Looks")
         return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
 
     def lines(self) -> list[str]:
-        """Sentences on the intervals and on the noise floor."""
+        """Sentences on the intervals, on the noise floor and on the quiet part."""
         noise = [line for floor in self.floors for line in floor.lines] + band_lines(self.result)
+        noise += [part.text for part in self.quiet]
         if not self.documents:
             return noise
         return [self._on_documents(), *noise]
@@ -60,8 +73,8 @@ class Certainty:
 
 
 def certainty(result: StudyResult) -> Certainty:
-    """Reads heldout.json of every run."""
-    return Certainty(result, document_gaps(result), noise_floors(result))
+    """Reads heldout.json and metrics.jsonl of every run."""
+    return Certainty(result, document_gaps(result), noise_floors(result), quiet_parts(result))
 
 
 def _range(interval: tuple[float, float] | None) -> str:
