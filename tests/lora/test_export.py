@@ -23,7 +23,8 @@ from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.evaluate import evaluate
 from zpp_lab.export import export_hf, export_peft, export_quantized
 from zpp_lab.export.wire import parse_codec
-from zpp_lab.trainer import Trainer, run
+from zpp_lab.resume import open_store, resume
+from zpp_lab.trainer import run
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,10 +63,10 @@ def test_models_of_transformers_merged(kind: str, tmp_path: Path) -> None:
 def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
     config = llama(tmp_path, "q4")
     run(config)
-    trainer = Trainer(config, tmp_path / "run")
-    engine = build_engine(config, 256, torch.device("cpu"))
+    device = torch.device("cpu")
+    engine = build_engine(config, 256, device)
     assert isinstance(engine, VirtualEngine)
-    trainer._resume(engine)
+    resume(config, engine, open_store(config, tmp_path / "run" / "checkpoints", device, 0), device)
     tokens = open_data(config.data).batch(1, 0, 0, 0, 2, 16)[0]
     engine.token_losses(0, [(tokens, tokens)], wire=False)  # loads the master adapters
     with torch.no_grad():
