@@ -22,9 +22,6 @@ from typing import Any
 
 from zpp_lab.config import Config
 from zpp_lab.config_load import load
-from zpp_lab.cost.model import plan_of, vocabulary
-from zpp_lab.memory import estimate
-from zpp_lab.moments import GIB
 from zpp_lab.study.appendix import facts
 from zpp_lab.study.band import noise_bands
 from zpp_lab.study.export import export
@@ -143,6 +140,10 @@ def planned_gib(runs: Sequence[Run]) -> float | None:
     config = load(Config, runs[0].config)
     if config.engine.name != "fsdp":
         return None
+    from zpp_lab.cost.model import plan_of, vocabulary  # torch comes with it
+    from zpp_lab.memory import estimate
+    from zpp_lab.moments import GIB
+
     return estimate(plan_of(config), config, vocabulary(config)).tensors / GIB
 
 

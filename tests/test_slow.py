@@ -37,6 +37,7 @@ def test_each_file_says_what_it_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "2 with failures" in said[-3]
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, monkeypatch, hangs="def test_a(): time.sleep(600)")
     said: list[str] = []

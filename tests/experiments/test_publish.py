@@ -39,6 +39,10 @@ def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
     summary = root / "w4" / "seed1" / "summary.json"
     peaks = {"peak_gib": [61.25, 64.5]}
     summary.write_text(json.dumps(json.loads(summary.read_text()) | peaks))
+    real = compose(["engine=fsdp", "recipe=broken", "cluster=1x2", "tracking.wandb=off"])
+    (root / "broken" / "seed1" / "config.yaml").write_text(yaml.safe_dump(asdict(real)))
+    summary = root / "broken" / "seed1" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | peaks))
     done = published(page, root)
     assert done.returncode == 0, done.stderr
     with (page / "results.csv").open() as lines:
@@ -51,6 +55,9 @@ def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
     w4 = [cell.strip() for cell in next(r for r in table if r.startswith("| w4")).split("|")]
     assert w4[7:9] == ["0.100", "10,240"]
     assert w4[12:14] == ["64.50", NOTHING]  # one process played all ranks: nothing was planned
+    broken = [cell.strip() for cell in next(r for r in table if "| broken" in r).split("|")]
+    planned = Outlook.of(real, 0).estimate.tensors / GIB
+    assert broken[12:14] == ["64.50", f"{planned:.2f}"]  # a process a rank
     assert w4[5].startswith("above, ")  # the noise band
     assert any(line.startswith("- Commit: 0123456789") for line in table)
     assert {p.name for p in (page / "figures").iterdir()} >= {"gap_steps.svg", "loss.svg"}
@@ -81,22 +88,3 @@ def test_without_runs_nothing_is_written(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "page").exists()
-
-
-def test_real_ranks_have_their_plan_beside_the_peak(tmp_path: Path) -> None:
-    study = fake_study(tuple(a for a in ARMS if a.name in ("zero3", "w4")), seeds=1)
-    root, page = tmp_path / "runs", tmp_path / "page"
-    write_study_runs(root, study, steps=4)
-    write_study(root, study)
-    config = root / "w4" / "seed1" / "config.yaml"
-    words = ["engine=fsdp", "recipe=w4", "cluster=1x2", "model=1_3b", "data.seq_len=2048"]
-    chosen = compose([*words, "tracking.wandb=off"])
-    config.write_text(yaml.safe_dump(asdict(chosen)))
-    summary = root / "w4" / "seed1" / "summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"peak_gib": [30.0, 31.0]}))
-    done = published(page, root)
-    assert done.returncode == 0, done.stderr
-    table = (page / "table.md").read_text().splitlines()
-    w4 = [cell.strip() for cell in next(r for r in table if r.startswith("| w4")).split("|")]
-    planned = Outlook.of(chosen, 0).estimate.tensors / GIB
-    assert w4[12:14] == ["31.00", f"{planned:.2f}"]

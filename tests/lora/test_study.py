@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.lora.models import save_base
 from tests.runs import corpus
 from zpp_lab.compose import compose, load_study
 from zpp_lab.trainer import run
 
 
+@pytest.mark.slow
 def test_every_arm_of_the_mini_study_trains(tmp_path: Path) -> None:
     shape = {"dim": 32, "heads": 4, "kv_heads": 4, "ffn": 256}
     save_base(tmp_path / "hf", vocab=256, **shape)

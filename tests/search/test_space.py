@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zpp_lab.config import CodecConfig, RecipeConfig
 from zpp_lab.search.space import Space, named_recipes, runs, without_bits, without_name
 
@@ -12,6 +14,7 @@ def recipes(*overrides: str, studied: bool = False) -> list[RecipeConfig]:
     return Space(base(*overrides), studied=studied).recipes()
 
 
+@pytest.mark.slow
 def test_every_recipe_runs_and_comes_once() -> None:
     found = recipes(studied=True)
     assert len(found) > 2000
