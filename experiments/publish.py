@@ -134,17 +134,28 @@ def peak_gib(runs: Sequence[Run]) -> float | None:
 
 
 def planned_gib(runs: Sequence[Run]) -> float | None:
-    """The same as `zpp-lab plan` says it of the runs' config; None where ranks have no GPU each."""
+    """The same as `zpp-lab plan` says it of the first run's config. None where ranks have no GPU
+    each, and where nothing can be planned here, which stderr is told."""
     if not runs or not runs[0].config:
         return None
     config = load(Config, runs[0].config)
     if config.engine.name != "fsdp":
         return None
-    from zpp_lab.cost.model import plan_of, vocabulary  # torch comes with it
+    from zpp_lab.cost.model import vocabulary  # torch comes with it
+    from zpp_lab.engines.build import build_plan
     from zpp_lab.memory import estimate
+    from zpp_lab.models import build_model
     from zpp_lab.moments import GIB
+    from zpp_lab.rundata import vocab_size
 
-    return estimate(plan_of(config), config, vocabulary(config)).tensors / GIB
+    try:
+        # a tokenizer that lay on the runs' machine is not needed: they say how many tokens it has
+        vocab = max(vocab_size(runs[0].dir) or vocabulary(config), config.model.vocab_size)
+        plan = build_plan(build_model(config.model, vocab, "meta"), config)
+        return estimate(plan, config, vocab).tensors / GIB
+    except ValueError as error:
+        print(f"{runs[0].dir}: no plan beside its peak: {error}", file=sys.stderr)
+        return None
 
 
 def _number(value: float | None, spec: str) -> str:

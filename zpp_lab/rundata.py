@@ -84,6 +84,11 @@ def warn_of_change(run: Path, data: TokenData | PackedData) -> None:
         )
 
 
+def vocab_size(run: Path) -> int | None:
+    """How many tokens the tokenizer of the run in `run` has; None: it does not say."""
+    return _said(run).get("vocab_size")
+
+
 def _said(run: Path) -> dict[str, Any]:
     path = run / FILE
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -28,6 +28,13 @@ begin_whole() {  # folder: a run, whose checkpoints lie in the other's folder, b
 hand_over() {  # folder: what the second half needs beside the checkpoint
   cp "$1"/whole/{config.yaml,metrics.jsonl,data.json} "$1/again"
 }
-compared() {  # folder, log: from what it started, and whether it is the same run
+begun_from() {  # folder, log: from which checkpoint the second half starts
+  local begun
+  begun=$(ls "$1/again/checkpoints")
+  echo "started from ${begun:-the beginning, as there is no checkpoint: this shows nothing}" | tee "$2"
+  [ -n "$begun" ] || worst=1
+}
+compared() {  # folder, log: whether both are the same run; `worst` is what run.sh ends with
   python3 experiments/same_run.py "$1/whole" "$1/again" | tee -a "$2"
+  [ "${PIPESTATUS[0]}" = 0 ] || worst=1
 }

@@ -12,15 +12,17 @@ if [ -z "${MOVED:-}" ]; then
   begin_whole runs/moved
   mapfile -t whole < <(settings "$twin" mini runs/moved/whole "${cuda[@]}" ${OVERRIDES:-})
   launched "moved: the whole run" "${whole[@]}" train.checkpoint_every=$((STEPS / 2))
+  begun_from runs/moved "$out/moved.log"
   hand_over runs/moved
   cp "$out/gpus.txt" runs/moved/first_gpus.txt
   tar czf "$out/moved.tar.gz" -C runs moved
   ls -l "$out/moved.tar.gz"
 else
+  [ -f "$MOVED" ] || { echo "MOVED=$MOVED: no such file; it is OUT/moved.tar.gz of the first machine" >&2; exit 2; }
   rm -rf runs/moved
   mkdir -p runs
   tar xzf "$MOVED" -C runs
-  echo "started from $(ls runs/moved/again/checkpoints)" | tee "$out/moved.log"
+  begun_from runs/moved "$out/moved.log"
   mapfile -t again < <(settings "$twin" mini runs/moved/again "${cuda[@]}" ${OVERRIDES:-})
   launched "moved: its second half again" "${again[@]}"
   if cmp -s "$out/gpus.txt" runs/moved/first_gpus.txt && [ -s "$out/gpus.txt" ]; then

@@ -10,8 +10,7 @@ mapfile -t again < <(settings "$STUDY" "$MODEL" runs/resume/again ${OVERRIDES:-}
 launched "resume: the whole run" "${whole[@]}" train.checkpoint_every=$((STEPS / 2))
 du -sh runs/resume/again/checkpoints/* | tail -n 1
 hand_over runs/resume
-begun=$(ls runs/resume/again/checkpoints)
+begun_from runs/resume "$out/resume.log"
 launched "resume: its second half again" "${again[@]}"
-echo "started from ${begun:-the beginning, as there is no checkpoint}" | tee "$out/resume.log"
 compared runs/resume "$out/resume.log"
 pack resume

@@ -15,6 +15,7 @@ source experiments/size.sh
 STUDY=$(sized "${STUDY:-pretrain_13b}")
 LIMIT="${LIMIT:-$((GPUS == 2 ? 420 : 240))}"
 NEED="${NEED:-$((GPUS == 2 ? 285 : 200))}"
+worst=0
 ready "$STUDY" ${OVERRIDES:-}
 for part in "$@"; do
   case $part in
@@ -22,3 +23,4 @@ for part in "$@"; do
     *) arm "$STUDY" "$part" ${OVERRIDES:-} ;;
   esac
 done
+exit "$worst"

@@ -18,7 +18,7 @@ from zpp_lab.compose import compose
 from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook
 from zpp_lab.study.result import read_result
-from zpp_lab.study.runs import write_study
+from zpp_lab.study.runs import Run, write_study
 from zpp_lab.study.table import NOTHING
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "publish.py"
@@ -88,3 +88,17 @@ def test_without_runs_nothing_is_written(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "page").exists()
+
+
+def test_a_plan_needs_no_file_of_the_machine_that_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned_gib = run_path(str(SCRIPT))["planned_gib"]
+    words = ["engine=fsdp", "cluster=1x2", "data.tokenizer=hf", "data.tokenizer_path=gone"]
+    config = asdict(compose([*words, "tracking.wandb=off"]))
+    run = Run(tmp_path, "w4", 1, config, {}, None)
+    assert planned_gib([run]) is None
+    assert "no plan beside its peak: data.tokenizer_path=gone" in capsys.readouterr().err
+    (tmp_path / "data.json").write_text(json.dumps({"vocab_size": 300}))
+    bpe = compose(["engine=fsdp", "cluster=1x2", "data.tokenizer=bpe", "data.vocab_size=300"])
+    assert planned_gib([run]) == Outlook.of(bpe, 0).estimate.tensors / GIB

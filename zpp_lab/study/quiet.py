@@ -9,7 +9,7 @@ little of the end of training, but it is exact where a verdict would take many s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -26,7 +26,6 @@ class QuietArm:
     """Gaps of the training loss in nats, over all steps of the quiet part and all seeds."""
 
     arm: str
-    seeds: int
     mean: float
     largest: float  # without its sign
 
@@ -57,10 +56,10 @@ class Quiet:
         until = f"In all {self.end} steps" if self.whole else f"Up to step {self.end}"
         return (
             f"{until} the training loss of {names} is within {self.noise:.1e} nats of "
-            f"{self.baseline}'s: the quiet part, which ends at a hundredth of the margin "
-            f"({self.limit:.1e}). Gaps there (means and largest amounts over steps and seeds) come "
-            "from what an arm rounds, not from the order of sums. They say what a recipe does at "
-            "the beginning, nothing of the end."
+            f"{self.baseline}'s: the quiet part, in which it stays within {SHARE:.0%} of the "
+            f"margin ({self.limit:.1e}). Gaps there (means and largest amounts over steps and "
+            "seeds) come from what an arm rounds, not from the order of sums. They say what a "
+            "recipe does at the beginning, nothing of the end."
         )
 
 
@@ -76,30 +75,35 @@ def _part(result: StudyResult, base: ArmResult) -> Quiet | None:
         for arm in result.arms
         if arm.verdict != "baseline" and result.baseline_of(arm).name == base.name
     ]
-    gaps = {arm.name: list(_gaps(arm, base)) for arm in of_base}
-    controls = [a.name for a in of_base if a.arm.role == "order_control" and gaps[a.name]]
-    if not controls:
+    theirs = {seed: _losses(run) for seed, run in base.runs.items()}
+    controls = {a.name: _gaps(a, theirs) for a in of_base if a.arm.role == "order_control"}
+    runs = [run for found in controls.values() for run in found]
+    if not runs:
         return None
     assert base.margin is not None
     limit = SHARE * base.margin
-    runs = [run for name in controls for run in gaps[name]]
-    last = max(len(run) for run in runs)
-    end = min((_first_beyond(run, limit) for run in runs), default=last)
+    end = min(_first_beyond(run, limit) for run in runs)
     if end < FEWEST:
         return None
     noise = max(abs(gap) for run in runs for gap in run[:end])
-    arms = [_arm(a.name, gaps[a.name], end) for a in of_base if gaps[a.name]]
-    return Quiet(base.name, controls, end, end == last, limit, noise, arms)
+    names = [name for name, found in controls.items() if found]
+    arms = [_arm(a.name, found) for a in of_base if (found := _gaps(a, theirs, end))]
+    return Quiet(base.name, names, end, end == max(map(len, runs)), limit, noise, arms)
 
 
-def _gaps(arm: ArmResult, base: ArmResult) -> Iterator[list[float]]:
-    """For each seed that both have begun: the training loss's gap of steps 1, 2 … in order."""
-    for seed, run in arm.runs.items():
-        if seed in base.runs:
-            mine, theirs = _losses(run), _losses(base.runs[seed])
-            found = [a - b for a, b in zip(mine, theirs, strict=False)]
-            if found:
-                yield found
+def _gaps(
+    arm: ArmResult, theirs: Mapping[int, Sequence[float]], end: int | None = None
+) -> list[list[float]]:
+    """For each seed of the verdict, or each that has begun while none has ended: the training
+    loss's gap of steps 1, 2 … in order, up to `end`."""
+    runs = {seed: arm.runs[seed] for seed in arm.gaps} or arm.runs
+    both = [
+        zip(_losses(run), theirs[seed], strict=False)
+        for seed, run in runs.items()
+        if seed in theirs
+    ]
+    found = [[mine - other for mine, other in pairs][:end] for pairs in both]
+    return [gaps for gaps in found if gaps]
 
 
 def _losses(run: Run) -> list[float]:
@@ -117,6 +121,6 @@ def _first_beyond(run: Sequence[float], limit: float) -> int:
     return next((i for i, gap in enumerate(run) if abs(gap) > limit), len(run))
 
 
-def _arm(name: str, runs: Sequence[Sequence[float]], end: int) -> QuietArm:
-    inside = [gap for run in runs for gap in run[:end]]
-    return QuietArm(name, len(runs), fmean(inside), max(map(abs, inside)))
+def _arm(name: str, runs: Sequence[Sequence[float]]) -> QuietArm:
+    gaps = [gap for run in runs for gap in run]
+    return QuietArm(name, fmean(gaps), max(map(abs, gaps)))
