@@ -81,6 +81,20 @@ def test_the_first_screens_figures_of_13b_stand_in_their_file() -> None:
     assert f"another order of sums alone moves {below['zero3_split']:.3f}" in text
 
 
+def test_what_the_first_screen_says_of_30b_follows_from_its_results() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    final, first = {}, {}
+    with (ROOT / "experiments" / "finetune_30b" / "results.csv").open() as lines:
+        for row in csv.DictReader(lines):
+            first.setdefault(row["arm"], float(row["loss"]))
+            if row["heldout_loss"]:
+                final[row["arm"]] = float(row["heldout_loss"])
+    below = {arm: final["zero3"] - loss for arm, loss in final.items()}
+    assert f"end {below['w4']:.3f} and {below['w2']:.3f} nats *below* plain FSDP2" in text
+    assert f"another order of sums moves ({below['zero3_split']:.3f})" in text
+    assert f"2 bits start {first['w2'] - first['zero3']:.2f} nats above" in text
+
+
 def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
     text = (ROOT / "README.md").read_text().split("\n## ")[0]
     for table, words in (("tiny", "54 of 54 cases at tiny"), ("125m", "58 of 58 at 125M")):

@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"resume"},
     {"trainer", "api", "export", "cost"},
     {"host_memory"},
-    {"launcher", "evaluate"},
+    {"launcher", "evaluate", "sequences"},
     {"multirun", "bench", "doctor"},
     {"study"},
     {"dashboard", "planner", "predicted"},

@@ -57,3 +57,13 @@ def test_where_the_first_step_goes(tmp_path: Path) -> None:
     assert 0 < parts <= found["first step"]
     assert found["graphs"] == 0
     assert found["with telemetry"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_repeats(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--name", "zeropp/cpu", "--times", "3", "model=tiny"]
+    words += ["recipe=zeropp", "cluster=1x2", *SMALL]
+    assert "zeropp/cpu: 0 of 3 steps differ" in torchrun("repeat/repeat.py", *words)
+    found = json.loads((tmp_path / "repeat.json").read_text())["results"]["zeropp/cpu"]
+    assert found["differing"] == []
+    assert found["norm"] > 0

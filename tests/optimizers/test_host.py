@@ -76,3 +76,17 @@ def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatc
         if place == "host":
             assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cpu"}
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_stages_are_taken_from_the_gpu_once() -> None:
+    train = TrainConfig(optimizer_state="8bit", optimizer_place="host")
+    own = {"w": torch.nn.Parameter(torch.randn(2048, 4096, device="cuda"))}
+    optimizer = adamw(own, train, seed=3)
+    reserved = []
+    for step in range(4):
+        own["w"].grad = torch.randn_like(own["w"])
+        update(optimizer, step, ok=torch.tensor(True, device="cuda"))
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1] == reserved[-1]

@@ -1,4 +1,4 @@
-"""`zpp-lab report`, `compare`, `sync` and `dashboard`."""
+"""`zpp-lab report`, `compare`, `batch`, `sync` and `dashboard`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ REPORT = """Into that folder: report.html (one page that works offline), report.
 results.csv and figures/."""
 
 
+BATCH = """For each sequence: its documents, how many distinct tokens it has, and the share of its
+tokens that repeat the text a line before. Where a loss or a gradient's norm jumps in one step, its
+text is the first thing to look at.
+
+    zpp-lab batch runs/smoke/w4/seed1 32,39-41"""
+
+
 def add_results(add: Add) -> None:
     report = add(
         "report", "write the report of a folder of runs, or of measured speeds", _report, REPORT
@@ -34,6 +41,12 @@ def add_results(add: Add) -> None:
     comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
     comparison.add_argument(
         "--out", type=Path, metavar="FILE", help="write a .csv, .md or .html file too"
+    )
+    batch = add("batch", "show what text a run read in some of its steps", _batch, BATCH)
+    batch.add_argument("dir", type=Path, help="a run's folder")
+    batch.add_argument("steps", help="steps, such as 32 or 32,39-41")
+    batch.add_argument(
+        "--characters", type=int, default=60, metavar="N", help="of each text (default: 60; 0: all)"
     )
     sync = add("sync", "send runs to wandb that it did not get whole", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
@@ -65,6 +78,33 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
     else:
         _show(args.dir, None, args.speed, _predict(args.machine))
     return 0
+
+
+def _batch(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.sequences import sequences
+    from zpp_lab.text import text_table
+
+    columns = ["step", "rank", "micro-step", "row", "distinct", "repeats", "documents", "text"]
+    rows = [
+        [
+            *map(str, (s.step, s.rank, s.micro, s.row, s.distinct)),
+            f"{s.repeats:.0%}",
+            ", ".join(s.documents),
+            repr(s.text[: args.characters or None])[1:-1],
+        ]
+        for s in sequences(args.dir, _steps(args.steps))
+    ]
+    print(text_table(columns, rows, 0))
+    return 0
+
+
+def _steps(text: str) -> list[int]:
+    """32,39-41 → [32, 39, 40, 41]"""
+    try:
+        ends = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r}: give steps as 32 or 32,39-41") from None
+    return sorted({step for end in ends for step in range(end[0], end[-1] + 1)})
 
 
 def _predict(machine: str | None) -> Predict | None:

@@ -100,11 +100,23 @@ class PackedData:
     ) -> Callable[[int, int], Batch]:
         """(rank, micro-step) → inputs, targets int64 [batch_size, seq_len] and the share, int64
         [2]: `world` · `micros` over the counted targets of the whole step. See models/loss.py."""
+        turns = self.turns(seed, step, world, micros, batch_size, seq_len)
+        share = torch.tensor([world * micros, int(self.train.counted[turns].sum())])
+        return lambda rank, micro: (*self._batch(self.train, turns[rank, micro]), share)
+
+    def turns(
+        self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
+    ) -> np.ndarray:
+        """Which training sequences `step` takes, int64 [world, micros, batch_size]."""
         assert seq_len == self.seq_len
-        places = self._places(seed, step * world * micros * batch_size, world * micros * batch_size)
-        share = torch.tensor([world * micros, int(self.train.counted[places].sum())])
-        turns = places.reshape(micros, world, batch_size)
-        return lambda rank, micro: (*self._batch(self.train, turns[micro, rank]), share)
+        count = world * micros * batch_size
+        places = self._places(seed, step * count, count)
+        return places.reshape(micros, world, batch_size).swapaxes(0, 1)
+
+    def documents(self, place: int, seq_len: int) -> range:
+        """Which of the training records that are used a sequence has, from 0 on."""
+        assert seq_len == self.seq_len
+        return range(int(self.train.first[place]), int(self.train.first[place + 1]))
 
     def heldout(
         self, tokens: int, batch_size: int, seq_len: int

@@ -152,17 +152,22 @@ def _write(corpus: Corpus, cfg: DataConfig, work: Path) -> dict[str, Any]:
     return meta
 
 
+def open_tokenizer(cfg: DataConfig, folder: Path) -> Tokenizer:
+    """The one that encoded the token files in `folder`."""
+    if cfg.tokenizer == "bpe":
+        return BpeTokenizer((folder / TOKENIZER).read_text(encoding="utf-8"))
+    return open_outside(cfg) if cfg.tokenizer == "hf" else ByteTokenizer()
+
+
 def _tokenizer(corpus: Corpus, cfg: DataConfig) -> Tokenizer:
-    if cfg.tokenizer == "bytes":
-        return ByteTokenizer()
-    if cfg.tokenizer == "hf":
-        return open_outside(cfg)
-    texts = (text for _, split, text in _parts(corpus, cfg) if split == "train")
+    if cfg.tokenizer != "bpe":
+        return open_tokenizer(cfg, Path())
+    texts = (text for _, split, text in parts(corpus, cfg) if split == "train")
     return BpeTokenizer.train(islice(texts, 0, None, cfg.bpe_every), cfg.vocab_size)
 
 
-def _parts(corpus: Corpus, cfg: DataConfig) -> Iterator[Part]:
-    """(name, split, text): every n-th document is held out.
+def parts(corpus: Corpus, cfg: DataConfig) -> Iterator[Part]:
+    """(name, split, text), in the order of the token files: every n-th document is held out.
 
     Of fewer than n documents the last n-th of each one's bytes is held out instead.
     """
@@ -183,7 +188,7 @@ def _encode(corpus: Corpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path) -
     with open(work / "train.bin", "wb") as train, open(work / "heldout.bin", "wb") as heldout:
         writers = {"train": TokenWriter(train, tokenizer)}
         writers["heldout"] = TokenWriter(heldout, tokenizer)
-        for group in _groups(_parts(corpus, cfg)):
+        for group in _groups(parts(corpus, cfg)):
             encoded = tokenizer.encode_all([text for _, _, text in group])
             for (name, split, text), tokens in zip(group, encoded, strict=True):
                 digest.update(json.dumps([name, split, len(text)]).encode() + text)

@@ -28,6 +28,9 @@ class Tokenizer(Protocol):
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """`encode` of each text, on as many cores as there are."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, end markers included; bytes that are no UTF-8 are replaced."""
+
     def dumps(self) -> str:
         """Everything that decides how text is encoded, as text."""
 
@@ -53,6 +56,9 @@ class ByteTokenizer:
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
     def dumps(self) -> str:
         return "bytes"
 
@@ -75,6 +81,9 @@ class LibraryTokenizer:
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         self.model.encode_special_tokens = True
         return encode_together(self.model, texts, token_dtype(self.vocab_size))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.model.decode(list(tokens), skip_special_tokens=False))
 
     @property
     def identity(self) -> str:
@@ -117,6 +126,10 @@ class BpeTokenizer(LibraryTokenizer):
                 f"{model.get_vocab_size()} tokens; use between 257 and that, or more text"
             )
         return cls(model.to_str())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        named = [self.model.id_to_token(token) for token in tokens]
+        return str(library("data.tokenizer=bpe").decoders.ByteLevel().decode(named))
 
     def dumps(self) -> str:
         return self.model.to_str()

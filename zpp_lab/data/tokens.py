@@ -128,18 +128,35 @@ class TokenData:
         micro-step; ranks here take them in order, micro-step by micro-step. ValueError when they
         cannot be dealt out evenly.
         """
-        own = partial(self.batch, seed, step, batch_size=batch_size, seq_len=seq_len)
         if not self.draw_ranks:
+            own = partial(self.batch, seed, step, batch_size=batch_size, seq_len=seq_len)
             return lambda rank, micro: own(rank, micro)
-        each, left = divmod(world * micros * batch_size, self.draw_ranks)
+        turns = self.turns(seed, step, world, micros, batch_size, seq_len)
+        return lambda rank, micro: self._windows("train", turns[rank, micro], seq_len)
+
+    def turns(
+        self, seed: int, step: int, world: int, micros: int, batch_size: int, seq_len: int
+    ) -> np.ndarray:
+        """Where the sequences of `step` begin, int64 [world, micros, batch_size]."""
+        shape = (world, micros, batch_size)
+        if not self.draw_ranks:
+            each = [(r, m) for r in range(world) for m in range(micros)]
+            drawn = [self._starts(seed, step, r, m, batch_size, seq_len) for r, m in each]
+            return np.concatenate(drawn).reshape(shape)
+        count, left = divmod(world * micros * batch_size, self.draw_ranks)
         if left:
             raise ValueError(
                 f"data.draw_ranks={self.draw_ranks}: a step has {world * micros * batch_size} "
                 "sequences (ranks × micro-steps × batch), which so many ranks cannot share evenly"
             )
-        drawn = [self._starts(seed, step, r, 0, each, seq_len) for r in range(self.draw_ranks)]
-        turns = np.concatenate(drawn).reshape(world, micros, batch_size)
-        return lambda rank, micro: self._windows("train", turns[rank, micro], seq_len)
+        drawn = [self._starts(seed, step, r, 0, count, seq_len) for r in range(self.draw_ranks)]
+        return np.concatenate(drawn).reshape(shape)
+
+    def documents(self, start: int, seq_len: int) -> range:
+        """Which training documents the window from `start` on reads, from 0 on."""
+        ends = (start, start + seq_len)
+        first, last = np.searchsorted(self.offsets["train"], ends, side="right")
+        return range(int(first) - 1, int(last))
 
     def batch(
         self, seed: int, step: int, rank: int, micro: int, batch_size: int, seq_len: int

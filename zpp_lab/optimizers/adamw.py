@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zpp_lab.optimizers import host, kernel
+from zpp_lab.optimizers.host import Lanes
 from zpp_lab.optimizers.states import (
     DTYPES,
     MOMENTS,
@@ -81,6 +82,9 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.kind, self.seed, self.host = kind, seed, host
         self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
+        # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
+        # with new ones in every step tens of stages would lie about.
+        self.lanes: Lanes | None = None
         every = [p for group in self.param_groups for p in group["params"]]
         self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
         self.kinds = {p: kind_of(p.shape, kind) for p in every}
@@ -125,7 +129,9 @@ class CompactAdamW(torch.optim.Optimizer):
             done = [ok.to(torch.float32)] * len(every)
             torch._foreach_add_([self.state[p]["step"] for p in every], done)
         noise = None if kernel.serves(local(every[0])) else self._noise(number)
-        lanes = host.Lanes(self.device) if self.host else None
+        if self.host and self.lanes is None:
+            self.lanes = Lanes(self.device)
+        lanes = self.lanes
         for i, parameters in trained.items():
             group = self.param_groups[i]
             if lanes is None:
