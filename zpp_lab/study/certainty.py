@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zpp_lab.study.apart import ApartStep, apart_lines, apart_steps
 from zpp_lab.study.band import one_seed
 from zpp_lab.study.band_text import band_lines
 from zpp_lab.study.bootstrap import DocumentGap
@@ -25,12 +26,14 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Certainty:
     """documents: gaps over documents by arm; floors: one a baseline with two seeds or more;
-    quiet: the steps before noise takes over, one a baseline that has such."""
+    quiet: the steps before noise takes over, one a baseline that has such; apart: steps in which
+    one run's gradient jumps alone."""
 
     result: StudyResult
     documents: Mapping[str, DocumentGap]
     floors: Sequence[NoiseFloor]
     quiet: Sequence[Quiet] = ()
+    apart: Sequence[ApartStep] = ()
 
     def rows(self) -> list[list[str]]:
         """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
@@ -43,9 +46,9 @@ class Certainty:
         return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
 
     def lines(self) -> list[str]:
-        """Sentences on the intervals, on the noise floor and on the quiet part."""
+        """Sentences on the intervals, on the noise floor, on the quiet part, on steps apart."""
         noise = [line for floor in self.floors for line in floor.lines] + band_lines(self.result)
-        noise += [part.text for part in self.quiet]
+        noise += [part.text for part in self.quiet] + apart_lines(self.apart)
         if not self.documents:
             return noise
         return [self._on_documents(), *noise]
@@ -74,7 +77,8 @@ class Certainty:
 
 def certainty(result: StudyResult) -> Certainty:
     """Reads heldout.json and metrics.jsonl of every run."""
-    return Certainty(result, document_gaps(result), noise_floors(result), quiet_parts(result))
+    floors, quiet = noise_floors(result), quiet_parts(result)
+    return Certainty(result, document_gaps(result), floors, quiet, apart_steps(result))
 
 
 def _range(interval: tuple[float, float] | None) -> str:
