@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile -c constraints.txt
 STUDY ?= smoke
 
+# Some environments ask Python to write no bytecode. Then every process compiles all that it imports
+# of torch, which makes the start of each two to three times as long.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup setup-dev study test test-slow test-all lint clean
 
 setup: $(VENV)/.ready
@@ -14,9 +18,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "zpp_lab needs Python 3.11 to 3.13; name one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
+# pip would compile 16,000 files (--no-compile); the imports leave bytecode of those that runs need.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[report]'
+	$(BIN)/python -c 'import zpp_lab.trainer, zpp_lab.engines.fsdp, zpp_lab.study.report'
 	touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/.ready

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import email.message
 import importlib.metadata
+import importlib.util
 import sys
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from zpp_lab import doctor
 
@@ -48,6 +51,27 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.fix.startswith("pip install 'torch")
     assert doctor.cuda_device().state == "absent"
     assert doctor.distributed().state == "absent"
+
+
+def test_torch_is_compiled_once_or_at_every_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))  # nothing there yet
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    row = doctor.bytecode()
+    assert row.state == "absent"
+    assert "PYTHONDONTWRITEBYTECODE" in row.found
+    assert "compileall" in row.fix
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert "read-only" in doctor.bytecode().found
+    monkeypatch.setattr(doctor.os, "access", lambda *_: True)
+    assert doctor.bytecode().state == "ok"
+    cached = Path(importlib.util.cache_from_source(torch.__file__))
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert doctor.bytecode().found == "of torch is there"
 
 
 def test_missing_and_outdated_packages(monkeypatch: pytest.MonkeyPatch) -> None:

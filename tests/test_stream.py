@@ -23,9 +23,8 @@ from tests.runs import small
 from tests.test_dcp import engine_of, same, train, virtual_of, whole
 from zpp_lab import stream
 from zpp_lab.dcp import Saving, ShardedCheckpoints
-from zpp_lab.dcp_read import holds_weights_only, read_whole, saved_states
+from zpp_lab.dcp_read import Shards, holds_weights_only, read_whole, saved_states
 from zpp_lab.export import export_hf
-from zpp_lab.saved import Shards
 from zpp_lab.stream import local_bytes
 from zpp_lab.trainer import run
 

@@ -75,7 +75,7 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
     killed = small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'killed'}")
     context = forks()
     kills = 0
-    while kills < 6:
+    while kills < 4:
         process = context.Process(target=_run_quietly, args=(killed,))
         process.start()
         _wait_for_progress(tmp_path / "killed", process)

@@ -18,7 +18,7 @@ from zpp_lab.collectives.ring import SLOTS
 from zpp_lab.collectives.transport import LINKS, Kind, Link
 from zpp_lab.config import Config
 from zpp_lab.crossover import measured_here
-from zpp_lab.engines.fsdp_wrap import is_untouched
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.layout import Layout
 from zpp_lab.plan import Plan, UnitPlan
 

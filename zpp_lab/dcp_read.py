@@ -28,7 +28,7 @@ from zpp_lab.stream import StreamReader
 MARKER = "whole.json"  # the step, and size and CRC-32 of every file
 RAW = "raw"  # the format of stream.py; older checkpoints have torch's own and say nothing
 State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
-_BASE = "base."
+_BASE, _WEIGHTS = "base.", "weights."
 
 
 def size_and_crc(path: Path) -> tuple[int, int]:
@@ -159,6 +159,22 @@ def saved_marks(path: Path) -> dict[str, Tensor]:
     if found:
         dcp.load(found, storage_reader=_reader(path), no_dist=True)
     return {n.removeprefix(_BASE): t for n, t in found.items()}
+
+
+class Shards:
+    """The weights of a checkpoint that is a folder, one tensor at a time (`saved.SavedWeights`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.step, self.marks = path, saved_step(path), saved_marks(path)
+        names = {n: s for n, s in saved_names(path).items() if n.startswith(_WEIGHTS)}
+        self.shapes = {n.removeprefix(_WEIGHTS): tuple(s) for n, s in names.items()}
+        self.reader = RowReader(path)
+
+    def read(self, name: str) -> Tensor:
+        return read_tensor(self.path, _WEIGHTS + name, self.shapes[name])
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.reader.rows(_WEIGHTS + name, first, last)
 
 
 def read_whole(path: Path) -> State:

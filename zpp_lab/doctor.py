@@ -56,6 +56,7 @@ def checks() -> list[Check]:
         zpp_lab,
         packages,
         torch,
+        bytecode,
         cpu,
         cuda_device,
         nvcc,
@@ -118,6 +119,25 @@ def torch() -> Check:
     built = f"CUDA {library.version.cuda}" if library.version.cuda else "CPU only"
     found = f"{library.__version__} ({built})"
     return Check("torch", "ok" if good else "broken", found, f"pip install '{wanted}'")
+
+
+def bytecode() -> Check:
+    """Of torch, the largest import. Without it every process compiles torch again, for seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Check("bytecode", "absent", "no torch", "install torch")
+    if Path(importlib.util.cache_from_source(spec.origin)).is_file():
+        return Check("bytecode", "ok", "of torch is there")
+    folder = Path(spec.origin).parent
+    if not sys.dont_write_bytecode and os.access(folder, os.W_OK):
+        return Check("bytecode", "ok", "of torch is written when a process first imports it")
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{folder} is read-only"
+    return Check(
+        "bytecode",
+        "absent",
+        f"of torch is not kept ({why}): each start takes seconds more",
+        f"python -m compileall -q {folder}, once, as who may write there",
+    )
 
 
 def cpu() -> Check:

@@ -10,6 +10,8 @@ Ranks that somebody else started watch each other (`pulse.py`).
 
 A run's folder is held meanwhile (`locks.py`): by the launcher, or by rank 0 of ranks that somebody
 else started.
+
+The trainer takes seconds to import; a process that only starts ranks does without.
 """
 
 from __future__ import annotations
@@ -53,9 +55,8 @@ from zpp_lab.place import (
 )
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
-from zpp_lab.tracking.folder import FAILURE, SUMMARY
-from zpp_lab.tracking.jsonl import from_json
-from zpp_lab.trainer import Record, run, write_failure
+from zpp_lab.tracking.folder import FAILURE, SUMMARY, write_failure
+from zpp_lab.tracking.jsonl import Record, from_json
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
@@ -85,6 +86,13 @@ def launch(config: Config) -> Record:
 def train(config: Config) -> Record:
     """`launch` for a process that holds the run's folder already, and is no rank."""
     return start(config) if config.engine.ranked else run(config)
+
+
+def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
+    """The trainer's `run`."""
+    from zpp_lab import trainer
+
+    return trainer.run(config, rank, start_up)
 
 
 # ---------------------------------------------------------------------- ranks of our own
@@ -217,6 +225,8 @@ def join(config: Config, start_up: StartUp) -> Record:
 
 def join_watched(config: Config) -> Record:
     """`join` without a launcher of ours: the ranks watch each other, and end together."""
+    import zpp_lab.trainer  # noqa: F401  # belongs to the imports, before ranks meet
+
     start_up = StartUp.of_process()
     enter(os.environ)
     rank = connect(config)
@@ -306,6 +316,8 @@ def main(parent: str, path: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     die_with_parent(int(parent))
+    import zpp_lab.trainer  # noqa: F401  # belongs to the imports, before ranks meet
+
     start_up = StartUp.of_process(int(parent))
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:

@@ -17,9 +17,9 @@ from zpp_lab.activations import FP32, Activations
 from zpp_lab.buffers import Buffers, kernels_serve
 from zpp_lab.codecs.errors import AT_ONCE
 from zpp_lab.config import Config
-from zpp_lab.engines.fsdp_wrap import is_untouched
 from zpp_lab.engines.losses import heldout_size
 from zpp_lab.engines.norm import square_bytes
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.layout import Parameter
 from zpp_lab.models.hf_memory import TracedActivations
 from zpp_lab.models.lora import A as LORA_A

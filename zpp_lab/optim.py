@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zpp_lab.config import TrainConfig
 from zpp_lab.optimizers import DTYPES, CompactAdamW, ShardAdamW, kind_of
+from zpp_lab.optimizers.sharded import is_sharded
 
 AdamW = torch.optim.AdamW | CompactAdamW
 
@@ -35,7 +35,7 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
         host = train.optimizer_place == "host"
         settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
         return CompactAdamW(groups, *settings, host=host)
-    made = ShardAdamW if any(isinstance(p, DTensor) for p in trained) else torch.optim.AdamW
+    made = ShardAdamW if any(map(is_sharded, trained)) else torch.optim.AdamW
     return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(trained))
 
 

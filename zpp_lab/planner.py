@@ -21,7 +21,7 @@ from zpp_lab.cost import show as time_shown
 from zpp_lab.cost.machine import load_machine
 from zpp_lab.cost.model import vocabulary as vocabulary
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.fsdp_wrap import is_untouched
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
 from zpp_lab.moments import GIB, MOMENTS, Estimate, Moment

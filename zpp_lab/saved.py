@@ -13,18 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.dcp_read import (
-    RowReader,
-    damage,
-    read_tensor,
-    saved_marks,
-    saved_names,
-    saved_step,
-    wrong_size,
-)
-
-_PREFIX = "weights."
-
 
 class SavedWeights(Protocol):
     step: int
@@ -56,22 +44,6 @@ class OneFile:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         return self.weights[name][first:last].float()
-
-
-class Shards:
-    """A checkpoint of the fsdp engine: a folder with each rank's shards."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.step, self.marks = path, saved_step(path), saved_marks(path)
-        names = {n: s for n, s in saved_names(path).items() if n.startswith(_PREFIX)}
-        self.shapes = {n.removeprefix(_PREFIX): tuple(s) for n, s in names.items()}
-        self.reader = RowReader(path)
-
-    def read(self, name: str) -> Tensor:
-        return read_tensor(self.path, _PREFIX + name, self.shapes[name])
-
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        return self.reader.rows(_PREFIX + name, first, last)
 
 
 def open_saved(path: Path) -> SavedWeights:
@@ -111,12 +83,18 @@ def newest(run: Path, thorough: bool = True) -> SavedWeights:
 
 
 def _open(path: Path) -> SavedWeights:
-    return Shards(path) if path.is_dir() else OneFile(path)
+    if not path.is_dir():
+        return OneFile(path)
+    from zpp_lab.dcp_read import Shards  # with torch's sharded checkpoints, which take a second
+
+    return Shards(path)
 
 
 def _fault(path: Path, thorough: bool) -> str | None:
     """What is wrong with a checkpoint; None: nothing."""
     if path.is_dir():
+        from zpp_lab.dcp_read import damage, wrong_size
+
         return damage(path) if thorough else wrong_size(path)
     try:
         with zipfile.ZipFile(path) as file:  # its directory stands at its end

@@ -14,7 +14,6 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +40,9 @@ from zpp_lab.resume import open_store, resume
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
-from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
-from zpp_lab.tracking.jsonl import from_json, read, to_json
+from zpp_lab.tracking.folder import METRICS, SUMMARY, write_failure
+from zpp_lab.tracking.jsonl import Record, from_json, read, to_json
 
-Record = dict[str, Any]
 Data = TokenData | PackedData
 
 
@@ -318,7 +316,3 @@ def outcome_of(error: BaseException) -> str:
     if full or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"
     return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "crashed"
-
-
-def write_failure(folder: Path, failure: Record) -> None:
-    write_atomic(folder / FAILURE, to_json(failure, indent=1) + "\n")

@@ -18,8 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# What most jobs import: once in the server in place of once in every rank.
+# What most jobs import: once in the server in place of once in every rank. Names that are not
+# there, as transformers may not be, are passed over.
 PRELOAD = ["torch", "torch.distributed.fsdp", "tests.engines.fsdp_parity", "tests.test_stream"]
+PRELOAD += [f"transformers.models.{n}.modeling_{n}" for n in ("gpt_neox", "opt", "qwen2", "llama")]
 
 
 def forks() -> Any:

@@ -25,12 +25,9 @@ SCRIPT = Path(__file__).parents[2] / "experiments" / "publish.py"
 ROLES = {"zero3_reordered": "order_control", "broken": "negative_control"}
 
 
-def published(page: Path, root: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(SCRIPT), str(root), str(page)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
-
-def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
+def test_a_page_has_curves_table_and_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = fake_study(tuple(a for a in ARMS if a.name in ("zero3", "w4", *ROLES)), seeds=1)
     arms = [replace(arm, role=ROLES.get(arm.name, "arm")) for arm in study.arms]
     root, page = tmp_path / "runs", tmp_path / "page"
@@ -43,8 +40,8 @@ def test_a_page_has_curves_table_and_figures(tmp_path: Path) -> None:
     (root / "broken" / "seed1" / "config.yaml").write_text(yaml.safe_dump(asdict(real)))
     summary = root / "broken" / "seed1" / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | peaks))
-    done = published(page, root)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(root), str(page)])
+    assert run_path(str(SCRIPT))["main"]() == 0
     with (page / "results.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert len(rows) == 4 * 40
@@ -84,7 +81,8 @@ def test_runs_of_several_commits_and_of_none_are_told(tmp_path: Path) -> None:
 
 def test_without_runs_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = published(tmp_path / "page", tmp_path / "empty")
+    words = [sys.executable, str(SCRIPT), str(tmp_path / "empty"), str(tmp_path / "page")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "page").exists()

@@ -137,11 +137,11 @@ def small(name: str, arm: str, folder: Path, *more: str) -> Config:
 
 def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path) -> None:
     """One arm over gloo through the study's queue, then the same ranks in this process."""
-    study = study_of("pretrain_13b_mini")
+    study, arm = study_of("pretrain_13b_x2_mini"), "zeropp"
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
-    outcome = run_study(with_cache, tmp_path / "study", arms=["zero3_reordered"])
-    folder = tmp_path / "study" / "zero3_reordered" / "seed1"
+    outcome = run_study(with_cache, tmp_path / "study", arms=[arm])
+    folder = tmp_path / "study" / arm / "seed1"
     assert outcome.exit_code == 0, (folder / "log.txt").read_text()
     real = read(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
@@ -154,9 +154,9 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
     assert not list(folder.glob("checkpoints/*"))
     # gathers are flat where all ranks share a host
     same = ("engine.name=virtual", "engine.gather=flat")
-    virtual = launch(small("pretrain_13b_mini", "zero3_reordered", tmp_path, *same))
+    virtual = launch(small(study.name, arm, tmp_path, *same))
     assert virtual["heldout_loss"] == summary["heldout_loss"]
-    own = read(tmp_path / "zero3_reordered" / "metrics.jsonl")
+    own = read(tmp_path / arm / "metrics.jsonl")
     assert [r["loss"] for r in own] == [r["loss"] for r in real]
     assert [r["grad_norm"] for r in own] == [r["grad_norm"] for r in real]
     assert [r["bytes"] for r in own] == [r["bytes"] for r in real]

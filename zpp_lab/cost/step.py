@@ -20,7 +20,7 @@ from zpp_lab.cost.machine import Machine
 from zpp_lab.cost.model import Work, block_work, head_work, plan_of, vocabulary
 from zpp_lab.cost.schedule import Timeline
 from zpp_lab.cost.transfers import Collective, Transfers
-from zpp_lab.engines.fsdp_wrap import is_untouched
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.plan import Plan, UnitPlan
 from zpp_lab.recipe import quantizes_any
 

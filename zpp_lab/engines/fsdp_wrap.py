@@ -21,8 +21,9 @@ from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp_comm import Installed, install
 from zpp_lab.engines.fsdp_packed import Fallbacks
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.plan import Plan
-from zpp_lab.recipe import Recipe, quantizes_any
+from zpp_lab.recipe import Recipe
 
 
 @dataclass
@@ -41,23 +42,6 @@ class Wrapped:
             module.reshard()
         for unit in self.installed:
             unit.gather.release()
-
-
-def is_untouched(plan: Plan, ordered: bool) -> bool:
-    """Whether the recipe asks for nothing that FSDP2 itself does not do."""
-    config = plan.recipe.config
-    if plan.stored:
-        return False
-    if config.shard == "node":
-        if ordered:
-            raise ValueError(
-                "engine.ordered=true with recipe.shard=node: FSDP2 sums over nodes in its own "
-                "order; set engine.ordered=false, or recipe.shard=world recipe.hops=2"
-            )
-        return True
-    plain = not config.secondary and config.hops == 1 and config.order == "rank"
-    asked = ordered or not plain or quantizes_any(plan.recipe)
-    return plan.recipe.cluster.world == 1 or not asked
 
 
 def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:

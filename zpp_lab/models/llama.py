@@ -145,6 +145,15 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Embedding(nn.Embedding):
+    """torch's, without first values on the meta device: drawing them there would draw nothing, but
+    load torch's compiler, for seconds."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Llama(nn.Module):
     """A decoder-only language model. `units()` are its blocks; the rest is the root unit."""
 
@@ -154,7 +163,7 @@ class Llama(nn.Module):
         self.vocab_size = vocab_size
         self.gives_token_losses = True  # `each`: held-out losses need no whole logits either
         self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
-        self.embed = nn.Embedding(vocab_size, cfg.dim)
+        self.embed = Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied_head else nn.Linear(cfg.dim, vocab_size, bias=False)

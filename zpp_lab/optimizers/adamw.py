@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zpp_lab.optimizers import host, kernel
 from zpp_lab.optimizers.host import Lanes
+from zpp_lab.optimizers.sharded import is_sharded, local
 from zpp_lab.optimizers.states import (
     DTYPES,
     MOMENTS,
@@ -253,16 +252,15 @@ class CompactAdamW(torch.optim.Optimizer):
 def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
     """`own` as this rank's rows of a tensor of `shape` that is cut as `p` is; wherever it lies, as
     `DTensor.from_local` would move it to the mesh's device."""
-    if not isinstance(p, DTensor):
+    if not is_sharded(p):
         return own
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     stride = torch.empty(tuple(shape), device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, own.dtype)
     spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
     return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
-
-
-def local(t: Any) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from zpp_lab.optimizers.adamw import MOMENTS, local
+from zpp_lab.optimizers.sharded import local
+from zpp_lab.optimizers.states import MOMENTS
 
 
 class ShardAdamW(torch.optim.AdamW):

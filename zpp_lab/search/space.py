@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from zpp_lab.config import WIRES, CodecConfig, Config, RecipeConfig, TrainConfig, load
-from zpp_lab.engines.fsdp_wrap import is_untouched
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.paths import conf_dir
 from zpp_lab.plan import Plan
 from zpp_lab.recipe import DTYPES, Recipe

@@ -26,6 +26,8 @@ from zpp_lab.study.runs import LOG
 from zpp_lab.study.slots import Slot
 
 _GRACE = 10.0  # seconds a run gets to end after SIGTERM
+# What runs import once they train; torch's optimizers load the compiler.
+_LATER = {"zpp_lab.launcher": ("zpp_lab.trainer", "zpp_lab.engines.virtual", "torch._dynamo")}
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Pool:
         self._entry, self._until = entry, until
         self._jobs: list[_Job] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([entry.partition(":")[0]])
+        module = entry.partition(":")[0]
+        self._context.set_forkserver_preload([module, *_LATER.get(module, ())])
 
     @property
     def running(self) -> list[PlannedRun]:

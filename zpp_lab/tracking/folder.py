@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from zpp_lab.files import write_atomic
-from zpp_lab.tracking.jsonl import from_json
+from zpp_lab.tracking.jsonl import Record, from_json, to_json
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
@@ -128,3 +128,8 @@ def find_runs(root: Path | str) -> list[RunFolder]:
 def _slug(name: str) -> str:
     """Letters that a wandb run id may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:60].strip("-") or "run"
+
+
+def write_failure(folder: Path, failure: Record) -> None:
+    """Leave what ended the run in `folder`."""
+    write_atomic(folder / FAILURE, to_json(failure, indent=1) + "\n")
