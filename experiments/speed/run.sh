@@ -3,6 +3,7 @@
 # Parts (without any: 2x2 1x4, or 1x2 on two GPUs), each a call of its own where a machine's time is short:
 #   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 (1x2 on two GPUs) is NVLink alone
 #   studies      the recipes of the studies (w8, w4, g8_4_hadamard) on 2x2, for their loss beside speed
+#   calibrate    no bench of steps: OUT/machine.json for `zpp-lab plan --machine` and check_cost.py
 #   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
 #   compiled     1x4 with engine.compile=true, in OUT/compiled
@@ -129,6 +130,10 @@ for part in "$@"; do
       bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --nodes 1 \
         --gpus-per-node "$inside" \
         --recipes "${ARMS:-zero3,zeropp}" ;;
+    calibrate)  # whole GPUs of one host; the share of a link's speed that payloads get, as before
+      efficiency=$(python3 -c "from zpp_lab.cost.machine import load_machine as m; print(m('h200').inter.efficiency)")
+      timeout -k 5 "$(within "${SECONDS_CALIBRATE:-240}")" python3 -m zpp_lab.cli bench calibrate \
+        ${cpu:+--cpu --tiny} --efficiency "$efficiency" --out "$out/machine.json" 2>&1 | tee -a "$out/log.txt" ;;
     probe)
       timeout -k 5 "$(within "${SECONDS_PROBE:-70}")" python3 experiments/speed/share_probe.py $cpu \
         --out "$out/probe.json" 2>&1 | tee -a "$out/log.txt" ;;

@@ -58,7 +58,7 @@ MORE = [
     "bash experiments/bits/controls.sh OUT",
     "bash experiments/bits/run.sh OUT",
     "bash experiments/virtual/run.sh OUT",
-    "GPUS=2 bash experiments/speed/run.sh OUT 2x2 1x2 4x1 studies deepspeed compiled sockets probe",
+    "GPUS=2 bash experiments/speed/run.sh OUT 2x2 1x2 4x1 calibrate studies deepspeed compiled sockets probe",
     "bash experiments/speed/run.sh OUT probe",
     "bash experiments/deepspeed/run.sh OUT build check study",
     "GPUS=2 bash experiments/deepspeed/run.sh OUT check study",
