@@ -131,7 +131,7 @@ for part in "$@"; do
         --gpus-per-node "$inside" \
         --recipes "${ARMS:-zero3,zeropp}" ;;
     calibrate)  # whole GPUs of one host; the share of a link's speed that payloads get, as before
-      efficiency=$(python3 -c "from zpp_lab.cost.machine import load_machine as m; print(m('h200').inter.efficiency)")
+      efficiency=$(sed -n 's/.*"efficiency": \([0-9.]*\).*/\1/p' conf/machine/h200.json)
       timeout -k 5 "$(within "${SECONDS_CALIBRATE:-240}")" python3 -m zpp_lab.cli bench calibrate \
         ${cpu:+--cpu --tiny} --efficiency "$efficiency" --out "$out/machine.json" 2>&1 | tee -a "$out/log.txt" ;;
     probe)
