@@ -8,7 +8,8 @@
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
 #   compiled     1x4 with engine.compile=true, in OUT/compiled
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
-#   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time
+#   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time; on fewer than four GPUs with AdamW's
+#                moments in 8 bits, at 32.5B in host memory, beside w8 there (hpZ's copy has no room)
 # Each part has its own time limit and each arm its own within it; what was measured is kept, slow links
 # first, and a part that runs again replaces its rows. Where each call has an OUT of its own, join.py
 # makes one table. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
@@ -36,6 +37,7 @@ shared() {  # nodes, GPUs a node: the option that lets nodes share, where GPUs a
     echo "--share-gpus=${SHARE:-mps}"
   fi
 }
+few() { [ "$inside" -lt 4 ] && echo "$@"; }  # words for fewer GPUs than four
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
@@ -67,8 +69,8 @@ deepspeed_there() {
   [ -n "$cpu" ] && return
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
   export TORCH_CUDA_ARCH_LIST
-  python3 -c "from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" \
-    >> "$out/log.txt" 2>&1
+  timeout -k 5 "$(within 200)" python3 -c "
+from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" >> "$out/log.txt" 2>&1
 }
 
 sockets() {  # folder of pairs: their rows as one table, threads and sockets first
@@ -125,11 +127,11 @@ for part in "$@"; do
     13b)  # no room for a floor beside it
       bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --nodes 1 \
         --gpus-per-node "$inside" \
-        --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 ;;
+        --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 $(few train.optimizer_state=8bit) ;;
     32_5b)
       bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --nodes 1 \
-        --gpus-per-node "$inside" \
-        --recipes "${ARMS:-zero3,zeropp}" ;;
+        --gpus-per-node "$inside" --recipes "${ARMS:-zero3,$(few w8 || echo zeropp)}" \
+        $(few train.optimizer_state=8bit train.optimizer_place=host) ;;
     calibrate)  # whole GPUs of one host; the share of a link's speed that payloads get, as before
       efficiency=$(sed -n 's/.*"efficiency": \([0-9.]*\).*/\1/p' conf/machine/h200.json)
       timeout -k 5 "$(within "${SECONDS_CALIBRATE:-240}")" python3 -m zpp_lab.cli bench calibrate \
