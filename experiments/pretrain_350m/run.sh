@@ -10,6 +10,7 @@ shift
 mkdir -p "$out"
 STUDY=pretrain_350m
 LIMIT="${LIMIT:-280}"
+ONE_GPU=yes
 source experiments/size.sh
 ready "$STUDY" ${OVERRIDES:-}
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)

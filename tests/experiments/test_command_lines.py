@@ -63,6 +63,7 @@ MORE = [
     "bash experiments/deepspeed/run.sh OUT build check study",
     "GPUS=2 bash experiments/deepspeed/run.sh OUT check study",
     "bash experiments/finetune_1b/run.sh OUT",
+    "GPUS=1 bash experiments/pretrain_350m/run.sh OUT w4:1,2",
     "STUDIES=finetune_1b_mini GPUS=4 bash experiments/finetune_1b/run.sh OUT",
     "bash experiments/qexport/run.sh OUT --seeds 1 --no-folders",
     "bash experiments/kernels/run.sh OUT",
