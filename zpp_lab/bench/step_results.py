@@ -128,9 +128,7 @@ def wires_text(wires: dict[str, list[int]] | None) -> str:
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     """Put the rows into results.csv, beside those of other cells."""
-    put_rows(
-        folder, [{name: _text(value) for name, value in asdict(row).items()} for row in rows]
-    )
+    put_rows(folder, [{name: _text(value) for name, value in asdict(row).items()} for row in rows])
 
 
 def put_rows(folder: Path, new: Sequence[dict[str, str]]) -> None:
