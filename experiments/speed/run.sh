@@ -125,11 +125,11 @@ for part in "$@"; do
       done
       unset NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD ;;
     13b)  # no room for a floor beside it
-      bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --tag 13b --nodes 1 \
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --tag 13b --nodes 1 \
         --gpus-per-node "$inside" \
         --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 $(few train.optimizer_state=8bit) ;;
     32_5b)
-      bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --tag 32_5b --nodes 1 \
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --tag 32_5b --nodes 1 \
         --gpus-per-node "$inside" --recipes "${ARMS:-zero3,$(few w8 || echo zeropp)}" \
         $(few train.optimizer_state=8bit train.optimizer_place=host) ;;
     calibrate)  # whole GPUs of one host; the share of a link's speed that payloads get, as before
