@@ -92,6 +92,7 @@ page() {  # folder
 }
 
 for part in "$@"; do
+  if [ "$(within 9999)" -lt "${NEED:-45}" ]; then echo "== $part: not begun, the call is over" && continue; fi
   echo "== $part"
   began=$SECONDS
   case $part in
