@@ -3,7 +3,8 @@
 Each archive holds the small files of a study's runs (run.sh packs them). FOLDER becomes one study,
 for `zpp-lab report FOLDER`. A run may be in several archives: a finished one counts before an
 unfinished one, then the one with more steps. Runs that finished twice must be equal, and all runs
-must have seen the same tokens; otherwise nothing is written and the exit code is 1.
+of arms must have seen the same tokens; otherwise nothing is written and the exit code is 1. What
+arms start from (prepare/) is collected alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from same_run import differences
 
+PREPARE = "prepare"  # zpp_lab.study.plan's; this file needs no package
+
 
 def main() -> int:
     if len(sys.argv) < 3:
@@ -33,7 +36,7 @@ def main() -> int:
             return 1
         known = [target] if (target / "study.yaml").is_file() else []
         best, faults = chosen([*known, *studies])
-        faults += other_tokens(best.values())
+        faults += other_tokens(run for name, run in best.items() if not name.startswith(PREPARE))
         for fault in faults:
             print(fault, file=sys.stderr)
         if faults:
@@ -58,12 +61,14 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def chosen(studies: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Run ("arm/seed1") → the folder to keep; and what forbids that."""
+    """Run ("arm/seed1", "prepare/base") → the folder to keep; and what forbids that."""
     best: dict[str, Path] = {}
     faults: list[str] = []
     for study in studies:
-        for config in sorted(study.glob("*/seed*/config.yaml")):
+        for config in sorted(study.glob("*/*/config.yaml")):
             folder = config.parent
+            if folder.parent.name != PREPARE and not folder.name.startswith("seed"):
+                continue
             name = folder.relative_to(study).as_posix()
             if name not in best:
                 best[name] = folder

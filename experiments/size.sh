@@ -9,10 +9,11 @@ export PYTORCH_CUDA_ALLOC_CONF="${ALLOC-expandable_segments:True}"
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/zpp_lab/inductor}"
 export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-8}"
 zpp="python3 -m zpp_lab.cli"
-# GPUS: what nvidia-smi counts, 4 without it. On two GPUs a study's twin of that size runs.
+# GPUS: what nvidia-smi counts, 4 without it. On two GPUs a study's twin of that size runs. Scripts
+# whose runs take one GPU each say so by ONE_GPU=yes, since any number is right for them.
 GPUS="${GPUS:-$(nvidia-smi --list-gpus 2> /dev/null | wc -l)}"
 if [ "$GPUS" = 0 ]; then GPUS=4; fi
-case $GPUS in 2 | 4) ;; *) echo "GPUS=$GPUS: these studies are for 2 or 4" >&2; exit 2 ;; esac
+case ${ONE_GPU:-}$GPUS in 2 | 4 | yes*) ;; *) echo "GPUS=$GPUS: these studies are for 2 or 4" >&2; exit 2 ;; esac
 
 sized() {  # study → the one for so many GPUs
   case $GPUS:$1 in

@@ -42,7 +42,7 @@ def _curve(
 ) -> list[Predicted]:
     one = group[0]
     if one.engine != "fsdp" and arm != BASE:
-        raise ValueError(f"the cost model knows plain FSDP2 and engine=fsdp, not {one.engine}")
+        raise ValueError("the cost model knows FSDP2 with its defaults and engine=fsdp alone")
     if one.config is None:
         raise ValueError("the table does not say its config")
     config = load(Config, one.config)

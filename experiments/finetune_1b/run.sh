@@ -1,5 +1,6 @@
 # Pretrain, then finetune: bash experiments/finetune_1b/run.sh OUT_FOLDER [OVERRIDES...]
-# Runs from the project's root on a machine with one NVIDIA GPU, or with four:
+# Runs from the project's root on a machine with NVIDIA GPUs, on each of which one GPU plays the four
+# ranks of a run; or with real ranks on four:
 #   GPUS=4 bash experiments/finetune_1b/run.sh OUT
 # STUDIES: finetune_350m, finetune_1b or finetune_1b_mini (which needs no GPU).
 # LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
@@ -11,7 +12,8 @@ shift
 source experiments/kernels/env.sh
 mkdir -p "$out"
 settings=(tracking.wandb=off)
-if [ "${GPUS:-1}" -gt 1 ]; then
+gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
+if [ "${GPUS:-1}" -ge 4 ]; then
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=4
   settings+=(engine=fsdp engine.ordered=true)
 fi
@@ -22,8 +24,9 @@ if nvidia-smi > /dev/null 2>&1; then
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "$out/machine.log"
 fi
 for study in ${STUDIES:-finetune_350m finetune_1b}; do
+  # a run on each GPU: side by side on one they would only end later, and a call may end before
   timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
-    "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
+    --jobs "$gpus" "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
   packed "$out/$study.tar.gz" runs "$study" checkpoints
   echo "$study: $SECONDS s so far"
 done

@@ -7,6 +7,7 @@ set -u
 out="${1:?name a folder for the results}"
 shift
 mkdir -p "$out"
+ONE_GPU=yes
 source experiments/size.sh
 LAYERS="${LAYERS:-20}" STEPS="${STEPS:-24}"
 ready pretrain_13b_x2 ${OVERRIDES:-}

@@ -10,12 +10,13 @@ shift
 mkdir -p "$out"
 STUDY=pretrain_350m
 LIMIT="${LIMIT:-280}"
+ONE_GPU=yes
 source experiments/size.sh
 ready "$STUDY" ${OVERRIDES:-}
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 
 every() {  # the study itself, its archive renewed as runs end
-  $zpp study "$STUDY" --arms "$ARMS" --seeds "${SEEDS:-1,2,3}" --alone \
+  timeout -k 20 "$(within 31536000)" $zpp study "$STUDY" --arms "$ARMS" --seeds "${SEEDS:-1,2,3}" --alone \
     --jobs "$((gpus > 0 ? gpus : 1))" --dir "runs/$STUDY" ${OVERRIDES:-} > "$out/study.log" 2>&1 &
   local pid=$!
   while kill -0 "$pid" 2> /dev/null; do sleep 5; pack "$STUDY"; done

@@ -96,12 +96,21 @@ def line(one: Checked) -> str:
 
 def checked(row: Row, machine: Machine, words: list[str]) -> Checked:
     """ValueError for a row of an engine or recipe without a plan of ours."""
-    config, speed = config_of(row, words), links(row["link_gbps"])[0]
+    config, speed = config_of(row, words), bandwidth(row)
     shared = machine.shared(ranks_per_gpu(row))
     found = predict(config, shared, speed, own_loop=row["engine"] == "fsdp")
     tokens = found.tokens_per_s * found.step_s
     measured = float(row["tokens_per_s"] or tokens / float(row["step_s"]))
     return Checked(row, measured, found.tokens_per_s, found.bound)
+
+
+def bandwidth(row: Row) -> float | None:
+    """Gbit/s between nodes. A link without a limit is as fast as it was found to be, where the
+    table says that; None: it costs no time."""
+    named = links(row["link_gbps"])[0]
+    if named is not None or int(row["nodes"]) == 1 or not row.get("measured_gbps"):
+        return named
+    return float(row["measured_gbps"])
 
 
 def ranks_per_gpu(row: Row) -> int:

@@ -2,13 +2,17 @@
 #   bash experiments/speed/run.sh OUT [PART...]
 # Parts (without any: 2x2 1x4, or 1x2 on two GPUs), each a call of its own where a machine's time is short:
 #   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 (1x2 on two GPUs) is NVLink alone
+#   studies      the recipes of the studies (w8, w4, g8_4_hadamard) on 2x2, for their loss beside speed
+#   calibrate    no bench of steps: OUT/machine.json for `zpp-lab plan --machine` and check_cost.py
 #   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
 #   compiled     1x4 with engine.compile=true, in OUT/compiled
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
-#   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time
-# Each part has its own time limit and each arm its own within it; what was measured is kept, and a
-# part that runs again replaces its rows. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
+#   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time; on fewer than four GPUs with AdamW's
+#                moments in 8 bits, at 32.5B in host memory, beside w8 there (hpZ's copy has no room)
+# Each part has its own time limit and each arm its own within it; what was measured is kept, slow links
+# first, and a part that runs again replaces its rows. Where each call has an OUT of its own, join.py
+# makes one table. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
 # With fewer GPUs than a part has ranks its nodes share them (SHARE: mps, or time-slices), and parts
 # on NVLink take those that there are. GPUS: how many, if not all.
 set -u
@@ -33,11 +37,12 @@ shared() {  # nodes, GPUs a node: the option that lets nodes share, where GPUs a
     echo "--share-gpus=${SHARE:-mps}"
   fi
 }
+few() { [ "$inside" -lt 4 ] && echo "$@"; }  # words for fewer GPUs than four
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
-links=${LINKS:-max,50,25,12}
+links=${LINKS:-12,25,50,max}
 
 bench() {  # seconds, model, folder, arguments of zpp-lab bench step
   local limit model=$2 folder=$3
@@ -64,8 +69,18 @@ deepspeed_there() {
   [ -n "$cpu" ] && return
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
   export TORCH_CUDA_ARCH_LIST
-  python3 -c "from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" \
-    >> "$out/log.txt" 2>&1
+  timeout -k 5 "$(within 200)" python3 -c "
+from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()" >> "$out/log.txt" 2>&1
+}
+
+sockets() {  # folder of pairs: their rows as one table, threads and sockets first
+  local table pair head="threads,sockets_per_thread,"
+  for table in "$1"/*/results.csv; do
+    pair=$(basename "$(dirname "$table")")
+    if [ "$head" ]; then echo "$head$(head -n 1 "$table")"; fi
+    head=""
+    tail -n +2 "$table" | sed "s/^/${pair/x/,},/"
+  done
 }
 
 page() {  # folder
@@ -77,6 +92,7 @@ page() {  # folder
 }
 
 for part in "$@"; do
+  if [ "$(within 9999)" -lt "${NEED:-45}" ]; then echo "== $part: not begun, the call is over" && continue; fi
   echo "== $part"
   began=$SECONDS
   case $part in
@@ -86,6 +102,9 @@ for part in "$@"; do
     *x*)
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
         $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
+    studies)
+      bench "${SECONDS_LINKS:-300}" 1_3b "$out" --nodes 2 --gpus-per-node 2 $(shared 2 2) \
+        --tag studies --link-gbps "$links" --recipes "${ARMS:-w8,w4,g8_4_hadamard}" ;;
     deepspeed)
       deepspeed_there && bench "${SECONDS_LINKS:-500}" 1_3b "$out" --nodes 2 --gpus-per-node 2 \
         $(shared 2 2) --tag deepspeed --link-gbps "$links" --recipes "${ARMS:-}" \
@@ -99,18 +118,25 @@ for part in "$@"; do
     sockets)
       for pair in ${PAIRS:-1x1 2x2 4x4 8x2 2x8}; do
         export NCCL_SOCKET_NTHREADS=${pair%x*} NCCL_NSOCKS_PERTHREAD=${pair#*x}
-        ROUNDS=1 bench "${SECONDS_ONE:-100}" 1_3b "$out/sockets/$pair" --nodes 2 --gpus-per-node 2 \
-          $(shared 2 2) --link-gbps "${LINKS:-max,50}" --recipes "${ARMS:-zeropp}" --no-compute --no-probe
+        ROUNDS=1 bench "${SECONDS_ONE:-100}" 1_3b "runs/speed-sockets/$pair" --nodes 2 \
+          --gpus-per-node 2 $(shared 2 2) --link-gbps "${LINKS:-max,50}" \
+          --recipes "${ARMS:-zeropp}" --no-compute --no-probe
+        sockets runs/speed-sockets > "$out/sockets.csv"
+        packed "$out/sockets.tar.gz" runs speed-sockets logs
       done
       unset NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD ;;
-    13b)
-      bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --nodes 1 \
+    13b)  # no room for a floor beside it
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-300}" 13b "$out" --apart --no-compute --tag 13b --nodes 1 \
         --gpus-per-node "$inside" \
-        --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 ;;
+        --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 $(few train.optimizer_state=8bit) ;;
     32_5b)
-      bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --nodes 1 \
-        --gpus-per-node "$inside" \
-        --recipes "${ARMS:-zero3,zeropp}" ;;
+      LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --tag 32_5b --nodes 1 \
+        --gpus-per-node "$inside" --recipes "${ARMS:-zero3,$(few w8 || echo zeropp)}" \
+        $(few train.optimizer_state=8bit train.optimizer_place=host) ;;
+    calibrate)  # whole GPUs of one host; the share of a link's speed that payloads get, as before
+      efficiency=$(sed -n 's/.*"efficiency": \([0-9.]*\).*/\1/p' conf/machine/h200.json)
+      timeout -k 5 "$(within "${SECONDS_CALIBRATE:-240}")" python3 -m zpp_lab.cli bench calibrate \
+        ${cpu:+--cpu --tiny} --efficiency "$efficiency" --out "$out/machine.json" 2>&1 | tee -a "$out/log.txt" ;;
     probe)
       timeout -k 5 "$(within "${SECONDS_PROBE:-70}")" python3 experiments/speed/share_probe.py $cpu \
         --out "$out/probe.json" 2>&1 | tee -a "$out/log.txt" ;;

@@ -180,6 +180,18 @@ def test_a_budget_ends_it_and_keeps_what_there_is(fake: type[Fake], tmp_path: Pa
     assert not (tmp_path / "results.csv").exists()
 
 
+def test_a_link_that_cannot_be_limited_is_told_before_ranks_start(
+    fake: type[Fake], tmp_path: Path
+) -> None:
+    """OneHost limits nothing, as a kernel without tc's token bucket."""
+    cluster = ClusterConfig(nodes=1, gpus_per_node=2)
+    pace = Pace(steps=3, rounds=1, turn_seconds=8, limit=9, budget=99)
+    made = StepBench(OneHost(), Placement(cluster), arms(["fsdp2"], TINY), pace, tmp_path)
+    with pytest.raises(ValueError, match="no link to limit to 12"):
+        made.run([None, 12.0])
+    assert not fake.asked
+
+
 def test_long_steps_are_timed_fewer_times() -> None:
     pace = Pace(4, 1, 8.0, 1.0, 1.0)
     assert [pace.steps_of(s) for s in (0.1, 3.0, 100.0)] == [4, 2, 1]

@@ -59,6 +59,18 @@ def test_a_row_that_says_its_config_is_taken_at_its_word() -> None:
     assert config.model.vocab_size == 32000
 
 
+@pytest.mark.parametrize(
+    ("nodes", "link", "measured", "taken"),
+    [("2", "25", "24.1", 25.0), ("2", "max", "61", 61.0), ("2", "max", "", None),
+     ("1", "max", "61", None)],
+)  # fmt: skip
+def test_a_link_without_a_limit_is_as_fast_as_it_was_found(
+    nodes: str, link: str, measured: str, taken: float | None
+) -> None:
+    row = {"nodes": nodes, "link_gbps": link, "measured_gbps": measured}
+    assert script("check_cost").bandwidth(row) == taken
+
+
 def test_the_ready_machine_is_what_the_kept_figures_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

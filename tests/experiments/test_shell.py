@@ -44,6 +44,20 @@ def test_the_call_began_with_the_first_script(tmp_path: Path) -> None:
     assert 272 <= int(bash(program, tmp_path, CALL="600")) <= 275
 
 
+def test_a_part_of_the_speed_bench_begins_only_while_the_call_lasts(tmp_path: Path) -> None:
+    """Its other parts go on where there is no call to end."""
+    program = 'bash experiments/speed/run.sh "$OUT" nothing'
+    assert "nothing: not begun" in bash(program, tmp_path, CALL="60", GPUS="2")
+    assert "no part nothing" in bash(program, tmp_path, GPUS="2")
+
+
+def test_runs_of_one_gpu_each_take_any_number_of_them(tmp_path: Path) -> None:
+    program = "source experiments/size.sh; echo there"
+    assert bash(f"ONE_GPU=yes; {program}", tmp_path, GPUS="1") == "there\n"
+    assert bash(f"({program}) 2> /dev/null; echo $?", tmp_path, GPUS="1") == "2\n"
+    assert bash(program, tmp_path, GPUS="2") == "there\n"
+
+
 def test_an_archive_is_whole_or_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "runs" / "s").mkdir(parents=True)
     (tmp_path / "runs" / "s" / "results.csv").write_text("a\n")

@@ -169,7 +169,7 @@ def test_a_signal_leaves_no_process_behind(tmp_path: Path, number: signal.Signal
 def test_a_shape_that_fails_is_told(tmp_path: Path) -> None:
     found, text = look(study("exits", "zero3"), tmp_path, entry="tests.study.fake_trainer:fail")
     assert "no cost for the shape of zero3, exits: crashed: " in text
-    assert "exit code 1" in found.faults[0]
+    assert "RuntimeError: always" in found.faults[0]
     assert found.runs[0].seconds is None
     assert "time left unknown" in text
 

@@ -68,6 +68,16 @@ def test_of_several_with_its_settings_the_one_of_its_name(tmp_path: Path) -> Non
     assert found.matches == {"b": ["b"], "a": ["tuned"]}
 
 
+def test_a_step_in_other_micro_steps_has_no_measurement(tmp_path: Path) -> None:
+    """The order control of two ranks is such an arm: it gathers and reduces twice a step."""
+    plain, split = ["recipe=zero3"], ["recipe=zero3", "train.micro_steps=2"]
+    found = match(speeds(tmp_path, FSDP2), result(arm("zero3", plain), arm("split", split)))
+    assert found.matches == {"zero3": ["fsdp2"]}
+    assert found.missing["split"] == "its step has 2 micro-steps, that of zero3 1"
+    found = match(speeds(tmp_path, FSDP2), result(arm("zero3", split), arm("again", split)))
+    assert list(found.matches) == ["zero3", "again"]
+
+
 def test_engines_are_not_mixed(tmp_path: Path) -> None:
     peer = Arm("ds", 0.9, 0.4, "deepspeed", ZEROPP | {"engine.name": "deepspeed"})
     ours = Arm("zeropp", 0.9, 0.2, config=ZEROPP)

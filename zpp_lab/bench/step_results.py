@@ -128,11 +128,14 @@ def wires_text(wires: dict[str, list[int]] | None) -> str:
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     """Put the rows into results.csv, beside those of other cells."""
+    put_rows(folder, [{name: _text(value) for name, value in asdict(row).items()} for row in rows])
+
+
+def put_rows(folder: Path, new: Sequence[dict[str, str]]) -> None:
+    """The same for rows as `read_rows` gives them."""
     path = folder / "results.csv"
-    new = [{name: _text(value) for name, value in asdict(row).items()} for row in rows]
-    kept = _read(path)
     keys = {_key(row) for row in new}
-    every = [row for row in kept if _key(row) not in keys] + new
+    every = [*(row for row in read_rows(path) if _key(row) not in keys), *new]
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -144,7 +147,7 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
     """Rows of a file with today's columns, or with an older file's. ValueError for others."""
     if not path.is_file():
         return []

@@ -93,6 +93,8 @@ class StepBench:
 
     def run(self, links: Sequence[Link]) -> None:
         """All cells. Failures of arms are kept in `failed`; a used-up budget in `stopped`."""
+        for link in links:  # what this kernel cannot limit is told before ranks start
+            self.hosts.limit(link)
         try:
             for arms in sessions(self.arms):
                 left = arms

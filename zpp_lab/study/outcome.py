@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,9 +85,8 @@ def ended_run(
         write_config(run)  # a run that failed early has not done it itself
         if not (run.dir / "failure.json").exists():
             killed = code == -signal.SIGKILL and out_of_memory
-            _write_failure(
-                run.dir, how or how_it_ended(code), "out_of_memory" if killed else "crashed"
-            )
+            how = how or (last_error(run.dir / LOG) if code == 1 else None) or how_it_ended(code)
+            _write_failure(run.dir, how, "out_of_memory" if killed else "crashed")
     return read_run(run.dir)
 
 
@@ -106,6 +106,12 @@ def _write_failure(folder: Path, error: str, outcome: str) -> None:
         "traceback": log_tail(folder / LOG),
     }
     write_atomic(folder / "failure.json", json.dumps(failure, indent=1) + "\n")
+
+
+def last_error(log: Path) -> str | None:
+    """The exception that a log ends with, as Python prints it; None where it ends otherwise."""
+    last = (log_tail(log).splitlines() or [""])[-1]
+    return last if re.match(r"[\w.]+(Error|Exception|Failed): ", last) else None
 
 
 def how_it_ended(code: int) -> str:

@@ -3,7 +3,8 @@
 An arm has the speed of a measurement whose recipe has the same settings, whatever either is
 called; model and data may differ, as speeds are measured at the size that matters. A study of
 virtual ranks is matched as engine=fsdp, which computes the same. Plain FSDP2 stands for recipes
-with the settings of zero3 where this package's own was not measured.
+with the settings of zero3 where this package's own was not measured. An arm that cuts a step into
+other micro-steps than the baseline moves other bytes, so it has no measurement.
 """
 
 from __future__ import annotations
@@ -65,6 +66,12 @@ def match(measured: Sequence[Measured], result: StudyResult) -> StudySpeeds:
         own = _own_settings(arm)
         if own is None:
             continue
+        if _micro_steps(arm) != _micro_steps(result.baseline):
+            missing[arm.name] = (
+                f"its step has {_micro_steps(arm)} micro-steps, that of {result.baseline.name} "
+                f"{_micro_steps(result.baseline)}"
+            )
+            continue
         for place, there in places.items():
             found = _best(arm, own, there, recipes)
             if found is not None:
@@ -106,6 +113,11 @@ def _values(codec: CodecConfig) -> dict[str, Any]:
 def _own_settings(arm: ArmResult) -> dict[str, Any] | None:
     run = arm.first_run
     return None if run is None else recipe_settings(run.config.get("recipe") or {})
+
+
+def _micro_steps(arm: ArmResult) -> int:
+    run = arm.first_run
+    return int(((run.config if run else {}).get("train") or {}).get("micro_steps", 1))
 
 
 def _best(
