@@ -112,6 +112,27 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "\0"])
+@pytest.mark.parametrize(
+    ("name", "ended"),
+    [("summary.json", True), ("config.yaml", True), ("data.json", False), ("commits.json", False)],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, ended: bool, text: str) -> None:
+    """Never a traceback, nor a start from step 0 that drops what there is."""
+    config = small(tmp_path, "train.steps=2", "train.keep_checkpoints=1")
+    run(config)
+    folder = tmp_path / "run"
+    if not ended:
+        (folder / "summary.json").unlink()
+    (folder / name).write_text(text)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=rf"{name} is damaged \(.*\): restore it .* or delete it"):
+        run(config)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    (folder / name).unlink()
+    assert run(config)["steps"] == 2
+
+
 def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zpp_lab.trainer as trainer
 

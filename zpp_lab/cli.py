@@ -84,7 +84,8 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
     except KeyboardInterrupt:
-        goes_on = args.command in ("train", "study") and not args.dry_run
+        alone = args.command in ("train", "study") and not args.dry_run
+        goes_on = alone and not getattr(args, "multirun", False)  # a sweep has said how
         more = "; the same command goes on from here" if goes_on else ""
         print(f"\ninterrupted{more}", file=sys.stderr)
         return 130

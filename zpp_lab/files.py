@@ -11,6 +11,9 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
 
@@ -33,6 +36,27 @@ def write_atomic(path: Path | str, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, {} of an empty one. FileNotFoundError, or ValueError that names a
+    damaged file and the way out."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a study has many
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise damaged(path, error) from None
+    if found is not None and not isinstance(found, dict):
+        raise damaged(path, "no mapping")
+    return found or {}
+
+
+def damaged(path: Path, why: object) -> ValueError:
+    """What to raise for a file of ours that does not hold what was written. Each is whole or
+    absent, so this is the disk's or somebody's doing; without it a run goes on or starts over."""
+    return ValueError(
+        f"{path} is damaged ({' '.join(str(why).split())}): restore it from a copy, or delete it"
+    )
 
 
 def sync_folder(folder: Path) -> None:

@@ -54,7 +54,7 @@ from zpp_lab.place import (
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY
-from zpp_lab.tracking.jsonl import from_json
+from zpp_lab.tracking.jsonl import read_object
 from zpp_lab.trainer import Record, run, write_failure
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
@@ -126,8 +126,7 @@ def start(config: Config) -> Record:
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
     if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
-    summary: Record = from_json((folder / SUMMARY).read_text())
-    return summary
+    return read_object(folder / SUMMARY)
 
 
 def _placement(config: Config) -> Placement:
@@ -194,7 +193,7 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
     """Rank 0 has written what it saw; when another rank was first, that is only a consequence."""
     path, seen = folder / FAILURE, {}
     if path.is_file():
-        seen = from_json(path.read_text())
+        seen = read_object(path)
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
     lacked = "OutOfMemoryError" in text or KILLED in text

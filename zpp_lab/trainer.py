@@ -42,7 +42,7 @@ from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import FAILURE, METRICS, SUMMARY
-from zpp_lab.tracking.jsonl import from_json, read, to_json
+from zpp_lab.tracking.jsonl import read, read_object, to_json
 
 Record = dict[str, Any]
 Data = TokenData | PackedData
@@ -60,7 +60,7 @@ def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Recor
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
     if has_ended(config):
-        return from_json((folder / SUMMARY).read_text())
+        return read_object(folder / SUMMARY)
     return Trainer(config, folder, rank, start_up).run()
 
 
