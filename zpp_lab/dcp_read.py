@@ -6,7 +6,10 @@ Tensors are found by name. A folder whose files do not match its whole.json is d
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from zpp_lab.stream import StreamReader
 
 MARKER = "whole.json"  # the step, and size and CRC-32 of every file
 RAW = "raw"  # the format of stream.py; older checkpoints have torch's own and say nothing
+# reading for one process is what we mean, and torch says at each call that it assumes so
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
 _BASE = "base."
 
@@ -64,6 +69,18 @@ def wrong_size(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MARKER}: {error}"
     return f"{wrong[0]}: not as many bytes as were written" if wrong else None
+
+
+def say_damaged(path: Path, why: object) -> None:
+    """Tell stderr of a checkpoint that is passed over."""
+    first = str(why).partition("\n")[0]  # torch goes on with advice on foreign files
+    print(f"checkpoint {path} is damaged ({first}); trying an older one", file=sys.stderr)
+
+
+def say_none_whole(folder: Path, tried: Sequence[Path]) -> None:
+    """Tell stderr that a run begins anew; nothing where there was no checkpoint to try."""
+    if tried:
+        print(f"{folder} has no whole checkpoint: the run starts over", file=sys.stderr)
 
 
 def marker_of(path: Path) -> dict[str, Any]:

@@ -185,10 +185,12 @@ class Trainer:
         self.saved = self.step
 
     def _pause(self, tracker: Tracker | None) -> Record:
-        """The end of a piece: a checkpoint is there, and neither summary nor failure."""
+        """The end of a piece: a checkpoint is there, and neither summary nor failure. {} but on
+        rank 0."""
         self.checkpoints.wait()
-        if tracker is not None:
-            tracker.pause()
+        if tracker is None:
+            return {}
+        tracker.pause()
         return {"outcome": UNFINISHED, "step": self.step}
 
     def _due(self, every: int) -> bool:

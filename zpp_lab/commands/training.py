@@ -116,7 +116,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         print("stopped before the end; the same command goes on from here")
     elif summary:  # rank 0, when somebody else started the ranks
         print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
-    leave()
+    leave()  # ends a rank with 0: torchrun and srun take anything else for a failure
     return PAUSED if paused else 0
 
 
