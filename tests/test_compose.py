@@ -76,6 +76,21 @@ def test_the_files_list_every_setting(group: str) -> None:
     assert sorted(every.keys() - listed.keys()) == []
 
 
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("recipe.grads_inter.bits=7", "recipe zero3, grads_inter: bits=7: use one of"),
+        ("recipe.weights.block_size=100", "weights_forward: block_size=100: use a power of two"),
+        ("recipe.grads.hadamard=20", "hadamard=20: use 0"),
+        ("recipe.rules=[{set:{bits:3}}]", "weights_forward: bits=3: use one of"),
+    ],
+)
+def test_codecs_are_checked_before_any_run(override: str, answer: str) -> None:
+    """Else a study would learn of a wrong width in its last arm when that arm's turn comes."""
+    with pytest.raises(ValueError, match=answer):
+        compose([override])
+
+
 def test_short_hands_reach_the_wires() -> None:
     recipe = compose(["recipe.weights.bits=6", "recipe.grads.bits=4", "recipe.hops=2"]).recipe
     assert recipe.weights_backward.over(recipe.weights).bits == 6

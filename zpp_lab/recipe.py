@@ -62,9 +62,7 @@ class Recipe:
 
     def wire(self, wire: Wire) -> CodecConfig:
         """The wire's own codec settings over its short-hand."""
-        short = self.config.weights if wire.startswith("weights") else self.config.grads
-        own: CodecConfig = getattr(self.config, wire)
-        return own.over(short)
+        return self.config.wire(wire)
 
     def codec(self, wire: Wire, parameter: Parameter) -> Codec:
         """The codec of `parameter` on `wire`, exemptions and rules applied."""
