@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -121,10 +121,9 @@ def _quantizes(recipe: Recipe, wire: Wire) -> bool:
 
 
 def _check_settings(recipe: str, wire: Wire, settings: CodecConfig) -> None:
-    """Also where nothing is quantized: a wrong block_size is one with bits=null too."""
-    plain = settings.codec in (None, "block") and settings.bits is None
+    """Whether such a codec is there and takes them; `RecipeConfig` has looked at our own."""
     try:
-        build_codec(replace(settings, bits=8) if plain else settings, torch.float32)
+        build_codec(settings, torch.float32)
     except ValueError as error:
         raise ValueError(f"recipe {recipe}, {wire}: {error}") from None
 
