@@ -11,7 +11,7 @@ from torch import nn
 
 from examples.molecules import MoleculeEncoder, molecules, train
 from tests.engines.fsdp_world import run_world
-from zpp_lab.api import recipe, shard
+from zpp_lab.api import init, recipe, shard
 from zpp_lab.config import ClusterConfig
 
 
@@ -23,6 +23,13 @@ def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:
     losses, sharded = train(model, named, cluster, steps=12)
     sent = {wire: list(t) for wire, t in sharded.bytes.items()}
     return [losses, sent, len(sharded.wrapped.installed)]
+
+
+def test_ranks_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="start the script with torchrun or srun"):
+        init("gloo")
 
 
 def _model() -> MoleculeEncoder:

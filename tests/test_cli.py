@@ -43,6 +43,24 @@ def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -
     assert found == [f"recipe.weights.bits={b}/seed{s}" for b in ("4", "null") for s in (1, 2)]
 
 
+def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One job that diverges keeps none from running, and the folder's name is told for the rest."""
+    swept = ["train", "-m", *here, "train.clip=0", "train.lr=1e30,0.1"]
+    monkeypatch.setenv("ZPP_SWEEP_DIR", "my sweep")
+    assert main(swept) == 1
+    told = capsys.readouterr().err
+    assert "zpp-lab train: the run diverged: step 1" in told
+    assert "Traceback" not in told
+    assert "the same command with 'hydra.sweep.dir='\"'\"'my sweep'\"'\"'' goes on" in told
+    assert [p.parent.parent.name for p in Path().rglob("summary.json")] == ["train.lr=0.1"]
+    monkeypatch.delenv("ZPP_SWEEP_DIR")
+    (path,) = Path().rglob("summary.json")
+    written = path.stat().st_mtime_ns
+    assert main([*swept, "hydra.sweep.dir='my sweep'"]) == 1
+    assert path.stat().st_mtime_ns == written
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -55,6 +73,7 @@ def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -
         (["train", "-m", "recipe=zero4,w4"], "Did you mean zero3"),
         (["train", "-m", "train.steps=[1,2"], "cannot be read"),
         (["train", "-m", "--dry-run"], "--dry-run is for one run"),
+        (["train", "-m", "--for", "8m", "seed=1,2"], "--for is for one run or a study"),
         (["trian"], "did you mean train?"),
         (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
         (["bench", "everything"], "there are: kernels, collectives"),

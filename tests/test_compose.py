@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 
 from zpp_lab.compose import compose, load_study
 from zpp_lab.config import ClusterConfig, Config, StudyConfig, load
 from zpp_lab.paths import conf_dir
+from zpp_lab.runconfig import flatten
 
 SAVED = ["model.weights=pretrained", "model.path=somewhere"]
 # what an option cannot do without
@@ -50,6 +55,38 @@ def test_every_option_composes(group: str) -> None:
     ],
 )
 def test_mistakes_are_answered(override: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        compose([override])
+
+
+def test_a_setting_that_the_chosen_files_do_not_list(tmp_path: Path) -> None:
+    """Not Hydra's words, and no word that the name is wrong."""
+    with pytest.raises(ValueError, match=r"write \+\+engine\.prefetch=VALUE.*engine=fsdp"):
+        compose(["engine.prefetch=2"])
+    assert compose(["++engine.prefetch=2"]).engine.prefetch == 2
+    assert compose(["engine=fsdp", "engine.prefetch=2"]).engine.prefetch == 2
+
+
+@pytest.mark.parametrize("group", ["run", "data", "recipe", "train", "tracking", "cluster"])
+def test_the_files_list_every_setting(group: str) -> None:
+    """A setting that they lack takes ++ on a command line, which nobody expects."""
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        listed = flatten(OmegaConf.to_container(hydra_compose("config")))
+    every = flatten({group: asdict(Config())[group]})
+    assert sorted(every.keys() - listed.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("recipe.grads_inter.bits=7", "recipe zero3, grads_inter: bits=7: use one of"),
+        ("recipe.weights.block_size=100", "weights_forward: block_size=100: use a power of two"),
+        ("recipe.grads.hadamard=20", "hadamard=20: use 0"),
+        ("recipe.rules=[{set:{bits:3}}]", "weights_forward: bits=3: use one of"),
+    ],
+)
+def test_codecs_are_checked_before_any_run(override: str, answer: str) -> None:
+    """Else a study would learn of a wrong width in its last arm when that arm's turn comes."""
     with pytest.raises(ValueError, match=answer):
         compose([override])
 

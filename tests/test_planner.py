@@ -147,6 +147,7 @@ def test_without_a_machine_nothing_is_predicted(capsys) -> None:
         (["--machine", "none", *BF16], "no such file"),
         (["--machine", "h200", "--link-gbps", "fast", *BF16], "12,25,max"),
         (["--machine", "h200", "--link-gbps", "0", *BF16], "more than 0"),
+        (["--link-gbps", "100"], "--link-gbps goes with --machine"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(capsys, words: list[str], message: str) -> None:

@@ -108,6 +108,7 @@ def test_a_run_is_seen_kept_apart_and_goes_on(torchrun: Torchrun) -> None:
 
     assert torchrun.ended("again.txt", "run.piece_steps=2") == 0, torchrun.said("again.txt")
     assert re.search(rf"goes on after step \d+ of {STEPS}", torchrun.said("again.txt"))
+    assert torchrun.said("again.txt").count("stopped before the end") == 1  # by rank 0
     assert state(read_run(torchrun.run)) == "stopped"
 
 

@@ -112,6 +112,56 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "\0"])
+@pytest.mark.parametrize(
+    ("name", "ended"),
+    [("summary.json", True), ("config.yaml", True), ("data.json", False), ("commits.json", False)],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, ended: bool, text: str) -> None:
+    """Never a traceback, nor a start from step 0 that drops what there is."""
+    config = small(tmp_path, "train.steps=2", "train.keep_checkpoints=1")
+    run(config)
+    folder = tmp_path / "run"
+    if not ended:
+        (folder / "summary.json").unlink()
+    (folder / name).write_text(text)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=rf"{name} is damaged \(.*\): restore it .* or delete it"):
+        run(config)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    (folder / name).unlink()
+    assert run(config)["steps"] == 2
+
+
+def test_a_checkpoint_without_memory_to_read_it_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor one that this user may not read: starting over would drop the steps that it has."""
+    config = small(tmp_path, "train.steps=3", "train.keep_checkpoints=1")
+    run(config)
+    folder = tmp_path / "run"
+    (folder / "summary.json").unlink()
+    for error in (torch.OutOfMemoryError("full"), PermissionError(13, "may not be read")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "load", raiser(error))
+            with pytest.raises(type(error)):
+                run(config)
+    assert "damaged" not in capsys.readouterr().err
+    for path in (folder / "checkpoints").iterdir():
+        path.write_text("x")
+    assert run(config)["steps"] == 3
+    said = capsys.readouterr().err
+    assert said.count("is damaged") == 1
+    assert "has no whole checkpoint: the run starts over" in said
+
+
+def raiser(error: Exception):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
 def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zpp_lab.trainer as trainer
 

@@ -35,7 +35,7 @@ from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.units import cut_units
 from zpp_lab.numerics import clip_factor, total_norm
-from zpp_lab.place import enter
+from zpp_lab.place import enter, placed
 from zpp_lab.plan import Bytes, Plan, no_bytes
 from zpp_lab.recipe import DTYPES, Recipe
 
@@ -46,7 +46,13 @@ def recipe(name: str, *overrides: str) -> RecipeConfig:
 
 
 def init(backend: str | None = None) -> torch.device:
-    """Join the ranks that torchrun or srun started; returns this rank's device."""
+    """Join the ranks that torchrun or srun started; returns this rank's device. ValueError where
+    nobody started any."""
+    if not (dist.is_initialized() or placed(os.environ)):
+        raise ValueError(
+            "zpp_lab.init joins ranks that are there already: start the script with torchrun or "
+            "srun, such as `torchrun --standalone --nproc-per-node 4 SCRIPT`"
+        )
     enter(os.environ)
     on_gpu = torch.cuda.is_available() and backend != "gloo"
     if on_gpu:

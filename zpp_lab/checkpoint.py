@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.files import is_full, need_space, sync_folder
+from zpp_lab.files import is_full, need_space, say_damaged, say_none_whole, sync_folder
 
 
 class Checkpoints:
@@ -86,10 +86,11 @@ class Checkpoints:
             try:
                 state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
                 return state
+            except (MemoryError, torch.OutOfMemoryError, PermissionError):
+                raise  # the file may be whole: going on without it would drop its steps
             except Exception as error:  # any damage at all: pickle, zip and torch raise their own
-                print(
-                    f"checkpoint {path} is damaged ({error}); trying an older one", file=sys.stderr
-                )
+                say_damaged(path, error)
+        say_none_whole(self.folder, self.saved())
         return None
 
 

@@ -24,7 +24,8 @@ ABOUT = """Train with quantized collectives, judge what that costs, plan and mea
     zpp-lab study smoke                                  arms, seeds, verdicts and a report
     zpp-lab plan model=13b cluster=1x4                   what a run will send and hold"""
 EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
-75 stopped by --for; 130 stopped by Ctrl-C (the same command goes on)"""
+75 stopped by --for (0 of ranks that torchrun or srun started, which would take 75 for a failure);
+130 stopped by Ctrl-C (the same command goes on)"""
 
 
 _CHECK = "; check the path, and that its folder can be written"
@@ -84,7 +85,8 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
     except KeyboardInterrupt:
-        goes_on = args.command in ("train", "study") and not args.dry_run
+        alone = args.command in ("train", "study") and not args.dry_run
+        goes_on = alone and not getattr(args, "multirun", False)  # a sweep has said how
         more = "; the same command goes on from here" if goes_on else ""
         print(f"\ninterrupted{more}", file=sys.stderr)
         return 130

@@ -11,6 +11,11 @@ from pydantic.dataclasses import dataclass
 Rounding = Literal["nearest", "stochastic"]
 Dtype = Literal["fp32", "bf16"]
 
+BITS = (2, 4, 6, 8)
+BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
+HADAMARD_SIZES = (16, 32, 64, 128, 256)
+BLOCK_SIZE = 256  # where none is given
+
 STRICT = ConfigDict(extra="forbid")
 
 
@@ -43,6 +48,33 @@ class CodecConfig:
         """These settings, with `base` where one is None."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return CodecConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
+
+    def check(self) -> None:
+        """ValueError for what the family `block` does not have, also where bits=None leaves it
+        unused. Codecs of other packages check their own when they are built."""
+        if self.codec in (None, "block"):
+            bits, size = self.bits, self.block_size
+            size = BLOCK_SIZE if size is None else size
+            check_block(8 if bits is None else bits, size, self.hadamard or 0, self.random_signs)
+
+
+def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | None) -> None:
+    """ValueError for settings that no codec of the family `block` has. Here, without torch, so that
+    a study's last arm is looked at before its first run starts."""
+    need(bits in BITS, f"bits={bits}: use one of {BITS}, or null to send as is")
+    need(block_size in BLOCK_SIZES, f"block_size={block_size}: use a power of two, {BLOCK_SIZES}")
+    need(
+        not random_signs or hadamard > 0,
+        "random_signs=true needs hadamard: set it to 16, 32, 64, 128 or 256",
+    )
+    need(
+        hadamard <= block_size,
+        f"hadamard={hadamard} is wider than block_size={block_size}: use a block at least as wide",
+    )
+    need(
+        hadamard in (0, *HADAMARD_SIZES),
+        f"hadamard={hadamard}: use 0 (off) or one of {HADAMARD_SIZES}",
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

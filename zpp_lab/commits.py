@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import write_atomic
+from zpp_lab.files import damaged, write_atomic
 
 FILE = "commits.json"
 
@@ -22,11 +22,23 @@ def note_commit(folder: Path, step: int, commit: str | None) -> list[dict[str, A
     """
     path, made = folder / FILE, []
     if step > 0:
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        made = [one for one in before or [_from(0, None)] if one["after"] < step]
+        made = [one for one in _read(path) or [_from(0, None)] if one["after"] < step]
     if not made or made[-1]["commit"] != commit:
         made.append(_from(step, commit))
     write_atomic(path, json.dumps(made, indent=1) + "\n")
+    return made
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """What it says, [] where there is no file; ValueError that names a damaged one."""
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise damaged(path, error) from None
+    if not isinstance(made, list) or not all(isinstance(one, dict) for one in made):
+        raise damaged(path, "no list of steps and commits")
     return made
 
 

@@ -49,6 +49,12 @@ def explain(error: Exception, overrides: list[str]) -> str:
     key = _unknown_key(overrides)
     if key is not None and "Could not override" in str(error):
         return unknown_key(Config, key)
+    unlisted = re.search(r"Could not override '([\w.]+)'", str(error))
+    if unlisted is not None:
+        return (
+            f"{unlisted[1]} is a setting, but what was chosen from conf/ does not list it: write "
+            f"++{unlisted[1]}=VALUE, or choose what does (engine=fsdp for those of real ranks)"
+        )
     several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
     if several is not None:
         return f"{several[1]}: add -m to run each value, or write a list in brackets"

@@ -79,6 +79,7 @@ class RecipeConfig:
             f"recipe.secondary=true needs recipe.stage=3: stage {self.stage} keeps the weights "
             "between forward and backward, so there is nothing to gather again",
         )
+        self._check_codecs()
         clash = [
             text
             for text, there in (
@@ -89,6 +90,23 @@ class RecipeConfig:
             if there and self.shard == "node"
         ]
         _need(not clash, f"recipe.shard=node does not go with recipe.{'; recipe.'.join(clash)}")
+
+    def wire(self, wire: Wire) -> CodecConfig:
+        """The wire's own codec settings over its short-hand."""
+        short = self.weights if wire.startswith("weights") else self.grads
+        own: CodecConfig = getattr(self, wire)
+        return own.over(short)
+
+    def _check_codecs(self) -> None:
+        rules = [r for r in self.rules if not r.exempt]
+        for wire in WIRES:
+            own = self.wire(wire)
+            ruled = [rule.set.over(own) for rule in rules if wire in rule.wires]
+            for settings in (own, *ruled):
+                try:
+                    settings.check()
+                except ValueError as error:
+                    raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -41,7 +41,10 @@ def measured_here(gpu: str, folder: Path | None = None) -> dict[int, Crossover]:
     """
     found: dict[int, Crossover] = {}
     for path in sorted((folder or conf_dir() / "machine").glob("*.json")):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            told = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is no file of `bench calibrate` ({error})") from None
         if not gpu or told.get("gpu") != gpu:
             continue
         for entry in told["intra"].get("pull", ()):

@@ -30,8 +30,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from zpp_lab.dcp_read import MARKER, RAW, State, damage, marker_of, size_and_crc
-from zpp_lab.files import is_full, sync_folder, write_atomic
+from zpp_lab.dcp_read import (
+    MARKER,
+    RAW,
+    State,
+    damage,
+    marker_of,
+    size_and_crc,
+)
+from zpp_lab.files import is_full, say_damaged, say_none_whole, sync_folder, write_atomic
 from zpp_lab.stream import CastPlanner, HostCopy, StreamWriter, local_bytes
 
 
@@ -196,10 +203,9 @@ class ShardedCheckpoints:
             if not found:
                 return path
             if self.rank == 0:
-                print(
-                    f"checkpoint {path} is damaged ({found[0]}); trying an older one",
-                    file=sys.stderr,
-                )
+                say_damaged(path, found[0])
+        if self.rank == 0:
+            say_none_whole(self.folder, listed[0] or [])
         return None
 
 

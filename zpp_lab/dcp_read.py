@@ -6,6 +6,7 @@ Tensors are found by name. A folder whose files do not match its whole.json is d
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from zpp_lab.stream import StreamReader
 
 MARKER = "whole.json"  # the step, and size and CRC-32 of every file
 RAW = "raw"  # the format of stream.py; older checkpoints have torch's own and say nothing
+# reading for one process is what we mean, and torch says at each call that it assumes so
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
 _BASE, _WEIGHTS = "base.", "weights."
 

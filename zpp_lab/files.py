@@ -10,7 +10,12 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
 
@@ -33,6 +38,27 @@ def write_atomic(path: Path | str, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, {} of an empty one. FileNotFoundError, or ValueError that names a
+    damaged file and the way out."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a study has many
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise damaged(path, error) from None
+    if found is not None and not isinstance(found, dict):
+        raise damaged(path, "no mapping")
+    return found or {}
+
+
+def damaged(path: Path, why: object) -> ValueError:
+    """What to raise for a file of ours that does not hold what was written. Each is whole or
+    absent, so this is the disk's or somebody's doing; without it a run goes on or starts over."""
+    return ValueError(
+        f"{path} is damaged ({' '.join(str(why).split())}): restore it from a copy, or delete it"
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -58,3 +84,15 @@ def need_space(folder: Path, nbytes: int) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, was full, or a file at its limit (ulimit -f)."""
     return isinstance(error, OSError) and error.errno in FULL
+
+
+def say_damaged(path: Path, why: object) -> None:
+    """Tell stderr of a checkpoint that is passed over."""
+    first = str(why).partition("\n")[0]  # torch goes on with advice on foreign files
+    print(f"checkpoint {path} is damaged ({first}); trying an older one", file=sys.stderr)
+
+
+def say_none_whole(folder: Path, tried: Sequence[Path]) -> None:
+    """Tell stderr that a run begins anew; nothing where there was no checkpoint to try."""
+    if tried:
+        print(f"{folder} has no whole checkpoint: the run starts over", file=sys.stderr)

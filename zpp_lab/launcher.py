@@ -56,7 +56,7 @@ from zpp_lab.place import (
 from zpp_lab.pulse import Pulse, end_process
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY, write_failure
-from zpp_lab.tracking.jsonl import Record, from_json
+from zpp_lab.tracking.jsonl import Record, read_object
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
@@ -134,8 +134,7 @@ def start(config: Config) -> Record:
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
     if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
-    summary: Record = from_json((folder / SUMMARY).read_text())
-    return summary
+    return read_object(folder / SUMMARY)
 
 
 def _placement(config: Config) -> Placement:
@@ -202,7 +201,7 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
     """Rank 0 has written what it saw; when another rank was first, that is only a consequence."""
     path, seen = folder / FAILURE, {}
     if path.is_file():
-        seen = from_json(path.read_text())
+        seen = read_object(path)
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
     lacked = "OutOfMemoryError" in text or KILLED in text

@@ -7,10 +7,12 @@ Every job gets a run folder of its own below one sweep folder, named by what was
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from zpp_lab.compose import explain, to_config
-from zpp_lab.hydra_words import from_home
+from zpp_lab.hydra_words import from_home, written
 from zpp_lab.paths import conf_dir
 
 
@@ -40,8 +42,19 @@ def multirun(overrides: list[str]) -> int:
             task(_job)()
     except HydraException as error:
         raise ValueError(explain(error, overrides)) from None
+    except BaseException:
+        _say_how_to_go_on(Path(_sweep_dir(overrides)))
+        raise
     print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
     return 0
+
+
+def _say_how_to_go_on(folder: Path) -> None:
+    """The folder's name has the time in it, so the command alone would begin another sweep."""
+    if folder.is_dir():
+        word = shlex.quote(f"hydra.sweep.dir={written(str(folder))}")
+        told = f"the same command with {word} goes on with this sweep"
+        print(f"{told}; finished runs are not repeated", file=sys.stderr)
 
 
 @contextmanager

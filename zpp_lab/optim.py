@@ -19,8 +19,8 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     """AdamW with weight decay on matrices only (norms and biases have one dimension).
 
     With states in fp32 torch's own, on a GPU the fused one, and of DTensors their shards alone
-    are updated. `guarded_step` can hold back that and
-    ours without asking the host. `seed`: of the rounding of smaller states.
+    are updated. `guarded_step` can hold back the fused one and ours without asking the host.
+    `seed`: of the rounding of smaller states.
     """
     trained = [p for p in parameters.values() if p.requires_grad]
     if not trained:

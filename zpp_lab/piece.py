@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 
-PAUSED = 75  # exit code of a process whose run stopped for want of time (EX_TEMPFAIL)
+PAUSED = 75  # exit code of a command whose run stopped for want of time (EX_TEMPFAIL)
 UNFINISHED = "unfinished"  # the outcome of such a run
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -62,9 +62,7 @@ class Recipe:
 
     def wire(self, wire: Wire) -> CodecConfig:
         """The wire's own codec settings over its short-hand."""
-        short = self.config.weights if wire.startswith("weights") else self.config.grads
-        own: CodecConfig = getattr(self.config, wire)
-        return own.over(short)
+        return self.config.wire(wire)
 
     def codec(self, wire: Wire, parameter: Parameter) -> Codec:
         """The codec of `parameter` on `wire`, exemptions and rules applied."""
@@ -123,10 +121,9 @@ def _quantizes(recipe: Recipe, wire: Wire) -> bool:
 
 
 def _check_settings(recipe: str, wire: Wire, settings: CodecConfig) -> None:
-    """Also where nothing is quantized: a wrong block_size is one with bits=null too."""
-    plain = settings.codec in (None, "block") and settings.bits is None
+    """Whether such a codec is there and takes them; `RecipeConfig` has looked at our own."""
     try:
-        build_codec(replace(settings, bits=8) if plain else settings, torch.float32)
+        build_codec(settings, torch.float32)
     except ValueError as error:
         raise ValueError(f"recipe {recipe}, {wire}: {error}") from None
 

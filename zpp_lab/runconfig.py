@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zpp_lab.config import Config
+from zpp_lab.files import read_yaml
 
 # Settings that may differ between two starts of one run: they change no numbers.
 FREE = (
@@ -45,7 +44,7 @@ def check_same_run(config: Config, folder: Path) -> None:
     path = folder / "config.yaml"
     if not path.is_file():
         return
-    before = flat_config(yaml.safe_load(path.read_text()) or {})
+    before = flat_config(read_yaml(path))
     now = flat_config(config)
     changed = differing(before, now)
     if changed:

@@ -13,6 +13,7 @@ from zpp_lab.data import PackedData, TokenData
 from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import END
 from zpp_lab.files import write_atomic
+from zpp_lab.tracking.jsonl import read_object
 
 FILE = "data.json"
 
@@ -34,7 +35,7 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
     path = folder / FILE
     if not resumed or not path.is_file():
         return
-    before = json.loads(path.read_text(encoding="utf-8"))["hash"]
+    before = read_object(path)["hash"]
     if before != data.hash:
         raise ValueError(
             f"{folder} was trained on other tokens (data {before[:16]} there, {data.hash[:16]} "
@@ -51,7 +52,7 @@ def check_start(start: Path, data: TokenData | PackedData) -> None:
     if file is None:
         print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
         return
-    said = json.loads(file.read_text(encoding="utf-8"))
+    said = read_object(file)
     if said["tokenizer"] != data.tokenizer:
         raise ValueError(
             f"model.start={start} was trained with another tokenizer ({said['vocab_size']} tokens, "
@@ -91,4 +92,4 @@ def vocab_size(run: Path) -> int | None:
 
 def _said(run: Path) -> dict[str, Any]:
     path = run / FILE
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}

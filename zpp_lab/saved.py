@@ -5,13 +5,14 @@ A model of 30 billion parameters must not be in memory as a whole, let alone twi
 
 from __future__ import annotations
 
-import sys
 import zipfile
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from zpp_lab.files import say_damaged
 
 
 class SavedWeights(Protocol):
@@ -75,7 +76,7 @@ def newest(run: Path, thorough: bool = True) -> SavedWeights:
         fault = _fault(path, thorough)
         if fault is None:
             return _open(path)
-        print(f"checkpoint {path} is damaged ({fault}); trying an older one", file=sys.stderr)
+        say_damaged(path, fault)
     raise ValueError(
         f"{folder} has no whole checkpoint: let the run reach its first one "
         "(train.checkpoint_every), or its end"

@@ -41,7 +41,7 @@ from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import METRICS, SUMMARY, write_failure
-from zpp_lab.tracking.jsonl import Record, from_json, read, to_json
+from zpp_lab.tracking.jsonl import Record, read, read_object, to_json
 
 Data = TokenData | PackedData
 
@@ -58,7 +58,7 @@ def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Recor
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
     if has_ended(config):
-        return from_json((folder / SUMMARY).read_text())
+        return read_object(folder / SUMMARY)
     return Trainer(config, folder, rank, start_up).run()
 
 
@@ -183,10 +183,12 @@ class Trainer:
         self.saved = self.step
 
     def _pause(self, tracker: Tracker | None) -> Record:
-        """The end of a piece: a checkpoint is there, and neither summary nor failure."""
+        """The end of a piece: a checkpoint is there, and neither summary nor failure. {} but on
+        rank 0."""
         self.checkpoints.wait()
-        if tracker is not None:
-            tracker.pause()
+        if tracker is None:
+            return {}
+        tracker.pause()
         return {"outcome": UNFINISHED, "step": self.step}
 
     def _due(self, every: int) -> bool:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zpp_lab.codec_config import BLOCK_SIZES
 from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode, noise_key, parameter_id
-from zpp_lab.codecs.block import BLOCK_SIZES
 
 TINY = 2.0**-126
 

@@ -144,7 +144,7 @@ def test_what_would_show_nothing_is_left_out_and_named(tmp_path: Path) -> None:
     factors, telemetry = left_out(result, curves)
     assert "one seed" in factors
     assert "fewer than 3 steps" in telemetry
-    found = find_out(tmp_path, result.study)
+    found = find_out(tmp_path, result)
     assert not found.effects
     text = writeup.markdown(found, draw(found))
     assert telemetry in text

@@ -30,13 +30,13 @@ def study(root: Path, *arms: FakeArm, seeds: int = 4, steps: int = 3, commit: st
 
 def test_arms_are_lined_up_with_what_changed(tmp_path: Path) -> None:
     one = study(tmp_path / "one", ZERO3, QSDP, W4)
-    two = study(tmp_path / "two", ZERO3, replace(W4, gap=0.2, weight_bits=3), steps=5, commit="abc")
+    two = study(tmp_path / "two", ZERO3, replace(W4, gap=0.2, weight_bits=2), steps=5, commit="abc")
     found = compare([one, two])
     assert found.names == ["one", "two"]
     assert [arm.name for arm in found.arms] == ["zero3", "qsdp", "w4"]
     assert found.arms[1].results[1] is None
     w4 = found.arms[2]
-    assert w4.recipe == {"recipe.weights.bits": [4, 3]}
+    assert w4.recipe == {"recipe.weights.bits": [4, 2]}
     gaps = [list(r.gaps.values()) for r in w4.results if r is not None]
     shift = w4.shifts[1]
     assert shift is not None

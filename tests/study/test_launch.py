@@ -29,7 +29,7 @@ def study(*arms: str, seeds: int = 2) -> StudyConfig:
     return StudyConfig(
         name="test",
         question="Does it hold?",
-        arms=[ArmConfig(arm, [f"recipe.weights.block_size={i}"]) for i, arm in enumerate(arms)],
+        arms=[ArmConfig(arm, [f"recipe.exempt.below_numel={i}"]) for i, arm in enumerate(arms)],
         seeds=list(range(1, seeds + 1)),
     )
 

@@ -27,7 +27,7 @@ def study(
         name="test",
         question="Does it hold?",
         arms=[
-            ArmConfig(name, [f"recipe.weights.block_size={i}"], start=start)
+            ArmConfig(name, [f"recipe.exempt.below_numel={i}"], start=start)
             for i, (name, start) in enumerate(zip(names, starts, strict=True))
         ],
         seeds=[1, 2],

@@ -292,7 +292,7 @@ def test_commands_of_plain_runs_make_the_same_config(tmp_path: Path) -> None:
 def test_two_hundred_runs_make_a_page_below_3_mb(tmp_path: Path) -> None:
     study = write_sweep(tmp_path, grid()[:17], seeds=10)
     assert len(study.arms) * len(study.seeds) == 200
-    found = find_out(tmp_path)
+    found = find_out(tmp_path, read_result(tmp_path))
     figures = make_figures(found.result, found.curves, found.effects, found.pairs)
     assert {"main_effects", "interactions"} <= {figure.name for figure in figures}
     assert len(writeup.html(found, figures).encode()) < 3e6

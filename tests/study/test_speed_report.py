@@ -20,6 +20,7 @@ from zpp_lab.cli import main
 from zpp_lab.runconfig import flatten
 from zpp_lab.study import writeup
 from zpp_lab.study.report import Report, build_report, draw, find_out
+from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import write_study
 from zpp_lab.study.speed_report import SpeedReport, build_speed_report
 from zpp_lab.study.speed_results import Measured, copy_table, read_speeds
@@ -194,7 +195,7 @@ def test_a_study_keeps_its_speeds(report: Report) -> None:
     root = report.html.parent
     html = report.html.read_bytes()
     assert (root / COPY).exists()
-    found = find_out(root)  # what another report of the study is made of
+    found = find_out(root, read_result(root))  # what another report of the study is made of
     assert writeup.html(found, draw(found)).encode() == html
 
 
@@ -223,7 +224,7 @@ def test_two_hundred_runs_with_speeds_stay_below_3_mb(tmp_path: Path) -> None:
     links = ("6", "12", "25", "50", "100", "max")
     write_speeds(tmp_path / "bench", rows(arms, {(2, 2): links, (4, 1): links, (1, 4): ("max",)}))
     (tmp_path / COPY).write_bytes((tmp_path / "bench" / "results.csv").read_bytes())
-    found = find_out(tmp_path)
+    found = find_out(tmp_path, read_result(tmp_path))
     assert found.speeds is not None
     assert len(found.speeds.matches) == 18
     assert len(writeup.html(found, draw(found)).encode()) < 3e6

@@ -44,11 +44,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zpp_lab.codec_config import BLOCK_SIZE, check_block
 from zpp_lab.codecs.base import CodecBase, SegmentNoise
 from zpp_lab.codecs.hadamard import Rotation
-from zpp_lab.codecs.packing import PLANES, align, pack, packed_bytes, unpack
+from zpp_lab.codecs.packing import align, pack, packed_bytes, unpack
 
-BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 TINY = 2.0**-126  # the smallest normal fp32
 
 
@@ -57,7 +57,7 @@ class BlockCodec(CodecBase):
     """Blocks of `block_size` codes of `bits` bits; see the module for numerics and bytes."""
 
     bits: int = 8
-    block_size: int = 256
+    block_size: int = BLOCK_SIZE
     symmetric: bool = True
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -65,22 +65,11 @@ class BlockCodec(CodecBase):
     random_signs: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in PLANES:
-            raise ValueError(f"bits={self.bits}: use one of {tuple(PLANES)}, or null to send as is")
-        if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size={self.block_size}: use a power of two, {BLOCK_SIZES}")
+        check_block(self.bits, self.block_size, self.hadamard, self.random_signs)
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r}: use nearest or stochastic")
         if self.scale_dtype not in ("fp32", "bf16"):
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: use fp32 or bf16")
-        if self.random_signs and not self.hadamard:
-            raise ValueError("random_signs=true needs hadamard: set it to 16, 32, 64, 128 or 256")
-        if self.hadamard > self.block_size:
-            raise ValueError(
-                f"hadamard={self.hadamard} is wider than block_size={self.block_size}: "
-                "use a block at least as wide"
-            )
-        _ = self.rotation  # raises for a bad width
 
     @property
     def rotation(self) -> Rotation | None:

@@ -20,9 +20,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from zpp_lab.codec_config import HADAMARD_SIZES
 from zpp_lab.philox import philox
 
-SIZES = (16, 32, 64, 128, 256)
+SIZES = HADAMARD_SIZES
 
 
 @dataclass(frozen=True)

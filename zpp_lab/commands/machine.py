@@ -67,6 +67,8 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
     for name in names:
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --fastest")
+    if args.link_gbps is not None and args.machine is None:
+        raise ValueError("--link-gbps goes with --machine, whose figures predict times")
     from zpp_lab.planner import plan_command
 
     return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps or "max")

@@ -88,35 +88,35 @@ def _until(piece: str | None) -> float | None:
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     until = _until(args.piece)
-    times = [] if until is None else [f"run.until={until!r}"]
     if args.multirun:
         if args.dry_run:
             raise ValueError("--dry-run is for one run: leave out -m")
-        return _sweep([*overrides, *times])
+        if until is not None:
+            raise ValueError("--for is for one run or a study: leave out -m, or write a study")
+        return _sweep(overrides)
     from zpp_lab.compose import compose
     from zpp_lab.runconfig import has_ended, run_dir
 
-    config = compose([*overrides, *times])
+    config = compose([*overrides, *([] if until is None else [f"run.until={until!r}"])])
     if args.dry_run:
         print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
         return 0
     from zpp_lab.inputs import check_inputs
-    from zpp_lab.launcher import RankFailed, launch, leave
+    from zpp_lab.launcher import launch, leave
 
     folder, ended = run_dir(config), has_ended(config)
     if not ended:
         check_inputs(config)
     try:
         summary = launch(config)
-    except RankFailed as error:
-        print(f"zpp-lab train: {error}", file=sys.stderr)
-        return 1
+    except _ends() as error:
+        return _failed(error)
     paused = summary.get("outcome") == UNFINISHED
     if paused:
         print("stopped before the end; the same command goes on from here")
     elif summary:  # rank 0, when somebody else started the ranks
         print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
-    leave()
+    leave()  # ends a rank with 0: torchrun and srun take anything else for a failure
     return PAUSED if paused else 0
 
 
@@ -129,14 +129,27 @@ def _result(summary: dict[str, Any]) -> str:
 
 
 def _sweep(overrides: list[str]) -> int:
-    from zpp_lab.launcher import RankFailed
     from zpp_lab.multirun import multirun
 
     try:
         return multirun(overrides)
-    except RankFailed as error:
-        print(f"zpp-lab train: {error}", file=sys.stderr)
-        return 1
+    except _ends() as error:
+        return _failed(error)
+
+
+def _ends() -> tuple[type[Exception], ...]:
+    """How a run ends badly with all said: its own traceback would tell a user no more."""
+    from zpp_lab.divergence import DivergedError
+    from zpp_lab.engines.base import NonFiniteError
+    from zpp_lab.launcher import RankFailed
+
+    return RankFailed, DivergedError, NonFiniteError
+
+
+def _failed(error: Exception) -> int:
+    diverged = isinstance(error, ArithmeticError)
+    print(f"zpp-lab train: {'the run diverged: ' * diverged}{error}", file=sys.stderr)
+    return 1
 
 
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:

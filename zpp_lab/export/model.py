@@ -23,9 +23,10 @@ from zpp_lab.export.merged import merge_adapters
 from zpp_lab.export.shards import LIMIT, write_safetensors
 from zpp_lab.export.target import Target, target_of
 from zpp_lab.export.tokenizer import write_tokenizer
+from zpp_lab.files import read_yaml
 from zpp_lab.folders import below, missing
 from zpp_lab.saved import SavedWeights, newest
-from zpp_lab.tracking.folder import CONFIG, read_yaml
+from zpp_lab.tracking.folder import CONFIG
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

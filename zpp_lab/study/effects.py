@@ -36,7 +36,7 @@ class Estimate:
 class MainEffect:
     """Mean gap at each level of one factor over `groups` groups of arms alike in all else.
 
-    left_out: levels that no matched group has. arms: all arms, as (group number, level, gap).
+    left_out: levels that no matched group has. arms: all arms, as (group, level, name, mean gap).
     """
 
     factor: str

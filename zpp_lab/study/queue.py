@@ -126,12 +126,11 @@ def _check_disk(folder: Path, result: Run) -> None:
     free = shutil.disk_usage(folder).free
     if free < _FULL or any(why in f"{error} {failure.get('traceback')}" for why in _NO_ROOM):
         (folder / "failure.json").unlink(missing_ok=True)
-        told = f": {error.splitlines()[0]}" if error else ""
+        told = f": {error.splitlines()[0].partition('; ')[0]}" if error else ""
         raise OSError(
             errno.ENOSPC,
-            f"the disk is full ({free / 2**20:.0f} MiB left{told}). Make room and give the same "
-            "command again: runs go on from their last checkpoint",
-            str(folder),
+            f"{folder}: the disk is full ({free / 2**20:.0f} MiB left{told}); make room, then the "
+            "same command goes on, each run from its last checkpoint",
         )
 
 

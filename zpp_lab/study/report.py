@@ -75,7 +75,7 @@ def build_report(
     result = read_result(root, study)  # a folder without runs gets no file
     if speed is not None:
         copy_table(speed, root / COPY)
-    found = _findings(root, result, predict)
+    found = find_out(root, result, predict)
     made = draw(found)
     texts: dict[str, Any] = {
         "results.csv": results_csv(found.result),
@@ -92,12 +92,8 @@ def build_report(
     return Report(page, text, table, paper, drawn, console_table(found.result))
 
 
-def find_out(root: Path, study: StudyConfig | None = None) -> Findings:
-    """Read, judge and summarize the runs at and below `root`; see `build_report`."""
-    return _findings(root, read_result(root, study))
-
-
-def _findings(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
+def find_out(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
+    """What there is to say of `result`, the judged runs at and below `root`; see `build_report`."""
     speeds = study_speeds(root, result)
     cells = [] if one_seed(result) else cells_of(result)  # one seed: effects without intervals
     confidence = result.study.confidence

@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from zpp_lab.config import StudyConfig, load
-from zpp_lab.files import write_atomic
+from zpp_lab.files import read_yaml, write_atomic
 from zpp_lab.folders import missing
 from zpp_lab.locks import held
-from zpp_lab.tracking.jsonl import from_json, read
+from zpp_lab.tracking.jsonl import read, read_object
 
 STUDY_FILE = "study.yaml"
 METRICS = "metrics.jsonl"
@@ -60,7 +60,9 @@ class Run:
         """finished, diverged, out_of_memory, crashed or unfinished."""
         if self.summary is not None:
             return "finished" if self.heldout_loss is not None else "diverged"
-        outcome = "unfinished" if self.failure is None else str(self.failure["outcome"])
+        outcome = (
+            "unfinished" if self.failure is None else str(self.failure.get("outcome", "crashed"))
+        )
         return "unfinished" if outcome == "interrupted" else outcome
 
     @property
@@ -198,17 +200,10 @@ def _seed_of(name: str) -> str | None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A file of a run folder; None when there is none, ValueError when it is broken."""
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:  # not asked before: another start may remove it in between
         return None
-    except ValueError as error:
-        raise ValueError(f"{path}: broken JSON ({error}); delete the run's folder") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        return yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: broken YAML ({error}); delete the run's folder") from None
+    return read_yaml(path) if path.exists() else None

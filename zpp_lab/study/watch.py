@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import yaml
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from zpp_lab.config import StudyConfig
+from zpp_lab.files import read_yaml
 from zpp_lab.folders import missing
 from zpp_lab.locks import held
 from zpp_lab.study.plan import check_folder, run_folder
@@ -104,8 +103,7 @@ class Watch:
         """train.steps of the run, known once it has started."""
         path = folder / "config.yaml"
         if folder not in self._steps and path.exists():
-            config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-            self._steps[folder] = int(config["train"]["steps"])
+            self._steps[folder] = int(read_yaml(path)["train"]["steps"])
         return self._steps.get(folder)
 
 

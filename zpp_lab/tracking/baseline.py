@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.tracking.folder import CONFIG, RunFolder, read_yaml
+from zpp_lab.files import read_yaml
+from zpp_lab.tracking.folder import CONFIG, RunFolder
 from zpp_lab.tracking.jsonl import Record, Tail
 
 STUDY = "study.yaml"

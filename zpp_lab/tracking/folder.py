@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from zpp_lab.files import write_atomic
-from zpp_lab.tracking.jsonl import Record, from_json, to_json
+from zpp_lab.files import read_yaml, write_atomic
+from zpp_lab.tracking.jsonl import Record, read_object, to_json
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
@@ -48,7 +46,7 @@ class RunFolder:
         """The summary or the failure, None while the run goes on."""
         for name in (SUMMARY, FAILURE):
             with contextlib.suppress(FileNotFoundError):
-                return from_json((self.path / name).read_text(encoding="utf-8"))
+                return read_object(self.path / name)
         return None
 
     def ended(self) -> str | None:
@@ -96,7 +94,7 @@ class RunFolder:
 def read_state(path: Path) -> dict[str, Any]:
     """What is known of a wandb run beside this file's folder; {} when there is no file yet."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         return {}
 
@@ -106,12 +104,6 @@ def write_state(path: Path, **changes: Any) -> dict[str, Any]:
     state = {**read_state(path), **changes}
     write_atomic(path, json.dumps(state, indent=1) + "\n")
     return state
-
-
-def read_yaml(path: Path) -> Any:
-    """A YAML file's content, with the C parser where there is one: a study has many."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
 
 
 def find_runs(root: Path | str) -> list[RunFolder]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import write_atomic
+from zpp_lab.files import damaged, write_atomic
 
 Record = dict[str, Any]
 
@@ -40,6 +40,15 @@ def from_json(text: bytes | str) -> Any:
     value = json.loads(text)
     raw = text if isinstance(text, bytes) else text.encode()
     return _unspell(value) if any(mark in raw for mark in _MARKS) else value
+
+
+def read_object(path: Path) -> Record:
+    """The JSON object in a file that `to_json` wrote. FileNotFoundError, or ValueError that names a
+    damaged file and the way out."""
+    try:
+        return decode(path.read_bytes())
+    except ValueError as error:
+        raise damaged(path, error) from None
 
 
 def encode(record: Record) -> bytes:
