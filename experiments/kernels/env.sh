@@ -1,6 +1,7 @@
 # Sourced by the scripts of experiments: headers and packages carried along where they are not
-# installed, and how much time is left.
+# installed (../carry.sh fetches them), and how much time is left.
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:${PYTHONPATH:-}"
+unset PYTHONDONTWRITEBYTECODE  # each process would compile what it imports anew
 if [ -d .cutlass ]; then export ZPP_CUTLASS_INCLUDE="$PWD/.cutlass"; fi
 unpack() {  # folder of wheels, site folder: into it what fits here and cannot be imported yet
   [ -d "$1" ] || return 0
