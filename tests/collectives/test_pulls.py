@@ -113,7 +113,8 @@ def test_every_byte_is_of_its_own_use(ahead: int, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["read", "freed", None])
 def test_a_slow_kernel_needs_both_rules(rule: str | None) -> None:
-    """Where one rank's kernel reads slowly, the others overwrite its rows without either rule."""
+    """Where one rank's kernel reads slowly, the others overwrite its rows without either rule; or
+    the ranks meet out of turn, and wait for each other in vain."""
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
     overwritten = threading.Event()  # rank 0 has filled its first slot again
 
@@ -133,7 +134,14 @@ def test_a_slow_kernel_needs_both_rules(rule: str | None) -> None:
         transport.lanes.finish()
         return all_equal(found, wanted)
 
-    assert on_ranks(cluster, job, peers(Boards()))[1] == (rule is None)
+    boards = Boards() if rule is None else Boards(patience=5)
+    try:
+        right = on_ranks(cluster, job, peers(boards))[1]
+    except AssertionError as error:
+        if rule is None or "never met" not in str(error):
+            raise
+        right = False
+    assert right == (rule is None)
 
 
 def test_one_unit_ahead_costs_no_meeting_and_no_copy() -> None:
