@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from zpp_lab.files import damaged
 from zpp_lab.study.bootstrap import DocumentGap, document_gap
 from zpp_lab.study.runs import Run, read_json
 from zpp_lab.study.verdict import StudyResult, is_baseline
@@ -33,7 +34,7 @@ class Documents:
 
 
 def read_documents(folder: Path) -> Documents | None:
-    """heldout.json of a run folder; None when there is none, ValueError when it is broken."""
+    """heldout.json of a run folder; None when there is none, ValueError when it is damaged."""
     found = read_json(folder / FILE)
     if found is None:
         return None
@@ -43,8 +44,10 @@ def read_documents(folder: Path) -> Documents | None:
         if not len(places) == len(tokens) == len(nats):
             raise ValueError("its lists differ in length")
         return Documents(str(found["hash"]), places, tokens, nats)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / FILE}: broken ({error}); run it again") from None
+    except KeyError as error:
+        raise damaged(folder / FILE, f"no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise damaged(folder / FILE, error) from None
 
 
 def document_gaps(result: StudyResult) -> dict[str, DocumentGap]:
