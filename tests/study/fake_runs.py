@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,15 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(json.dumps(_summary(arm, config, rows)))
     return config
+
+
+def change_metrics(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write a run's metrics anew, each step's row as `change` leaves it."""
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        change(row)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_failure(folder: Path, arm: FakeArm, seed: int, outcome: str, error: str) -> None:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tests.study.fake_runs import ARMS, fake_study, write_study_runs
+from tests.study.fake_runs import ARMS, change_metrics, fake_study, write_study_runs
 from zpp_lab.config import StudyConfig
 from zpp_lab.study.apart import NAMED, apart_lines, apart_steps
 from zpp_lab.study.certainty import certainty
@@ -27,12 +28,12 @@ def judged(root: Path, jumps: Jumps, seeds: int = 1, roles: Mapping[str, str] = 
     write_study_runs(root, study, steps=STEPS)
     for arm in NAMES:
         for seed in study.seeds:
-            file = root / arm / f"seed{seed}" / "metrics.jsonl"
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-            for row in rows:
+
+            def change(row: dict[str, Any], arm: str = arm, seed: int = seed) -> None:
                 usual = 3.0 if row["step"] % 2 else 5.0
                 row["grad_norm"] = usual * jumps.get((arm, seed, row["step"]), 1.0)
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+            change_metrics(root / arm / f"seed{seed}", change)
     return judge_study(study, find_runs(root))
 
 

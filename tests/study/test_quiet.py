@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.study.fake_runs import ARMS, fake_study, write_study_runs
+from tests.study.fake_runs import ARMS, change_metrics, fake_study, write_study_runs
 from zpp_lab.config import StudyConfig
 from zpp_lab.study.certainty import COLUMNS, certainty
 from zpp_lab.study.quiet import SHARE, Quiet, quiet_parts
@@ -30,12 +30,12 @@ def judged(root: Path, gaps: Gaps, seeds: int = 1, control: bool = True) -> Stud
     write_study_runs(root, study, steps=STEPS)
     for arm in names:
         for seed in study.seeds:
-            file = root / arm / f"seed{seed}" / "metrics.jsonl"
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
             own = [*gaps.get((arm, seed), ()), *[0.0] * STEPS]
-            for row, gap in zip(rows, own, strict=False):
-                row["loss"] = 3.0 + gap
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+            def change(row: dict[str, Any], own: Sequence[float] = own) -> None:
+                row["loss"] = 3.0 + own[row["step"] - 1]
+
+            change_metrics(root / arm / f"seed{seed}", change)
     return judge_study(study, find_runs(root))
 
 

@@ -84,6 +84,8 @@ def _batch(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.sequences import sequences
     from zpp_lab.text import text_table
 
+    if args.characters < 0:
+        raise ValueError(f"--characters {args.characters}: use 0 (all of a text) or more")
     columns = ["step", "rank", "micro-step", "row", "distinct", "repeats", "documents", "text"]
     rows = [
         [
@@ -103,7 +105,9 @@ def _steps(text: str) -> list[int]:
     try:
         ends = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{text!r}: give steps as 32 or 32,39-41") from None
+        ends = []
+    if not ends or any(end[0] > end[-1] for end in ends):
+        raise ValueError(f"{text!r}: give steps as 32 or 32,39-41")
     return sorted({step for end in ends for step in range(end[0], end[-1] + 1)})
 
 
