@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import pytest
 from tests.emulate.shared import refusal
 from zpp_lab.emulate import marks
 from zpp_lab.emulate.kernel import inside
-from zpp_lab.emulate.network import Command
+from zpp_lab.emulate.network import TBF, TCP, Command
 from zpp_lab.emulate.nodes import EmulatedNodes
 from zpp_lab.emulate.probe import LinkReport, probe
+from zpp_lab.emulate.tcp import SLOW_START, congestion_control
 from zpp_lab.emulate.tools import EmulationError, Tools
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
@@ -59,6 +61,47 @@ def test_nodes_reach_each_other_at_the_named_speed_and_nothing_else() -> None:
         pids = [process.pid for process in nodes.processes]
     assert gone(pids, 0.0)
     assert marks.marked(own_mark) == []
+
+
+def test_bursts_of_many_streams_lose_nothing_on_a_slow_link() -> None:
+    burst, streams = 2**19, 48
+    with EmulatedNodes(2, Tools.find()) as nodes:
+        nodes.limit(0.5)
+        server = inside(nodes.places[1], lambda: socket.create_server((nodes.address(1), 0)))
+        address = server.getsockname()[:2]
+
+        def connect() -> socket.socket:
+            return socket.create_connection(address, 60)
+
+        for _ in range(streams):
+            sender = inside(nodes.places[0], connect)
+            taken, _peer = server.accept()
+            threading.Thread(target=sender.sendall, args=(bytes(burst),)).start()
+            threading.Thread(target=_take, args=(taken, burst)).start()
+        deadline = time.monotonic() + 240
+        while nodes.sent(0) < burst * streams and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert nodes.sent(0) >= burst * streams
+        said = Tools.find().run(
+            Command(0, ("tc", "-s", "qdisc", "show", "dev", str(nodes.interface)), TBF),
+            nodes.places[0],
+        )
+        assert "(dropped 0," in said
+        server.close()
+
+
+def _take(stream: socket.socket, size: int) -> None:
+    with stream:
+        while size > 0:
+            size -= len(stream.recv(2**20))
+
+
+def test_streams_between_nodes_heed_losses_and_keep_their_windows() -> None:
+    with EmulatedNodes(2, Tools.find()) as nodes:
+        place = nodes.places[1]
+        route = Tools.find().run(Command(1, ("ip", "route", "show"), TCP), place)
+        assert f"congctl {congestion_control()}" in route
+        assert inside(place, SLOW_START.read_text).strip() == "0"
 
 
 def test_three_nodes_meet_on_a_bridge() -> None:

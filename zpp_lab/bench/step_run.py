@@ -33,6 +33,7 @@ from zpp_lab.emulate.network import MTU, bucket
 from zpp_lab.emulate.nodes import EmulatedNodes, Hosts
 from zpp_lab.emulate.probe import LinkReport, probe
 from zpp_lab.emulate.ranks import nccl_settings
+from zpp_lab.emulate.tcp import congestion_control
 from zpp_lab.machine import commit, machine_facts, versions
 
 Link = float | None
@@ -256,7 +257,8 @@ class StepBench:
         if self.hosts.interface is None:
             return {}
         limits = {speed(link): bucket(link) for _, link in self.cells if link is not None}
-        return {"mtu": MTU, "limits": limits, "nccl": nccl_settings(os.environ)}
+        tcp = {"congestion_control": congestion_control(), "slow_start_after_idle": False}
+        return {"mtu": MTU, "limits": limits, "tcp": tcp, "nccl": nccl_settings(os.environ)}
 
     def _gpus(self) -> dict[str, Any]:
         """Which GPU each rank had, and how ranks shared one."""

@@ -2,8 +2,10 @@
 
 Two nodes are the ends of one veth pair. Three or more hang on a bridge in a namespace of its
 own, the hub, like machines on a switch. Every link is limited at both ends, so that a node sends
-and receives at most the named speed. Everything lies inside private namespaces; the names carry
-the owner's process id all the same, so that whoever finds one knows whose it is.
+and receives at most the named speed. No link loses packets, as under InfiniBand's credits: a full
+queue would refuse a socket's next packet, and a socket with nothing else on its way tries again
+after 200 ms, many times what a message takes. Everything lies inside private namespaces; the
+names carry the owner's process id all the same, so that whoever finds one knows whose it is.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 HUB = -1  # in place of a node's number
 MTU = 9000  # bytes: headers take 0.7 % of a link, not 4.4 %
-QUEUE_SECONDS = 2e-3  # of traffic that may wait at a limit
+QUEUE = 2**30  # bytes that may wait at a limit: more than all sockets hand over at once
 BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late timers are
 LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
 MOST_NODES = 250  # addresses in one network
@@ -20,6 +22,7 @@ MOST_NODES = 250  # addresses in one network
 VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
 BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
 TBF = "tc's token bucket (CONFIG_NET_SCH_TBF; modprobe sch_tbf)"
+TCP = "TCP congestion control for each route (Linux 4.0) and the named algorithm"
 NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
 
 
@@ -38,10 +41,15 @@ class Network:
 
     nodes: int
     owner: int  # process id
+    congestion: str = "reno"  # TCP's congestion control between nodes
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:
             raise ValueError(f"{self.nodes} emulated nodes: use 2 to {MOST_NODES}")
+
+    @property
+    def subnet(self) -> str:
+        return "10.77.0.0/24"
 
     @property
     def interface(self) -> str:
@@ -84,10 +92,12 @@ class Network:
         return made
 
     def _bring_up(self, node: int) -> list[Command]:
+        control = self.congestion
         return [
             _ip(node, "link set lo up", NET),
             _ip(node, f"addr add {self.address(node)}/24 dev {self.interface}", NET),
             _ip(node, f"link set {self.interface} mtu {MTU} up", NET),
+            _ip(node, f"route change {self.subnet} dev {self.interface} congctl {control}", TCP),
         ]
 
     def limit(self, gbps: float | None, limited: bool) -> list[Command]:
@@ -109,8 +119,7 @@ def bucket(gbps: float) -> str:
         raise ValueError(f"a link of {gbps:g} Gb/s: use 0.001 to 1000, or max")
     per_second = gbps * 1e9 / 8
     burst = max(LEAST_BURST, int(per_second * BURST_SECONDS))
-    queue = burst + max(4 * LEAST_BURST, int(per_second * QUEUE_SECONDS))
-    return f"tbf rate {round(gbps * 1e6)}kbit burst {burst} limit {queue}"
+    return f"tbf rate {round(gbps * 1e6)}kbit burst {burst} limit {burst + QUEUE}"
 
 
 def _ip(at: int, words: str, needs: str = VETH) -> Command:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from zpp_lab.emulate import marks
 from zpp_lab.emulate.holder import READY
 from zpp_lab.emulate.network import HUB, Command, Network
+from zpp_lab.emulate.tcp import congestion_control, keep_windows
 from zpp_lab.emulate.tools import ENTER, EmulationError, Tools
 
 NO_NAMESPACE = (
@@ -154,7 +155,7 @@ class EmulatedNodes(_Owner):
     def __init__(self, nodes: int, tools: Runner) -> None:
         super().__init__()
         self.nodes, self.tools = nodes, tools
-        self.network = Network(nodes, os.getpid())
+        self.network = Network(nodes, os.getpid(), congestion_control())
         self.interface: str | None = self.network.interface
         self.places: dict[int, int] = {}  # node, or HUB → the process that holds its namespace
         self.limited = False
@@ -163,6 +164,8 @@ class EmulatedNodes(_Owner):
         for node in range(HUB if self.network.needs_hub else 0, self.nodes):
             self.places[node] = self._hold()
         self._run(self.network.join(self.places))
+        for node in range(self.nodes):
+            keep_windows(self.places[node])
 
     def _hold(self) -> int:
         """A process with a new namespace; its id."""
