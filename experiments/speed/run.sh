@@ -56,6 +56,7 @@ bench() {  # seconds, model, folder, arguments of zpp-lab bench step
     --budget "$((limit > 30 ? limit - 20 : limit))" --out "$folder" "model=${MODEL:-$model}" \
     model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} 2>&1 |
     tee -a "$out/log.txt"
+  rm -f "$folder/logs"  # a link has no place among results
   packed "$out/logs.tar.gz" runs speed-logs
 }
 

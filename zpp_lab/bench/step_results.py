@@ -31,12 +31,14 @@ class Cell:
 
     seconds: of each timed step, the slowest rank's. wires: bytes of one step that all ranks sent,
     by wire [inside nodes, between nodes], as the ledger counted them. sent: bytes that left a
-    node's interface in a step, headers included, the busiest node's.
+    node's interface in a step, headers included, the busiest node's. resent: packets that TCP sent
+    again in a step, all nodes'.
     """
 
     seconds: list[float] = field(default_factory=list)
     wires: dict[str, list[int]] | None = None
     sent: list[float] = field(default_factory=list)
+    resent: list[float] = field(default_factory=list)
     peak: int | None = None
 
 

@@ -172,6 +172,7 @@ class StepBench:
         steps = self.pace.steps_of(max(a["seconds"][0] for a in warm))
         nodes = range(self.cluster.nodes)
         before = [self.hosts.sent(node) for node in nodes]
+        again = sum(self.hosts.resent(node) for node in nodes)
         answers = session.ask(self._patience(), "steps", arm=number, steps=steps)
         sent = max(self.hosts.sent(node) - before[node] for node in nodes) / steps
         cell = self.cells.setdefault((arm.name, link), Cell())
@@ -179,6 +180,8 @@ class StepBench:
         cell.wires = answers[0]["bytes"]
         if self.hosts.interface is not None:
             cell.sent.append(sent)
+            again = sum(self.hosts.resent(node) for node in nodes) - again
+            cell.resent.append(again / steps)
         peaks = [a["peak"] for a in answers if a["peak"] is not None]
         cell.peak = max([*peaks, cell.peak or 0]) if peaks else None
         self.turns[arm.name, link] = round_ + 1
@@ -257,7 +260,11 @@ class StepBench:
         if self.hosts.interface is None:
             return {}
         limits = {speed(link): bucket(link) for _, link in self.cells if link is not None}
-        tcp = {"congestion_control": congestion_control(), "slow_start_after_idle": False}
+        tcp = {
+            "congestion_control": congestion_control(),
+            "slow_start_after_idle": False,
+            "in_order": isinstance(self.hosts, EmulatedNodes) and self.hosts.in_order,
+        }
         return {"mtu": MTU, "limits": limits, "tcp": tcp, "nccl": nccl_settings(os.environ)}
 
     def _gpus(self) -> dict[str, Any]:

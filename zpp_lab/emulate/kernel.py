@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 CLONE_NEWNET = 0x40000000
+CLONE_NEWNS = 0x00020000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
@@ -17,6 +19,16 @@ T = TypeVar("T")
 def new_network() -> None:
     """Move this thread into a network namespace of its own. OSError when the kernel refuses."""
     _call("unshare", CLONE_NEWNET)
+
+
+def new_sysfs() -> None:
+    """Give this process mounts of its own, with its namespace's devices under /sys.
+
+    OSError when the kernel, or what guards a container, refuses.
+    """
+    _call("unshare", CLONE_NEWNS)
+    _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    _call("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None)
 
 
 def enter_network(pid: int) -> None:
@@ -55,7 +67,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _call(name: str, *arguments: int) -> None:
+def _call(name: str, *arguments: int | bytes | ctypes.c_ulong | None) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*arguments) != 0:
         number = ctypes.get_errno()

@@ -100,14 +100,18 @@ class Network:
             _ip(node, f"route change {self.subnet} dev {self.interface} congctl {control}", TCP),
         ]
 
+    def ends(self) -> list[tuple[int, str]]:
+        """Where links begin and end: the node or HUB, and its interface."""
+        nodes = range(self.nodes)
+        hub = [(HUB, self.port(node)) for node in nodes] if self.needs_hub else []
+        return [(node, self.interface) for node in nodes] + hub
+
     def limit(self, gbps: float | None, limited: bool) -> list[Command]:
         """Set every link's speed in gigabits per second; None takes the limits away.
 
         limited: whether there are limits now.
         """
-        ends = [(node, self.interface) for node in range(self.nodes)]
-        if self.needs_hub:
-            ends += [(HUB, self.port(node)) for node in range(self.nodes)]
+        ends = self.ends()
         if gbps is None:
             return [_tc(at, f"qdisc del dev {end} root") for at, end in ends if limited]
         return [_tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]

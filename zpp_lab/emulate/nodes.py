@@ -24,12 +24,17 @@ from typing import Any, Protocol
 from zpp_lab.emulate import marks
 from zpp_lab.emulate.holder import READY
 from zpp_lab.emulate.network import HUB, Command, Network
-from zpp_lab.emulate.tcp import congestion_control, keep_windows
+from zpp_lab.emulate.tcp import congestion_control, keep_order, keep_windows
 from zpp_lab.emulate.tools import ENTER, EmulationError, Tools
 
 NO_NAMESPACE = (
     "cannot make a network namespace: {}. Emulated nodes need root (or CAP_SYS_ADMIN and "
     "CAP_NET_ADMIN) and a kernel with CONFIG_NET_NS; in a container, start it with --privileged"
+)
+
+OVERTAKING = (
+    "warning: packets may overtake each other between emulated nodes, which slows links of 50 Gb/s "
+    "and more: the kernel lacks CONFIG_RPS, or a container may not mount sysfs (--privileged)"
 )
 
 
@@ -57,6 +62,10 @@ class Hosts(Protocol):
 
     def sent(self, node: int) -> int:
         """Bytes that have left a node since it was made, headers included."""
+        ...
+
+    def resent(self, node: int) -> int:
+        """Packets that TCP has sent again from a node, needed or not."""
         ...
 
     def start(
@@ -143,6 +152,9 @@ class OneHost(_Owner):
     def sent(self, node: int) -> int:
         return 0
 
+    def resent(self, node: int) -> int:
+        return 0
+
     def start(
         self, node: int, words: Sequence[str], environment: Mapping[str, str], **settings: Any
     ) -> subprocess.Popen[Any]:
@@ -159,6 +171,7 @@ class EmulatedNodes(_Owner):
         self.interface: str | None = self.network.interface
         self.places: dict[int, int] = {}  # node, or HUB → the process that holds its namespace
         self.limited = False
+        self.in_order = False  # whether no packet overtakes another
 
     def _make(self) -> None:
         for node in range(HUB if self.network.needs_hub else 0, self.nodes):
@@ -166,6 +179,10 @@ class EmulatedNodes(_Owner):
         self._run(self.network.join(self.places))
         for node in range(self.nodes):
             keep_windows(self.places[node])
+        kept = [keep_order(self.places[at], end) for at, end in self.network.ends()]
+        self.in_order = all(kept)
+        if not self.in_order:
+            print(OVERTAKING, file=sys.stderr)
 
     def _hold(self) -> int:
         """A process with a new namespace; its id."""
@@ -196,6 +213,11 @@ class EmulatedNodes(_Owner):
         lines = Path(f"/proc/{self.places[node]}/net/dev").read_text().splitlines()
         own = next(line for line in lines if line.strip().startswith(f"{self.interface}:"))
         return int(own.partition(":")[2].split()[8])
+
+    def resent(self, node: int) -> int:
+        lines = Path(f"/proc/{self.places[node]}/net/snmp").read_text().splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
 
     def start(
         self, node: int, words: Sequence[str], environment: Mapping[str, str], **settings: Any

@@ -15,14 +15,15 @@ from zpp_lab.emulate.gpus import Placement
 from zpp_lab.emulate.nodes import Hosts
 from zpp_lab.emulate.tools import network_environment
 
-# Several sockets and threads for each connection, since one thread's copies would bound a fast
-# link. The variables of the environment win over these.
+# One socket and thread for each of NCCL's connections: it has some on every channel, which fill
+# 50 Gb/s, and more of them share a slow link less evenly (experiments/speed, part sockets). The
+# variables of the environment win over these.
 SOCKETS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_FAMILY": "AF_INET",
-    "NCCL_SOCKET_NTHREADS": "4",
-    "NCCL_NSOCKS_PERTHREAD": "4",
+    "NCCL_SOCKET_NTHREADS": "1",
+    "NCCL_NSOCKS_PERTHREAD": "1",
 }
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 

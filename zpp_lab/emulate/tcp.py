@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from zpp_lab.emulate.kernel import inside
@@ -24,3 +25,25 @@ def congestion_control() -> str:
 def keep_windows(pid: int) -> None:
     """In the namespace of process `pid`, a stream that was idle goes on where it stopped."""
     inside(pid, lambda: SLOW_START.write_text("0"))
+
+
+def keep_order(pid: int, interface: str) -> bool:
+    """Each stream's packets that arrive at `interface` go to one processor; whether that holds.
+
+    pid: the process that holds the interface's namespace (`holder.py`).
+    A veth pair leaves them to the processor that sent them, which changes from packet to packet:
+    some overtake others, and TCP takes those for lost, sends them again and slows down.
+    """
+    steering = Path(f"/proc/{pid}/root/sys/class/net/{interface}/queues/rx-0/rps_cpus")
+    try:
+        steering.write_text(_mask(os.cpu_count() or 1))
+    except OSError:
+        return False
+    return True
+
+
+def _mask(processors: int) -> str:
+    """All of them, as the kernel reads it: groups of 32 bits, the highest first."""
+    digits = f"{2**processors - 1:x}"
+    digits = digits.zfill(-(-len(digits) // 8) * 8)
+    return ",".join(digits[start : start + 8] for start in range(0, len(digits), 8))
