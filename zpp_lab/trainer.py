@@ -29,6 +29,7 @@ from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.losses import mean_loss
 from zpp_lab.files import write_atomic
 from zpp_lab.footprint import StartUp, peak_gib
+from zpp_lab.garbage import settled
 from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
 from zpp_lab.inputs import check_inputs
@@ -106,7 +107,8 @@ class Trainer:
                 note_data(self.folder, self.config.data, data)
                 self.made = note_commit(self.folder, self.step, self.commit)
             self.heldout = open_heldout(self.config, data)
-            last = self._loop(engine, data, tracker)
+            with settled():
+                last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
                 return self._pause(tracker)
             return self._finish(engine, data, tracker, last)

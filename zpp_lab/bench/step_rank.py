@@ -29,6 +29,7 @@ from zpp_lab.bench.step_engines import MAKERS, Timed, vocabulary
 from zpp_lab.config import Config, load
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import pick_device
+from zpp_lab.garbage import settle
 from zpp_lab.launcher import connect
 
 Answer = dict[str, Any]
@@ -68,6 +69,7 @@ class Rank:
         self.numbers[command["arm"]] = 0
         self._step(command["arm"])  # the optimizer's state comes with the first step
         self.resident[command["arm"]] = self._allocated() - before
+        settle()
         return {}
 
     def steps(self, command: Answer) -> Answer:
