@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from zpp_lab.config import ModelConfig
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import IGNORED, chunked_losses, mean_of, times
+from zpp_lab.models.recompute import can_recompute, recomputed
 from zpp_lab.models.run_start import RunStart
 from zpp_lab.models.start import CounterStart, SeededStart, Start
 
@@ -120,7 +121,10 @@ class SwiGLU(nn.Module):
         self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        return self.w_down(self.until_last(x))
+
+    def until_last(self, x: Tensor) -> Tensor:
+        return F.silu(self.w_gate(x)) * self.w_up(x)
 
 
 class Block(nn.Module):
@@ -136,13 +140,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Inside the block, so that whoever wraps the block gathers its weights once a pass.
-        if self.checkpoint and torch.is_grad_enabled():
-            return checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
-        return self._compute(x)
+        if not self.checkpoint or not torch.is_grad_enabled():
+            return self._compute(x)
+        if can_recompute(self.mlp.w_down, x):
+            return recomputed(self._compute, self._until_last, self.mlp.w_down, x)
+        return checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
 
     def _compute(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
+
+    def _until_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`_compute` is the first of them + `mlp.w_down` of the second."""
+        x = x + self.attention(self.attention_norm(x))
+        return x, self.mlp.until_last(self.mlp_norm(x))
 
 
 class Embedding(nn.Embedding):

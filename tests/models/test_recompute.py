@@ -1,0 +1,130 @@
+"""A block that computes itself again: the bits of one that keeps everything, at less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.config import ModelConfig
+from zpp_lab.models import build_model, llama, recompute
+from zpp_lab.models.start import materialize
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+Grads = dict[str, Tensor]
+
+
+def model(checkpoint: bool, device: str, dtype: torch.dtype, dim: int = 64) -> nn.Module:
+    cfg = ModelConfig(
+        dim=dim, layers=3, heads=4, kv_heads=2, ffn=96, checkpoint_activations=checkpoint
+    )
+    made = build_model(cfg, 64, device="meta")
+    materialize(made, device)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
+    return made.to(dtype)
+
+
+def passed(made: nn.Module, device: str, micro_batches: int = 2) -> tuple[list[Tensor], Grads]:
+    """Losses, and gradients added over micro-batches."""
+    losses = []
+    for seed in range(micro_batches):
+        tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
+        loss = made(tokens.to(device), tokens.roll(-1).to(device))
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
+
+
+def same(one: tuple[list[Tensor], Grads], other: tuple[list[Tensor], Grads]) -> None:
+    assert [a.item() for a in one[0]] == [b.item() for b in other[0]]
+    assert set(one[1]) == set(other[1])
+    assert [n for n in one[1] if not torch.equal(one[1][n], other[1][n])] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_are_those_without_checkpointing(device: str, dtype: torch.dtype) -> None:
+    kept = passed(model(False, device, dtype), device)
+    assert len(kept[1]) == 3 * 9 + 3
+    same(passed(model(True, device, dtype), device), kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_are_those_of_torchs_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = passed(model(True, device, torch.bfloat16), device)
+    monkeypatch.setattr(llama, "can_recompute", lambda *_: False)
+    same(passed(model(True, device, torch.bfloat16), device), ours)
+
+
+def test_only_the_input_is_kept_and_the_last_product_is_not_computed_again() -> None:
+    made = model(True, "cpu", torch.float32)
+    products = {"w_gate": 0, "w_down": 0}
+
+    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: object, types: object, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            for name in products:
+                weight = getattr(made.layers[1].mlp, name).weight
+                if "mm" in str(func) and any(shares(a, weight) for a in args):
+                    products[name] += 1
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    saved: list[int] = []
+    x = torch.randn(1, 16, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t,
+        lambda t: t,  # type: ignore[func-returns-value]
+    ):
+        out = made.layers[1](x)
+    assert saved == [x.numel()]
+    with Counted():
+        out.sum().backward()
+    assert products == {"w_gate": 2, "w_down": 1}  # again and backward; backward alone
+
+
+def shares(a: object, weight: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.data_ptr() == weight.data_ptr()
+
+
+def test_a_block_that_others_look_into_is_torchs() -> None:
+    linear, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4, requires_grad=True)
+    assert recompute.can_recompute(linear, x)
+    assert not recompute.can_recompute(linear, x.detach())  # nothing would call it back
+    assert not recompute.can_recompute(nn.Linear(4, 4), x)  # its bias would get no gradient
+    adds: list[Callable[[nn.Module], object]] = [
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+    ]
+    for add in adds:
+        hooked = nn.Linear(4, 4, bias=False)
+        add(hooked)
+        assert not recompute.can_recompute(hooked, x)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_others_get_theirs() -> None:
+    kept, again = (model(c, "cpu", torch.float32) for c in (False, True))
+    for made in (kept, again):
+        made.layers[1].mlp.w_down.weight.requires_grad_(False)
+    same(passed(again, "cpu"), passed(kept, "cpu"))
+    assert "layers.1.mlp.w_down.weight" not in dict(passed(again, "cpu")[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_peak_is_not_above_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr(llama, "can_recompute", lambda *_: False)
+        made = model(True, "cuda", torch.bfloat16, dim=1024)
+        passed(made, "cuda", 1)
+        torch.cuda.reset_peak_memory_stats()
+        passed(made, "cuda", 1)
+        peaks.append(torch.cuda.max_memory_allocated())
+        del made
+    assert peaks[0] <= peaks[1] + 2**16  # one allocation a block that holds no value
