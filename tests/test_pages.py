@@ -115,3 +115,35 @@ def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
     )
     assert f"{peer:.2f} ms" in text
     assert f"takes {times['backend bf16', 'backend']:.2f} (" in text
+
+
+def test_what_the_first_screen_says_of_speed_follows_from_its_table() -> None:
+    table = csv.DictReader((ROOT / "experiments" / "speed" / "results.csv").open())
+    rows = {(r["arm"], r["model"], r["nodes"], r["link_gbps"]): r for r in table}
+
+    def speed(arm: str, link: str, nodes: str = "2") -> float:
+        return float(rows[arm, "1_3b", nodes, link]["tokens_per_s"])
+
+    def share(link: str) -> str:
+        return f"{100 * float(rows['zeropp', '1_3b', '2', link]['share_of_floor']):.0f}"
+
+    times = {
+        (arm, over, link): f"{speed(arm, link) / speed(over, link):.1f}"
+        for arm in ("zeropp", "w4_g84h")
+        for over in ("fsdp2", "ds_zeropp")
+        for link in ("12", "25", "50")
+    }
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    own, ds, w4 = "zeropp", "ds_zeropp", "w4_g84h"
+    for said in (
+        f"trains {times[own, 'fsdp2', '12']} times as fast as plain FSDP2 at 12 Gb/s and "
+        f"{times[own, 'fsdp2', '25']} times at 25",
+        f"{times[own, ds, '12']} and {times[own, ds, '25']} times as fast as DeepSpeed's ZeRO++",
+        f"at {share('12')} and {share('25')} % of what its bytes allow",
+        f"{times[w4, 'fsdp2', '12']} and {times[w4, 'fsdp2', '25']} times FSDP2",
+        f"At 50 Gb/s it is {times[own, 'fsdp2', '50']} (4 were asked for)",
+        f"{speed(own, 'max', '1') / speed('fsdp2', 'max', '1'):.2f} times as fast as FSDP2",
+        f"takes {float(rows[own, '13b', '1', 'max']['step_s']):.3f} s for our ZeRO-3's "
+        f"{float(rows['zero3', '13b', '1', 'max']['step_s']):.3f} at 13B",
+    ):
+        assert said in text, said

@@ -1,36 +1,69 @@
-"""The tables of several calls of run.sh as one: `join.py FOLDER OUT...`
+"""The tables of several calls of run.sh as one: `join.py FOLDER OUT[=NAME,...]...`
 
 FOLDER gets the rows of each OUT's results.csv, of two of one cell the later's, and its JSON files.
-`zpp-lab report FOLDER` makes the page.
+With names of those files (`OUT=1x4,2x2-studies`) their rows alone. `zpp-lab report FOLDER` makes
+the page.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 from zpp_lab.bench.step_results import put_rows, read_rows
 
+Rows = list[dict[str, str]]
+
+
+def rows_of(details: Path, rows: Rows) -> Rows:
+    """Those that NODESxGPUS[-TAG].json is about."""
+    nodes, gpus = details.stem.partition("-")[0].split("x")
+    found = json.loads(details.read_text())
+    models = {arm: config["model"]["preset"] for arm, config in found["config"].items()}
+    own = {(c["arm"], c["link_gbps"], models[c["arm"]]) for c in found["cells"]}
+    return [
+        row
+        for row in rows
+        if (row["nodes"], row["gpus_per_node"]) == (nodes, gpus)
+        and (row["arm"], row["link_gbps"], row["model"]) in own
+    ]
+
+
+def put(folder: Path, out: Path, names: list[str]) -> int:
+    rows, files = read_rows(out / "results.csv"), sorted(out.glob("*x*.json"))
+    if names:
+        files = [out / f"{name}.json" for name in names]
+        rows = [row for file in files for row in rows_of(file, rows)]
+    put_rows(folder, rows)
+    for file in files:
+        shutil.copy(file, folder / file.name)
+    return len(rows)
+
 
 def main() -> int:
     if len(sys.argv) < 3:
         print(__doc__, file=sys.stderr)
         return 2
-    folder, *outs = map(Path, sys.argv[1:])
-    without = [str(out) for out in outs if not (out / "results.csv").is_file()]
+    folder, *words = sys.argv[1:]
+    asked = [(Path(out), names.split(",") if names else []) for out, _, names in _cut(words)]
+    without = [out / "results.csv" for out, _ in asked]
+    without += [out / f"{name}.json" for out, names in asked for name in names]
+    without = [file for file in without if not file.is_file()]
     if without:
-        print(f"no results.csv in {', '.join(without)}", file=sys.stderr)
+        print(f"no {', no '.join(map(str, without))}", file=sys.stderr)
         return 1
-    folder.mkdir(parents=True, exist_ok=True)
-    for out in outs:
-        rows = read_rows(out / "results.csv")
-        put_rows(folder, rows)
-        for details in sorted(out.glob("*x*.json")):
-            shutil.copy(details, folder / details.name)
-        print(f"{out}: {len(rows)} rows")
-    print(f"{folder / 'results.csv'}: {len(read_rows(folder / 'results.csv'))} rows")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for out, names in asked:
+        print(f"{out}: {put(Path(folder), out, names)} rows")
+    table = Path(folder) / "results.csv"
+    print(f"{table}: {len(read_rows(table))} rows")
     return 0
+
+
+def _cut(words: list[str]) -> list[tuple[str, str, str]]:
+    return [word.partition("=") for word in words]
 
 
 if __name__ == "__main__":

@@ -37,6 +37,18 @@ def test_measured_rows_are_met_without_a_factor_for_each(tmp_path: Path, capsys)
     assert "median error" in capsys.readouterr().out
 
 
+def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) -> None:
+    check_cost, out = script("check_cost"), tmp_path / "check.csv"
+    assert check_cost.check([HERE / "results.csv"], load_machine("h200"), [], out) == 0
+    rows = list(csv.DictReader(out.open()))
+    errors = sorted(abs(float(row["error"])) for row in rows)
+    assert len(rows) == 31
+    assert round(errors[15], 3) == 0.033
+    named = [r for r in rows if r["nodes"] == "2" and r["link_gbps"] != "max"]
+    assert [abs(float(r["error"])) < 0.035 for r in named].count(True) == 19
+    assert len(named) == 21
+
+
 def test_the_arms_of_the_page_are_what_the_model_says(tmp_path: Path) -> None:
     out = tmp_path / "predicted.csv"
     assert script("check_cost").arms(load_machine("h200"), out) == 0
