@@ -38,7 +38,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_every_study_of_conf_is_named() -> None:
     text = (ROOT / "README.md").read_text()
     for path in (ROOT / "conf" / "study").glob("*.yaml"):
-        name = re.sub(r"(_x2)?(_mini)?$", "", path.stem)
+        name = re.sub(r"(_x\d)?(_mini)?$", "", path.stem)
         assert f"`{name}`" in text, name
 
 

@@ -2,7 +2,8 @@
 # Runs from the project's root on a machine with NVIDIA GPUs, on each of which one GPU plays the four
 # ranks of a run; or with real ranks on four:
 #   GPUS=4 bash experiments/finetune_1b/run.sh OUT
-# STUDIES: finetune_350m, finetune_1b or finetune_1b_mini (which needs no GPU).
+# STUDIES: finetune_350m, finetune_1b (on four GPUs finetune_1b_x4, whose base real ranks train) or
+# finetune_1b_mini (which needs no GPU).
 # LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
 # pretraining from its last checkpoint; an arm's run that was cut, about a minute, starts over.
 # The archive leaves checkpoints out; `zpp-lab report` builds the report from it on any machine.
@@ -23,7 +24,9 @@ if nvidia-smi > /dev/null 2>&1; then
   settings+=(ops.backend=cuda)
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "$out/machine.log"
 fi
-for study in ${STUDIES:-finetune_350m finetune_1b}; do
+sized=finetune_1b
+if [ "$gpus" = 4 ] && [ "${GPUS:-1}" -lt 4 ]; then sized=finetune_1b_x4; fi
+for study in ${STUDIES:-finetune_350m $sized}; do
   # a run on each GPU: side by side on one they would only end later, and a call may end before
   timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
     --jobs "$gpus" "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"

@@ -102,6 +102,14 @@ def test_two_gpus_train_on_the_sequences_of_four(study: str) -> None:
     assert not [key for key in differences(four, two) if not key.startswith(free)]
 
 
+def test_on_four_gpus_real_ranks_train_the_base_of_the_simulated_ones() -> None:
+    one, four = study_of("finetune_1b"), study_of("finetune_1b_x4")
+    assert one.arms == four.arms
+    assert one.overrides == four.overrides
+    bases = [compose([*s.overrides, *s.prepare[0].overrides]) for s in (one, four)]
+    assert differences(*bases).keys() == {"engine.name", "engine.ordered"}
+
+
 @pytest.mark.parametrize(
     ("study", "arm", "gib"),
     [("pretrain_13b_x2", "zeropp", 104.1), ("finetune_30b_x2", "w2", 129.1)],
