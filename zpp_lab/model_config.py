@@ -38,7 +38,7 @@ class ModelConfig:
     tied_head: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool = False  # blocks run again in backward; for loss.backward() alone
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
     lora: LoraConfig = field(default_factory=LoraConfig)
 

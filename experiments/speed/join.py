@@ -12,22 +12,26 @@ import shutil
 import sys
 from pathlib import Path
 
+from zpp_lab.bench.step_arms import COMPUTE
 from zpp_lab.bench.step_results import put_rows, read_rows
 
 Rows = list[dict[str, str]]
 
 
 def rows_of(details: Path, rows: Rows) -> Rows:
-    """Those that NODESxGPUS[-TAG].json is about."""
-    nodes, gpus = details.stem.partition("-")[0].split("x")
+    """Those that NODESxGPUS[-TAG].json is about, and of a file with a tag its own arms alone: the
+    step without communication stands in the table once."""
+    shape, _, tag = details.stem.partition("-")
     found = json.loads(details.read_text())
     models = {arm: config["model"]["preset"] for arm, config in found["config"].items()}
     own = {(c["arm"], c["link_gbps"], models[c["arm"]]) for c in found["cells"]}
+    where = (*shape.split("x"), str(found["gpus"]["ranks_per_gpu"]))
     return [
         row
         for row in rows
-        if (row["nodes"], row["gpus_per_node"]) == (nodes, gpus)
+        if (row["nodes"], row["gpus_per_node"], row["ranks_per_gpu"]) == where
         and (row["arm"], row["link_gbps"], row["model"]) in own
+        and not (row["arm"] == COMPUTE and tag not in ("", "shared"))
     ]
 
 

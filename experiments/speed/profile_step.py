@@ -4,8 +4,8 @@
         python3 experiments/speed/profile_step.py --out OUT [--arm zeropp] [--steps 6] [OVERRIDE...]
 
 OUT/trace-ARM.json.gz is rank 0's last step (chrome://tracing, Perfetto). OUT/profile-ARM.json has
-the seconds of the steps before it, without a profiler, of rank 0: until the host had asked for
-everything (`host`), and until the device had done it (`step`).
+the seconds of the steps before it, without a profiler, of rank 0: whole (`step`), and of our engine
+those of its parts on the host (`laps`), of which `waiting` is for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from zpp_lab import ops
-from zpp_lab.bench.step_engines import MAKERS
+from zpp_lab.bench.step_engines import MAKERS, Through
 from zpp_lab.bench.step_rank import random_batch
 from zpp_lab.compose import compose
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import pick_device
+from zpp_lab.engines.fsdp import FsdpEngine
 from zpp_lab.garbage import settle
 from zpp_lab.launcher import connect
 
@@ -52,8 +53,8 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     ops.configure(config.ops.backend)
     engine = MAKERS[PLAIN.get(args.arm, "quick")](config, device)
-    host: list[float] = []
     whole: list[float] = []
+    laps: list[dict[str, float]] = []
 
     def step(number: int) -> None:
         def batch(of: int, micro: int) -> Batch:
@@ -62,10 +63,11 @@ def main() -> None:
         dist.barrier()
         began = time.perf_counter()
         engine.step(number, batch)
-        host.append(time.perf_counter() - began)
         if cuda:
             torch.cuda.synchronize()
         whole.append(time.perf_counter() - began)
+        if isinstance(engine, Through) and isinstance(engine.engine, FsdpEngine):
+            laps.append(dict(engine.engine.laps.seconds))
 
     step(0)
     settle()
@@ -77,9 +79,9 @@ def main() -> None:
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         seen.export_chrome_trace(str(args.out / f"trace-{args.arm}.json.gz"))
-        found = {"host": host[1:], "step": whole[1:]}
+        found = {"step": whole[1:-1], "laps": laps[1:-1]}
         (args.out / f"profile-{args.arm}.json").write_text(json.dumps(found) + "\n")
-        print(args.arm, {k: [round(s, 4) for s in v] for k, v in found.items()}, flush=True)
+        print(args.arm, found, flush=True)
     dist.barrier()
 
 

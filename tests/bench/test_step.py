@@ -115,10 +115,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     return Fake
 
 
-def bench(folder: Path, words: list[str], **changes: Any) -> StepBench:
+def bench(folder: Path, words: list[str], tag: str = "", **changes: Any) -> StepBench:
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
     pace = Pace(**{"steps": 3, "rounds": 2, "turn_seconds": 8, "limit": 9, "budget": 99, **changes})
-    made = StepBench(OneHost(), Placement(cluster), with_compute(arms(words, TINY)), pace, folder)
+    every = with_compute(arms(words, TINY))
+    made = StepBench(OneHost(), Placement(cluster), every, pace, folder, tag=tag)
     made.run([None])
     return made
 
@@ -126,6 +127,21 @@ def bench(folder: Path, words: list[str], **changes: Any) -> StepBench:
 def read_rows(folder: Path) -> dict[str, dict[str, str]]:
     with (folder / "results.csv").open() as file:
         return {row["arm"]: row for row in csv.DictReader(file)}
+
+
+def test_a_call_with_a_tag_adds_arms_and_leaves_the_step_without_communication(
+    fake: type[Fake], tmp_path: Path
+) -> None:
+    bench(tmp_path, ["fsdp2"])
+    first = read_rows(tmp_path)[COMPUTE]
+    table = tmp_path / "results.csv"
+    table.write_text(table.read_text().replace(f"{first['step_s']},", "7.5,", 1))
+    changed = read_rows(tmp_path)[COMPUTE]
+    bench(tmp_path, ["zeropp"], tag="more")
+    assert set(read_rows(tmp_path)) == {COMPUTE, "fsdp2", "zeropp"}
+    assert read_rows(tmp_path)[COMPUTE] == changed
+    bench(tmp_path / "alone", ["zeropp"], tag="more")
+    assert COMPUTE in read_rows(tmp_path / "alone")
 
 
 def test_arms_take_turns_and_the_files_say_what_came_out(

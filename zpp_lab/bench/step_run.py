@@ -22,6 +22,7 @@ from zpp_lab.bench.step_results import (
     config_text,
     floor,
     ledger_bytes,
+    read_rows,
     seconds_on_link,
     wires_text,
     write_json,
@@ -33,7 +34,6 @@ from zpp_lab.emulate.network import MTU, bucket
 from zpp_lab.emulate.nodes import EmulatedNodes, Hosts
 from zpp_lab.emulate.probe import LinkReport, probe
 from zpp_lab.emulate.ranks import nccl_settings
-from zpp_lab.emulate.tcp import congestion_control
 from zpp_lab.machine import commit, machine_facts, versions
 
 Link = float | None
@@ -82,6 +82,7 @@ class StepBench:
         self.shape = f"{cluster.nodes}x{cluster.gpus_per_node}"
         shared = "shared" if placement.share else ""
         self.name = "-".join(word for word in (self.shape, shared, tag) if word)  # of files
+        self.compute_known = bool(tag) and self._has_compute(read_rows(folder / "results.csv"))
         self.cells: dict[tuple[str, Link], Cell] = {}
         self.turns: dict[tuple[str, Link], int] = {}
         self.links: dict[Link, LinkReport] = {}
@@ -234,12 +235,21 @@ class StepBench:
             ranks_per_gpu=self.placement.ranks_per_gpu,
         )
 
+    def _has_compute(self, rows: Sequence[dict[str, str]]) -> bool:
+        """Whether a table has this shape's step without communication, for this model."""
+        shape = self.cluster.nodes, self.cluster.gpus_per_node, self.placement.ranks_per_gpu
+        own = (COMPUTE, self.arms[0].config.model.preset, *map(str, shape))
+        names = ("arm", "model", "nodes", "gpus_per_node", "ranks_per_gpu")
+        return any(tuple(row[name] for name in names) == own for row in rows)
+
     def _write(self) -> None:
         rows = self.rows()
         if not rows:
             return
         machine = self.machine
-        write_rows(self.folder, rows)
+        # a call with a tag adds arms; what they share was measured before, with the first ones
+        kept = [row for row in rows if row.arm != COMPUTE or not self.compute_known]
+        write_rows(self.folder, kept)
         facts = {"machine": machine, "commit": commit(), "versions": versions(), **self.facts}
         details = {
             **facts,
@@ -260,10 +270,11 @@ class StepBench:
         if self.hosts.interface is None:
             return {}
         limits = {speed(link): bucket(link) for _, link in self.cells if link is not None}
+        assert isinstance(self.hosts, EmulatedNodes), "links are between emulated nodes"
         tcp = {
-            "congestion_control": congestion_control(),
-            "slow_start_after_idle": False,
-            "in_order": isinstance(self.hosts, EmulatedNodes) and self.hosts.in_order,
+            "congestion_control": self.hosts.network.congestion,
+            "slow_start_after_idle": not self.hosts.windows_kept,
+            "in_order": self.hosts.in_order,
         }
         return {"mtu": MTU, "limits": limits, "tcp": tcp, "nccl": nccl_settings(os.environ)}
 

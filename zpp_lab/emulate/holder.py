@@ -6,13 +6,12 @@ then everything that carries its mark is killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 
 from zpp_lab.emulate import marks
-from zpp_lab.emulate.kernel import new_network, new_sysfs
+from zpp_lab.emulate.kernel import new_network
 
 READY = "ready"
 
@@ -26,8 +25,6 @@ def main() -> None:
     except OSError as error:
         print(error.strerror, flush=True)
         return
-    with contextlib.suppress(OSError):  # tcp.keep_order says what goes without
-        new_sysfs()
     print(READY, flush=True)
     sys.stdin.buffer.read()
     marks.end(lambda other: other == owner)

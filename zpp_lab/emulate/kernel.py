@@ -11,7 +11,7 @@ from typing import TypeVar
 
 CLONE_NEWNET = 0x40000000
 CLONE_NEWNS = 0x00020000
-_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
@@ -21,13 +21,14 @@ def new_network() -> None:
     _call("unshare", CLONE_NEWNET)
 
 
-def new_sysfs() -> None:
-    """Give this process mounts of its own, with its namespace's devices under /sys.
+def mount_sysfs() -> None:
+    """Under /sys this thread sees the devices of its network namespace, with mounts of its own
+    that go with it: for `inside`.
 
     OSError when the kernel, or what guards a container, refuses.
     """
     _call("unshare", CLONE_NEWNS)
-    _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None)
     _call("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zpp_lab.emulate.kernel import inside
+from zpp_lab.emulate.kernel import inside, mount_sysfs
 
 SETTINGS = Path("/proc/sys/net/ipv4")
 AVAILABLE = SETTINGS / "tcp_available_congestion_control"
@@ -13,7 +13,8 @@ SLOW_START = SETTINGS / "tcp_slow_start_after_idle"
 
 
 def congestion_control() -> str:
-    """Loss-based, whatever this host's default is: `cubic`, or `reno`, which every kernel has.
+    """Loss-based, whatever this host's default is: `cubic` where it is loaded, or `reno`, which
+    every kernel has.
 
     BBR measures each stream's share of the link while it sends; among many streams that send in
     bursts and then wait for a step, single ones stay at a small share for 0.2 s at a time.
@@ -22,21 +23,31 @@ def congestion_control() -> str:
     return "cubic" if "cubic" in names else "reno"
 
 
-def keep_windows(pid: int) -> None:
-    """In the namespace of process `pid`, a stream that was idle goes on where it stopped."""
-    inside(pid, lambda: SLOW_START.write_text("0"))
+def keep_windows(pid: int) -> bool:
+    """In the namespace of process `pid`, a stream that was idle goes on where it stopped; whether
+    that holds."""
+    try:
+        inside(pid, lambda: SLOW_START.write_text("0"))
+    except OSError:
+        return False
+    return True
 
 
 def keep_order(pid: int, interface: str) -> bool:
     """Each stream's packets that arrive at `interface` go to one processor; whether that holds.
 
-    pid: the process that holds the interface's namespace (`holder.py`).
+    pid: a process in the interface's namespace.
     A veth pair leaves them to the processor that sent them, which changes from packet to packet:
     some overtake others, and TCP takes those for lost, sends them again and slows down.
     """
-    steering = Path(f"/proc/{pid}/root/sys/class/net/{interface}/queues/rx-0/rps_cpus")
-    try:
+    steering = Path(f"/sys/class/net/{interface}/queues/rx-0/rps_cpus")
+
+    def steer() -> None:
+        mount_sysfs()
         steering.write_text(_mask(os.cpu_count() or 1))
+
+    try:
+        inside(pid, steer)
     except OSError:
         return False
     return True

@@ -142,7 +142,7 @@ class Block(nn.Module):
         # Inside the block, so that whoever wraps the block gathers its weights once a pass.
         if not self.checkpoint or not torch.is_grad_enabled():
             return self._compute(x)
-        if can_recompute(self.mlp.w_down, x):
+        if can_recompute(self.mlp, self.mlp.w_down, x):
             return recomputed(self._compute, self._until_last, self.mlp.w_down, x)
         return checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
 

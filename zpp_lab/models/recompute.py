@@ -1,10 +1,10 @@
 """Activation checkpointing of a block that ends with `h + last(g)`: only its input is kept.
 
 Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
-torch's own hooks every tensor that a forward saves, twice a step: at 1.3B some 700 microseconds of
-the host a block, more than the block's kernels are launched in. Here a block is one node of the
-graph, whose backward runs the block again and the backward of that inside its own. The last
-product is not computed again, as nothing needs its result. Bits are those without checkpointing.
+torch's own hooks every tensor that a forward saves, twice a step, which takes the host longer than
+launching the block's kernels. Here a block is one node of the graph, whose backward runs the block
+again and the backward of that inside its own. The last product is not computed again, as nothing
+needs its result. Bits are those without checkpointing, where a forward uses the block once.
 """
 
 from __future__ import annotations
@@ -14,26 +14,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 Whole = Callable[[Tensor], Tensor]
 UntilLast = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def can_recompute(last: nn.Module, x: Tensor) -> bool:
-    """Whether `recomputed` serves: not where others look into the block (hooks of its modules,
-    adapters, the compiler), nor where no gradient of `x` would call it back."""
-    hooks = (last._forward_hooks, last._forward_pre_hooks, last._backward_hooks)
+def can_recompute(bypassed: nn.Module, last: nn.Module, x: Tensor) -> bool:
+    """Whether `recomputed` serves.
+
+    Not where others look into the block: hooks of the modules whose call backward leaves out,
+    adapters, autocast, the compiler. Nor where no gradient of `x` would call it back.
+    """
     plain = type(last) is nn.Linear and last.bias is None
-    looked_at = any(hooks) or bool(last._backward_pre_hooks)
+    looked_at = _hooked(bypassed) or _hooked(last) or torch.is_autocast_enabled(x.device.type)
     return plain and not looked_at and x.requires_grad and not torch.compiler.is_compiling()
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def recomputed(whole: Whole, until_last: UntilLast, last: nn.Module, x: Tensor) -> Tensor:
     """`whole(x)`, of which backward computes `h, g = until_last(x)` again, where
     `whole(x) = h + last(g)`. x floating [..., dim], which `can_recompute`.
 
-    Gradients go to `.grad` of the parameters, so `backward` must be called, not `autograd.grad`.
+    Gradients of parameters go to their `.grad`: for `loss.backward()`, not for `autograd.grad`, nor
+    for `backward(inputs=...)`. RuntimeError with `create_graph=True`.
     """
     out: Tensor = _Recomputed.apply(whole, until_last, last, x)  # type: ignore[no-untyped-call]
     return out
@@ -49,12 +60,13 @@ class _Recomputed(torch.autograd.Function):
         return whole(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor | None]:
+        _no_graph_of_gradients()
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             h, g = ctx.until_last(x)
             product = _Unneeded.apply(g, ctx.last.weight)  # type: ignore[no-untyped-call]
+        del g  # as large as the widest activation, and needed until `product` has gone back alone
         torch.autograd.backward((h, product), (grad, grad))
         return None, None, None, x.grad
 
@@ -69,7 +81,6 @@ class _Unneeded(torch.autograd.Function):
         return x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
@@ -79,3 +90,10 @@ class _Unneeded(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
         return to_x, to_weight
+
+
+def _no_graph_of_gradients() -> None:
+    if torch.is_grad_enabled():  # create_graph=True turns it on here
+        raise RuntimeError(
+            "gradients of gradients need every activation: use model.checkpoint_activations=false"
+        )
