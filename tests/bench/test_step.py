@@ -101,7 +101,8 @@ class Fake:
             raise SessionError("rank 1: it is broken")
         wires = {"weights_forward": [10, 20]} if name == "zeropp" else None
         slow = [{"seconds": [0.1 * (r + 1)] * steps, "bytes": wires} for r in range(self.world)]
-        return [{**a, "peak": 2**30, "device": "none"} for a in slow]
+        idle = [None if name == "fsdp2" else 0.01] * steps
+        return [{**a, "peak": 2**30, "device": "none", "waiting": idle} for a in slow]
 
     def close(self) -> None: ...
 
@@ -147,7 +148,9 @@ def test_a_call_with_a_tag_adds_arms_and_leaves_the_step_without_communication(
 def test_arms_take_turns_and_the_files_say_what_came_out(
     fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench(tmp_path, ["fsdp2", "zeropp"])
+    made = bench(tmp_path, ["fsdp2", "zeropp"])
+    assert made.cells["zeropp", None].waiting == [0.01] * 6
+    assert made.cells["fsdp2", None].waiting == []  # nobody told
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
     assert timed == [COMPUTE, "fsdp2", "zeropp"] * 2
     rows = read_rows(tmp_path)

@@ -6,7 +6,8 @@ device: what they are costs no time in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,6 +36,11 @@ LR = 1e-4
 
 
 class Timed(Protocol):
+    """waiting: seconds in which the host, done with the last step, waited for the device; None
+    where an engine does not tell. Near 0 the host was what bounded that step."""
+
+    waiting: float | None
+
     def step(self, number: int, batches: Batches) -> Bytes | None:
         """One optimizer step, done when this returns; the bytes that all ranks sent by wire, None
         when nothing counts them."""
@@ -79,9 +85,11 @@ class Through:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.waiting: float | None = None
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
-        sent = self.engine.step(number, LR, batches, False).bytes
+        result = self.engine.step(number, LR, batches, False)
+        sent, self.waiting = result.bytes, result.seconds.get("waiting")
         # an untouched FSDP2 has no ledger: its figures would be the plan's
         seen = not isinstance(self.engine, FsdpEngine) or self.engine.wrapped.installed
         return sent if seen and any(sum(t) for t in sent.values()) else None
@@ -112,6 +120,8 @@ class PlainFsdp2:
     reshard: as `fully_shard` takes it; a number of ranks gathers backward's weights among so many.
     groups: gradients get a communicator of their own. ValueError when this torch has none such.
     """
+
+    waiting: float | None = None
 
     def __init__(
         self, config: Config, device: torch.device, reshard: bool | int = True, groups: bool = False
@@ -144,8 +154,15 @@ class PlainFsdp2:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        torch.stack(losses).mean().item()
+        self.waiting = _awaited(losses)
         return None
+
+
+def _awaited(losses: Sequence[Tensor]) -> float:
+    """Seconds until the mean loss, and with it all that was asked for, is there."""
+    began = time.perf_counter()
+    torch.stack(list(losses)).mean().item()
+    return time.perf_counter() - began
 
 
 def plain(config: Config, device: torch.device) -> Timed:
@@ -169,6 +186,8 @@ class ComputeOnly:
     AdamW in fp32 on 1/W of every parameter, as in ZeRO. No gather, reduction, encode or decode.
     """
 
+    waiting: float | None = None
+
     def __init__(self, config: Config, device: torch.device) -> None:
         self.train, self.device, self.world = config.train, device, config.cluster.world
         self.model = meta_model(config).to(DTYPES[config.train.param_dtype])
@@ -189,7 +208,7 @@ class ComputeOnly:
             (loss / micros).backward()
             losses.append(loss.detach())
         self._update()
-        torch.stack(losses).mean().item()
+        self.waiting = _awaited(losses)
         return None
 
     @torch.no_grad()

@@ -5,7 +5,8 @@ All ranks get the same commands in the same order, so their collectives meet.
 
     {"do": "facts"}                        what this rank runs on
     {"do": "build", "arm": 0}              make the arm's engine and take one step
-    {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, the bytes of the last, peak memory
+    {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, those of them in which the host
+                                           waited for the device, the last's bytes, peak memory
     {"do": "end"}
 """
 
@@ -77,16 +78,17 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.barrier()
-        seconds, sent = [], None
+        seconds, waiting, sent = [], [], None
         for _ in range(command["steps"]):
             began = time.perf_counter()
             sent = self._step(arm)
             seconds.append(time.perf_counter() - began)
+            waiting.append(self.made[arm].waiting)
         peak = None
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - before + self.resident[arm]
         wires = {wire: list(traffic) for wire, traffic in sent.items()} if sent else None
-        return {"seconds": seconds, "bytes": wires, "peak": peak}
+        return {"seconds": seconds, "waiting": waiting, "bytes": wires, "peak": peak}
 
     def _step(self, arm: int) -> Any:
         config, number = self.arms[arm][1], self.numbers[arm]

@@ -29,10 +29,11 @@ GIB = 2**30
 class Cell:
     """One arm at one speed of the links.
 
-    seconds: of each timed step, the slowest rank's. wires: bytes of one step that all ranks sent,
-    by wire [inside nodes, between nodes], as the ledger counted them. sent: bytes that left a
-    node's interface in a step, headers included, the busiest node's. resent: packets that TCP sent
-    again in a step, all nodes'.
+    seconds: of each timed step, the slowest rank's. waiting: those of them in which the host waited
+    for the device, of the rank that waited least; none where an engine does not tell. wires: bytes
+    of one step that all ranks sent, by wire [inside nodes, between nodes], as the ledger counted
+    them. sent: bytes that left a node's interface in a step, headers included, the busiest node's.
+    resent: packets that TCP sent again in a step, all nodes'.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Cell:
     sent: list[float] = field(default_factory=list)
     resent: list[float] = field(default_factory=list)
     peak: int | None = None
+    waiting: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,8 @@ class StepBench:
         sent = max(self.hosts.sent(node) - before[node] for node in nodes) / steps
         cell = self.cells.setdefault((arm.name, link), Cell())
         cell.seconds += [max(times) for times in zip(*(a["seconds"] for a in answers), strict=True)]
+        waited = zip(*(a["waiting"] for a in answers), strict=True)
+        cell.waiting += [min(times) for times in waited if None not in times]
         cell.wires = answers[0]["bytes"]
         if self.hosts.interface is not None:
             cell.sent.append(sent)
