@@ -126,6 +126,22 @@ def test_speed_over_deepspeed_where_it_was_measured(tmp_path: Path) -> None:
     assert "6.00× | 5.88–6.12 | 2.00× | 0.6 |" in found.markdown.read_text()
 
 
+def test_what_the_host_waited_stands_beside_the_step(tmp_path: Path) -> None:
+    table = rows(ARMS, {(2, 2): ("12",)})
+    silent = build_speed_report(write_speeds(tmp_path / "silent", table)).markdown.read_text()
+    assert "Host waits (s)" not in silent.split("## How")[0]
+    told = [row | {"waiting_s": "0.123" if row["arm"] == "zeropp" else ""} for row in table]
+    text = build_speed_report(write_speeds(tmp_path / "told", told)).markdown.read_text()
+    lines = [line.split(" | ") for line in text.splitlines() if " | " in line]
+    head = next(line for line in lines if "Host waits (s)" in line)
+    waits = {
+        line[0].strip("| "): line[head.index("Host waits (s)")]
+        for line in lines
+        if len(line) == len(head)
+    }
+    assert (waits["zeropp"], waits["fsdp2"]) == ("0.123", "–")
+
+
 def test_spec_has_points_spread_and_predictions(page: SpeedReport) -> None:
     html = page.html.read_text()
     (text,) = re.findall(r'id="spec-speedup">(.*?)</script>', html)

@@ -14,9 +14,8 @@ SETTING = Setting("m", 2, 2, 64, 1, 256)
 
 
 def point(arm: str, link: str, rate: float, measured_gbps: float | None = None) -> Measured:
-    nothing = dict.fromkeys(
-        ("step_s", "step_min_s", "step_max_s", "floor_s", "share_of_floor", "peak_gib"), None
-    )
+    names = ("step_s", "step_min_s", "step_max_s", "floor_s", "share_of_floor", "peak_gib")
+    nothing = dict.fromkeys((*names, "waiting_s"), None)
     return Measured(
         SETTING, arm, "", "", link, rate, **nothing, measured_gbps=measured_gbps, machine="",
         config=None,

@@ -20,8 +20,13 @@ from zpp_lab.files import write_atomic
 from zpp_lab.runconfig import flat_config
 
 KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu")
-OLDER = ("machine", "ranks_per_gpu")  # from these columns on, older files have none
-LATER = {"machine": "", "config": "", "ranks_per_gpu": "1"}  # what they mean by that
+OLDER = ("machine", "ranks_per_gpu", "waiting_s")  # from these columns on, older files have none
+LATER = {
+    "machine": "",
+    "config": "",
+    "ranks_per_gpu": "1",
+    "waiting_s": "",
+}  # what they mean by that
 GIB = 2**30
 
 
@@ -51,7 +56,8 @@ class Row:
     link_s is the bytes that a node sends between nodes at the link's speed: the ledger's, or,
     where nothing of ours counts them, those of the interface. compute_s is a step without any
     communication. floor_s is the larger one: with all overlapped no step can be shorter.
-    share_of_floor is floor_s / step_s. step_s is the median; gb_* are 10^9 bytes a step.
+    share_of_floor is floor_s / step_s. step_s is the median; gb_* are 10^9 bytes a step. waiting_s
+    is the median of what the host waited for the device in a step: near 0 the host was the bound.
     """
 
     engine: str
@@ -83,6 +89,7 @@ class Row:
     machine: str
     config: str  # `config_text`
     ranks_per_gpu: int  # above 1 the nodes shared GPUs; 1 on the CPU too
+    waiting_s: float | None
 
 
 def config_text(config: Config) -> str:

@@ -235,6 +235,7 @@ class StepBench:
             machine=machine_name(self.machine, self.placement),
             config=config_text(config),
             ranks_per_gpu=self.placement.ranks_per_gpu,
+            waiting_s=median(cell.waiting) if cell.waiting else None,
         )
 
     def _has_compute(self, rows: Sequence[dict[str, str]]) -> bool:

@@ -25,6 +25,8 @@ NEEDED = ("arm", "nodes", "gpus_per_node", "link_gbps", "tokens_per_s")
 BASE = "fsdp2"  # the arm that speeds are compared with: FSDP2 with nothing of this package
 COMPUTE = "compute"  # no arm, but the floor of all
 MAX = "max"
+_SECONDS = ("step_s", "step_min_s", "step_max_s", "floor_s", "waiting_s")
+_KNOWN = (*_SECONDS, "share_of_floor", "peak_gib")
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +58,8 @@ class Setting:
 class Measured:
     """One arm at one speed of the links. Seconds are those of a step; None: not known.
 
-    link: the named speed in Gb/s, or max (no limit). config: the arm's whole config.
+    link: the named speed in Gb/s, or max (no limit). waiting_s: what the host waited for the
+    device; near 0 the host was the bound. config: the arm's whole config.
     """
 
     setting: Setting
@@ -71,6 +74,7 @@ class Measured:
     floor_s: float | None
     share_of_floor: float | None
     peak_gib: float | None
+    waiting_s: float | None
     measured_gbps: float | None
     machine: str
     config: Mapping[str, Any] | None
@@ -170,8 +174,7 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
     link = row["link_gbps"] or ""
     if link != MAX:
         link = f"{_number(row, 'link_gbps', place):g}"
-    names = ("step_s", "step_min_s", "step_max_s", "floor_s", "share_of_floor", "peak_gib")
-    known = {name: _number(row, name, place) if row.get(name) else None for name in names}
+    known = {name: _number(row, name, place) if row.get(name) else None for name in _KNOWN}
     gbps = _number(row, "measured_gbps", place) if row.get("measured_gbps") else None
     return Measured(
         setting,

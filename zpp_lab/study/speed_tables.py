@@ -39,13 +39,16 @@ def speed_table(found: SpeedFindings) -> Table:
     peers = _peers(found.measured)
     columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps"]
     columns += [*(["Over DeepSpeed"] if peers else []), "Floor (s)", "Of the floor"]
-    columns += ["Step (s)", "Peak (GiB)", *(["Predicted tokens/s", "Off by"] if said else [])]
+    waited = any(m.waiting_s is not None for m in found.measured)
+    columns += ["Step (s)", *(["Host waits (s)"] if waited else []), "Peak (GiB)"]
+    columns += ["Predicted tokens/s", "Off by"] if said else []
     lines = []
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
         cells += [*_up_cells(ups.get(id(m))), *([_over_text(m, peers)] if peers else [])]
         cells += [_number(m.floor_s, ".4g"), percent(m.share_of_floor)]
-        cells += [_number(m.step_s, ".4g"), _number(m.peak_gib, ".2f")]
+        cells += [_number(m.step_s, ".4g"), *([_number(m.waiting_s, ".3g")] if waited else [])]
+        cells += [_number(m.peak_gib, ".2f")]
         cells += _said_cells(_said(said, m), m) if said else []
         lines.append(Line(cells, m.arm))
     return Table("speeds", "Every measured speed", columns, lines, range(3, len(columns)))
