@@ -44,6 +44,8 @@ if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
 links=${LINKS:-12,25,50,max}
 
+stopped=""
+trap 'stopped=yes; kill $(jobs -p) 2> /dev/null' TERM INT  # bash heeds them while it waits, not before
 bench() {  # seconds, model, folder, arguments of zpp-lab bench step
   local limit model=$2 folder=$3
   limit=$(within "$1")
@@ -54,8 +56,10 @@ bench() {  # seconds, model, folder, arguments of zpp-lab bench step
   timeout -k 30 "$limit" python3 -m zpp_lab.cli bench step $cpu --steps "${STEPS:-4}" \
     --rounds "${ROUNDS:-2}" --turn-seconds "${TURN:-6}" --limit "${LIMIT:-90}" \
     --budget "$((limit > 30 ? limit - 20 : limit))" --out "$folder" "model=${MODEL:-$model}" \
-    model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} 2>&1 |
-    tee -a "$out/log.txt"
+    model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} \
+    > >(tee -a "$out/log.txt") 2>&1 &
+  wait "$!"
+  [ -z "$stopped" ] || wait "$!"  # it removes its nodes
   rm -f "$folder/logs"  # a link has no place among results
   packed "$out/logs.tar.gz" runs speed-logs
 }
@@ -93,6 +97,7 @@ page() {  # folder
 }
 
 for part in "$@"; do
+  if [ "$stopped" ]; then echo "== $part: not begun, stopped" && continue; fi
   if [ "$(within 9999)" -lt "${NEED:-45}" ]; then echo "== $part: not begun, the call is over" && continue; fi
   echo "== $part"
   began=$SECONDS

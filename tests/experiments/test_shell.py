@@ -51,6 +51,23 @@ def test_a_part_of_the_speed_bench_begins_only_while_the_call_lasts(tmp_path: Pa
     assert "no part nothing" in bash(program, tmp_path, GPUS="2")
 
 
+def test_a_speed_bench_that_is_stopped_ends_its_ranks_first(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(
+        '#!/bin/bash\ncase "$*" in\n*"bench step"*)\n'
+        "  trap 'touch \"$OUT/ended\"; exit 0' TERM\n"
+        f'  touch "$OUT/began"; for i in {{1..900}}; do sleep 0.1; done ;;\n'
+        f'*) exec {sys.executable} "$@" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    program = 'PATH="$OUT/bin:$PATH" bash experiments/speed/run.sh "$OUT" 1x2 2x2 & '
+    program += 'while [ ! -f "$OUT/began" ]; do sleep 0.1; done; kill "$!"; wait "$!"'
+    said = bash(program, tmp_path, GPUS="2")
+    assert (tmp_path / "ended").exists()
+    assert "2x2: not begun, stopped" in said
+
+
 def test_runs_of_one_gpu_each_take_any_number_of_them(tmp_path: Path) -> None:
     program = "source experiments/size.sh; echo there"
     assert bash(f"ONE_GPU=yes; {program}", tmp_path, GPUS="1") == "there\n"
