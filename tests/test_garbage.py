@@ -30,6 +30,18 @@ def test_what_there_was_is_not_visited_and_what_comes_is() -> None:
     assert old() is None
 
 
+def test_what_somebody_froze_before_stays_so() -> None:
+    kept = Ring()
+    gc.freeze()
+    try:
+        with settled():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert kept.itself is kept
+
+
 def test_a_loop_that_fails_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="loop"), settled():
         raise RuntimeError("the loop failed")

@@ -76,8 +76,8 @@ def test_bursts_of_many_streams_lose_nothing_on_a_slow_link() -> None:
         for _ in range(streams):
             sender = inside(nodes.places[0], connect)
             taken, _peer = server.accept()
-            threading.Thread(target=sender.sendall, args=(bytes(burst),)).start()
-            threading.Thread(target=_take, args=(taken, burst)).start()
+            for work, given in ((sender.sendall, (bytes(burst),)), (_take, (taken, burst))):
+                threading.Thread(target=work, args=given, daemon=True).start()
         deadline = time.monotonic() + 240
         while nodes.sent(0) < burst * streams and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -94,8 +94,8 @@ def test_bursts_of_many_streams_lose_nothing_on_a_slow_link() -> None:
 
 def _take(stream: socket.socket, size: int) -> None:
     with stream:
-        while size > 0:
-            size -= len(stream.recv(2**20))
+        while size > 0 and (taken := stream.recv(2**20)):
+            size -= len(taken)
 
 
 def test_streams_between_nodes_heed_losses_and_keep_their_windows() -> None:

@@ -113,6 +113,14 @@ def test_a_module_that_others_look_into_is_torchs() -> None:
         assert not recompute.can_recompute(around, linear, x)
 
 
+def test_a_device_that_knows_no_autocast_is_served_too() -> None:
+    cfg = ModelConfig(dim=32, layers=2, heads=2, kv_heads=2, ffn=48, checkpoint_activations=True)
+    made = build_model(cfg, 64, device="meta")
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    made(tokens, tokens).backward()
+    assert all(p.grad is not None for p in made.parameters())
+
+
 def test_a_hook_on_what_backward_leaves_out_counts_in_both() -> None:
     both = []
     for checkpoint in (False, True):

@@ -21,12 +21,8 @@ from zpp_lab.runconfig import flat_config
 
 KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu")
 OLDER = ("machine", "ranks_per_gpu", "waiting_s")  # from these columns on, older files have none
-LATER = {
-    "machine": "",
-    "config": "",
-    "ranks_per_gpu": "1",
-    "waiting_s": "",
-}  # what they mean by that
+# What they mean by that.
+LATER = {"machine": "", "config": "", "ranks_per_gpu": "1", "waiting_s": ""}
 GIB = 2**30
 
 

@@ -18,6 +18,7 @@ QUEUE = 2**30  # bytes that may wait at a limit: more than all sockets hand over
 BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late timers are
 LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
 MOST_NODES = 250  # addresses in one network
+SUBNET = "10.77.0.0/24"
 
 VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
 BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
@@ -46,10 +47,6 @@ class Network:
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:
             raise ValueError(f"{self.nodes} emulated nodes: use 2 to {MOST_NODES}")
-
-    @property
-    def subnet(self) -> str:
-        return "10.77.0.0/24"
 
     @property
     def interface(self) -> str:
@@ -97,7 +94,7 @@ class Network:
             _ip(node, "link set lo up", NET),
             _ip(node, f"addr add {self.address(node)}/24 dev {self.interface}", NET),
             _ip(node, f"link set {self.interface} mtu {MTU} up", NET),
-            _ip(node, f"route change {self.subnet} dev {self.interface} congctl {control}", TCP),
+            _ip(node, f"route change {SUBNET} dev {self.interface} congctl {control}", TCP),
         ]
 
     def ends(self) -> list[tuple[int, str]]:

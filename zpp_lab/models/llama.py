@@ -147,13 +147,16 @@ class Block(nn.Module):
         return checkpoint(self._compute, x, use_reentrant=False, preserve_rng_state=False)
 
     def _compute(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+        x = self._attend(x)
         return x + self.mlp(self.mlp_norm(x))
 
     def _until_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`_compute` is the first of them + `mlp.w_down` of the second."""
-        x = x + self.attention(self.attention_norm(x))
+        x = self._attend(x)
         return x, self.mlp.until_last(self.mlp_norm(x))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.attention_norm(x))
 
 
 class Embedding(nn.Embedding):

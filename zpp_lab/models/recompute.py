@@ -26,8 +26,13 @@ def can_recompute(bypassed: nn.Module, last: nn.Module, x: Tensor) -> bool:
     adapters, autocast, the compiler. Nor where no gradient of `x` would call it back.
     """
     plain = type(last) is nn.Linear and last.bias is None
-    looked_at = _hooked(bypassed) or _hooked(last) or torch.is_autocast_enabled(x.device.type)
+    looked_at = _hooked(bypassed) or _hooked(last) or _autocast(x.device.type)
     return plain and not looked_at and x.requires_grad and not torch.compiler.is_compiling()
+
+
+def _autocast(device: str) -> bool:
+    available = torch.amp.is_autocast_available(device)  # type: ignore[attr-defined]
+    return bool(available and torch.is_autocast_enabled(device))  # asking elsewhere is an error
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -83,8 +83,6 @@ def speed_method() -> list[str]:
         "It goes by the medians: near 1 the spread of the steps tells how far it can be trusted.",
         "Floor: the larger one of two times, that of the link for the bytes of a step and that of "
         "a step without communication. A share of it is the floor over the step.",
-        "Host waits: how much of a step the host, with everything asked for, waited for the "
-        "device; near 0 the host was what bounded the step.",
     ]
 
 

@@ -84,7 +84,7 @@ def headlines(found: SpeedFindings) -> list[str]:
 
 
 def notes(found: SpeedFindings) -> list[str]:
-    """What the figures could not use."""
+    """What the figures could not use, and what a column means that not all tables have."""
     told = [
         f"{found.names[setting]}: plain FSDP2 was not measured, so nothing is known of speed-ups; "
         f"add the arm {BASE}."
@@ -95,6 +95,11 @@ def notes(found: SpeedFindings) -> list[str]:
         told.append(
             "Links without a limit whose own speed was not measured have no place on the axis of "
             "bandwidths and no part in the break-even."
+        )
+    if any(m.waiting_s is not None for m in found.measured):
+        told.append(
+            "Host waits: how much of a step the host, with everything asked for, waited for the "
+            "device; near 0 the host was what bounded the step."
         )
     return [*told, *_shared(found), *found.faults]
 
