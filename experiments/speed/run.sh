@@ -6,7 +6,7 @@
 #   calibrate    no bench of steps: OUT/machine.json for `zpp-lab plan --machine` and check_cost.py
 #   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
-#   compiled     1x4 with engine.compile=true, in OUT/compiled; compiled_2x2 on emulated nodes
+#   compiled     1x4 with engine.compile=true, in OUT/compiled; compiled_links on 2x2
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
 #   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time; on fewer than four GPUs with AdamW's
 #                moments in 8 bits, at 32.5B in host memory, beside w8 there (hpZ's copy has no room)
@@ -121,7 +121,7 @@ for part in "$@"; do
         --gpus-per-node "$inside" \
         --recipes "${ARMS:-fsdp2,zero3,zeropp}" --arm "$w4_g84h" engine.compile=true
       page "$out/compiled" ;;
-    compiled_2x2)  # arms in processes of their own, as compiled code is shared: hence links one by one
+    compiled_links)  # each arm in processes of its own, as compiled code is shared
       LIMIT=${LIMIT:-200} bench "${SECONDS_COMPILED:-200}" 1_3b "$out/compiled" --nodes 2 \
         --gpus-per-node 2 $(shared 2 2) --link-gbps "${LINKS:-50,max}" \
         --recipes "${ARMS:-fsdp2,zeropp}" --arm "$w4_g84h" --no-compute engine.compile=true
