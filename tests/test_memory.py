@@ -361,9 +361,13 @@ def test_smaller_optimizer_states() -> None:
 
 
 def test_what_recipes_and_stages_add() -> None:
-    plain = big("1_3b", 4)
-    kept = big("1_3b", 4, recipe={"secondary": True, "weights": {"bits": 8}})
-    assert 0 < kept.item("secondary partition").most < 2 * 1.35e9 / 4
+    hpz = {"secondary": True, "weights": {"bits": 8}}
+    nodes = {"cluster": {"nodes": 2, "gpus_per_node": 2}}
+    kept = big("1_3b", 4, recipe=hpz, **nodes)
+    assert 0 < kept.item("secondary partition").most < 2 * 2 * 1.35e9 / 4
+    one = big("1_3b", 4, recipe=hpz)  # in one node backward encodes again what it would keep
+    assert "secondary partition" not in {item.name for item in one.items}
+    plain = big("1_3b", 4, **nodes)
     early = [e.item("gather buffers").nbytes["early"] for e in (kept, plain)]
     assert early[0] < 0.6 * early[1]
     whole = big("1_3b", 4, recipe={"stage": 2})

@@ -37,7 +37,7 @@ def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
 
 
 def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
-    if not unit.hierarchical or (backward and plan.recipe.config.secondary):
+    if not unit.hierarchical or (backward and unit.keeps_secondary):
         return 0
     layout = unit.backward if backward else unit.forward
     return plan.recipe.cluster.nodes * layout.nbytes
@@ -84,7 +84,7 @@ class Buffers:
             return count * self.plan.recipe.shards * unit.backward.nbytes
         held = _held(self.plan, unit, backward=True)
         payload = payload_bytes(self.plan, unit, backward=True) - held
-        inside = unit.hierarchical or self.plan.recipe.config.secondary
+        inside = unit.hierarchical or unit.keeps_secondary
         link: Link = "local" if inside else "world"
         if self._pulled("gather", link, self.plan.recipe.shards, payload):
             late = max(0, count - SLOTS["gather"])  # whose slot is wanted before it was read
@@ -157,14 +157,13 @@ class Buffers:
     def _shipments(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int]]:
         """Kind, link, bytes of this rank's room and of what arrives."""
         nodes, world = self.cluster.nodes, self.cluster.world
-        secondary = self.plan.recipe.config.secondary
         for nbytes in (_raw_row(unit), unit.forward.nbytes, unit.backward.nbytes):
             if unit.hierarchical:
                 yield "gather", "across", nbytes, nodes * nbytes
                 yield "gather", "local", nodes * nbytes, world * nbytes
             else:
                 yield "gather", "world", nbytes, world * nbytes
-        if secondary:
+        if unit.keeps_secondary:
             yield "gather", "local", nodes * unit.forward.nbytes, world * unit.forward.nbytes
         for link, _, nbytes in self._legs(unit):
             yield "exchange", link, nbytes, nbytes

@@ -114,6 +114,13 @@ class UnitPlan:
         return self.recipe.config.stage == 3 and self.unit.reshard
 
     @property
+    def keeps_secondary(self) -> bool:
+        """Whether hpZ keeps rows for backward. In one node that is the rank's own, which it encodes
+        again: a copy would save nothing on the wire."""
+        recipe = self.recipe
+        return recipe.config.secondary and self.gathers_backward and recipe.cluster.nodes > 1
+
+    @property
     def own_backward(self) -> bool:
         """Whether backward uses weights that differ from the forward's."""
         return (

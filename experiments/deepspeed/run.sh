@@ -2,7 +2,8 @@
 # Parts: build check study (all without any). From the project's root, on a machine with four NVIDIA
 # GPUs and nvcc; wheels from wheels.sh lie in .whl-ds where DeepSpeed is not installed.
 # Smaller: MODEL (of check), OVERRIDES (of study). With two or three GPUs both nodes share two of
-# them (SHARE: mps, or time-slices): `check` as root, with iproute2 or .iproute.
+# them (SHARE: mps, or time-slices): `check` as root, with iproute2 or .iproute. PER_GPU: so many
+# runs of `study` share the GPUs, those of DeepSpeed too where it all runs under `zpp-lab mps --`.
 set -u
 out="${1:?name a folder for the results}"
 shift
@@ -53,7 +54,7 @@ from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()
       fi ;;
     study)
       timeout -k 20 "$(within "${STUDY:-500}")" python3 -m zpp_lab.cli study deepspeed \
-        --dir runs/deepspeed tracking.wandb=off ${share:+++engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 | tee "$out/study.log" | quiet | tail -n 40
+        --dir runs/deepspeed ${PER_GPU:+--runs-per-gpu "$PER_GPU"} tracking.wandb=off ${share:+++engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 | tee "$out/study.log" | quiet | tail -n 40
       packed "$out/deepspeed.tar.gz" runs deepspeed checkpoints ;;
     *) echo "no part $part" ;;
   esac

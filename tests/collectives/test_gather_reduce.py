@@ -169,7 +169,27 @@ def test_backward_without_forward_says_so() -> None:
         Gather(spec, transport, Ledger(), Clock(1)).pack(values([20], 0), backward=True)
 
     with pytest.raises(RuntimeError, match=r"layers\.0: backward found no secondary"):
-        on_ranks(ClusterConfig(nodes=1, gpus_per_node=2), job)
+        on_ranks(ClusterConfig(nodes=2, gpus_per_node=1), job)
+
+
+def test_in_one_node_nothing_is_kept_and_backward_has_the_forwards_bits() -> None:
+    """The one row that hpZ would keep is the rank's own: stochastic rounding draws it again."""
+    layout = layout_of(BlockCodec(4, 16, rounding="stochastic"), [100])
+    spec = GatherSpec("u", layout, layout, torch.float32, secondary=True)
+
+    def job(transport: ThreadTransport) -> list[Tensor]:
+        gather = Gather(spec, transport, Ledger(), Clock(1))
+        found = []
+        for backward in (False, True):
+            packet = gather.pack(values([100], transport.rank), backward)
+            gather.send(packet)
+            assert gather.secondary is None
+            found.append(torch.empty(2, 100))
+            gather.unpack(packet, found[-1:])
+        return found
+
+    for forward, backward in on_ranks(ClusterConfig(nodes=1, gpus_per_node=2), job):
+        assert torch.equal(forward, backward)
 
 
 def test_no_secondary_is_kept_without_gradients() -> None:

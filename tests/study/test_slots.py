@@ -9,6 +9,7 @@ import pytest
 
 from tests.study.fake_trainer import fake_compose
 from zpp_lab.config import Config
+from zpp_lab.emulate.mps import PROGRAM
 from zpp_lab.study import attempts
 from zpp_lab.study.memory import Memory, shape
 from zpp_lab.study.plan import PlannedRun
@@ -89,6 +90,17 @@ def test_measured_memory_says_how_many_share_a_gpu(tmp_path: Path) -> None:
     places = Places(["0"], jobs=16, threads=1)
     assert sum(places.take(memory.need(run)) is not None for _ in range(8)) == 4
     assert Memory(3, total=GIB).need(run) == Need(1, 1 / 3)
+
+
+def test_runs_of_several_ranks_share_gpus_under_mps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = planned(tmp_path, "engine.name=fsdp", "cluster.nodes=2", "cluster.gpus_per_node=2")
+    assert Memory(3).need(ranks) == Need(4)
+    monkeypatch.setenv(PROGRAM, "nvidia-cuda-mps-control")
+    assert Memory(3).need(ranks) == Need(4, 1 / 3)
+    places = Places(["0", "1", "2", "3"], jobs=9, threads=1)
+    assert [places.take(Need(4, 1 / 3)) is not None for _ in range(4)] == [True] * 3 + [False]
 
 
 def test_a_run_that_had_no_memory_beside_others_gets_the_gpu_alone(tmp_path: Path) -> None:

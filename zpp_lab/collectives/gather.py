@@ -8,7 +8,7 @@ Three calls, so that the owner can run each on a stream of its own:
 
 A hierarchical gather sends each row to one rank of every other node first; the N rows that a
 rank then holds go to its neighbours in the node. These N rows are what hpZ keeps for backward,
-as encoded bytes.
+as encoded bytes. In one node they are the rank's own row, which is encoded again in place of kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOTHING = Traffic(0, 0)
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """What a recipe asks of one unit's gathers. `secondary`: backward uses what hpZ kept.
+    """What a recipe asks of one unit's gathers. `secondary`: backward uses the forward's rows.
     `stored`: the layouts' last segments so many are a frozen base, encoded once."""
 
     unit: str
@@ -73,6 +73,7 @@ class Gather:
         self.spec, self.transport, self.ledger, self.clock = spec, transport, ledger, clock
         self.cluster, self.rank = transport.cluster, transport.rank
         self.node, self.local = divmod(self.rank, self.cluster.gpus_per_node)
+        self.keeps = spec.secondary and self.cluster.nodes > 1
         self.secondary: Tensor | None = None  # hpZ's rows, from a forward to its backward
         self.base: Tensor | None = None  # this rank's row of a frozen base, uint8 [1, n]
         segments = spec.forward.segments
@@ -90,7 +91,8 @@ class Gather:
 
     def pack(self, shards: Sequence[Tensor], backward: bool) -> Packet:
         """Encode this rank's padded shards, flat, one per segment."""
-        if backward and self.spec.secondary and not self.clock.master:
+        again = backward and self.spec.secondary and not self.clock.master
+        if again and self.keeps:
             return self._from_secondary(shards[0].device)
         wire: Wire = "weights_backward" if backward else "weights_forward"
         layout = self._layout(wire)
@@ -102,8 +104,12 @@ class Gather:
         if self.spec.stored:
             layout, row = self._put_base(layout, row)
             shards = shards[: self.encoded]
-        noise = self.clock.weights_noise(wire, self.rank) if layout.stochastic else None
-        if shards:
+        noise = None
+        if layout.stochastic:
+            noise = self.clock.weights_noise("weights_forward" if again else wire, self.rank)
+        if shards and again:
+            ops.encode(layout, shards, noise, row)  # forward's bits, which were looked at there
+        elif shards:
             self._encode(wire, layout, shards, noise, row)
         return packet
 
@@ -159,7 +165,7 @@ class Gather:
             self.transport.reserve("gather", "local", row * self.cluster.nodes)
         else:
             self.transport.reserve("gather", "world", row)
-        if self.spec.secondary:
+        if self.keeps:
             nbytes = self.spec.forward.nbytes * self.cluster.nodes
             self.transport.reserve("gather", "local", nbytes)
 
@@ -204,7 +210,7 @@ class Gather:
     def _keep(self, packet: Packet) -> Tensor | None:
         """hpZ: of a forward that a backward will follow, this local rank's N rows stay. Where no
         leg brings just them, room for them."""
-        wanted = self.spec.secondary and self.clock.grad and not self.clock.master
+        wanted = self.keeps and self.clock.grad and not self.clock.master
         if packet.kept or not wanted:
             return None
         if packet.held is not None:

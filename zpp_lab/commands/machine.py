@@ -1,4 +1,4 @@
-"""`zpp-lab plan`, `doctor`, `bench`, `emulate` and `build`."""
+"""`zpp-lab plan`, `doctor`, `bench`, `emulate`, `mps` and `build`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def add_machine(add: Add) -> None:
     bench = add("bench", text, _bench, passes_on=True)
     bench.add_argument("what", nargs="?")
     add("emulate", "run a command on emulated nodes of this host", _emulate, passes_on=True)
+    add("mps", "run a command whose processes share GPUs through MPS", _mps, passes_on=True)
     add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
 
 
@@ -102,6 +103,12 @@ def _emulate(_: argparse.Namespace, rest: list[str]) -> int:
     from zpp_lab.emulate import command
 
     return command.main(rest)
+
+
+def _mps(_: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.emulate import mps_command
+
+    return mps_command.main(rest)
 
 
 def _build(_: argparse.Namespace, rest: list[str]) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
+PER_GPU = "that share a GPU; 0: as many as fit (default: the study's). See zpp-lab mps"
 LIMIT = "with --dry-run: longest measurement of a kind of run (default: 60s; 0: measure nothing)"
 MACHINE = "with --dry-run: predict in place of measuring; a file of `bench calibrate`, or h200"
 LINK = "with --machine: Gbit/s of a node's links (default: max, as inside a node)"
@@ -60,6 +61,7 @@ def _add_study(add: Add) -> None:
     study.add_argument("name", help="a study's name, or the path of a YAML file")
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
+    study.add_argument("--runs-per-gpu", type=int, metavar="N", help=PER_GPU)
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
     study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
     study.add_argument("--alone", action="store_true", help=ALONE)
@@ -159,6 +161,8 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
 
     seeds = _numbers(args.seeds) if args.seeds is not None else []
     changes: dict[str, object] = {"seeds": seeds} if seeds and not args.alone else {}
+    if args.runs_per_gpu is not None:
+        changes["runs_per_gpu"] = args.runs_per_gpu
     study = load_study(args.name, changes, overrides)
     if args.alone and not args.arms:
         raise ValueError("--alone goes with --arms, such as --arms w8 --alone")

@@ -57,7 +57,7 @@ class Transfers:
 
     def _gather(self, unit: UnitPlan, wire: Wire) -> Collective:
         layout = unit.forward if wire == "weights_forward" else unit.backward
-        kept = wire == "weights_backward" and unit.recipe.config.secondary
+        kept = wire == "weights_backward" and unit.keeps_secondary
         encode = 0.0 if kept else self._kernel("encode", unit.live(wire), 1)
         decode = self._kernel("decode", layout, unit.recipe.shards)
         legs = self._gather_legs(unit, wire, layout)
@@ -67,7 +67,7 @@ class Transfers:
         cluster = unit.recipe.cluster
         if cluster.world == 1:
             return (Leg("intra", 0.0),)
-        kept = wire == "weights_backward" and unit.recipe.config.secondary
+        kept = wire == "weights_backward" and unit.keeps_secondary
         if self.plain and not kept and unit.recipe.config.shard == "world":
             return self._ring(unit, (cluster.world - 1) * layout.nbytes, "gather")
         planned = unit.forward_bytes() if wire == "weights_forward" else unit.backward_bytes()

@@ -4,7 +4,8 @@ Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", a
 torch's own hooks every tensor that a forward saves, twice a step, which takes the host longer than
 launching the block's kernels. Here a block is one node of the graph, whose backward runs the block
 again and the backward of that inside its own. The last product is not computed again, as nothing
-needs its result. Bits are those without checkpointing, where a forward uses the block once.
+needs its result. Bits are those without checkpointing, where a forward uses the block once. The
+peak is one tensor of `x`'s size above torch's: autograd keeps the gradient that came in meanwhile.
 """
 
 from __future__ import annotations

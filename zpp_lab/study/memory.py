@@ -7,8 +7,10 @@ a GPU to itself; its peak memory then says how many of its kind fit beside each 
 from __future__ import annotations
 
 import json
+import os
 
 from zpp_lab.config import Config
+from zpp_lab.emulate.mps import PROGRAM
 from zpp_lab.runconfig import flat_config
 from zpp_lab.study.attempts import ran_out_of_memory
 from zpp_lab.study.plan import PlannedRun
@@ -80,13 +82,14 @@ class Memory:
             self._peaks[key] = max(int(peak), self._peaks.get(key, 0))
 
     def need(self, run: PlannedRun) -> Need:
-        """Whole GPUs for a run of several processes and for one that ran out of memory before."""
+        """Whole GPUs for a run that ran out of memory before, and for one of several processes: in
+        time slices NCCL's kernels would wait each other out. Under MPS they do not."""
         gpus = gpus_needed(run.config)
-        if gpus > 1 or ran_out_of_memory(run.dir):
+        if ran_out_of_memory(run.dir) or (gpus > 1 and PROGRAM not in os.environ):
             return Need(gpus)
         if self._per_gpu:
-            return Need(1, 1 / self._per_gpu)
+            return Need(gpus, 1 / self._per_gpu)
         peak = self._peaks.get(shape(run.config))
         if peak is None or self._total is None:
-            return Need(1)
-        return Need(1, min(1.0, max(MIN_FRACTION, (peak * _SPARE + _CONTEXT) / self._total)))
+            return Need(gpus)
+        return Need(gpus, min(1.0, max(MIN_FRACTION, (peak * _SPARE + _CONTEXT) / self._total)))
