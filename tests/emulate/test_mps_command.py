@@ -41,7 +41,9 @@ def test_inside_another_that_ones_daemon_serves(control: Path, tmp_path: Path) -
 
 
 def test_a_signal_reaches_the_command_first(control: Path, tmp_path: Path) -> None:
-    waits = f"trap 'echo ended > {tmp_path}/end; exit 3' TERM; touch {tmp_path}/on; sleep 600 & wait"
+    waits = (
+        f"trap 'echo ended > {tmp_path}/end; exit 3' TERM; touch {tmp_path}/on; sleep 600 & wait"
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "zpp_lab.cli", "mps", "--", "bash", "-c", waits],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
