@@ -1,9 +1,9 @@
 # What experiments/deepspeed/README.md reports: bash experiments/deepspeed/run.sh OUT [PART...]
 # Parts: build check study (all without any). From the project's root, on a machine with four NVIDIA
 # GPUs and nvcc; wheels from wheels.sh lie in .whl-ds where DeepSpeed is not installed.
-# Smaller: MODEL (of check), OVERRIDES (of study). With two or three GPUs both nodes share two of
-# them (SHARE: mps, or time-slices): `check` as root, with iproute2 or .iproute. PER_GPU: so many
-# runs of `study` share the GPUs, those of DeepSpeed too where it all runs under `zpp-lab mps --`.
+# Smaller: MODEL (of check), ARMS and OVERRIDES (of study). With two or three GPUs both nodes share
+# two of them (SHARE: mps, or time-slices): `check` as root, with iproute2 or .iproute. PER_GPU: so
+# many runs of `study` share the GPUs, DeepSpeed's too where it all runs under `zpp-lab mps --`.
 set -u
 out="${1:?name a folder for the results}"
 shift
@@ -13,7 +13,7 @@ source experiments/kernels/env.sh
 gpu=$(nvidia-smi > /dev/null 2>&1 && echo yes)
 unpack .whl-ds .site-ds
 export PATH="$PWD/.site-ds/bin:$PATH"  # ninja
-if [ "$gpu" ] && [ -z "${TORCH_CUDA_ARCH_LIST:-}" ]; then
+if [ "$gpu" ]; then  # whatever is set: DeepSpeed cannot read names such as 9.0a
   TORCH_CUDA_ARCH_LIST=$(python3 -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
   export TORCH_CUDA_ARCH_LIST
 fi
@@ -54,7 +54,9 @@ from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()
       fi ;;
     study)
       timeout -k 20 "$(within "${STUDY:-500}")" python3 -m zpp_lab.cli study deepspeed \
-        --dir runs/deepspeed ${PER_GPU:+--runs-per-gpu "$PER_GPU"} tracking.wandb=off ${share:+++engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 | tee "$out/study.log" | quiet | tail -n 40
+        --dir runs/deepspeed ${PER_GPU:+--runs-per-gpu "$PER_GPU"} ${ARMS:+--arms "$ARMS" --alone} \
+        tracking.wandb=off ${share:+++engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 |
+        tee "$out/study.log" | quiet | tail -n 40
       packed "$out/deepspeed.tar.gz" runs deepspeed checkpoints ;;
     *) echo "no part $part" ;;
   esac

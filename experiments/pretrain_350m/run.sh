@@ -1,7 +1,7 @@
 # The runs of conf/study/pretrain_350m.yaml: bash experiments/pretrain_350m/run.sh OUT PART...
 # A part is ARM[:SEED,...], one run after the other on one GPU; `all`, the arms ARMS with the seeds
 # SEEDS, a run on each GPU, or PER_GPU of them; or `faster`, twelve steps of the baseline with each
-# setting of TRY.
+# setting of TRY. FOLDER: of the runs, where several calls of this go on at once.
 # From the project's root on a machine with one NVIDIA GPU of 24 GiB or more. Each run has LIMIT
 # seconds; OUT/pretrain_350m.tar.gz is written after each, and experiments/collect.py puts the
 # archives of several machines together. OVERRIDES make it small enough for a try on a CPU.
@@ -10,6 +10,7 @@ out="${1:?name a folder for the results}"
 shift
 mkdir -p "$out"
 STUDY=pretrain_350m
+FOLDER="${FOLDER:-$STUDY}"
 LIMIT="${LIMIT:-280}"
 ONE_GPU=yes
 source experiments/size.sh
@@ -18,12 +19,13 @@ gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 
 every() {  # the study itself, its archive renewed as runs end
   timeout -k 20 "$(within 31536000)" $zpp study "$STUDY" --arms "$ARMS" --seeds "${SEEDS:-1,2,3}" --alone \
-    --jobs "$(((gpus > 0 ? gpus : 1) * ${PER_GPU:-1}))" --runs-per-gpu "${PER_GPU:-1}" --dir "runs/$STUDY" ${OVERRIDES:-} > "$out/study.log" 2>&1 &
+    --jobs "$(((gpus > 0 ? gpus : 1) * ${PER_GPU:-1}))" --runs-per-gpu "${PER_GPU:-1}" \
+    --dir "runs/$FOLDER" ${OVERRIDES:-} > "$out/study.log" 2>&1 &
   local pid=$!
-  while kill -0 "$pid" 2> /dev/null; do sleep 5; pack "$STUDY"; done
+  while kill -0 "$pid" 2> /dev/null; do sleep 5; pack "$FOLDER"; done
   wait "$pid"
   tail -n 4 "$out/study.log"
-  pack "$STUDY"
+  pack "$FOLDER"
 }
 
 faster() {  # twelve steps of the baseline with each setting of TRY, a GPU each where there are two

@@ -12,6 +12,7 @@ the engine refuses (engine.allow_fallback=true goes on).
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -41,6 +42,8 @@ _LOWEST_SCALE = "loss scale already at minimum"
 def load_deepspeed(device: torch.device) -> Any:
     """The package; ValueError says how to get it. Its kernels must not be built on a CPU."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):  # it cannot read 9.0a, as torch can
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[af]\b", "", archs)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         import deepspeed
