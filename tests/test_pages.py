@@ -141,9 +141,12 @@ def test_what_the_first_screen_says_of_speed_follows_from_its_table() -> None:
         f"{times[own, ds, '12']} and {times[own, ds, '25']} times as fast as DeepSpeed's ZeRO++",
         f"at {share('12')} and {share('25')} % of what its bytes allow",
         f"{times[w4, 'fsdp2', '12']} and {times[w4, 'fsdp2', '25']} times FSDP2",
-        f"At 50 Gb/s it is {times[own, 'fsdp2', '50']} (4 were asked for)",
+        f"at 50 Gb/s, where the host is the bound, {times[own, 'fsdp2', '50']} and "
+        f"{times[w4, 'fsdp2', '50']}",
         f"ZeRO++ is {speed(own, 'max', '1') / speed('fsdp2', 'max', '1'):.2f} times as fast",
         f"takes {float(rows[own, '13b', '1', 'max']['step_s']):.3f} s for our ZeRO-3's "
-        f"{float(rows['zero3', '13b', '1', 'max']['step_s']):.3f} at 13B",
+        f"{float(rows['zero3', '13b', '1', 'max']['step_s']):.3f} at 13B and "
+        f"{float(rows[own, '32_5b', '1', 'max']['step_s']):.3f} for "
+        f"{float(rows['zero3', '32_5b', '1', 'max']['step_s']):.3f} at 32.5B",
     ):
         assert said in text, said

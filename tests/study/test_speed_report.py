@@ -143,6 +143,17 @@ def test_what_the_host_waited_stands_beside_the_step(tmp_path: Path) -> None:
     assert "- Host waits: how much of a step" in text
 
 
+def test_rows_of_several_commits_are_told_as_several_calls(tmp_path: Path) -> None:
+    table = rows(ARMS, {(2, 2): ("12", "25"), (1, 4): ("max",)})
+    for row in table:
+        own = row["arm"] == "fsdp2" and row["nodes"] == "2"
+        row["commit"] = ("aaaaaaaaaa" if own else "bbbbbbbbbb") if row["arm"] != "compute" else "c"
+    text = build_speed_report(write_speeds(tmp_path, table)).markdown.read_text()
+    (told,) = [line for line in text.splitlines() if "several calls" in line]
+    assert "2 × 2: measured at several commits" in told
+    assert "aaaaaaa fsdp2; bbbbbbb " in told
+
+
 def test_spec_has_points_spread_and_predictions(page: SpeedReport) -> None:
     html = page.html.read_text()
     (text,) = re.findall(r'id="spec-speedup">(.*?)</script>', html)

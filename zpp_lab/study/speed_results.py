@@ -78,6 +78,7 @@ class Measured:
     measured_gbps: float | None
     machine: str
     config: Mapping[str, Any] | None
+    commit: str = ""
 
     @property
     def gbps(self) -> float | None:
@@ -187,6 +188,7 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
         measured_gbps=gbps,
         machine=row.get("machine") or "",
         config=_config(row.get("config") or "", place),
+        commit=row.get("commit") or "",
     )
 
 

@@ -101,7 +101,24 @@ def notes(found: SpeedFindings) -> list[str]:
             "Host waits: how much of a step the host, with everything asked for, waited for the "
             "device; near 0 the host was what bounded the step."
         )
-    return [*told, *_shared(found), *found.faults]
+    return [*told, *_calls(found), *_shared(found), *found.faults]
+
+
+def _calls(found: SpeedFindings) -> list[str]:
+    """Which settings were measured in several calls, so perhaps on several machines."""
+    told = []
+    for setting, name in found.names.items():
+        arms: dict[str, list[str]] = {}
+        for m in found.measured:
+            if m.setting == setting and m.commit and m.arm not in arms.setdefault(m.commit, []):
+                arms[m.commit].append(m.arm)
+        if len(arms) > 1:
+            each = "; ".join(f"{commit[:7]} {', '.join(own)}" for commit, own in arms.items())
+            told.append(
+                f"{name}: measured at several commits, so in several calls, whose machines may "
+                f"differ ({each})."
+            )
+    return told
 
 
 def _shared(found: SpeedFindings) -> list[str]:
