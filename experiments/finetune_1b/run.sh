@@ -3,7 +3,8 @@
 # ranks of a run; or with real ranks on four:
 #   GPUS=4 bash experiments/finetune_1b/run.sh OUT
 # STUDIES: finetune_350m, finetune_1b (on four GPUs finetune_1b_x4, whose base real ranks train) or
-# finetune_1b_mini (which needs no GPU).
+# finetune_1b_mini (which needs no GPU). PER_GPU: runs that share a GPU, so that one computes while
+# another starts, evaluates or saves; `zpp-lab mps -- bash ...` lets them compute side by side.
 # LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
 # pretraining from its last checkpoint; an arm's run that was cut, about a minute, starts over.
 # The archive leaves checkpoints out; `zpp-lab report` builds the report from it on any machine.
@@ -27,9 +28,8 @@ fi
 sized=finetune_1b
 if [ "$gpus" = 4 ] && [ "${GPUS:-1}" -lt 4 ]; then sized=finetune_1b_x4; fi
 for study in ${STUDIES:-finetune_350m $sized}; do
-  # a run on each GPU: side by side on one they would only end later, and a call may end before
   timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
-    --jobs "$gpus" "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
+    --jobs "$((gpus * ${PER_GPU:-1}))" --runs-per-gpu "${PER_GPU:-1}" "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
   packed "$out/$study.tar.gz" runs "$study" checkpoints
   echo "$study: $SECONDS s so far"
 done
