@@ -6,6 +6,7 @@ import errno
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from tests.runs import SHAPE, corpus
 from zpp_lab.cli import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
-from zpp_lab.config import Config, load
+from zpp_lab.config import Config, StudyConfig, load
 
 TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
 
@@ -78,6 +79,7 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
         (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
         (["bench", "everything"], "there are: kernels, collectives"),
         (["study", "nothing"], "there are:"),
+        (["study", "smoke", "--runs-per-gpu", "-1"], "runs_per_gpu must be 0 or more"),
         (["compare", "one"], "zpp-lab compare: give two folders or more"),
         (["report", "nowhere"], "nowhere"),
     ],
@@ -93,6 +95,7 @@ def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
     ("words", "answer"),
     [
         (["bench", "kernels"], "zpp-lab bench kernels needs an NVIDIA GPU"),
+        (["mps", "--", "true"], "sharing GPUs needs nvidia-cuda-mps-control"),
         (["build"], "zpp-lab build: torch sees no GPU here: say what to compile for"),
     ],
 )
@@ -129,7 +132,22 @@ def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "zpp-lab doctor: no room; make room there\n"
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["study"], ["plan"], ["bench"], ["report"]])
+def test_runs_per_gpu_takes_the_place_of_the_studys(monkeypatch) -> None:
+    seen = []
+
+    def run_study(study: StudyConfig, *_: object, **__: object) -> NoReturn:
+        seen.append(study.runs_per_gpu)
+        raise ValueError("not now")
+
+    monkeypatch.setattr("zpp_lab.study.run_study", run_study)
+    assert main(["study", "bits"]) == main(["study", "bits", "--runs-per-gpu", "2"]) == 2
+    assert seen == [6, 2]
+
+
+COMMANDS = ("train", "study", "plan", "bench", "report", "mps")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help_says_what_to_type(command: list[str], capsys) -> None:
     with suppress(SystemExit):  # argparse's own way out
         main([*command, "--help"])
