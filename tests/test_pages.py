@@ -7,7 +7,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -93,6 +93,26 @@ def test_what_the_first_screen_says_of_30b_follows_from_its_results() -> None:
     assert f"end {below['w4']:.3f} and {below['w2']:.3f} nats *below* plain FSDP2" in text
     assert f"another order of sums moves ({below['zero3_split']:.3f})" in text
     assert f"2 bits start {first['w2'] - first['zero3']:.2f} nats above" in text
+
+
+def test_what_the_first_screen_says_of_350m_follows_from_its_results() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    final: dict[tuple[str, str], float] = {}
+    with (ROOT / "experiments" / "pretrain_350m" / "results.csv").open() as lines:
+        for row in csv.DictReader(lines):
+            if row["heldout_loss"]:
+                final[row["arm"], row["seed"]] = float(row["heldout_loss"])
+
+    def gap(arm: str) -> float:
+        return fmean(final[arm, seed] - final["zero3", seed] for seed in "123")
+
+    w4, zeropp, g84 = (gap(arm) for arm in ("w4", "zeropp", "g8_4_hadamard"))
+    assert f"{w4:.3f}, {zeropp:.3f} and {g84:.3f} nats above plain ZeRO-3" in text
+    assert f"another order of sums alone moved {-gap('zero3_reordered'):.3f}. That" in text
+    report = (ROOT / "experiments" / "pretrain_350m" / "report.md").read_text()
+    assert "Order control zero3_reordered: better, but must be on par" in report
+    for arm in ("w4", "zeropp", "g8_4_hadamard"):
+        assert re.search(rf"^\| {arm} \| [^|]+ \| undecided ", report, re.M), arm
 
 
 def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
