@@ -51,6 +51,7 @@ _CONFIG: dict[str, Any] = {
     "axis": {
         "labelFontSize": 11,
         "titleFontSize": 12,
+        "titlePadding": 9,  # wide labels, such as +0.048, are measured too narrow
         "titleFontWeight": "normal",
         "labelColor": "#374151",
         "titleColor": "#111827",
