@@ -137,6 +137,37 @@ def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
     assert f"takes {times['backend bf16', 'backend']:.2f} (" in text
 
 
+def test_what_the_first_screen_says_of_deepspeed_follows_from_its_results() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    folder = ROOT / "experiments" / "deepspeed"
+    gradients = json.loads((folder / "gradient.json").read_text())
+    rows = {(r["reduction"], r["gradients"]): r for r in gradients}
+    misread = rows["DeepSpeed qgZ", "bf16"]
+    cast = rows["DeepSpeed qgZ, gradients cast to fp16", "bf16"]
+    assert f"({misread['norm_ratio']:.0f} times the norm, cosine {misread['cosine']:.2f})" in text
+    assert f"is {cast['norm_ratio']:.2f} times too large in fp16" in text
+    (whole,) = json.loads((folder / "whole-host.json").read_text())
+    assert whole["quantized_reductions"] == 0
+    losses: dict[tuple[str, str], dict[str, float]] = {}
+    with (folder / "results.csv").open() as lines:
+        for row in csv.DictReader(lines):
+            if row["heldout_loss"]:
+                at = losses.setdefault((row["seed"], row["step"]), {})
+                at[row["arm"]] = float(row["heldout_loss"])
+    last = [at for (_, step), at in losses.items() if step == "120"]
+    assert len(last) == 3
+
+    def gap(arm: str) -> float:
+        return sum(at[arm] - at["zero3"] for at in last) / len(last)
+
+    band = max(
+        abs(at["zero3_reordered"] - at["zero3"]) for (_, step), at in losses.items() if step != "40"
+    )
+    bf16, fp16, plain = gap("ds_zeropp_bf16"), gap("ds_zeropp_fp16"), gap("ds_zero3")
+    assert f"{bf16:.3f} (bf16) and {fp16:.3f} nats (fp16) above plain ZeRO-3" in text
+    assert f"ends {-plain:.3f} below, inside what another order of sums moves ({band:.3f})" in text
+
+
 def test_what_the_first_screen_says_of_speed_follows_from_its_table() -> None:
     table = csv.DictReader((ROOT / "experiments" / "speed" / "results.csv").open())
     rows = {(r["arm"], r["model"], r["nodes"], r["link_gbps"]): r for r in table}

@@ -1,0 +1,156 @@
+"""experiments/deepspeed: gradients that are compared, and what its page says of them."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engines.fsdp_world import run_world
+
+HERE = Path(__file__).parents[2] / "experiments" / "deepspeed"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"deepspeed_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Steep(nn.Module):
+    """Its gradient is `x`, in the weight's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.weight.float() * x).sum()
+
+
+def of_gradients() -> dict[str, Any]:
+    """What rank 0 of four found; rank 3 alone has a steep gradient."""
+    gradient, rank = script("gradient"), torch.distributed.get_rank()
+    steep = torch.full((2, 4), 6.0 if rank == 3 else 0.5)
+    found: dict[str, Any] = {}
+    for name, dtype in gradient.DTYPES.items():
+        grads, scale = gradient.local_grads(Steep(), dtype, (steep, steep))
+        found[name] = [scale, float(grads["weight"].max()), str(grads["weight"].dtype)]
+    found["first"] = gradient.first_scale(Steep(), (steep, steep))
+    try:
+        gradient.local_grads(Steep(), torch.float16, (steep * 1e4, steep))
+    except ValueError as error:
+        found["refused"] = str(error)
+    one = torch.arange(1.0, 5.0)
+    found["double"] = gradient.compared([(2 * one, one)])
+    found["zero"] = gradient.compared([(0 * one, one)])
+    bad = one.clone()
+    bad[: rank % 2] = float("nan")
+    found["bad"] = gradient.compared([(bad, one), (one, one)])
+    found["emulated"] = emulated(gradient, rank)
+    return found
+
+
+def emulated(gradient: ModuleType, rank: int) -> list[float]:
+    """Numbers that four bits hold: the reduction is exact but for the node's sum."""
+    grad = torch.zeros(4, 8)
+    grad[:, 0], grad[:, 1:4] = -8.0, 2.0 * (rank % 2)
+    exact = gradient.exact_mean({"x": grad})["x"]
+    got = gradient.emulated(grad)
+    return [float((got - 2 * gradient.chunk(exact)).abs().max()), float(got.abs().max())]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    answers: dict[str, Any] = run_world(4, of_gradients)
+    return answers
+
+
+def test_the_loss_scale_is_the_largest_at_which_no_sum_overflows(found: dict[str, Any]) -> None:
+    """6 × 2^11 × 4 ranks = 49152; twice that is no fp16 number. Ranks agree on it."""
+    assert found["fp16"] == [2.0**11, 0.5 * 2**11, "torch.float16"]
+    assert found["bf16"] == [1.0, 0.5, "torch.bfloat16"]
+    assert found["fp32"] == [1.0, 0.5, "torch.float32"]
+    assert "not finite in torch.float16" in found["refused"]
+    first = {key: found["first"][key] for key in ("loss_scale", "not_finite", "norm_ratio")}
+    assert first == {"loss_scale": 65536.0, "not_finite": 8, "norm_ratio": None}
+
+
+def test_what_is_not_finite_is_counted_and_not_a_number_in_a_file(found: dict[str, Any]) -> None:
+    assert found["double"] == {"norm_ratio": 2.0, "cosine": 1.0}
+    assert found["zero"] == {"norm_ratio": 0.0, "cosine": None}
+    assert found["bad"] == {"norm_ratio": None, "cosine": None, "not_finite": 2}
+
+
+def test_the_emulation_leaves_a_nodes_sum_undivided(found: dict[str, Any]) -> None:
+    assert found["emulated"] == [0.0, 16.0]
+
+
+def test_rows_that_are_not_finite_are_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {"reduction": "a", "gradients": "fp16", "loss_scale": 8192.0}
+    bad = {"norm_ratio": None, "cosine": None, "not_finite": 3}
+    script("gradient").show([{**kept, **bad}, {**kept, "norm_ratio": 1.5, "cosine": 0.25}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == [
+        "| a | fp16 | 8192 | not finite: 3 |  |  |",
+        "| a | fp16 | 8192 | 1.5000 | 0.2500 |  |",
+    ]
+
+
+def test_norms_of_each_arm(tmp_path: Path) -> None:
+    rows = ["arm,step,grad_norm", *(f"a,{step},0.5" for step in range(2, 23)), "a,1,8", "b,1,inf"]
+    rows += [f"b,{step},{step}" for step in range(2, 23)]
+    (tmp_path / "r.csv").write_text("\n".join(rows) + "\n")
+    norms = script("norms")
+    table = [norms.cells(arm, each) for arm, each in norms.norms(tmp_path / "r.csv").items()]
+    assert table == [
+        ["a", "8", "0.5", "0.5", "1", "0", "22"],
+        ["b", "inf", "21.5", "22", "21", "1", "22"],
+    ]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def no_number(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def rows_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads((HERE / name).read_text(), parse_constant=no_number)
+    return {(r["reduction"], r["gradients"]): r for r in rows}
+
+
+def test_the_pages_gradients_stand_in_their_files() -> None:
+    text = (HERE / "README.md").read_text()
+    for name in ("gradient.json", "whole-host.json", "cpu.json"):
+        for row in rows_of(name).values():
+            if row["norm_ratio"] is not None and "plain" not in row["reduction"]:
+                cosine = f"{row['cosine']:.4f}" if row.get("cosine") else ""
+                assert f"{row['norm_ratio']:.4f}" in text, row
+                assert cosine in text, row
+
+
+def test_the_pages_losses_and_norms_stand_in_its_results() -> None:
+    text, norms = (HERE / "README.md").read_text(), script("norms")
+    with (HERE / "results.csv").open() as lines:
+        last = [row for row in csv.DictReader(lines) if row["step"] == "120"]
+    assert len(last) == 21
+    for row in last:
+        found = f"{float(row['heldout_loss']):.4f}"
+        line = next(each for each in text.splitlines() if each.startswith(f"| `{row['arm']}` |"))
+        assert found in line, (row["arm"], found)
+    for arm, each in norms.norms(HERE / "results.csv").items():
+        assert f"| {' | '.join(norms.cells(arm, each))} |" in text
