@@ -20,6 +20,7 @@ from zpp_lab.cost.machine import (
     load_machine,
 )
 from zpp_lab.cost.model import block_work, plan_of
+from zpp_lab.cost.show import host_advice, times
 from zpp_lab.cost.step import predict
 
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16", "cluster=2x2"]
@@ -112,6 +113,26 @@ def test_where_the_host_is_slow_it_is_the_step() -> None:
     assert found.step_s == pytest.approx(3 * 3.0 + gathers * 0.25 + reductions * 0.5 + 12.0)
     assert found.bound == "host"
     assert found.exposed_s == pytest.approx(found.step_s)
+
+
+def test_what_helps_where_the_host_is_the_bound() -> None:
+    settings = config("recipe=zeropp", "model.layers=3")
+
+    def said(host: Host, *modes: str, compiled: bool = False) -> str | None:
+        free = Curve(((1.0, NOTHING),))
+        made = machine(host=host, compute=dict.fromkeys(("eager", *modes), free))
+        asked = replace(settings, engine=replace(settings.engine, compile=compiled))
+        return host_advice(asked, made, times(asked, made, [1e-6, None]))
+
+    eager = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    both = replace(eager, block_forward_s={"eager": 1.0, "compiled": 0.1})
+    both = replace(both, block_backward_s={"eager": 2.0, "compiled": 0.2})
+    assert "at max:" in str(said(eager))
+    assert "engine.compile=true takes fewer launches" in str(said(eager))
+    then = 1000 * (3 * 0.3 + 7 * 0.25 + 4 * 0.5 + 12)  # see the test above
+    assert f"with engine.compile=true, {then:.1f} ms" in str(said(both, "compiled"))
+    assert "engine.compile" not in str(said(both, "compiled", compiled=True))
+    assert said(Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0)) is None
 
 
 def test_gathers_hide_behind_the_block_before() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
 
 from zpp_lab.config import Config
 from zpp_lab.cost.machine import Machine
-from zpp_lab.cost.step import StepTime, predict
+from zpp_lab.cost.step import BOUNDS, StepTime, predict
 
 Link = float | None  # Gbit/s of a node; None: no limit but the links inside nodes
 ROWS = {
@@ -62,3 +62,24 @@ def table(found: dict[str, StepTime], machine: Machine) -> Table:
     made.add_row("tokens/s", *(f"{t.tokens_per_s:,.0f}" for t in found.values()))
     made.add_row("bound by", *(t.bound for t in found.values()))
     return made
+
+
+def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) -> str | None:
+    """What to do where the host is the bound; None where it is nowhere."""
+    tight = [link for link, time in found.items() if time.bound == BOUNDS["host"]]
+    if not tight:
+        return None
+    text = (
+        f"Bound by the host at {', '.join(tight)}: fewer bits buy nothing there, and steps have "
+        "taken a quarter to a half longer than predicted (experiments/speed). More tokens in a "
+        "pass (train.batch_size) give each launch more to do"
+    )
+    if config.engine.compile:
+        return f"{text}."
+    compiled = replace(config, engine=replace(config.engine, compile=True))
+    try:
+        times_then = times(compiled, machine, [None if k == "max" else float(k) for k in tight])
+    except ValueError:  # the machine's file has no figures of compiled blocks
+        return f"{text}; engine.compile=true takes fewer launches."
+    each = ", ".join(f"{1000 * time.step_s:.1f}" for time in times_then.values())
+    return f"{text}; with engine.compile=true, {each} ms by the same figures."
