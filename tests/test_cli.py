@@ -80,6 +80,7 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
         (["bench", "everything"], "there are: kernels, collectives"),
         (["study", "nothing"], "there are:"),
         (["study", "smoke", "--runs-per-gpu", "-1"], "runs_per_gpu must be 0 or more"),
+        (["study", "smoke", "--runs-per-gpu", "2", "--launcher", "slurm"], "runs on this machine"),
         (["compare", "one"], "zpp-lab compare: give two folders or more"),
         (["report", "nowhere"], "nowhere"),
     ],

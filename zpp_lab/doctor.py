@@ -249,7 +249,8 @@ def shared_gpus() -> Check:
     try:
         found = find_control()
     except EmulationError:
-        fix = "it comes with the driver; only --share-gpus and engine.share_gpus=mps need it"
+        users = "--share-gpus, engine.share_gpus=mps and zpp-lab mps"
+        fix = f"it comes with the driver; only {users} need it"
         return Check("shared GPUs", "absent", f"no {CONTROL}", fix)
     return Check("shared GPUs", "ok", f"MPS: {found}")
 

@@ -83,7 +83,7 @@ def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config
 
 
 def secondary_bytes(plan: Plan) -> int:
-    """hpZ: of every unit that is gathered again, one forward payload row a node."""
+    """hpZ between nodes: of every unit that is gathered again, one forward row a node."""
     rows = sum(u.forward.nbytes for u in plan.units if u.keeps_secondary)
     return plan.recipe.cluster.nodes * rows
 

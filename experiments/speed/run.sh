@@ -9,7 +9,7 @@
 #   compiled     1x4 with engine.compile=true, in OUT/compiled; compiled_links on 2x2
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
 #   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time; on fewer than four GPUs with AdamW's
-#                moments in 8 bits, at 32.5B in host memory, beside w8 there (hpZ's copy has no room)
+#                moments in 8 bits, at 32.5B in host memory
 # Each part has its own time limit and each arm its own within it; what was measured is kept, slow links
 # first, and a part that runs again replaces its rows. Where each call has an OUT of its own, join.py
 # makes one table. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
@@ -142,7 +142,7 @@ for part in "$@"; do
         --recipes "${ARMS:-zero3,zeropp}" train.batch_size=2 $(few train.optimizer_state=8bit) ;;
     32_5b)
       LIMIT=${LIMIT:-200} bench "${SECONDS_ONE:-300}" 32_5b "$out" --apart --no-compute --tag 32_5b --nodes 1 \
-        --gpus-per-node "$inside" --recipes "${ARMS:-zero3,$(few w8 || echo zeropp)}" \
+        --gpus-per-node "$inside" --recipes "${ARMS:-zero3,zeropp}" \
         $(few train.optimizer_state=8bit train.optimizer_place=host) ;;
     calibrate)  # whole GPUs of one host; the share of a link's speed that payloads get, as before
       efficiency=$(sed -n 's/.*"efficiency": \([0-9.]*\).*/\1/p' conf/machine/h200.json)

@@ -133,6 +133,21 @@ def test_only_ranks_that_share_by_it_are_served(control: Path) -> None:
         assert made.variables(1)["CUDA_MPS_PIPE_DIRECTORY"].endswith("/pipe")
 
 
+def test_ranks_that_share_under_a_command_with_mps_have_its_daemon(
+    control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks inherit the daemon's variables, so that other runs' kernels run beside theirs."""
+    from zpp_lab.config import ClusterConfig
+
+    placed = Placement(ClusterConfig(nodes=2, gpus_per_node=1), ("0",), "mps")
+    with Mps() as mps:
+        for name, value in mps.environment.items():
+            monkeypatch.setenv(name, value)
+        with served(placed) as same:
+            assert same is placed
+    assert calls(control).count("daemon") == 1
+
+
 def test_the_doctor_says_whether_it_is_there(
     control: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zeropp_every": (ZEROPP, {**BF16, "micro_steps": 2, "accumulate": "every"}),
     "zeropp_last": (ZEROPP, {**BF16, "micro_steps": 3, "accumulate": "last"}),
     "raw_secondary": ({"secondary": True}, BF16),
+    "stochastic_secondary": (
+        {**ZEROPP, "weights": {**Q4, "rounding": "stochastic"}},
+        {**BF16, "micro_steps": 2},
+    ),
     "asymmetric_bf16_scales": (
         {
             "hops": 2,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
+import torch
 
 from zpp_lab.config import Config, load
+from zpp_lab.engines.deepspeed import load_deepspeed
 from zpp_lab.engines.deepspeed_settings import check_gradients, deepspeed_settings
 from zpp_lab.study.slots import gpus_needed
 
@@ -134,3 +138,12 @@ def test_gradients_that_it_would_not_quantize() -> None:
 
 def test_a_rank_takes_a_gpu() -> None:
     assert gpus_needed(config()) == 4
+
+
+def test_architectures_are_named_as_deepspeed_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a+PTX;12.0f")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ValueError, match="engine=deepspeed needs deepspeed"):
+        load_deepspeed(torch.device("cpu"))
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX;12.0"

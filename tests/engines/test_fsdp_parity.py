@@ -11,7 +11,7 @@ from tests.engines.uneven import build_uneven
 from zpp_lab.engines.build import build_plan
 
 QUICK = {
-    (1, 2): ["zero3_bf16_reduce", "zeropp_last", "stochastic", "stage1"],
+    (1, 2): ["zero3_bf16_reduce", "zeropp_last", "stochastic_secondary", "stochastic", "stage1"],
     (2, 2): [
         "zero3",
         "zeropp",

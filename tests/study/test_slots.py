@@ -103,6 +103,20 @@ def test_runs_of_several_ranks_share_gpus_under_mps_alone(
     assert [places.take(Need(4, 1 / 3)) is not None for _ in range(4)] == [True] * 3 + [False]
 
 
+def test_nodes_that_share_gpus_take_the_memory_of_all_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROGRAM, "nvidia-cuda-mps-control")
+    four = ("engine.name=fsdp", "cluster.nodes=2", "cluster.gpus_per_node=2")
+    whole = planned(tmp_path, *four)
+    shared = planned(tmp_path, *four, "engine.share_gpus=mps")
+    memory = Memory(0, total=100 * GIB)
+    for run in (whole, shared):
+        memory.know(shape(run.config), 20 * GIB)  # of each rank
+    assert memory.need(whole) == Need(4, pytest.approx(0.24))
+    assert memory.need(shared) == Need(2, pytest.approx(0.48))
+
+
 def test_a_run_that_had_no_memory_beside_others_gets_the_gpu_alone(tmp_path: Path) -> None:
     attempts.note(tmp_path, {"outcome": "out_of_memory", "error": "CUDA", "step": 3})
     assert Memory(4).need(planned(tmp_path)) == Need(1)

@@ -180,6 +180,8 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     for name in ("limit", "machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
+    if args.runs_per_gpu is not None and args.launcher is not None:
+        raise ValueError("--runs-per-gpu is for runs on this machine: leave out --launcher")
     outcome = run_study(
         study,
         root,

@@ -52,7 +52,7 @@ class Transfers:
         return self._gather(unit, "weights_forward")
 
     def backward(self, unit: UnitPlan) -> Collective:
-        """Of a unit that backward gathers again. hpZ's rows are there, encoded."""
+        """Of a unit that backward gathers again. Between nodes hpZ's rows are there, encoded."""
         return self._gather(unit, "weights_backward")
 
     def _gather(self, unit: UnitPlan, wire: Wire) -> Collective:

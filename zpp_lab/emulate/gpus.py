@@ -8,6 +8,7 @@ used as give each the same number of ranks: else the fullest one would decide ev
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,13 +114,14 @@ def _listed() -> str | None:
 def served(placement: Placement) -> Iterator[Placement]:
     """The placement with MPS running, where its ranks share GPUs by it; it ends with the body.
 
+    Under `zpp-lab mps` that one's daemon serves: clients of two daemons would take turns on a GPU.
     EmulationError where MPS is missing or does not start.
     """
-    if placement.share != "mps":
+    from zpp_lab.emulate.mps import PROGRAM, Mps
+
+    if placement.share != "mps" or PROGRAM in os.environ:
         yield placement
         return
-    from zpp_lab.emulate.mps import Mps
-
     with Mps() as mps:
         yield replace(placement, environment=mps.environment)
 

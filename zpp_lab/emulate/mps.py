@@ -31,7 +31,10 @@ PROGRAM = "ZPP_LAB_MPS_CONTROL"  # tells ranks that they must be clients, and wh
 READY = "ready"
 QUEUES = "8"  # as many as a process has without MPS; fewer let one stream hold up another
 PATIENCE = 30.0  # seconds for an answer
-WITHOUT = "or share them in time slices, which is slow: --share-gpus=time-slices"
+WITHOUT = (
+    "or share them in time slices, which is slow: --share-gpus=time-slices, or leave out "
+    "`zpp-lab mps`"
+)
 
 
 def find_control() -> str:

@@ -92,4 +92,6 @@ class Memory:
         peak = self._peaks.get(shape(run.config))
         if peak is None or self._total is None:
             return Need(gpus)
-        return Need(gpus, min(1.0, max(MIN_FRACTION, (peak * _SPARE + _CONTEXT) / self._total)))
+        ranks = run.config.cluster.world // gpus if run.config.engine.ranked else 1
+        taken = ranks * (peak * _SPARE + _CONTEXT) / self._total  # the peak is one rank's
+        return Need(gpus, min(1.0, max(MIN_FRACTION, taken)))
