@@ -180,8 +180,13 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     for name in ("limit", "machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
-    if args.runs_per_gpu is not None and args.launcher is not None:
-        raise ValueError("--runs-per-gpu is for runs on this machine: leave out --launcher")
+    for name in ("jobs", "runs_per_gpu") if args.launcher is not None else ():
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is for runs on this machine: leave it out, or --launcher, whose own "
+                "settings say how many run at once (conf/hydra/launcher)"
+            )
     outcome = run_study(
         study,
         root,
