@@ -30,7 +30,7 @@ from zpp_lab.moments import GIB, MOMENTS, Estimate
 from zpp_lab.stream import local_bytes
 
 VOCAB = 37
-SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
+SMALL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
 CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
 CASES += ["bf16_states", "8bit_states"]
 
