@@ -78,12 +78,17 @@ def counted(config: Config) -> dict[str, Any]:
     return found
 
 
+PAIRED = ["zeropp_bf16", "backward_other_codec"]  # also with two blocks a unit
+
+
 def all_counted(nodes: int, local: int) -> dict[str, Any]:
-    return {c: counted(configured(c, nodes, local)) for c in CASES}
+    single = {c: counted(configured(c, nodes, local)) for c in CASES}
+    pairs = {c: counted(configured(c, nodes, local, blocks_per_unit=2)) for c in PAIRED}
+    return {"1": single, "2": pairs}
 
 
-def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
-    config = configured(case, nodes, local, transport="groups")
+def check(found: dict[str, Any], case: str, nodes: int, local: int, blocks: int) -> None:
+    config = configured(case, nodes, local, transport="groups", blocks_per_unit=blocks)
     config = replace(config, model=SMALL)
     plan = build_plan(build_model(SMALL, VOCAB, "meta"), config)
     planned = estimate(plan, config, VOCAB)
@@ -91,7 +96,7 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     assert (
         found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
     )
-    scalars = 4 * len(plan.units) * 20  # numbers of steps
+    scalars = 4 * (SMALL.layers + 1) * 20  # numbers of steps
     assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
@@ -112,7 +117,9 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
 def test_a_real_run_holds_what_was_planned() -> None:
     found = run_world(2, all_counted, 1, 2)
     for case in CASES:
-        check(found[case], case, 1, 2)
+        check(found["1"][case], case, 1, 2, 1)
+    for case in PAIRED:
+        check(found["2"][case], case, 1, 2, 2)
 
 
 # ---------------------------------------------------------------------- activations
