@@ -386,6 +386,30 @@ def test_what_recipes_and_stages_add() -> None:
     assert every.item("gradients, fp32").nbytes["loss"] > 1.3e9
 
 
+@pytest.mark.parametrize("light", [False, True])
+def test_larger_units_hold_more_weights_and_as_many_activations(light: bool) -> None:
+    """24 layers as units of 1, 2 and 7; the last of those has three."""
+    model = {"checkpoint_activations": light}
+    one, two, seven = (
+        big("1_3b", 4, model=model, engine={"blocks_per_unit": n}) for n in (1, 2, 7)
+    )
+    block = 2 * 12 * 2048**2  # about, in bf16
+    row = 4 * 2048 * 2048 * 2  # of the residual stream, all that a block keeps when computed again
+
+    def rise(more: Estimate, name: str, moment: Any) -> int:
+        return more.item(name).nbytes[moment] - one.item(name).nbytes[moment]
+
+    for more, blocks in ((two, 2), (seven, 7)):
+        for name in ("master weights, fp32", "optimizer state, fp32"):
+            assert more.item(name) == one.item(name)
+        assert rise(more, "activations", "loss") == 0
+        kept = rise(more, "activations", "late") / (blocks - 1)
+        assert kept == row if light else kept > 10 * row
+        for name, moment in (("gathered weights", "late"), ("gather buffers", "loss")):
+            assert rise(more, name, moment) == pytest.approx((blocks - 1) * block, rel=0.05), name
+        assert more.peak > one.peak
+
+
 def test_more_ranks_hold_less_and_moments_add_up() -> None:
     few = big("13b", 2)
     many = big("13b", 2, cluster=ClusterConfig(nodes=2, gpus_per_node=8).__dict__)

@@ -16,7 +16,8 @@ gradients) lives in that buffer. Nothing here waits on the host.
 
 Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
 FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
-`chunk_cat`. Comms are per module, not recursive. With forced SUM, FSDP2 divides by the world
+`chunk_cat`. Comms are per module, or per list of modules that it was given as one, whose first
+speaks for all; not recursive. With forced SUM, FSDP2 divides by the world
 size after the reduction, in reduce_dtype.
 """
 
