@@ -135,7 +135,7 @@ class PlainFsdp2:
             DTYPES[self.train.param_dtype], DTYPES[self.train.reduce_dtype]
         )
         for unit in grouped(self.model.units(), config.engine.blocks_per_unit):
-            blocks = list(unit.modules)
+            blocks = unit.for_fsdp2
             fully_shard(blocks, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         if groups:

@@ -84,7 +84,7 @@ def wrap(
     for unit in units:
         reshard = recipe.config.stage == 3 and unit.name != ROOT
         fully_shard(
-            list(unit.modules),
+            unit.for_fsdp2,
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offloading,

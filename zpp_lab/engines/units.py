@@ -26,6 +26,11 @@ class Group:
     def modules(self) -> tuple[nn.Module, ...]:
         return tuple(module for _, module in self.blocks)
 
+    @property
+    def for_fsdp2(self) -> nn.Module | list[nn.Module]:
+        """What `fully_shard` takes for it: one module, or a list that travels as one."""
+        return self.modules[0] if len(self.blocks) == 1 else list(self.modules)
+
 
 def grouped(blocks: Iterable[Block], at_once: int = 1) -> list[Group]:
     """So many blocks a unit, in their order; the last unit may have fewer. One block gives the
