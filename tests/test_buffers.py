@@ -91,12 +91,12 @@ class Alone:
 class Rank:
     """Rank 0 of a small model's run, with its collectives."""
 
-    def __init__(self, recipe: str, way: str, nodes: int, local: int) -> None:
+    def __init__(self, recipe: str, way: str, nodes: int, local: int, blocks: int = 1) -> None:
         values = {
             "recipe": RECIPES[recipe],
             "cluster": {"nodes": nodes, "gpus_per_node": local},
             "train": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
-            "engine": {"name": "fsdp", **WAYS[way]},
+            "engine": {"name": "fsdp", "blocks_per_unit": blocks, **WAYS[way]},
         }
         config = load(Config, values)
         self.plan = build_plan(build_model(SMALL, 37, "meta"), config)
@@ -147,7 +147,7 @@ def test_buffers_are_those_that_the_collectives_make(
 ) -> None:
     if recipe in ("two hops", "reversed") and cluster[0] == 1:
         return
-    rank = Rank(recipe, way, *cluster)
+    rank = Rank(recipe, way, *cluster, blocks=2 if way == "auto" else 1)
     for unit in rank.plan.units[-2:]:
         if unit.gathers_backward:
             for count in (1, 2, 5):
@@ -167,13 +167,16 @@ def test_buffers_are_those_that_the_collectives_make(
         assert live.most == rank.planned.reduction(unit)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ["one hop", "hpZ", "two hops"])
-def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int, int]) -> None:
+def test_slots_are_those_of_the_rings(
+    recipe: str, way: str, cluster: tuple[int, int], blocks: int
+) -> None:
     if recipe == "two hops" and cluster[0] == 1:
         return
-    rank = Rank(recipe, way, *cluster)
+    rank = Rank(recipe, way, *cluster, blocks)
     gathers = [rank.gather(unit) for unit in rank.plan.units]
     for unit, gather in zip(rank.plan.units, gathers, strict=True):
         for backward in (False, True)[: 1 + unit.gathers_backward]:

@@ -30,7 +30,7 @@ from zpp_lab.moments import GIB, MOMENTS, Estimate
 from zpp_lab.stream import local_bytes
 
 VOCAB = 37
-SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
+SMALL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
 CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
 CASES += ["bf16_states", "8bit_states"]
 
@@ -78,12 +78,17 @@ def counted(config: Config) -> dict[str, Any]:
     return found
 
 
+PAIRED = ["zeropp_bf16", "backward_other_codec"]  # also with two blocks a unit
+
+
 def all_counted(nodes: int, local: int) -> dict[str, Any]:
-    return {c: counted(configured(c, nodes, local)) for c in CASES}
+    single = {c: counted(configured(c, nodes, local)) for c in CASES}
+    pairs = {c: counted(configured(c, nodes, local, blocks_per_unit=2)) for c in PAIRED}
+    return {"1": single, "2": pairs}
 
 
-def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
-    config = configured(case, nodes, local, transport="groups")
+def check(found: dict[str, Any], case: str, nodes: int, local: int, blocks: int) -> None:
+    config = configured(case, nodes, local, transport="groups", blocks_per_unit=blocks)
     config = replace(config, model=SMALL)
     plan = build_plan(build_model(SMALL, VOCAB, "meta"), config)
     planned = estimate(plan, config, VOCAB)
@@ -91,7 +96,7 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     assert (
         found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
     )
-    scalars = 4 * len(plan.units) * 20  # numbers of steps
+    scalars = 4 * (SMALL.layers + 1) * 20  # numbers of steps
     assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
@@ -112,7 +117,9 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
 def test_a_real_run_holds_what_was_planned() -> None:
     found = run_world(2, all_counted, 1, 2)
     for case in CASES:
-        check(found[case], case, 1, 2)
+        check(found["1"][case], case, 1, 2, 1)
+    for case in PAIRED:
+        check(found["2"][case], case, 1, 2, 2)
 
 
 # ---------------------------------------------------------------------- activations
@@ -377,6 +384,30 @@ def test_what_recipes_and_stages_add() -> None:
     assert once.item("whole gradients").nbytes["loss"] > 4 * 1.3e9
     assert every.item("whole gradients").nbytes["loss"] == 0
     assert every.item("gradients, fp32").nbytes["loss"] > 1.3e9
+
+
+@pytest.mark.parametrize("light", [False, True])
+def test_larger_units_hold_more_weights_and_as_many_activations(light: bool) -> None:
+    """24 layers as units of 1, 2 and 7; the last of those has three."""
+    model = {"checkpoint_activations": light}
+    one, two, seven = (
+        big("1_3b", 4, model=model, engine={"blocks_per_unit": n}) for n in (1, 2, 7)
+    )
+    block = 2 * 12 * 2048**2  # about, in bf16
+    row = 4 * 2048 * 2048 * 2  # of the residual stream, all that a block keeps when computed again
+
+    def rise(more: Estimate, name: str, moment: Any) -> int:
+        return more.item(name).nbytes[moment] - one.item(name).nbytes[moment]
+
+    for more, blocks in ((two, 2), (seven, 7)):
+        for name in ("master weights, fp32", "optimizer state, fp32"):
+            assert more.item(name) == one.item(name)
+        assert rise(more, "activations", "loss") == 0
+        kept = rise(more, "activations", "late") / (blocks - 1)
+        assert kept == row if light else kept > 10 * row
+        for name, moment in (("gathered weights", "late"), ("gather buffers", "loss")):
+            assert rise(more, name, moment) == pytest.approx((blocks - 1) * block, rel=0.05), name
+        assert more.peak > one.peak
 
 
 def test_more_ranks_hold_less_and_moments_add_up() -> None:

@@ -69,6 +69,17 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
+def test_a_run_may_go_on_with_other_units(tmp_path: Path) -> None:
+    whole = ["recipe=qsdp", "model.layers=3", f"run.dir={tmp_path / 'run'}"]
+    run(small(tmp_path, *whole))
+    end, lines = last_checkpoint(tmp_path / "run"), without_times(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))[-1].unlink()
+    run(small(tmp_path, *whole, "engine.blocks_per_unit=2"))
+    assert last_checkpoint(tmp_path / "run") == end
+    assert without_times(tmp_path / "run") == lines
+
+
 def test_kills_change_no_bit(tmp_path: Path) -> None:
     steps, rng = "train.steps=60", random.Random(0)
     run(small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'whole'}"))

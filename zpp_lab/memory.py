@@ -56,7 +56,7 @@ def heldout_shape(config: Config) -> tuple[int, int]:
 def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
     """`shape`: sequences and tokens each."""
     if config.model.name == "hf":
-        dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
+        dtype, layers = plan.recipe.weights_dtype, sum(u.unit.blocks for u in plan.units[:-1])
         compiled = config.engine.compile
         return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
     acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
@@ -103,16 +103,22 @@ class _Rank:
         self.untouched = is_untouched(plan, config.engine.ordered)
         self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
         self.root = plan.units[-1]
-        self.blocks = plan.units[:-1]
-        self.block = max(self.blocks, key=_numel)
-        self.early = self._fuller()  # blocks that went back before the one at 'early'
+        self.units = plan.units[:-1]
+        self.unit = max(self.units, key=_numel)
+        self.blocks = self.unit.unit.blocks  # of the model, in that unit
+        self.early = self._fuller()  # units that went back before the one at 'early'
 
     def _fuller(self) -> int:
-        """1 where a reduction's input and its sums are more than a block's activations, else 0."""
-        if len(self.blocks) == 1:
+        """1 where a reduction's input and its sums are more than a unit's activations, else 0."""
+        if len(self.units) == 1:
             return 0
-        left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.block))
-        return int(self._held(self.block) + left > self.acts.between)
+        left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
+        return int(self._held(self.unit) + left > self.blocks * self.acts.between)
+
+    def _left(self, gone: int) -> int:
+        """Blocks of the model that have not gone back when so many units have: the last one may
+        have fewer than the others."""
+        return sum(u.unit.blocks for u in self.units[: len(self.units) - gone])
 
     # ------------------------------------------------------------------ what stays
 
@@ -164,7 +170,7 @@ class _Rank:
         every = shard_bytes(p for u in self.plan.units for p in _trained(u))
         if self.plan.reductions > 1:  # earlier micro-steps have left theirs
             return always(every) | NOT_EVALUATED
-        root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.block))
+        root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.unit))
         late, end = max(0, every - root - block), every - root
         return moments(early=self.early * block, late=late, root=end, update=every)
 
@@ -181,13 +187,13 @@ class _Rank:
         ]
 
     def _gathered(self) -> dict[Moment, int]:
-        """The root's until its own reduction, and the computing block's until then."""
-        root, block = self.weight * _numel(self.root), self.weight * _numel(self.block)
+        """The root's until its own reduction, and the computing unit's until then."""
+        root, block = self.weight * _numel(self.root), self.weight * _numel(self.unit)
         found = moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
         found |= {"eval": root + block, "eval loss": root}
         if self.plan.recipe.config.stage != 3:
-            every = root + self.weight * sum(map(_numel, self.blocks))
+            every = root + self.weight * sum(map(_numel, self.units))
             found |= {
                 "eval": every,
                 "eval loss": every,
@@ -202,38 +208,38 @@ class _Rank:
     def _payloads(self) -> dict[Moment, int]:
         """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
         count = max(1, self.config.engine.prefetch)
-        held = min(1 + self.config.engine.prefetch, len(self.blocks))
-        found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.blocks)}
+        held = min(1 + self.config.engine.prefetch, len(self.units))
+        found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.units)}
         if self.plan.recipe.config.stage != 3:
             return found
         first, ahead = (
-            max(self.buffers.gathers(u, min(count, len(self.blocks) - gone)) for u in self.blocks)
+            max(self.buffers.gathers(u, min(count, len(self.units) - gone)) for u in self.units)
             for gone in (0, 1 + self.early)
         )
         return moments(loss=first, early=ahead) | {"eval": found["eval"]}
 
     def _whole_gradients(self) -> dict[Moment, int]:
-        """The head's from the loss on, a block's while it is reduced (until then they are counted
+        """The head's from the loss on, a unit's while it is reduced (until then they are counted
         with its backward), and the root's. With one reduction for several micro-steps every
         unit's, in reduce_dtype."""
         head = self.weight * self.acts.head
-        root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.block)
+        root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.unit)
         found = moments(early=head, late=head, root=root)
         found |= {"early sent": head + block, "late sent": head + block}
         if self.acts.tied:
             found["root"] += head  # the embedding's part, before the two are added
         if self.plan.accumulate_last and self.plan.micro_steps > 1:
-            root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.block)
-            every = root + self.grad * sum(map(_to_train, self.blocks))
+            root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.unit)
+            every = root + self.grad * sum(map(_to_train, self.units))
             waiting = moments(loss=every, early=every, late=root + block, root=root)
             found = {m: found[m] + waiting[m] for m in MOMENTS}
         return found
 
     def _reductions(self) -> dict[Moment, int]:
         """Of the unit under way, or the input of the one before it, which nobody has let go."""
-        held = self._held(self.block)
-        block, root = self._reduction(self.block), self._reduction(self.root)
-        late = held if len(self.blocks) > 1 else 0
+        held = self._held(self.unit)
+        block, root = self._reduction(self.unit), self._reduction(self.root)
+        late = held if len(self.units) > 1 else 0
         found = moments(early=self.early * held, late=late, root=root)
         return found | {"early sent": block, "late sent": block}
 
@@ -271,7 +277,7 @@ class _Rank:
             sums = FP32 * (nodes * first.coded_numel + turned + widest)
             return sums + PIECE + self.buffers.stacked(unit)
 
-        block, root = of(self.block), of(self.root)
+        block, root = of(self.unit), of(self.root)
         return moments(root=root) | {"early sent": block, "late sent": block}
 
     # ------------------------------------------------------------------ what computes
@@ -292,22 +298,27 @@ class _Rank:
         ]
 
     def _flow(self) -> dict[Moment, int]:
-        flow = self.acts.backward(self.weight * _to_train(self.block))
+        """Of the unit's first block to go back, or of its last one, whose gradients come on top of
+        the others' where their activations were."""
+        own = self.weight * _to_train(self.unit) // self.blocks
+        flow = self.acts.backward(own)
+        flow += (self.blocks - 1) * max(0, own - self.acts.between)
         return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
 
     def _activations(self) -> dict[Moment, int]:
         """Of the blocks that have not gone back yet; then what flows on to the next."""
-        acts, left = self.acts, len(self.blocks) - self.early
-        found = moments(loss=acts.kept, early=left * acts.between + acts.recomputed)
+        acts, late = self.acts, self.units[0].unit.blocks
+        early = self._left(self.early) * acts.between + acts.recomputed
+        found = moments(loss=acts.kept, early=early)
         sent: dict[Moment, int] = {
-            "early sent": (left - 1) * acts.between + acts.row,
+            "early sent": self._left(self.early + 1) * acts.between + acts.row,
             "late sent": acts.row,
         }
         evaluated: dict[Moment, int] = {
             "eval": self.heldout.passing,
             "eval loss": self.heldout.row,
         }
-        return found | sent | evaluated | {"late": acts.between + acts.recomputed}
+        return found | sent | evaluated | {"late": late * acts.between + acts.recomputed}
 
     def _updating(self, shards: list[int]) -> int:
         """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
@@ -324,9 +335,12 @@ class _Rank:
 
 
 def _adapters(plan: Plan) -> int:
-    """Elements a token between the two adapters of every layer of the largest block."""
-    blocks = [u.unit.parameters for u in plan.units[:-1]]
-    return max(sum(p.shape[0] for p in b if p.name.endswith(LORA_A)) for b in blocks)
+    """Elements a token between the two adapters of every layer of the largest unit's blocks."""
+    units = [u.unit for u in plan.units[:-1]]
+    return max(
+        -(-sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks)
+        for u in units
+    )
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ A step's memory rises and falls, so every item is counted at seven moments, and 
 evaluation, whose batches have a size of their own:
 
     loss        all activations are there, the loss goes back
-    early       one of the first two blocks to go back computes, of which the second finds the
+    early       one of the first two units to go back computes, of which the second finds the
                 first's reduction under way: most activations are still there
     early sent  its gradients are reduced: its weights and activations are gone
-    late        the last block to go back computes: one block's activations, nearly all gradients
+    late        the last unit to go back computes: its blocks' activations, nearly all gradients
     late sent   its gradients are reduced
     root        the root unit is reduced: activations are gone, all gradients are there
     update      norm, clipping and optimizer
@@ -86,7 +86,7 @@ def always(nbytes: int) -> dict[Moment, int]:
 def moments(
     loss: int = 0, early: int = 0, late: int = 0, root: int = 0, update: int = 0
 ) -> dict[Moment, int]:
-    """What a block holds while it computes it holds while it is sent, unless told otherwise."""
+    """What a unit holds while it computes it holds while it is sent, unless told otherwise."""
     return {
         "loss": loss,
         "early": early,

@@ -21,10 +21,12 @@ from zpp_lab.engines.build import build_engine
 VOCAB = 37
 TINY = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)
 DEEP = replace(TINY, layers=12)
+PAIRED = ("backward_other_codec",)  # with two blocks a unit
 
 
 def outcome(case: str, name: Any, model: ModelConfig, compiled: bool = True) -> Any:
-    config = replace(configured(case, 1, 2, compile=compiled), model=model)
+    chosen = configured(case, 1, 2, compile=compiled, blocks_per_unit=2 if case in PAIRED else 1)
+    config = replace(chosen, model=model)
     config = replace(config, engine=replace(config.engine, name=name))
     engine = build_engine(config, VOCAB, torch.device("cpu"))
     done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(3)]
@@ -47,9 +49,10 @@ def compared() -> dict[str, Any]:
     return found
 
 
-def graphs_of_the_real_engine() -> dict[str, int]:
+def graphs_of_the_real_engine(blocks: int) -> dict[str, int]:
     """With hooks, gathers and telemetry around the blocks; traced, but not built."""
-    config = replace(configured("weights8", 1, 2, compile=True, deterministic=False), model=DEEP)
+    settings = {"compile": True, "deterministic": False, "blocks_per_unit": blocks}
+    config = replace(configured("weights8", 1, 2, **settings), model=DEEP)
     with patch("torch.compile", partial(torch.compile, backend="eager")):
         engine = build_engine(config, VOCAB, torch.device("cpu"))
     counters.clear()
@@ -62,9 +65,10 @@ def graphs_of_the_real_engine() -> dict[str, int]:
     return {**found, "with evaluation": counters["stats"]["unique_graphs"]}
 
 
-def test_all_blocks_share_one_graph() -> None:
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_all_blocks_share_one_graph(blocks: int) -> None:
     """A second one would cost every rank seconds at each start."""
-    found = run_world(2, graphs_of_the_real_engine)
+    found = run_world(2, graphs_of_the_real_engine, blocks)
     assert found == {"step 0": 1, "step 1": 1, "with evaluation": 2}
 
 

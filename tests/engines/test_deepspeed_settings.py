@@ -111,6 +111,7 @@ def test_what_it_cannot_express_is_refused(recipe: dict[str, Any], said: str) ->
         ),
         ({}, {"train": {"accumulate": "last"}}, "accumulate=last"),
         ({}, {"engine": {"offload": True}}, "engine.offload=True"),
+        ({}, {"engine": {"blocks_per_unit": 2}}, "leave engine.blocks_per_unit=1"),
         ({}, {"engine": {"transport": "peer"}}, "engine.transport=peer"),
     ],
 )

@@ -1,6 +1,7 @@
 """One training step, unit by unit, as FSDP2 runs it with a recipe's collectives.
 
-    host      starts everything, in order; a kernel never ends before its launches have
+    host      starts everything, in order; a kernel never ends before its launches have; each
+              unit's gathers and reductions take it as long whatever their size
     compute   blocks, and the decoding of what was gathered
     gathers   `engine.prefetch` units ahead; the next one starts when the last one is decoded
     reduction of a unit beside the backward of the unit before it; the one after that waits
@@ -109,7 +110,7 @@ class _Step:
     def __init__(self, plan: Plan, config: Config, machine: Machine, transfers: Transfers) -> None:
         self.plan, self.config, self.machine = plan, config, machine
         self.transfers = transfers
-        self.blocks = [u for u in plan.units if u.unit.name != "root"]
+        self.units = [u for u in plan.units if u.unit.name != "root"]
         self.root = plan.units[-1]
         self.mode = machine.mode(config.engine.compile)
         self.ahead = max(1, config.engine.prefetch)
@@ -118,7 +119,7 @@ class _Step:
         self.decoded: list[int] = []  # copy-outs, in order
         self.fetched: dict[str, tuple[int, float]] = {}  # last leg, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
-        self.times = {id(u): self._kernels(block_work(u, config)) for u in self.blocks}
+        self.times = {id(u): self._kernels(block_work(u, config)) for u in self.units}
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
@@ -154,7 +155,7 @@ class _Step:
     # ------------------------------------------------------------------ passes
 
     def _forward(self, gathers: bool) -> None:
-        order = [self.root, *self.blocks]
+        order = [self.root, *self.units]
         ahead = self.config.engine.prefetch
         for i, unit in enumerate(order):
             if gathers:
@@ -162,12 +163,13 @@ class _Step:
                 self._copy_out(unit)
                 self._gather_ahead(order[i + 1 : i + 1 + ahead], "weights_forward")
             if unit is not self.root:  # its work is the head's, at the end
-                self._compute("forward", self._times(unit)[0], self._host("forward"))
+                for _ in range(unit.unit.blocks):
+                    self._compute("forward", self._times(unit)[0], self._host("forward"))
         head = self._head()
         self._compute("head", head[0], 0.0)
 
     def _backward(self, reduces: bool) -> None:
-        order = self.blocks[::-1]
+        order = self.units[::-1]
         regathers = self.plan.recipe.config.stage == 3
         if regathers:
             self._gather_ahead(order[: self.ahead], "weights_backward")
@@ -179,7 +181,8 @@ class _Step:
             self._wait_for_reduction()
             again = self.config.model.checkpoint_activations
             host = self._host("backward") + (self._host("forward") if again else 0.0)
-            done = self._compute("backward", self._times(unit)[1], host)
+            for _ in range(unit.unit.blocks):
+                done = self._compute("backward", self._times(unit)[1], host)
             if reduces:
                 self._reduce(unit, done)
         if reduces:
@@ -276,6 +279,7 @@ class _Step:
         return forward, forward * (work.backward + work.recompute) / work.forward
 
     def _times(self, unit: UnitPlan) -> tuple[float, float]:
+        """Of each of its blocks."""
         return self.times[id(unit)]
 
     def _head(self) -> tuple[float, float]:

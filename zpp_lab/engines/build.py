@@ -11,7 +11,7 @@ from torch import nn
 
 from zpp_lab.config import Config, EngineConfig
 from zpp_lab.engines.base import Engine
-from zpp_lab.engines.units import cut_units
+from zpp_lab.engines.units import cut_units, grouped
 from zpp_lab.models import build_model
 from zpp_lab.models.lora import frozen_base
 from zpp_lab.plan import Plan, Unit
@@ -93,7 +93,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
         config.model.lora,
     )
     return Plan.build(
-        units_of(model, recipe.shards),
+        units_of(model, recipe.shards, config.engine.blocks_per_unit),
         recipe,
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
@@ -101,6 +101,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     )
 
 
-def units_of(model: nn.Module, shards: int) -> list[Unit]:
-    """The model's units: each of `model.units()`, then the root with what is left."""
-    return cut_units(model, model.units(), shards, frozen_base(model))  # type: ignore[operator]
+def units_of(model: nn.Module, shards: int, blocks_per_unit: int = 1) -> list[Unit]:
+    """The model's units: `model.units()`, so many together, then the root with what is left."""
+    groups = grouped(model.units(), blocks_per_unit)  # type: ignore[operator]
+    return cut_units(model, groups, shards, frozen_base(model))

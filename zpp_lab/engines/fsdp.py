@@ -37,6 +37,7 @@ from zpp_lab.engines.laps import Laps
 from zpp_lab.engines.losses import counted, token_losses
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
+from zpp_lab.engines.units import ROOT, grouped
 from zpp_lab.engines.usage import Usage
 from zpp_lab.frozen import check_marks
 from zpp_lab.models.start import Start, fill, materialize
@@ -72,7 +73,7 @@ class FsdpEngine(Engine):
         self.base = FrozenBase(model, plan)
         self.wrapped: Wrapped = wrap(
             model,
-            model.units(),  # type: ignore[operator]
+            grouped(model.units(), config.engine.blocks_per_unit),  # type: ignore[operator]
             plan,
             self.transport,
             device,
@@ -88,9 +89,8 @@ class FsdpEngine(Engine):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the first step would wait for them
         building.done("weights")
-        modules = self.wrapped.by_name
-        self.usage = Usage({n: cast(nn.Module, m) for n, m in modules.items()})
-        self.prefetch = Prefetch(modules, "root", config.engine.prefetch)
+        self.usage = Usage({g.name: g.modules for g in self.wrapped.groups})
+        self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
         self.vain = InVain(plan.recipe.config.stage)
         self.started: set[str] = set()  # units that have run at least once
         self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes

@@ -16,7 +16,8 @@ gradients) lives in that buffer. Nothing here waits on the host.
 
 Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
 FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
-`chunk_cat`. Comms are per module, not recursive. With forced SUM, FSDP2 divides by the world
+`chunk_cat`. Comms are per module, or per list of modules that it was given as one, whose first
+speaks for all; not recursive. With forced SUM, FSDP2 divides by the world
 size after the reduction, in reduce_dtype.
 """
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from zpp_lab.collectives.transport import Transport, all_gather, peers
 from zpp_lab.config import Wire
 from zpp_lab.engines.fsdp_packed import Box, Fallbacks, Packed
 from zpp_lab.engines.fsdp_present import Present
+from zpp_lab.engines.in_turn import in_backward
 from zpp_lab.plan import Unit, UnitPlan
 
 # What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
@@ -64,11 +66,6 @@ LEANS_ON = {
         "chunk_cat|chunk_cat_mixed_dtype",  # the second name from torch 2.15 on
     ),
 }
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class PackedGather(AllGather):
@@ -173,7 +170,7 @@ class Installed:
 
 
 def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
-    """The names of a wrapped module's own parameters as FSDP2 orders them.
+    """The names of a unit's parameters as FSDP2 orders them; `module`: any of the unit's.
 
     `names`: id of each sharded parameter of the model → its full name.
     """
@@ -181,7 +178,8 @@ def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
 
 
 def managed(module: nn.Module) -> list[Any]:
-    """FSDP2's own parameter objects of a wrapped module, in its order."""
+    """FSDP2's own parameter objects of a wrapped module and those it travels with, in its
+    order."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -218,23 +216,22 @@ def install(
 ) -> list[Installed]:
     """Give every unit of a model that `fully_shard` has wrapped our collectives.
 
-    `modules`: each unit's module by the unit's name; the root unit's is `model`.
+    `modules`: each unit's first module by the unit's name; the root unit's is `model`.
     """
     names = {id(p): n for n, p in model.named_parameters()}
-    paths = {id(m): n for n, m in model.named_modules()}
     done = []
     for plan in plans:
         module = modules[plan.unit.name]
         assert isinstance(module, FSDPModule), f"unit {plan.unit.name} is not wrapped"
         order = parameter_order(module, names)
         own = UnitPlan(_ordered(plan.unit, order), plan.recipe, plan.hierarchical)
-        ledger, cut = Ledger(), len(paths[id(module)])
+        ledger = Ledger()
         unit = Installed(
             own,
             ledger,
             Gather(gather_spec(own), transport, ledger, clock),
             Reduce(reduce_spec(own), transport, ledger, clock),
-            Present(module, order, {n: n[cut + 1 if cut else 0 :] for n in order}),
+            Present(model, module, order),
         )
         places = [order.index(p.name) for p in own.unit.parameters] if own.unit.stored else None
         module.set_custom_all_gather(PackedGather(unit.gather, fallbacks, places))
@@ -249,4 +246,4 @@ def _ordered(unit: Unit, order: Names) -> Unit:
     assert set(by_name) == set(order), f"unit {unit.name}: FSDP2 manages other parameters"
     last = sorted(order, key=lambda n: n in unit.stored)  # a frozen base ends the payload
     parameters = tuple(by_name[n] for n in last)
-    return Unit(unit.name, parameters, unit.trainable, unit.reshard, unit.stored)
+    return replace(unit, parameters=parameters)

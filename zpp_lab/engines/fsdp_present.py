@@ -21,15 +21,15 @@ class Present:
     unit's first forward and keeps them.
     """
 
-    def __init__(self, module: nn.Module, names: Names, local: dict[str, str]) -> None:
-        """`names` in FSDP2's order; `local` maps them to names inside `module`."""
+    def __init__(self, model: nn.Module, module: nn.Module, names: Names) -> None:
+        """`module`: the unit's first; `names` in FSDP2's order, and in `model`."""
         self.names = names
         self.seen: list[Tensor] = []
         self.taken: list[Names] = []  # of each reduction since the step began
         self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
         self.found: dict[Names, list[torch.Size]] = {}  # shapes
         self.dtypes = GradDtypes()
-        self.places = {n: _place(module, local[n]) for n in names}
+        self.places = {n: _place(model, n) for n in names}
         self.handle = module.register_forward_pre_hook(self._attach)
 
     @torch.compiler.disable

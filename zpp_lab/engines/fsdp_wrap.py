@@ -21,6 +21,7 @@ from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp_comm import Installed, install
 from zpp_lab.engines.fsdp_packed import Fallbacks
+from zpp_lab.engines.units import ROOT, Group, root_group
 from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.plan import Plan
 from zpp_lab.recipe import Recipe
@@ -31,7 +32,8 @@ class Wrapped:
     """A model under FSDP2. `installed` is empty when FSDP2 is left untouched."""
 
     model: nn.Module
-    by_name: dict[str, FSDPModule]  # units, then "root"
+    groups: list[Group]  # units, then the root
+    by_name: dict[str, FSDPModule]  # the first module of each, which speaks for all of it
     clock: Clock
     fallbacks: Fallbacks
     installed: list[Installed] = field(default_factory=list)
@@ -54,7 +56,7 @@ def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
 
 def wrap(
     model: nn.Module,
-    units: Sequence[tuple[str, nn.Module]],
+    groups: Sequence[Group],
     plan: Plan,
     transport: Transport,
     device: torch.device,
@@ -66,7 +68,8 @@ def wrap(
 ) -> Wrapped:
     """`fully_shard` each unit and the root, then install the plan's collectives.
 
-    `units` are names and modules, without the root; parameters are sharded in place.
+    `groups`: the units' modules, without the root; parameters are sharded in place. The modules of
+    one group have one state and one group of parameters in FSDP2.
     """
     recipe = plan.recipe
     mesh = _mesh(recipe, device)
@@ -77,21 +80,22 @@ def wrap(
         cast_forward_inputs=cast_inputs,
     )
     offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    wrapped_units = [*units, ("root", model)]
-    for name, module in wrapped_units:
-        reshard = recipe.config.stage == 3 and name != "root"
+    units = [*groups, root_group(model)]
+    for unit in units:
+        reshard = recipe.config.stage == 3 and unit.name != ROOT
         fully_shard(
-            module,
+            unit.for_fsdp2,
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offloading,
             reshard_after_forward=reshard,
         )
-    modules: dict[str, FSDPModule] = {n: m for n, m in wrapped_units if isinstance(m, FSDPModule)}
-    set_aside(model, [m for _, m in wrapped_units], plan.stored, device)
-    wrapped = Wrapped(model, modules, Clock(seed), Fallbacks())
+    first = {unit.name: unit.modules[0] for unit in units}
+    modules: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
+    set_aside(model, first.values(), plan.stored, device)
+    wrapped = Wrapped(model, units, modules, Clock(seed), Fallbacks())
     if not is_untouched(plan, ordered):
         wrapped.installed = install(
-            model, dict(wrapped_units), plan.units, transport, wrapped.clock, wrapped.fallbacks
+            model, first, plan.units, transport, wrapped.clock, wrapped.fallbacks
         )
     return wrapped

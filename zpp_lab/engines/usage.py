@@ -1,4 +1,4 @@
-"""Which units a forward and its backward ran, seen by hooks on the units.
+"""Which units a forward and its backward ran, seen by hooks on their blocks.
 
 A model may leave a module unused or take one branch of several. Such a unit has nothing gathered
 and nothing reduced, so the plan must know. All ranks of a cluster must run the same units: the
@@ -8,26 +8,29 @@ transfers of one that does not would be waited for for ever.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
+from zpp_lab.engines.in_turn import InTurn, grad_outputs
 from zpp_lab.plan import PassUse
 
 
 class Usage:
-    """Counts the calls of each module of `modules`, by name, since `start`."""
+    """Counts the calls of each unit, by name, since `start`: from the first of its modules to the
+    last. The last of `units` is the root. ValueError, while the model runs, where the modules of
+    one do not run in turn."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, units: Mapping[str, Sequence[nn.Module]]) -> None:
         self.start()
-        for name, module in modules.items():
-            module.register_forward_pre_hook(partial(self._entered, name))
-            module.register_forward_hook(partial(self._left, name))
+        InTurn(units)
+        for name, modules in units.items():
+            modules[0].register_forward_pre_hook(partial(self._entered, name))
+            modules[-1].register_forward_hook(partial(self._left, name))
 
     def start(self) -> None:
         """A new forward begins."""
@@ -45,7 +48,7 @@ class Usage:
         self.forwards[name] += 1
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        outputs = grad_outputs(output)
         if outputs and torch.is_grad_enabled():
             self.needed.append(name)
             register_multi_grad_hook(outputs, partial(self._came_back, name), mode="any")
