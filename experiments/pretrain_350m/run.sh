@@ -1,7 +1,7 @@
 # The runs of conf/study/pretrain_350m.yaml: bash experiments/pretrain_350m/run.sh OUT PART...
 # A part is ARM[:SEED,...], one run after the other on one GPU; `all`, the arms ARMS with the seeds
 # SEEDS, a run on each GPU, or PER_GPU of them; or `faster`, twelve steps of the baseline with each
-# setting of TRY. FOLDER: of the runs, where several calls of this go on at once.
+# setting of TRY. FOLDER: of the runs of `all`, where several calls go on at once.
 # From the project's root on a machine with one NVIDIA GPU of 24 GiB or more. Each run has LIMIT
 # seconds; OUT/pretrain_350m.tar.gz is written after each, and experiments/collect.py puts the
 # archives of several machines together. OVERRIDES make it small enough for a try on a CPU.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.experiments.scripts import loaded
 from zpp_lab.config_load import load
 from zpp_lab.cost.machine import Machine, load_machine
 
@@ -18,13 +17,7 @@ HERE = Path(__file__).parents[2] / "experiments" / "speed"
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"speed_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(f"experiments/speed/{name}.py")
 
 
 def test_measured_rows_are_met_without_a_factor_for_each(tmp_path: Path, capsys) -> None:

@@ -23,6 +23,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.experiments.scripts import ROOT, loaded
 from zpp_lab import cli, compose
 from zpp_lab.bench import step_arms
 from zpp_lab.commands.adding import check_words
@@ -30,7 +31,6 @@ from zpp_lab.recipe import Recipe
 from zpp_lab.study.plan import run_overrides
 from zpp_lab.study.selection import matching
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("experiments/*/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
 # A program that says what it was told. Programs on standard input are real.
@@ -253,25 +253,6 @@ def settings_of(path: str, script: ModuleType, asked: argparse.Namespace) -> Ite
         assert set(asked.parts.split(",")) <= {"table", "race", "cost", "profile"}
     elif name == "qexport/run.py":
         compose.load_study(str(ROOT / asked.study))
-
-
-@cache
-def loaded(path: str) -> ModuleType:
-    """A script as a module, which finds its neighbours as when it is started."""
-    file = ROOT / path
-    assert file.is_file(), f"there is no {path}"
-    spec = importlib.util.spec_from_file_location(f"script_{path.replace('/', '_')[:-3]}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it
-    before = sys.path[:]
-    sys.path[:0] = [str(file.parent), str(ROOT / "experiments")]
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
 
 
 class _Read(Exception):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,18 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.engines.fsdp_world import run_world
+from tests.experiments.scripts import loaded
 
 HERE = Path(__file__).parents[2] / "experiments" / "deepspeed"
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"deepspeed_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(f"experiments/deepspeed/{name}.py")
 
 
 class Steep(nn.Module):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.experiments.scripts import loaded
 from tests.study.fake_speeds import ARMS, Arm, rows, write_speeds
 from zpp_lab import predicted
 from zpp_lab.bench.step_arms import arms
@@ -82,7 +82,7 @@ def predicted_config(folder: Path) -> dict[str, object]:
 
 
 def test_the_check_of_the_model_predicts_shared_rows_as_shared() -> None:
-    check_cost = importlib.import_module("tests.experiments.test_check_cost").script("check_cost")
+    check_cost = loaded("experiments/speed/check_cost.py")
     row = {"engine": "fsdp", "recipe": "zeropp", "model": "1_3b", "nodes": "2"}
     row |= {"gpus_per_node": "2", "link_gbps": "50", "tokens_per_s": "1", "step_s": ""}
     row["config"] = config_text(arms(["zeropp"], LARGE)[0].config)

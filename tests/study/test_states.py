@@ -7,12 +7,11 @@ import io
 import json
 from contextlib import redirect_stdout
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
-from tests.experiments.test_publish import SCRIPT
+from tests.experiments.scripts import loaded
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
 from zpp_lab.cli import main
 from zpp_lab.config import PrepareConfig
@@ -145,12 +144,7 @@ def test_a_control_without_an_answer_is_not_wrong(root: Path, printed: str) -> N
 def test_the_published_table_and_the_dashboard_tell_it_too(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_from_file_location("publish", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    publish = module_from_spec(spec)
-    spec.loader.exec_module(publish)
-    table = publish.table(read_result(root))
+    table = loaded("experiments/publish.py").table(read_result(root))
     assert all(sentence in table for sentence in (STOPPED, FAILED))
     assert "| qsdp |" in table
     monkeypatch.setattr("zpp_lab.dashboard.command.resolve", lambda _: ("offline", "no key"))

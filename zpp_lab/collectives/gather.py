@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zpp_lab import ops
 from zpp_lab.codecs import Noise, RawCodec
-from zpp_lab.collectives.clock import Clock
+from zpp_lab.collectives.clock import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, secondary_traffic
 from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
@@ -107,10 +107,9 @@ class Gather:
         noise = None
         if layout.stochastic:
             noise = self.clock.weights_noise("weights_forward" if again else wire, self.rank)
-        if shards and again:
-            ops.encode(layout, shards, noise, row)  # forward's bits, which were looked at there
-        elif shards:
-            self._encode(wire, layout, shards, noise, row)
+        if shards:  # forward's bits were looked at in the forward
+            observer = None if again else self.clock.observer
+            self._encode(wire, layout, shards, noise, row, observer)
         return packet
 
     def send(self, packet: Packet) -> None:
@@ -133,9 +132,14 @@ class Gather:
     # ------------------------------------------------------------------ parts
 
     def _encode(
-        self, wire: Wire, layout: Layout, shards: Sequence[Tensor], noise: Noise | None, row: Tensor
+        self,
+        wire: Wire,
+        layout: Layout,
+        shards: Sequence[Tensor],
+        noise: Noise | None,
+        row: Tensor,
+        observer: Observer | None,
     ) -> None:
-        observer = self.clock.observer
         errors = observer.room(wire, layout, row) if observer is not None else None
         ops.encode(layout, shards, noise, row, errors)
         if observer is not None:

@@ -33,15 +33,37 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str], more: dict[str, str]) -> int:
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals that came before there was a process
+
+    def pass_on(number: int, _: object) -> None:
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    old = signal.signal(signal.SIGTERM, pass_on)
     try:
-        process = subprocess.Popen(command, env={**os.environ, **more})
+        process = _started(command, {**os.environ, **more})
+        for number in early:
+            process.send_signal(number)
+        return _ended(process)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, env=environment)
     except OSError as error:
         raise ValueError(f"cannot run {command[0]}: {error.strerror}") from None
-    old = {n: signal.signal(n, lambda n, _: process.send_signal(n)) for n in (signal.SIGTERM,)}
-    old[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells both
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code. Ctrl-C is the command's own affair: the terminal tells it too."""
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = process.wait()
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, old)
     return code if code >= 0 else 128 - code
