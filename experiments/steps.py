@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import deterministic
 
 from zpp_lab import ops
 from zpp_lab.config import Config
 from zpp_lab.engines.base import Batch, Batches
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.footprint import GIB, peak_gib
+from zpp_lab.garbage import settled
 from zpp_lab.launcher import connect
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.place import die_with_parent
@@ -40,6 +42,7 @@ class Measured:
     peak_gib: list[float] | None  # tensors of each rank; None on the CPU
     used_gib: float | None  # of the device, all processes, after the last step
     times: list[float]
+    waiting: list[float]  # of each: the host, done, waited for the device, where it waited least
 
 
 def start(config: Config) -> torch.device:
@@ -47,6 +50,7 @@ def start(config: Config) -> torch.device:
     die_with_parent()
     connect(config)
     ops.configure(config.ops.backend)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # as in training
     return pick_device(config.engine)
 
 
@@ -67,25 +71,33 @@ def measure(
     prepare(engine)
     wait(device)
     built = time.perf_counter() - began
-    times = [timed(engine, config, step, vocab, device) for step in range(warm + steps)]
+    with settled():  # as in training
+        every = [timed(engine, config, step, vocab, device) for step in range(warm + steps)]
+    times, waiting = [list(each) for each in zip(*every, strict=True)]
     seconds = statistics.median(times[warm:])
     tokens = config.cluster.world * config.train.batch_size * config.data.seq_len
     tokens *= config.train.micro_steps
     peaks, used = peak_gib(device), used_gib(device)
     del engine
     free()
-    return Measured(seconds, tokens / seconds, built, times[0], peaks, used, times[warm:])
+    speed = tokens / seconds
+    return Measured(seconds, speed, built, times[0], peaks, used, times[warm:], waiting[warm:])
 
 
-def timed(engine: Any, config: Config, step: int, vocab: int, device: torch.device) -> float:
-    """Seconds of one step on the slowest rank."""
+def timed(
+    engine: Any, config: Config, step: int, vocab: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of one step on the slowest rank, and of them those in which the host waited for the
+    device, on the rank where it did least. Near 0 the host is what bounds the step."""
     dist.barrier()
     began = time.perf_counter()
-    engine.step(step, 1e-5, batches(config, step, vocab), False)
+    result = engine.step(step, 1e-5, batches(config, step, vocab), False)
     wait(device)
-    passed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(passed, op=dist.ReduceOp.MAX)
-    return float(passed)
+    passed = time.perf_counter() - began
+    both = torch.tensor([passed, -result.seconds["waiting"]], dtype=torch.float64)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    slowest, least = both.tolist()
+    return slowest, -least
 
 
 def batches(config: Config, step: int, vocab: int) -> Batches:

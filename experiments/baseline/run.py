@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ def report(args: argparse.Namespace, name: str, found: Any) -> None:
         print(
             f"{args.model} {name}: {found.seconds:.4f} s a step{against}, "
             f"{found.tokens_per_second:,.0f} tokens/s, peak {peak:.2f} GiB, "
+            f"host waited {1000 * median(found.waiting):.1f} ms, "
             f"built {found.build_seconds:.1f} s, first step {found.first_seconds:.1f} s",
             flush=True,
         )

@@ -134,6 +134,10 @@ def test_the_pages_gradients_stand_in_their_files() -> None:
                 cosine = f"{row['cosine']:.4f}" if row.get("cosine") else ""
                 assert f"{row['norm_ratio']:.4f}" in text, row
                 assert cosine in text, row
+            elif row["reduction"] == "none":
+                assert f"{row['not_finite']} " in text, row
+            elif row["norm_ratio"] is None:
+                assert f"not finite: {row['not_finite']:,} elements" in text, row
 
 
 def test_the_pages_losses_and_norms_stand_in_its_results() -> None:

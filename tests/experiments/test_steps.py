@@ -34,6 +34,7 @@ def test_the_baseline_step_by_step(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "tiny.json").read_text())["results"]
     assert list(found) == ["eager", "chunked_loss"]
     assert all(one["seconds"] > 0 and len(one["times"]) == 1 for one in found.values())
+    assert all(0 <= one["waiting"][0] < one["seconds"] for one in found.values())
     assert "tiny eager:" in said
 
 

@@ -130,6 +130,25 @@ def test_a_hook_on_what_backward_leaves_out_counts_in_both() -> None:
     same(*both)
 
 
+def test_the_compiler_gets_a_block_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not know how to follow what is asked of an eager block, and then cuts it up."""
+
+    def unknown(device: str) -> bool:
+        torch._dynamo.graph_break()
+        return False
+
+    monkeypatch.setattr(recompute, "_autocast", unknown)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    made = model(True, "cpu", torch.float32)
+    made.layers[0].forward = torch.compile(made.layers[0].forward, backend="aot_eager")
+    passed(made, "cpu")
+    counted = {key: dict(found) for key, found in torch._dynamo.utils.counters.items()}
+    torch._dynamo.reset()
+    assert counted["stats"]["unique_graphs"] == 1
+    assert not counted.get("graph_break")
+
+
 def test_gradients_of_gradients_are_an_error() -> None:
     made = model(True, "cpu", torch.float32)
     tokens = torch.randint(0, 64, (1, 8))

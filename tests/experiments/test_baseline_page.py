@@ -1,0 +1,128 @@
+"""What experiments/baseline/README.md says stands in its files, and in speed's."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.experiments.scripts import loaded
+
+HERE = Path(__file__).parents[2] / "experiments" / "baseline"
+PARAMETERS = {"1_3b": 1_345_423_360, "13b": 13_015_864_320}
+PEAK = 4 * 989e12  # operations a second of four GPUs, dense bf16
+TOKENS = 16_384
+
+Found = dict[str, dict[str, Any]]
+
+
+def page() -> str:
+    return (HERE / "README.md").read_text()
+
+
+def results(model: str) -> Found:
+    found: Found = json.loads((HERE / f"{model}.json").read_text())["results"]
+    return found
+
+
+def share(model: str, found: dict[str, Any]) -> float:
+    return 6 * PARAMETERS[model] * float(found["tokens_per_second"]) / PEAK
+
+
+def cells(model: str, name: str, found: dict[str, Any], before: float | None) -> str:
+    seconds, times = found["seconds"], found["times"]
+    gain = "–" if before is None else f"{before / seconds:.2f}"
+    row = [f"`{name}`", f"{seconds:.4f}", f"{min(times):.4f} to {max(times):.4f}"]
+    row += [f"{found['tokens_per_second']:,.0f}", gain, f"{max(found['peak_gib']):.2f}"]
+    row += [f"{found['first_seconds']:.1f}", f"{share(model, found):.1%}".replace("%", " %")]
+    return "| " + " | ".join(row) + " |"
+
+
+def test_every_file_has_its_table() -> None:
+    assert {path.stem for path in HERE.glob("*.json")} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_the_tables_are_their_files(model: str) -> None:
+    text, before = page(), None
+    assert f"({PARAMETERS[model]:,} parameters;" in text
+    assert json.loads((HERE / f"{model}.json").read_text())["commit"].startswith("6c0025b")
+    settings = list(loaded("experiments/baseline/run.py").SETTINGS)
+    every = results(model)
+    assert list(every) == settings[-len(every) :]
+    for name, found in every.items():
+        assert found["seconds"] == median(found["times"])
+        assert found["tokens_per_second"] == pytest.approx(TOKENS / found["seconds"])
+        assert cells(model, name, found, before) in text
+        before = found["seconds"]
+
+
+def spread(found: dict[str, Any]) -> float:
+    """Percent of the median between the fastest and the slowest step."""
+    return 100 * float(max(found["times"]) - min(found["times"])) / float(found["seconds"])
+
+
+def test_what_is_said_of_single_steps() -> None:
+    small, large = results("1_3b"), results("13b")
+    text = page()
+    steady = [spread(small[name]) for name in ("eager", "fused_adamw")]
+    assert f"lie within {steady[0]:.1f} and {steady[1]:.1f} %" in text
+    assert f"13B's within {max(map(spread, large.values())):.1f} %" in text
+    wide = [spread(small[name]) for name in list(small)[2:]]
+    assert f"spread by {min(wide):.0f} to {max(wide):.0f} %" in text
+    kept, again = small["keep"]["times"], small["chunked_loss"]["times"]
+    assert sum(t < min(kept) for t in again) == 3
+    assert sum(t > max(kept) for t in again) == 2
+    assert sorted(round(t, 3) for t in small["deterministic"]["times"])[:3] == [0.146, 0.162, 0.186]
+
+
+def test_the_factors_in_the_text() -> None:
+    small, large, text = results("1_3b"), results("13b"), page()
+    best, slow = large["keep"]["seconds"], large["deterministic"]["seconds"]
+    assert f"**{best:.3f} s a step**" in text
+    assert f"{1.01 / best:.2f} and {1.01 / slow:.2f} times as fast" in text
+    assert f"cost {100 * (slow / best - 1):.1f} % at 13B" in text
+    more = small["deterministic"]["seconds"] / small["keep"]["seconds"]
+    assert f"costs {100 * (more - 1):.0f} % more, at 13B {100 * (slow / best - 1):.0f} %" in text
+    whole = small["eager"]["seconds"] / small["chunked_loss"]["seconds"]
+    assert f"{whole:.1f} times from `eager` to `chunked_loss`" in text
+    first = (HERE.parents[1] / "README.md").read_text().split("\n## ")[0]
+    assert f"{best:.3f} s a step of {TOKENS:,} tokens at 13B ({slow:.3f} with" in first
+    assert f"{1.01 / best:.2f} times as fast" in first
+    assert f"at {share('13b', large['keep']):.0%}".replace("%", " %") in first
+    small_share = f"{share('1_3b', small['chunked_loss']):.0%}".replace("%", " %")
+    assert f"{small['chunked_loss']['seconds']:.3f} s, {whole:.1f} times" in first
+    assert f"at {small_share}, where the host" in first
+
+
+def test_what_is_said_of_the_speed_study() -> None:
+    with (HERE.parent / "speed" / "results.csv").open() as lines:
+        table = {
+            (r["arm"], r["model"], r["nodes"], r["link_gbps"]): r for r in csv.DictReader(lines)
+        }
+    theirs, text = table["fsdp2", "1_3b", "1", "max"], page()
+    ours = [results("1_3b")[name] for name in ("flash", "chunked_loss")]
+    config = json.loads(theirs["config"])
+    assert (config["train.batch_size"], theirs["tokens_per_step"]) == (1, "8192")
+    assert "engine.compile" not in config
+    steps = [float(theirs["step_s"]), *(found["seconds"] for found in ours)]
+    speeds = [float(theirs["tokens_per_s"]), *(found["tokens_per_second"] for found in ours)]
+    assert "| s a step | " + " | ".join(f"{s:.4f}" for s in steps) + " |" in text
+    assert "| tokens/s | " + " | ".join(f"{round(s):,}" for s in speeds) + " |" in text
+    factors = [speeds[1] / speeds[0], speeds[2] / speeds[1], speeds[2] / speeds[0]]
+    assert f"{factors[0]:.2f} × {factors[1]:.2f} = {factors[2]:.2f}" in text
+    assert f"waits {1000 * float(theirs['waiting_s']):.1f} ms of {1000 * steps[0]:.0f}" in text
+    for link in ("12", "25"):
+        for arm in ("fsdp2", "zeropp"):
+            row = table[arm, "1_3b", "2", link]
+            assert f"{float(row['step_s']):.{2 if arm == 'fsdp2' else 3}f}" in text
+            assert f"{100 * float(row['share_of_floor']):.0f}" in text
+        assert f"{float(table['zeropp', '1_3b', '2', link]['link_s']):.3f}" in text
+    said = (HERE.parent / "speed" / "README.md").read_text()
+    assert f"{round(speeds[2]):,}".replace(",", " ") + " tokens/s of plain ZeRO-3" in said
+    assert f"{factors[0]:.2f} times from two sequences" in said
+    assert f"{factors[1]:.2f} times from compiled blocks" in said
