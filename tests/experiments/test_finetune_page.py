@@ -135,6 +135,20 @@ def test_what_is_said_of_two_bits_follows() -> None:
     assert f"For `w4` it is {four[0][0] - four[0][1]:.3f} and {four[1][0] - four[1][1]:.3f}" in TEXT
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_the_weights_stay_as_far_from_the_levels_as_they_were(size: str) -> None:
+    with tarfile.open(HERE / size / "runs.tar.xz") as runs:
+        files = [m for m in runs if re.search(r"/w2/seed\d/metrics.jsonl$", m.name)]
+        lines = [line for m in files if (f := runs.extractfile(m)) is not None for line in f]
+    told = [row for row in map(json.loads, lines) if "telemetry" in row]
+    assert [row["step"] for row in told] == [1, 30, 60] * 3
+    for row in told:
+        for kind in ("attention", "mlp"):
+            error = row["telemetry"]["weights_forward"][kind]
+            assert (round(error["nmse"], 2), round(error["zeroed"], 2)) == (0.65, 0.87)
+    assert "has 65 % of the weights' sum of squares and 87 % of the weights become 0" in TEXT
+
+
 def test_how_far_the_finetuning_came_follows() -> None:
     bases = [summaries(size)["prepare/base"]["heldout_loss"] for size in SIZES]
     assert f"held-out loss of {bases[0]:.3f} (0.30B; perplexity {math.exp(bases[0]):.2f})" in TEXT
@@ -190,5 +204,9 @@ def test_the_jumps_of_the_negative_control_are_the_ones_named() -> None:
     norms = {at: row["grad_norm"] for at, row in steps("350m").items()}
     far = sorted((int(seed), step) for (_, seed, step), norm in norms.items() if norm > 1e3)
     assert far == [(1, 2), (2, 3), (3, 20), (3, 32)]
+    for (seed, step), count in zip(far, (35, 49, 10, 6), strict=True):
+        level = norms["broken", str(seed), step] / math.sqrt(count)
+        bf16 = math.frexp(level)[0] * 2**8  # eight significant bits
+        assert bf16 == pytest.approx(round(bf16), abs=1e-9)
     assert all(norm < 13.25 for norm in norms.values() if norm < 1e3)
     assert max(row["grad_norm"] for row in steps("1_3b").values()) < 13.25
