@@ -95,6 +95,34 @@ def test_what_the_first_screen_says_of_30b_follows_from_its_results() -> None:
     assert f"2 bits start {first['w2'] - first['zero3']:.2f} nats above" in text
 
 
+def test_what_the_first_screen_says_of_finetuning_follows_from_its_results() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    ends, firsts, shares, order = {}, {}, set(), []
+    for size in ("350m", "1_3b"):
+        with (ROOT / "experiments" / "finetune_1b" / size / "results.csv").open() as lines:
+            rows = list(csv.DictReader(lines))
+        loss = {(r["arm"], r["seed"]): float(r["heldout_loss"]) for r in rows if r["step"] == "60"}
+        sent = {r["arm"]: int(r["bytes_intra"]) for r in rows}
+        shares.add(tuple(f"{100 * sent[arm] / sent['zero3']:.0f}" for arm in ("w8", "w4")))
+        for arm in ("w4", "w2"):
+            ends[size, arm] = fmean(loss[arm, seed] - loss["zero3", seed] for seed in "123")
+        order += [abs(loss["zero3_reordered", seed] - loss["zero3", seed]) for seed in "123"]
+        firsts[size] = fmean(float(r["gap"]) for r in rows if r["arm"] == "w2" and r["step"] == "1")
+        report = (ROOT / "experiments" / "finetune_1b" / size / "report.md").read_text()
+        for arm, verdict in (("w8", "on par"), ("w4", "on par"), ("w2", "worse")):
+            assert re.search(rf"^\| {arm} \| [^|]+ \| {verdict} \|", report, re.M), arm
+        assert "zero3_reordered: on par, as it must be. Negative control broken: worse" in report
+    assert shares == {("67", "51")}
+    assert "with 67 and 51 % of its bytes" in text
+    said = re.search(r"end (\d\.\d+) ± \d\.\d+ and (\d\.\d+) ± \d\.\d+ nats a byte above", text)
+    assert said
+    for place, size in ((1, "350m"), (2, "1_3b")):
+        assert float(said[place]) == round(abs(ends[size, "w4"]), 4)
+    assert f"worse, by {ends['350m', 'w2']:.3f} and {ends['1_3b', 'w2']:.3f}: " in text
+    assert f"{firsts['350m']:.3f} and {firsts['1_3b']:.3f} at once" in text
+    assert max(order) < 1e-4
+
+
 def test_what_the_first_screen_says_of_350m_follows_from_its_results() -> None:
     text = (ROOT / "README.md").read_text().split("\n## ")[0]
     final: dict[tuple[str, str], float] = {}

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.study.fake_trainer import fake_compose
 from zpp_lab.config import ArmConfig, PrepareConfig, StudyConfig
+from zpp_lab.study.appendix import Appendix
 from zpp_lab.study.cost import forecast
 from zpp_lab.study.foreseen import Foreseen
+from zpp_lab.study.html_table import commands_table
 from zpp_lab.study.launch import run_study
 from zpp_lab.study.outcome import StudyOutcome
+from zpp_lab.study.page import decision
 from zpp_lab.study.plan import Planner, plan_runs
+from zpp_lab.study.result import read_result
 from zpp_lab.study.runs import find_runs, read_study
 
 ENTRY = "tests.study.fake_trainer:run"
@@ -57,6 +62,28 @@ def test_it_runs_once_before_the_arms(tmp_path: Path) -> None:
     again, _ = launch(what, tmp_path)
     assert len(again.skipped) == 5
     assert len(started(tmp_path)) == 5
+
+
+def test_the_report_says_how_to_make_it_and_that_seeds_share_it(tmp_path: Path) -> None:
+    first = (PrepareConfig("base", ["train.steps=5"], seed=7), PrepareConfig("unused"))
+    what = study(*first, starts=("base", "base"))
+    launch(what, tmp_path)
+    result = read_result(tmp_path)
+    folder = tmp_path / "prepare" / "base"
+    made = Appendix(result).prepared()
+    assert list(made) == ["base"]
+    *command, place = shlex.split(made["base"])
+    assert command == ["zpp-lab", "train", "train.steps=3", "train.steps=5", "seed=7"]
+    assert place == f"run.dir={folder}"
+    table = commands_table(result, Appendix(result))
+    assert [line.cells[0] for line in table.lines] == ["prepare base", "zero3", "a"]
+    assert f"model.start={folder}" in table.lines[1].cells[1]
+    assert "alike for all seeds; a seed fixes every batch" in decision(result)[0]
+    (tmp_path / "plain").mkdir()
+    launch(study(), tmp_path / "plain")
+    plain = read_result(tmp_path / "plain")
+    assert Appendix(plain).prepared() == {}
+    assert "A seed fixes the initialization and every batch." in decision(plain)[0]
 
 
 def test_arms_start_from_the_one_they_name(tmp_path: Path) -> None:

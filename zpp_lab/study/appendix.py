@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -60,10 +61,24 @@ class Appendix:
         run = self._runs.get(arm.name)
         seed = run.seed if run else study.seeds[0]
         if arm.arm.overrides or study.overrides:
-            start = ((run.config if run else {}).get("model") or {}).get("start")
+            start = _start(run)
             begin = [f"model.start={written(start)}"] if start and study.prepare else []
             return [*study.overrides, *begin, *arm.arm.overrides, f"seed={seed}"]
         return None if run is None else self._from_config(run, arm.name)
+
+    def prepared(self) -> dict[str, str]:
+        """The commands of the runs that arms start from, by name, in the folders that the arms'
+        commands take; without those that no arm has started from yet."""
+        study = self.result.study
+        starts = {start for run in self._runs.values() if (start := _start(run))}
+        folders = {Path(start).name: start for start in sorted(starts)}
+        made: dict[str, str] = {}
+        for one in study.prepare:
+            if one.name in folders:
+                place = f"run.dir={written(folders[one.name])}"
+                words = [*study.overrides, *one.overrides, f"seed={one.seed}", place]
+                made[one.name] = shlex.join(["zpp-lab", "train", *words])
+        return made
 
     def _from_config(self, run: Run, name: str) -> list[str]:
         """What changes the project's standard config into the run's."""
@@ -74,6 +89,11 @@ class Appendix:
         keys = [k for k in differing(self._flat[name], self._standard) if k != "seed"]
         changed = [f"{key}={written(self._flat[name].get(key))}" for key in keys]
         return [*changed, f"seed={run.seed}"]
+
+
+def _start(run: Run | None) -> str | None:
+    """The folder of the run whose weights a run started from."""
+    return ((run.config if run else {}).get("model") or {}).get("start")
 
 
 def value_text(value: Any) -> str:

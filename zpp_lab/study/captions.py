@@ -51,7 +51,7 @@ _TEXTS = {
     "evaluation; bands: {confidence} interval of the mean. Not smoothed. Shaded: the margin.",
     "gap_steps": "Training loss minus that of the baseline with the same seed, which has had the "
     "same tokens. Above: smoothed (moving average) for display only; lines: mean over the seeds; "
-    "bands: lowest to highest seed. {apart}, mean over the seeds. Shaded: the margin.",
+    "bands: lowest to highest seed. {apart}; lines: mean over the seeds. Shaded: the margin.",
     "telemetry": "NMSE, Σ(y−x)² / Σx², between what was encoded (x) and decoded (y), by wire and "
     "parameter class, mean over the seeds. An arm appears on the wires that it quantizes; a line "
     "may cover an equal one.",

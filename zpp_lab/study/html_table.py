@@ -113,9 +113,10 @@ def differences_table(result: StudyResult, appendix: Appendix) -> Table:
 
 
 def commands_table(result: StudyResult, appendix: Appendix) -> Table:
-    """How to run one seed of each arm again."""
+    """How to run one seed of each arm again, after the runs that the arms start from."""
     told = [(arm.name, appendix.command(arm)) for arm in result.arms]
-    lines = [Line([name, command], name) for name, command in told if command]
+    lines = [Line([f"prepare {name}", line]) for name, line in appendix.prepared().items()]
+    lines += [Line([name, command], name) for name, command in told if command]
     columns = ("Arm", "Command")
     return Table("commands", "One seed of an arm", columns, lines, code={1}, sortable=False)
 

@@ -61,8 +61,8 @@ def decision(result: StudyResult) -> list[str]:
     """How the question is decided, as sentences."""
     lone = "These tests need two seeds or more. With one, as here, all that has run is undecided."
     return [
-        "A seed fixes the initialization and every batch. The gap of a seed is an arm's held-out "
-        "loss after the last step minus that of its baseline with the same seed.",
+        f"{_seed(result)} The gap of a seed is an arm's held-out loss after the last step minus "
+        "that of its baseline with the same seed.",
         "On par: two one-sided paired t tests show that the mean gap lies within the margin. Worse "
         "or better: not on par, and the two-sided paired t test shows a gap above or below 0. "
         "Undecided: neither; more seeds would tell. Intervals are not corrected for the number of "
@@ -71,6 +71,17 @@ def decision(result: StudyResult) -> list[str]:
         "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
         "however far it came; curves over training show what it has.",
     ]
+
+
+def _seed(result: StudyResult) -> str:
+    """What differs between two seeds: where all runs are given their weights, not these."""
+    models = [run.config.get("model") or {} for run in result.runs]
+    if models and all(one.get("start") or one.get("weights") == "pretrained" for one in models):
+        return (
+            "The first weights are given, alike for all seeds; a seed fixes every batch and what "
+            "else is drawn."
+        )
+    return "A seed fixes the initialization and every batch."
 
 
 def speed_method() -> list[str]:
