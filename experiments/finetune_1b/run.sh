@@ -2,8 +2,8 @@
 # Runs from the project's root on a machine with NVIDIA GPUs, on each of which one GPU plays the four
 # ranks of a run; or with real ranks on four:
 #   GPUS=4 bash experiments/finetune_1b/run.sh OUT
-# STUDIES: finetune_350m, finetune_1b (on four GPUs finetune_1b_x4, whose base real ranks train) or
-# finetune_1b_mini (which needs no GPU). PER_GPU: runs that share a GPU, so that one computes while
+# STUDIES: finetune_350m, finetune_1b (on four GPUs finetune_1b_x4, whose base real ranks train),
+# finetune_wires (bits on gradients too), or finetune_1b_mini and finetune_wires_mini (no GPU). PER_GPU: runs that share a GPU, so that one computes while
 # another starts, evaluates or saves; `zpp-lab mps -- bash ...` lets them compute side by side.
 # LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
 # pretraining from its last checkpoint; an arm's run that was cut, about a minute, starts over.
