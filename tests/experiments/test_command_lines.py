@@ -31,7 +31,7 @@ from zpp_lab.recipe import Recipe
 from zpp_lab.study.plan import run_overrides
 from zpp_lab.study.selection import matching
 
-PAGES = sorted(ROOT.glob("experiments/*/[A-Z]*.md"))
+PAGES = sorted(ROOT.glob("experiments/**/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
 # A program that says what it was told. Programs on standard input are real.
 RECORDER = """#!/bin/bash
