@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from zpp_lab.config import TrainConfig
-from zpp_lab.optim import STATE, adamw, guarded_step, load_optimizer_state, optimizer_state
+from zpp_lab.optim import (
+    STATE,
+    adamw,
+    guarded_step,
+    load_optimizer_state,
+    optimizer_state,
+    set_rate,
+)
 
 
 def made(fused: bool) -> tuple[dict[str, nn.Parameter], torch.optim.AdamW]:
@@ -68,3 +77,29 @@ def test_state_goes_where_the_parameters_are() -> None:
     }
     load_optimizer_state(optimizer, parameters, saved)
     assert all(optimizer.state[p]["exp_avg"].device == p.device for p in parameters.values())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_projections_into_the_residual_stream_take_smaller_steps(kind: Any) -> None:
+    names = ("layers.0.mlp.w_up.weight", "layers.0.mlp.w_down.weight", "norm.weight")
+
+    def moved(factor: float) -> dict[str, float]:
+        parameters = {n: nn.Parameter(torch.ones(4, 4)) for n in names[:2]}
+        parameters[names[2]] = nn.Parameter(torch.ones(4))
+        train = TrainConfig(residual_lr=factor, weight_decay=0.0, optimizer_state=kind)
+        optimizer = adamw(parameters, train)
+        for p in parameters.values():
+            p.grad = torch.ones_like(p)
+        set_rate(optimizer, 0.5)
+        guarded_step(optimizer, torch.tensor(True))
+        return {n: 1 - float(p.detach().flatten()[0]) for n, p in parameters.items()}
+
+    assert moved(1.0) == pytest.approx(dict.fromkeys(names, 0.5))
+    assert moved(0.25) == pytest.approx({**dict.fromkeys(names, 0.5), names[1]: 0.125})
+
+
+def test_a_model_without_such_projections_is_told_so() -> None:
+    with pytest.raises(ValueError, match=r"set train\.residual_lr=1"):
+        adamw({"a": nn.Parameter(torch.ones(3, 3))}, TrainConfig(residual_lr=0.1))
+    with pytest.raises(ValueError, match="use more than 0"):
+        TrainConfig(residual_lr=0.0)

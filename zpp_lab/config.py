@@ -187,6 +187,7 @@ class TrainConfig:
     param_dtype: TrainDtype = "fp32"
     reduce_dtype: TrainDtype = "fp32"
     lr: float = 3e-3
+    residual_lr: float = 1.0  # lr times this, for projections into the residual stream: see GUIDE
     min_lr_ratio: float = 0.1
     warmup_steps: int = 20
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -220,6 +221,7 @@ class TrainConfig:
             "diverge_above",
         ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
+        _need(self.residual_lr > 0, f"train.residual_lr={self.residual_lr}: use more than 0")
         _need(self.keep_checkpoints >= 0, "train.keep_checkpoints: use 0 or more")
         _need(
             self.optimizer_place == "device" or self.optimizer_state != "fp32",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zpp_lab.config import TrainConfig
+from zpp_lab.models.params import feeds_residual
 from zpp_lab.optimizers import DTYPES, CompactAdamW, ShardAdamW, kind_of
 from zpp_lab.optimizers.sharded import is_sharded
 
@@ -16,27 +18,51 @@ AdamW = torch.optim.AdamW | CompactAdamW
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
-    """AdamW with weight decay on matrices only (norms and biases have one dimension).
+    """AdamW with weight decay on matrices only (norms and biases have one dimension), and a rate of
+    its own for projections into the residual stream (train.residual_lr). ValueError when there is
+    nothing to train, or no such projection.
 
     With states in fp32 torch's own, on a GPU the fused one, and of DTensors their shards alone
     are updated. `guarded_step` can hold back the fused one and ours without asking the host.
     `seed`: of the rounding of smaller states.
     """
-    trained = [p for p in parameters.values() if p.requires_grad]
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
+    groups = _groups(trained, train)
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32":
         host = train.optimizer_place == "host"
         settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
         return CompactAdamW(groups, *settings, host=host)
-    made = ShardAdamW if any(map(is_sharded, trained)) else torch.optim.AdamW
-    return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(trained))
+    every = list(trained.values())
+    made = ShardAdamW if any(map(is_sharded, every)) else torch.optim.AdamW
+    return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(every))
+
+
+def _groups(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
+    """Parameters that share settings; `factor` is what `set_rate` multiplies the rate by."""
+    matrices = {name: p for name, p in trained.items() if p.ndim > 1}
+    slow = {name for name in matrices if train.residual_lr != 1 and feeds_residual(name)}
+    if train.residual_lr != 1 and not slow:
+        raise ValueError(
+            f"train.residual_lr={train.residual_lr}: no trained matrix of this model is known to "
+            "project into the residual stream; set train.residual_lr=1"
+        )
+    decay = train.weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in matrices.items() if name not in slow], "weight_decay": decay},
+        {"params": [matrices[name] for name in matrices if name in slow], "weight_decay": decay},
+        {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups[1]["factor"] = train.residual_lr
+    return [group for group in groups if group["params"]]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Take the next step at the learning rate `lr`, some parameters at a multiple of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("factor", 1.0)
 
 
 def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:

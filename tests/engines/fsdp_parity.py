@@ -73,6 +73,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16_states": (ZEROPP, {**BF16, "optimizer_state": "bf16"}),
     "8bit_states": ({}, {"optimizer_state": "8bit", "micro_steps": 2}),
     "host_states": (ZEROPP, {"optimizer_state": "8bit", "optimizer_place": "host"}),
+    "residual_rate": (ZEROPP, {"residual_lr": 0.1}),
+    "residual_rate_8bit_states": ({}, {"residual_lr": 0.1, "optimizer_state": "8bit"}),
     "everything": (
         {
             "hops": 2,

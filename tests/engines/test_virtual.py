@@ -42,10 +42,10 @@ def test_a_bad_weight_is_named_with_its_wire_and_step() -> None:
 
 def test_a_bad_gradient_is_named_with_its_rank() -> None:
     made = engine(configured(CASES["zeropp"], 2, 2))
-    weight = made.weights["layers.0.down.weight"]
+    weight = made.weights["layers.0.down_proj.weight"]
     calls = iter(range(100))
     weight.register_hook(lambda g: g * (torch.inf if next(calls) in (2, 6) else 1.0))
-    with pytest.raises(NonFiniteError, match=r"gradient of layers\.0\.down\.weight on rank 2"):
+    with pytest.raises(NonFiniteError, match=r"gradient of layers\.0\.down_proj\.weight on rank 2"):
         made.step(0, 1e-3, partial(batch, 0), telemetry=False)
 
 

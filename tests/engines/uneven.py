@@ -12,11 +12,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, ffn)
-        self.down = nn.Linear(ffn, dim, bias=False)
+        self.down_proj = nn.Linear(ffn, dim, bias=False)
         self.gate = nn.Parameter(torch.ones(3))  # shorter than most worlds: empty shards
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate[0] * self.down(F.gelu(self.up(self.norm(x)))) * self.gate[1]
+        return x + self.gate[0] * self.down_proj(F.gelu(self.up(self.norm(x)))) * self.gate[1]
 
 
 class Uneven(nn.Module):

@@ -2,6 +2,7 @@ import pytest
 
 from zpp_lab.config import ModelConfig
 from zpp_lab.models import PARAM_CLASSES, build_model, param_class
+from zpp_lab.models.params import feeds_residual
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,31 @@ def test_param_class(name: str, kind: str):
 def test_every_parameter_of_the_decoder_has_a_kind():
     names = [n for n, _ in build_model(ModelConfig(), 256, "meta").named_parameters()]
     assert {param_class(n) for n in names} == set(PARAM_CLASSES) - {"other"}
+
+
+@pytest.mark.parametrize(
+    ("name", "feeds"),
+    [
+        ("layers.3.attention.wo.weight", True),
+        ("layers.3.mlp.w_down.weight", True),
+        ("layers.3.attention.wq.weight", False),
+        ("layers.3.mlp.w_up.weight", False),
+        ("model.layers.0.self_attn.o_proj.weight", True),
+        ("model.layers.0.mlp.down_proj.weight", True),
+        ("model.decoder.layers.0.self_attn.out_proj.weight", True),
+        ("model.decoder.layers.0.fc1.weight", False),
+        ("gpt_neox.layers.0.attention.dense.weight", True),
+        ("gpt_neox.layers.0.mlp.dense_4h_to_h.weight", True),
+        ("gpt_neox.layers.0.mlp.dense_h_to_4h.weight", False),
+        ("pooler.dense.weight", False),
+        ("head.weight", False),
+        ("gate", False),
+    ],
+)
+def test_what_is_added_to_the_residual_stream(name: str, feeds: bool):
+    assert feeds_residual(name) == feeds
+
+
+def test_two_projections_of_a_block_are():
+    names = [n for n, _ in build_model(ModelConfig(layers=3), 256, "meta").named_parameters()]
+    assert len([n for n in names if feeds_residual(n)]) == 6

@@ -113,6 +113,10 @@ def _check_recipe(config: Config) -> None:
             f"train.optimizer_state={config.train.optimizer_state} (use fp32)",
         ),
         (
+            config.train.residual_lr == 1,
+            f"train.residual_lr={config.train.residual_lr} (use 1)",
+        ),
+        (
             config.data.name != "jsonl" or not config.data.mask_prompt,
             "masked prompts (use data.mask_prompt=false)",
         ),

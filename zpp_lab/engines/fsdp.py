@@ -42,7 +42,14 @@ from zpp_lab.engines.usage import Usage
 from zpp_lab.frozen import check_marks
 from zpp_lab.models.start import Start, fill, materialize
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.optim import adamw, check_state, guarded_step, optimizer_state, zero_state
+from zpp_lab.optim import (
+    adamw,
+    check_state,
+    guarded_step,
+    optimizer_state,
+    set_rate,
+    zero_state,
+)
 from zpp_lab.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 
 
@@ -241,8 +248,7 @@ class FsdpEngine(Engine):
         if self.config.train.clip and grads:
             factor = clip_factor(norm, self.config.train.clip)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         guarded_step(self.optimizer, torch.isfinite(norm), step)
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -31,7 +31,7 @@ from zpp_lab.engines.usage import Usage
 from zpp_lab.engines.watch import Watch
 from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, update
+from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, set_rate, update
 from zpp_lab.plan import PassUse, Plan, StepUse
 from zpp_lab.recipe import DTYPES
 
@@ -183,8 +183,7 @@ class VirtualEngine(Engine):
         return total_norm(rank_squares(grads, self.plan, self.device))
 
     def _update(self, grads: Grads, lr: float, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         for name, p in self.master.items():
             p.grad = grads.get(name)
         update(self.optimizer, step)

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config import ModelConfig
-from zpp_lab.models.params import param_class
+from zpp_lab.models.params import feeds_residual, param_class
 from zpp_lab.philox import LOW, philox
 
-_RESIDUAL = ("wo", "w_down")  # what these give is added to the residual stream
 _BINS = 1 << 16  # of the normal distribution, each as likely as the others
 _TAIL = 2.0**-19  # what lies beyond is drawn from the outermost bins, up to 4.6 deviations
 _WORDS = 4  # elements served by one Philox block, 32 bits each
@@ -108,7 +107,7 @@ def _deviation(name: str, shape: tuple[int, ...], cfg: ModelConfig) -> float:
     if own is not None:
         return own
     scale = shape[-1] ** -0.5
-    return scale * (2 * cfg.layers) ** -0.5 if name.split(".")[-2] in _RESIDUAL else scale
+    return scale * (2 * cfg.layers) ** -0.5 if feeds_residual(name) else scale
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -15,6 +15,8 @@ PARAM_CLASSES: tuple[ParamClass, ...] = get_args(ParamClass)
 _HEADS = {"head", "lm_head", "embed_out", "output", "score"}
 _EMBEDDINGS = {"wte", "wpe"}
 _NORMS = {"ln", "ln_f", "ln_1", "ln_2"}
+# Last projections of a block's two halves: ours, Llama's and Qwen's, OPT's, GPT-2's, GPT-NeoX's.
+_RESIDUAL = {"wo", "w_down", "o_proj", "down_proj", "out_proj", "fc2", "c_proj", "dense_4h_to_h"}
 
 
 def param_class(name: str) -> ParamClass:
@@ -34,3 +36,9 @@ def param_class(name: str) -> ParamClass:
     if any("embed" in part or part in _EMBEDDINGS for part in parts):
         return "embedding"
     return "other"
+
+
+def feeds_residual(name: str) -> bool:
+    """Whether what the parameter called `name` gives is added to the residual stream."""
+    *parents, module, _ = ["", "", *name.split(".")]
+    return module in _RESIDUAL or (module == "dense" and parents[-1] == "attention")
