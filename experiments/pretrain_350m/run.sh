@@ -1,7 +1,8 @@
 # The runs of conf/study/pretrain_350m.yaml: bash experiments/pretrain_350m/run.sh OUT PART...
 # A part is ARM[:SEED,...], one run after the other on one GPU; `all`, the arms ARMS with the seeds
 # SEEDS, a run on each GPU, or PER_GPU of them; or `faster`, twelve steps of the baseline with each
-# setting of TRY. FOLDER: of the runs of `all`, where several calls go on at once.
+# setting of TRY. FOLDER: of the runs of `all`, where several calls go on at once. STUDY: another that
+# extends it, such as pretrain_350m_quiet.
 # From the project's root on a machine with one NVIDIA GPU of 24 GiB or more. Each run has LIMIT
 # seconds; OUT/pretrain_350m.tar.gz is written after each, and experiments/collect.py puts the
 # archives of several machines together. OVERRIDES make it small enough for a try on a CPU.
@@ -9,7 +10,7 @@ set -u
 out="${1:?name a folder for the results}"
 shift
 mkdir -p "$out"
-STUDY=pretrain_350m
+STUDY="${STUDY:-pretrain_350m}"
 FOLDER="${FOLDER:-$STUDY}"
 LIMIT="${LIMIT:-280}"
 ONE_GPU=yes
