@@ -120,6 +120,21 @@ def test_zeropp_over_fsdp2_on_nvlink() -> None:
     assert f"({least} to {most} in earlier calls, {two[0]} with two blocks a unit" in first
 
 
+def test_what_the_host_alone_says_of_both() -> None:
+    path = HERE.parent / "parity" / "host_steps.json"
+    ms = {name: each["median"] for name, each in json.loads(path.read_text())["ms"].items()}
+
+    def both(arm: str, words: str) -> str:
+        one, two = ms[f"{arm}, 1"], ms[f"{arm}, 2"]
+        return words.format(one, two) + f" ({100 * (1 - two / one):.0f} % less)"
+
+    assert f"`compute` {ms['compute']:.1f} ms a step" in PAGE
+    assert both("fsdp2", "plain FSDP2 {:.1f} with one block and {:.1f} with two") in PAGE
+    assert both("zeropp", "zeropp {:.1f} and {:.1f}") in PAGE
+    behind = [1000 * (seconds(c, "zeropp") - seconds(c, "fsdp2")) for c in (ONE, TWO)]
+    assert "zeropp {:.0f} and {:.0f} ms behind".format(*behind) in PAGE
+
+
 def test_what_the_cost_model_says_of_both() -> None:
     check_cost = loaded("experiments/speed/check_cost.py")
     machine = load_machine("h200")
