@@ -55,6 +55,16 @@ def test_words_become_arms_and_foreign_engines_get_processes_of_their_own() -> N
     assert [[a.name for a in group] for group in sessions(found)][1] == ["ds"]
 
 
+def test_an_arm_of_a_loop_of_its_own_takes_overrides() -> None:
+    (two,) = arms(["two: fsdp2+node engine.blocks_per_unit=2"], TINY)
+    assert (two.name, two.maker, two.engine, two.session) == ("two", "plain_node", "fsdp2", "ours")
+    assert two.config.engine.blocks_per_unit == 2
+    assert two.config.recipe.name == "zero3"
+    assert two.config.train.param_dtype == "fp32"
+    with pytest.raises(ValueError, match=r"engine\.blocks: no such setting"):
+        arms(["two: fsdp2 engine.blocks=2"], TINY)
+
+
 def test_what_is_no_arm_and_no_link_is_refused() -> None:
     with pytest.raises(ValueError, match="named twice: zeropp"):
         arms(["zeropp", "zeropp"], TINY)

@@ -54,7 +54,7 @@ MORE = [
     "PROFILE=1 bash experiments/baseline/first.sh OUT 13b zeropp",
     "bash experiments/parity/gpu.sh OUT pull bench table cost profile race big kills",
     "bash experiments/parity/gpu.sh OUT kernels update",
-    "bash experiments/speed/run.sh OUT 2x2 1x4 4x1",
+    "bash experiments/speed/run.sh OUT 2x2 1x4 4x1 blocks",
     "bash experiments/bits/controls.sh OUT",
     "bash experiments/bits/run.sh OUT",
     "bash experiments/virtual/run.sh OUT",

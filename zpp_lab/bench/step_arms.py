@@ -7,7 +7,8 @@ An arm is a word of `--recipes`, or `--arm "NAME: overrides"`:
     fsdp2+groups   the same as fsdp2, with a communicator of its own for gradients
     compute        one rank's work without any communication: the floor of every arm
     RECIPE         a recipe of conf/recipe on engine=fsdp
-    NAME: ...      any overrides of `zpp-lab train`, such as `ds: engine=deepspeed recipe=zeropp`
+    NAME: ...      any overrides of `zpp-lab train`, such as `ds: engine=deepspeed recipe=zeropp`;
+                   behind one of the first four words its own: `two: fsdp2 engine.blocks_per_unit=2`
 
 An engine of this package is timed through `engines.build.build_engine`; to time something else,
 add a maker to `bench/step_engines.py` and its word here.
@@ -64,12 +65,12 @@ def arms(words: Sequence[str], overrides: Sequence[str]) -> list[Arm]:
 
 
 def _arm(word: str, overrides: Sequence[str]) -> Arm:
-    if word in OWN:
-        maker, engine, recipe = OWN[word]
-        config = compose(merged(DEFAULTS, overrides, ["recipe=zero3"]))
-        return Arm(word, maker, engine, recipe, "ours", config)
     name, colon, own = word.partition(":")
-    settings = shlex.split(own) if colon else [f"recipe={word}"]
+    settings = shlex.split(own) if colon else [word if word in OWN else f"recipe={word}"]
+    if settings and settings[0] in OWN:
+        maker, engine, recipe = OWN[settings[0]]
+        config = compose(merged(DEFAULTS, overrides, ["recipe=zero3"], settings[1:]))
+        return Arm(name.strip(), maker, engine, recipe, "ours", config)
     config = compose(merged(DEFAULTS, overrides, settings))
     engine = config.engine.name
     if engine == "virtual":

@@ -71,7 +71,7 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
         return None
     text = (
         f"Bound by the host at {', '.join(tight)}: fewer bits buy nothing there, and steps have "
-        "taken a quarter to a half longer than predicted (experiments/speed). More tokens in a "
+        "taken up to three fifths longer than predicted (experiments/speed). More tokens in a "
         "pass (train.batch_size) give each launch more to do"
     )
     engine, speeds = config.engine, [None if k == "max" else float(k) for k in tight]

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from zpp_lab.collectives.reduce import Names
 from zpp_lab.engines.fsdp_dtypes import GradDtypes
 
+# of a reduction: ids of who was seen, in their order, and who that is, in FSDP2's; their shapes
+Found = tuple[tuple[int, ...], Names, list[torch.Size]]
+
 
 class Present:
     """Which parameters of a unit got a gradient since its last reduction.
@@ -27,7 +30,7 @@ class Present:
         self.seen: list[Tensor] = []
         self.taken: list[Names] = []  # of each reduction since the step began
         self.hooked: dict[int, tuple[str, Tensor]] = {}  # by id, in FSDP2's order
-        self.found: dict[Names, list[torch.Size]] = {}  # shapes
+        self.last: Found = (), (), []  # mostly the next one's too
         self.dtypes = GradDtypes()
         self.places = {n: _place(model, n) for n in names}
         self.handle = module.register_forward_pre_hook(self._attach)
@@ -45,19 +48,22 @@ class Present:
 
     def take(self, grads: Sequence[Tensor]) -> tuple[Names, Sequence[Tensor]]:
         """The names of `grads`, in order, and these in their dtypes; start anew."""
-        seen = Counter(map(id, self.seen))
+        seen = tuple(map(id, self.seen))
         self.seen.clear()
-        names = tuple([name for key, (name, _) in self.hooked.items() if key in seen])
+        if seen != self.last[0]:  # the hooked parameters stay, and so do their ids
+            given = self._given(seen)
+            shapes = [parameter.shape for _, parameter in given]
+            self.last = seen, tuple(name for name, _ in given), shapes
+        _, names, shapes = self.last
         self.taken.append(names)
-        if names not in self.found:
-            shapes = {name: parameter.shape for name, parameter in self.hooked.values()}
-            self.found[names] = [shapes[name] for name in names]
-        own = [g.shape for g in grads]
-        assert own == self.found[names], "FSDP2 reduces other gradients than seen"
+        assert [g.shape for g in grads] == shapes, "FSDP2 reduces other gradients than seen"
         if self.dtypes.waiting:
-            given = [parameter for key, (_, parameter) in self.hooked.items() if key in seen]
-            grads = self.dtypes.own(given, grads, seen)
+            own = [parameter for _, parameter in self._given(seen)]
+            grads = self.dtypes.own(own, grads, Counter(seen))
         return names, grads
+
+    def _given(self, seen: tuple[int, ...]) -> list[tuple[str, Tensor]]:
+        return [each for key, each in self.hooked.items() if key in seen]
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:

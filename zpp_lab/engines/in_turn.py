@@ -7,7 +7,7 @@ them out, or a backward that does not begin at the last, would find weights that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,16 @@ from torch.utils._pytree import tree_leaves
 def grad_outputs(output: Any) -> list[Tensor]:
     """The tensors of a module's output that need a gradient."""
     return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def when_reached(outputs: Sequence[Tensor], hook: Callable[[Tensor], None]) -> None:
+    """`hook` gets the first gradient of `outputs` that a backward has, once in each backward."""
+    if (
+        len(outputs) == 1
+    ):  # its own hook does that; torch's for several takes the host thrice as long
+        outputs[0].register_hook(hook)
+    else:
+        register_multi_grad_hook(outputs, hook, mode="any")
 
 
 def in_backward() -> bool:
@@ -64,7 +74,7 @@ class InTurn:
             return
         if outputs := grad_outputs(output):
             reached = partial(self._reached, name, self.calls[name], place == count - 1)
-            register_multi_grad_hook(outputs, reached, mode="any")
+            when_reached(outputs, reached)
 
     def _reached(self, name: str, call: int, last: bool, grad: Tensor) -> None:
         if last:

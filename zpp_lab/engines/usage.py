@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
-from zpp_lab.engines.in_turn import InTurn, grad_outputs
+from zpp_lab.engines.in_turn import InTurn, grad_outputs, when_reached
 from zpp_lab.plan import PassUse
 
 
@@ -51,7 +50,7 @@ class Usage:
         outputs = grad_outputs(output)
         if outputs and torch.is_grad_enabled():
             self.needed.append(name)
-            register_multi_grad_hook(outputs, partial(self._came_back, name), mode="any")
+            when_reached(outputs, partial(self._came_back, name))
 
     def _came_back(self, name: str, grad: Tensor) -> None:
         self.backwards[name] += 1
