@@ -15,8 +15,11 @@ PARAM_CLASSES: tuple[ParamClass, ...] = get_args(ParamClass)
 _HEADS = {"head", "lm_head", "embed_out", "output", "score"}
 _EMBEDDINGS = {"wte", "wpe"}
 _NORMS = {"ln", "ln_f", "ln_1", "ln_2"}
-# Last projections of a block's two halves: ours, Llama's and Qwen's, OPT's, GPT-2's, GPT-NeoX's.
-_RESIDUAL = {"wo", "w_down", "o_proj", "down_proj", "out_proj", "fc2", "c_proj", "dense_4h_to_h"}
+# Last projections of a block's two halves: ours, Llama's and Qwen's, OPT's, GPT-2's, GPT-J's,
+# GPT-NeoX's and BLOOM's, whose attention ends with a `dense`.
+_RESIDUAL = {"wo", "w_down", "o_proj", "down_proj", "out_proj", "fc2", "c_proj", "fc_out"}
+_RESIDUAL |= {"dense_4h_to_h"}
+_ATTENTION = {"attention", "self_attention", "self_attn"}
 
 
 def param_class(name: str) -> ParamClass:
@@ -39,6 +42,7 @@ def param_class(name: str) -> ParamClass:
 
 
 def feeds_residual(name: str) -> bool:
-    """Whether what the parameter called `name` gives is added to the residual stream."""
-    *parents, module, _ = ["", "", *name.split(".")]
-    return module in _RESIDUAL or (module == "dense" and parents[-1] == "attention")
+    """Whether what the parameter called `name` gives is added to the residual stream. Experts that
+    lie in one parameter have their projection's name themselves ("mlp.experts.down_proj")."""
+    *_, parent, module, own = ["", "", *name.split(".")]
+    return bool(_RESIDUAL & {module, own}) or (module == "dense" and parent in _ATTENTION)
