@@ -88,6 +88,9 @@ def test_projections_into_the_residual_stream_take_smaller_steps(kind: Any) -> N
         parameters[names[2]] = nn.Parameter(torch.ones(4))
         train = TrainConfig(residual_lr=factor, weight_decay=0.0, optimizer_state=kind)
         optimizer = adamw(parameters, train)
+        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        own = [rates[parameters[name]] / train.lr for name in names]
+        assert own == pytest.approx([1.0, factor, 1.0])  # before any rate is set
         for p in parameters.values():
             p.grad = torch.ones_like(p)
         set_rate(optimizer, 0.5)

@@ -55,7 +55,7 @@ def _groups(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> list[dic
         {"params": [matrices[name] for name in matrices if name in slow], "weight_decay": decay},
         {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups[1]["factor"] = train.residual_lr
+    groups[1] |= {"factor": train.residual_lr, "lr": train.lr * train.residual_lr}
     return [group for group in groups if group["params"]]
 
 
