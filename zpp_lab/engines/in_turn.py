@@ -24,9 +24,8 @@ def grad_outputs(output: Any) -> list[Tensor]:
 
 def when_reached(outputs: Sequence[Tensor], hook: Callable[[Tensor], None]) -> None:
     """`hook` gets the first gradient of `outputs` that a backward has, once in each backward."""
-    if (
-        len(outputs) == 1
-    ):  # its own hook does that; torch's for several takes the host thrice as long
+    # One tensor's own hook does that; torch's for several takes the host thrice as long.
+    if len(outputs) == 1:
         outputs[0].register_hook(hook)
     else:
         register_multi_grad_hook(outputs, hook, mode="any")
