@@ -205,6 +205,23 @@ def test_what_is_said_of_single_steps() -> None:
         assert step in report
 
 
+def test_what_is_said_of_two_gpus() -> None:
+    folder = HERE / "x2"
+    saved = {arm: 100 * (1 - seconds(arm, folder) / seconds("zero3", folder)) for arm in TWO}
+    text = said(folder)
+    assert f"{saved['g8_4_hadamard']:.1f} % for `g8_4_hadamard`" in text
+    assert f"{saved['w8']:.1f} and {saved['w6']:.1f} % for 8 and 6 bits" in text
+    assert f"{saved['zeropp']:.1f} % for `zeropp`" in text
+    at32 = {arm: f"{numbers(arm, 'loss', folder)[31]:.2f}" for arm in TWO}
+    assert f"between {at32['w6']} (`w6`) and {at32['zero3']} (`zero3` and its control)" in text
+    assert max(at32.values()) == at32["zero3"] == at32["zero3_split"]
+    gaps = {arm: -(loss - heldout(folder)["zero3"]) for arm, loss in heldout(folder).items()}
+    control = gaps.pop("zero3_split")
+    others = sorted(gaps[arm] for arm in gaps if arm != "zero3")
+    assert f"at the end by {control:.3f} where the others do by {others[0]:.3f} to" in text
+    assert f"to {others[-1]:.3f}." in text
+
+
 def test_what_is_said_of_speed_bytes_and_starts() -> None:
     step = {arm: seconds(arm) for arm in FOUR}
     times = [step["zero3"] / step[arm] for arm in ("w8", "zeropp")]
