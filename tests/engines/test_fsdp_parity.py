@@ -22,7 +22,7 @@ QUICK = {
         "8bit_states",
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
-    (2, 1): ["host_states"],
+    (2, 1): ["host_states", "residual_rate"],
 }
 CLUSTERS = [(1, 2), (2, 2), (1, 3), (3, 2), (2, 4)]
 
