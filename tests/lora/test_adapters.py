@@ -38,7 +38,7 @@ def test_only_adapters_are_trained_and_units_stay() -> None:
     before = {n for n, _ in build_uneven().named_parameters()}
     assert frozen_base(model) == before
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    linears = [f"layers.{i}.{n}.weight" for i in (0, 1) for n in ("up", "down")]
+    linears = [f"layers.{i}.{n}.weight" for i in (0, 1) for n in ("up", "down_proj")]
     assert trained == {a for n in linears for a in adapters_of(n)}
     config = with_lora("zero3", 1, 2, lora())
     units = build_plan(model, config).units
@@ -116,7 +116,7 @@ def test_settings_that_contradict(overrides: list[str], answer: str) -> None:
     [
         (
             {"targets": ["q_proj"]},
-            "'q_proj' matches no linear layer of a block; .*down, up",
+            "'q_proj' matches no linear layer of a block; .*down_proj, up",
         ),
         ({"targets": ["head"]}, "matches no linear layer of a block"),
         ({"rank": 25}, r"rank=25 is above the full rank of layers.0.up \(24 to 53\)"),
