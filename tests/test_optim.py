@@ -106,3 +106,16 @@ def test_a_model_without_such_projections_is_told_so() -> None:
         adamw({"a": nn.Parameter(torch.ones(3, 3))}, TrainConfig(residual_lr=0.1))
     with pytest.raises(ValueError, match="use more than 0"):
         TrainConfig(residual_lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "half"), [("self_attn.o_proj", "attention"), ("mlp.down_proj", "mlp")]
+)
+def test_a_block_of_which_only_half_is_known_is_refused(lost: str, half: str) -> None:
+    names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+    whole = {f"layers.0.{n}.weight": nn.Parameter(torch.ones(3, 3)) for n in names}
+    adamw(whole, TrainConfig(residual_lr=0.1))
+    renamed = {name.replace(lost, lost.split(".")[0] + ".own"): p for name, p in whole.items()}
+    with pytest.raises(ValueError, match=f"no matrix of the model's {half} is known by its name"):
+        adamw(renamed, TrainConfig(residual_lr=0.1))
+    adamw(renamed, TrainConfig())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.config import TrainConfig
-from zpp_lab.models.params import feeds_residual
+from zpp_lab.models.params import feeds_residual, param_class
 from zpp_lab.optimizers import DTYPES, CompactAdamW, ShardAdamW, kind_of
 from zpp_lab.optimizers.sharded import is_sharded
 
@@ -29,6 +29,8 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
+    if train.residual_lr != 1:
+        _check_projections(parameters, trained, train.residual_lr)
     groups = _groups(trained, train)
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32":
@@ -40,15 +42,26 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(every))
 
 
+def _check_projections(
+    parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter], factor: float
+) -> None:
+    """ValueError where no projection into the residual stream is known, or half of a block's."""
+    names = [name for name, p in parameters.items() if p.ndim > 1]
+    known = {param_class(name) for name in names if feeds_residual(name)}
+    half = {"attention", "mlp"} & {param_class(name) for name in names} - known
+    slow = any(feeds_residual(name) for name, p in trained.items() if p.ndim > 1)
+    if half or not slow:
+        whose = f"matrix of the model's {min(half)}" if half else "trained matrix of the model"
+        raise ValueError(
+            f"train.residual_lr={factor}: no {whose} is known by its name to project into the "
+            "residual stream; set train.residual_lr=1"
+        )
+
+
 def _groups(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
     """Parameters that share settings; `factor` is what `set_rate` multiplies the rate by."""
     matrices = {name: p for name, p in trained.items() if p.ndim > 1}
     slow = {name for name in matrices if train.residual_lr != 1 and feeds_residual(name)}
-    if train.residual_lr != 1 and not slow:
-        raise ValueError(
-            f"train.residual_lr={train.residual_lr}: no trained matrix of this model is known to "
-            "project into the residual stream; set train.residual_lr=1"
-        )
     decay = train.weight_decay
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in matrices.items() if name not in slow], "weight_decay": decay},

@@ -28,7 +28,7 @@ from zpp_lab.config import DataConfig, ModelConfig, TrainConfig
 from zpp_lab.data.tokens import TokenData, open_data
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.start import fill, whole
-from zpp_lab.optim import adamw, learning_rate
+from zpp_lab.optim import adamw, learning_rate, set_rate
 
 UNIT = 7.5e-6 * 5120  # learning rate × columns of the first step of the first schedule
 HEAD = 0.02 * 5120**0.5  # length of a head's row there
@@ -147,8 +147,7 @@ def begin(remedy: Remedy, steps: int = 16) -> dict[str, list[float]]:
     held = next(source.heldout(1024, 16, 64))
     losses, norms = [loss_of(made, held)], []
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train)
+        set_rate(optimizer, learning_rate(step, train))
         optimizer.zero_grad()
         made(*source.batch(SEED, step, 0, 0, 8, 64)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(made.parameters(), train.clip).item())

@@ -86,6 +86,16 @@ def test_the_report_says_how_to_make_it_and_that_seeds_share_it(tmp_path: Path) 
     assert "A seed fixes the initialization and every batch." in decision(plain)[0]
 
 
+def test_a_start_from_elsewhere_is_not_taken_for_a_prepared_run(tmp_path: Path) -> None:
+    what = study(PrepareConfig("base"), starts=("base", "base"))
+    launch(what, tmp_path)
+    appendix = Appendix(read_result(tmp_path))
+    assert list(appendix.prepared()) == ["base"]
+    for run in appendix._runs.values():
+        run.config["model"]["start"] = str(tmp_path / "elsewhere" / "base")
+    assert appendix.prepared() == {}
+
+
 def test_arms_start_from_the_one_they_name(tmp_path: Path) -> None:
     what = study(PrepareConfig("one"), PrepareConfig("two"), starts=("two", "one"))
     runs = plan_runs(what, tmp_path, fake_compose)

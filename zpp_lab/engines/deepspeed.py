@@ -33,7 +33,7 @@ from zpp_lab.engines.deepspeed_settings import (
 from zpp_lab.engines.deepspeed_state import load_states, own_part, states
 from zpp_lab.engines.losses import token_losses
 from zpp_lab.numerics import fold_sum
-from zpp_lab.optim import adamw
+from zpp_lab.optim import adamw, set_rate
 from zpp_lab.plan import Plan
 
 _LOWEST_SCALE = "loss scale already at minimum"
@@ -109,8 +109,7 @@ class DeepSpeedEngine(Engine):
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
         """One optimizer step. With fp16 a step whose scaled gradient overflowed changes no weight
         and has an infinite norm; DeepSpeed halves its loss scale."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         micros = self.plan.micro_steps
         losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
         for micro in range(micros):

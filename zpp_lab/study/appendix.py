@@ -12,6 +12,7 @@ import yaml
 
 from zpp_lab.hydra_words import written
 from zpp_lab.runconfig import differing, flat_config
+from zpp_lab.study.plan import PREPARE
 from zpp_lab.study.runs import Run
 from zpp_lab.study.table import NOTHING
 from zpp_lab.study.verdict import ArmResult, StudyResult
@@ -71,7 +72,8 @@ class Appendix:
         commands take; without those that no arm has started from yet."""
         study = self.result.study
         starts = {start for run in self._runs.values() if (start := _start(run))}
-        folders = {Path(start).name: start for start in sorted(starts)}
+        made_first = [start for start in sorted(starts) if Path(start).parent.name == PREPARE]
+        folders = {Path(start).name: start for start in made_first}
         made: dict[str, str] = {}
         for one in study.prepare:
             if one.name in folders:
