@@ -135,13 +135,16 @@ def test_a_study_extends_another(tmp_path: Path) -> None:
     assert after["zero3"] == before["zero3"]
 
 
-@pytest.mark.parametrize(
-    ("more", "answer"),
-    [
-        ("without: [w9]", "without: w9: no such arm in what it extends; there are: zero3"),
-        ("arms: [w8]", "arms must be a list of mappings with a name each"),
-    ],
-)
+def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
+    start = "{name: 'x{bits}', overrides: ['recipe.weights.bits={bits}'], factors: {bits: "
+    text = f"extends: smoke\nname: mine\narms: [{start}[4]}}}}, {start}[2, 6]}}}}]\n"
+    names = [arm.name for arm in load_study(written(tmp_path, "mine", text)).arms]
+    assert names[-3:] == ["x4", "x2", "x6"]
+    twice = text.replace("[2, 6]", "[4, 6]")
+    with pytest.raises(ValueError, match="arm named twice: x4"):
+        load_study(written(tmp_path, "mine", twice))
+
+
 def test_what_extends_wrongly_is_told(tmp_path: Path, more: str, answer: str) -> None:
     name = written(tmp_path, "mine", f"extends: smoke\nname: mine\n{more}\n")
     with pytest.raises(ValueError, match=answer):

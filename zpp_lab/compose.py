@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,15 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
         )
     own = _by_name(path, values.pop("arms", []))
     overrides = [*base.get("overrides", []), *values.pop("overrides", [])]
-    kept = {name: arm for name, arm in (arms | own).items() if name not in without}
-    return base | values | {"overrides": overrides, "arms": list(kept.values())}
+    kept = {name: same for name, same in arms.items() if name not in without} | own
+    return base | values | {"overrides": overrides, "arms": list(chain(*kept.values()))}
 
 
-def _by_name(path: Path, arms: Any) -> dict[str, Any]:
-    """A grid goes by the name that it gives its arms."""
+def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
+    """Grids go by the name that they give their arms, which several of one file may share."""
     if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
         raise ValueError(f"{path}: arms must be a list of mappings with a name each")
-    return {str(arm["name"]): arm for arm in arms}
+    named: dict[str, list[Any]] = {}
+    for arm in arms:
+        named.setdefault(str(arm["name"]), []).append(arm)
+    return named
