@@ -145,6 +145,13 @@ def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
         load_study(written(tmp_path, "mine", twice))
 
 
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    [
+        ("without: [w9]", "without: w9: no such arm in what it extends; there are: zero3"),
+        ("arms: [w8]", "arms must be a list of mappings with a name each"),
+    ],
+)
 def test_what_extends_wrongly_is_told(tmp_path: Path, more: str, answer: str) -> None:
     name = written(tmp_path, "mine", f"extends: smoke\nname: mine\n{more}\n")
     with pytest.raises(ValueError, match=answer):
