@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zpp_lab.bench.calibrate import TINY, _between, main, parser
-from zpp_lab.bench.calibrate_compute import block_seconds, copy_rate, curves, flops, rising
+from zpp_lab.bench.calibrate_compute import block_seconds, copy_rate, curve, flops, rising
 from zpp_lab.bench.calibrate_links import codecs
 from zpp_lab.compose import compose
 from zpp_lab.cost.machine import OPERATORS, Between, load_machine
@@ -30,8 +30,7 @@ def test_a_curve_never_falls() -> None:
 
 
 def test_blocks_and_memory_take_time() -> None:
-    found = curves({"eager": TINY.widths}, CPU)
-    assert len(found["eager"].points) == len(TINY.widths)
+    assert len(curve(TINY.widths, "eager", CPU).points) == len(TINY.widths)
     assert block_seconds(TINY.widths[0], "eager", CPU) > 0
     assert copy_rate(2**16, CPU) > 0
 
@@ -47,7 +46,7 @@ def test_every_codec_of_the_family_is_timed() -> None:
 def test_links_between_nodes_are_measured_given_or_said_not_to_be() -> None:
     def between(*words: str) -> tuple[Between, str]:
         args: argparse.Namespace = parser().parse_args(["--out", "m.json", *words])
-        return _between(args, None, TINY)  # type: ignore[arg-type]
+        return _between(args, None, TINY, None)  # type: ignore[arg-type]
 
     assert between() == (
         Between(0.0, 1.0),

@@ -26,6 +26,7 @@ from zpp_lab.paths import conf_dir
 _STRICT = ConfigDict(extra="forbid")
 OPERATORS = ("encode", "decode", "reduce", "decode_sum_encode")
 MODES = ("eager", "compiled")
+PART = ".part"  # the ending of a calibration's file that is not whole yet
 
 
 @checked(frozen=True, config=_STRICT)
@@ -217,6 +218,11 @@ def load_machine(name: str) -> Machine:
         raise ValueError(
             f"machine {name!r}: no such file; give one that `zpp-lab bench calibrate` wrote, or "
             f"the name of a ready one: {ready}"
+        )
+    if path.suffix == PART:
+        raise ValueError(
+            f"{path} has the parts that a calibration has measured so far: give "
+            "`zpp-lab bench calibrate` the same words again, and it goes on and makes the whole"
         )
     try:
         return load(Machine, json.loads(path.read_text(encoding="utf-8")))
