@@ -1,6 +1,6 @@
 """Do the parts that `zpp-lab bench calibrate` measures add up to a deeper model's step?
 
-    python experiments/parity/host_parts.py --out host_parts.json [--layers 8] [--deep 24]
+    python experiments/parity/host_parts.py --out host_parts.json [--layers 16] [--deep 24]
 
 On a CPU, with torch's fake process group (nothing travels) and blocks of 32 columns, so that a
 step is what the host does. Plain FSDP2 with models of one block and of `layers` gives the parts;
@@ -51,7 +51,7 @@ def as_before(host: Host, layers: int) -> Host:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--deep", type=int, default=24)
     parser.add_argument("--turns", type=int, default=40)
     args = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
     calls: dict[Case, Callable[[], Times]] = cases(args.layers, WIDTH, EAGER, CPU)
     for name, again in DEEP.items():
         model = replace(settings(args.deep, WIDTH), checkpoint_activations=again)
-        calls[name, "eager", args.deep] = sharded(model, CPU)
+        calls[name, "eager", args.deep] = sharded(model, "eager", CPU)
     settle()
     times = in_turns(calls)
     host = figures(times, args.layers, EAGER, 0.0)

@@ -53,11 +53,11 @@ def test_the_hosts_figures_put_the_measured_step_together_again() -> None:
         ends = 10.0, 20.0  # embedding and head
         alone = ends[0] + n * forward, ends[1] + n * backward
         times["alone", "eager", n] = alone
-        times["again", "eager", n] = alone[0] - 0.5 * n, alone[1] + (0.5 + again) * n
         passes = alone[0] + (n + 1) * gather, alone[1] + n * gather + (n + 1) * reduce
         block = forward + backward + rest
         step = once + n * block + (2 * n + 1) * gather + (n + 1) * reduce
         times["fsdp2", "eager", n] = *passes, step
+        times["again", "eager", n] = passes[0] - 0.5 * n, passes[1] + (0.5 + again) * n, step
     found = figures(times, 5, ["eager"], 0.5)
     assert found.block_forward_s == {"eager": pytest.approx(forward)}
     assert found.block_backward_s == {"eager": pytest.approx(backward)}

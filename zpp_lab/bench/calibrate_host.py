@@ -1,7 +1,7 @@
 """What the host needs to start a step's work: models so small that nothing else bounds it.
 
-Models of one block and of `layers` run alone and under FSDP2, with and without computing their
-blocks again, each until the call returns: the device is free before and is not waited for. What
+Models of one block and of `layers` run alone, under FSDP2, and under FSDP2 with blocks that are
+computed again, each until the call returns: the device is free before and is not waited for. What
 FSDP2 adds to a forward is a gather of each unit; what it adds to a backward, a gather and a
 reduction. What a block adds to FSDP2's whole step beyond these (clipping and updating its
 parameters, hooks, waits) is `block_rest_s`, what no block accounts for `step_s`. All take turns,
@@ -34,7 +34,7 @@ TOKENS, VOCABULARY = 16, 256  # no fewer than bytes
 NORMED_LAYERS = 8
 ALONE, AGAIN, FSDP2 = "alone", "again", "fsdp2"
 Case = tuple[str, str, int]  # what runs, its mode, blocks
-Times = tuple[float, ...]  # seconds of forward and backward; of FSDP2 a whole step too
+Times = tuple[float, ...]  # seconds of forward and backward; under FSDP2 of a whole step too
 
 
 def host(layers: int, width: int, normed: int, modes: Sequence[str], device: torch.device) -> Host:
@@ -56,14 +56,15 @@ def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[str], norm
 
     forward, backward = ({m: each(ALONE, m, part) for m in modes} for part in (0, 1))
     again = {
-        m: max(0.0, each(AGAIN, m, 0) + each(AGAIN, m, 1) - forward[m] - backward[m]) for m in modes
+        m: max(0.0, sum(each(AGAIN, m, part) - each(FSDP2, m, part) for part in (0, 1)))
+        for m in modes
     }
-    alone, sharded = times[ALONE, "eager", layers], times[FSDP2, "eager", layers]
-    gather = max(0.0, (sharded[0] - alone[0]) / (layers + 1))
-    reduce = max(0.0, (sharded[1] - alone[1] - layers * gather) / (layers + 1))
+    bare, whole = times[ALONE, "eager", layers], times[FSDP2, "eager", layers]
+    gather = max(0.0, (whole[0] - bare[0]) / (layers + 1))
+    reduce = max(0.0, (whole[1] - bare[1] - layers * gather) / (layers + 1))
     block = forward["eager"] + backward["eager"]
     rest = max(0.0, each(FSDP2, "eager", 2) - block - 2 * gather - reduce)
-    step = sharded[2] - layers * (block + rest) - (2 * layers + 1) * gather - (layers + 1) * reduce
+    step = whole[2] - layers * (block + rest) - (2 * layers + 1) * gather - (layers + 1) * reduce
     return Host(
         block_forward_s=forward,
         block_backward_s=backward,
@@ -80,15 +81,13 @@ def cases(
     layers: int, width: int, modes: Sequence[str], device: torch.device
 ) -> dict[Case, Callable[[], Times]]:
     found: dict[Case, Callable[[], Times]] = {}
-    for blocks in (1, layers):
-        plain = settings(blocks, width)
-        for mode in modes:
-            for what, model in (
-                (ALONE, plain),
-                (AGAIN, replace(plain, checkpoint_activations=True)),
-            ):
-                found[what, mode, blocks] = _alone(model, mode, device)
-        found[FSDP2, "eager", blocks] = sharded(plain, device)
+    for mode in modes:
+        for blocks in (1, layers):
+            plain = settings(blocks, width)
+            again = replace(plain, checkpoint_activations=True)
+            found[ALONE, mode, blocks] = alone(plain, mode, device)
+            found[FSDP2, mode, blocks] = sharded(plain, mode, device)
+            found[AGAIN, mode, blocks] = sharded(again, mode, device)
     return found
 
 
@@ -122,7 +121,7 @@ def fsdp2_config(model: ModelConfig) -> Config:
     )
 
 
-def _alone(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
+def alone(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
     made = drawn(model, device).bfloat16()
     if mode == "compiled":
         from zpp_lab.engines.compiled import compile_units  # loads the compiler
@@ -131,8 +130,10 @@ def _alone(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], 
     return lambda: _passes(made, device)
 
 
-def sharded(model: ModelConfig, device: torch.device) -> Callable[[], Times]:
-    timed = PlainFsdp2(fsdp2_config(model), device)
+def sharded(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
+    config = fsdp2_config(model)
+    engine = replace(config.engine, compile=mode == "compiled")
+    timed = PlainFsdp2(replace(config, engine=engine), device)
     batch = _tokens(torch.device("cpu"))
 
     def call() -> Times:
