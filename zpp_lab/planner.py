@@ -123,6 +123,8 @@ def plan_command(
     show(outlook, advice, console)
     if known:
         console.print(time_shown.table(times, known))
+        if lacks := time_shown.host_lacks(known):
+            console.print(lacks)
         if advised := time_shown.host_advice(outlook.config, known, times):
             console.print(advised)
     return 0 if outlook.fits else 1

@@ -8,8 +8,9 @@
 `check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
 where a table has none, what the other columns say with `overrides` and --set on top.
 Engines without a plan of ours are left out and counted; rows of shared GPUs (ranks_per_gpu) are
-predicted for such. `arms`: those of run.sh at 1.3B on
-2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
+predicted for such. Rows in which the host hardly waited (waiting_s) are counted by themselves too:
+they test the host's figures, and what the machine's file lacks of these is said. `arms`: those of
+run.sh at 1.3B on 2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
 the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
 """
 
@@ -30,13 +31,14 @@ from zpp_lab.bench.step_engines import vocabulary
 from zpp_lab.compose import compose
 from zpp_lab.config import Config, load
 from zpp_lab.cost.machine import Machine, load_machine
-from zpp_lab.cost.show import links
+from zpp_lab.cost.show import host_lacks, links
 from zpp_lab.cost.step import StepTime, predict
 from zpp_lab.files import write_atomic
 
 HERE = Path(__file__).parent
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 NODE = "zero3 + reshard to node"  # FSDP2's own hpZ: backward gathers in the node
+HARDLY = 0.05  # of a step: a host that waited less for its device was what bounded the step
 RECIPES = ["zero3", "w8", "w8_2hops", "zeropp", "w4_g84h"]
 Row = dict[str, str]
 
@@ -71,13 +73,25 @@ def check(paths: list[Path], machine: Machine, words: list[str], out: Path | Non
         print(f"left out: {text} ({left.count(text)})")
     if not found:
         return 1
-    errors = [abs(one.error) for one in found]
-    print(
-        f"{len(found)} rows: median error {statistics.median(errors):.1%}, most {max(errors):.1%}"
-    )
+    print(f"{len(found)} rows: {errors(found)}")
+    if tight := [one for one in found if host_bound(one.row)]:
+        lacks = f"; {host_lacks(machine)}" if machine.host.lacks else ""
+        print(f"of these bound by the host, {len(tight)} rows: {errors(tight)}{lacks}")
     if out:
         write(out, [{**one.row, **columns(one)} for one in found])
     return 0
+
+
+def errors(found: list[Checked]) -> str:
+    sizes = [abs(one.error) for one in found]
+    mean = statistics.mean(one.error for one in found)
+    return f"median error {statistics.median(sizes):.1%}, most {max(sizes):.1%}, mean {mean:+.1%}"
+
+
+def host_bound(row: Row) -> bool:
+    """As the bench saw it; False in tables from before waiting_s."""
+    waited = row.get("waiting_s")
+    return bool(waited) and float(waited or 0) < HARDLY * float(row["step_s"])
 
 
 def columns(one: Checked) -> Row:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from zpp_lab.bench.calibrate import TINY, _between, main, parser
-from zpp_lab.bench.calibrate_compute import block_seconds, copy_rate, curves, flops, rising
+from zpp_lab.bench.calibrate_compute import block_seconds, copy_rate, curve, flops, rising
+from zpp_lab.bench.calibrate_host import Case, Times, figures
 from zpp_lab.bench.calibrate_links import codecs
 from zpp_lab.compose import compose
 from zpp_lab.cost.machine import OPERATORS, Between, load_machine
@@ -30,8 +31,7 @@ def test_a_curve_never_falls() -> None:
 
 
 def test_blocks_and_memory_take_time() -> None:
-    found = curves({"eager": TINY.widths}, CPU)
-    assert len(found["eager"].points) == len(TINY.widths)
+    assert len(curve(TINY.widths, "eager", CPU).points) == len(TINY.widths)
     assert block_seconds(TINY.widths[0], "eager", CPU) > 0
     assert copy_rate(2**16, CPU) > 0
 
@@ -44,10 +44,43 @@ def test_every_codec_of_the_family_is_timed() -> None:
         assert set(found.seconds[op]) == {"raw", "4", "4h"} | drawn
 
 
+def test_the_hosts_figures_put_the_measured_step_together_again() -> None:
+    """Of 1 and 5 blocks: forward 1, backward 2, computed again 1.5, gather 0.25, reduction 0.5, and
+    each block 0.125 and each step 3 beside."""
+    forward, backward, again, gather, reduce, rest, once = 1.0, 2.0, 1.5, 0.25, 0.5, 0.125, 3.0
+    times: dict[Case, Times] = {}
+    for n in (1, 5):
+        ends = 10.0, 20.0  # embedding and head
+        alone = ends[0] + n * forward, ends[1] + n * backward
+        times["alone", "eager", n] = alone
+        passes = alone[0] + (n + 1) * gather, alone[1] + n * gather + (n + 1) * reduce
+        block = forward + backward + rest
+        step = once + n * block + (2 * n + 1) * gather + (n + 1) * reduce
+        times["fsdp2", "eager", n] = *passes, step
+        times["again", "eager", n] = passes[0] - 0.5 * n, passes[1] + (0.5 + again) * n, step
+    found = figures(times, 5, ["eager"], 0.5)
+    assert found.block_forward_s == {"eager": pytest.approx(forward)}
+    assert found.block_backward_s == {"eager": pytest.approx(backward)}
+    assert found.block_again_s == {"eager": pytest.approx(again)}
+    assert (found.gather_s, found.reduce_s) == (pytest.approx(gather), pytest.approx(reduce))
+    assert found.block_rest_s == pytest.approx(rest)
+    assert found.step_s == pytest.approx(once)
+    assert found.lacks == []
+
+
+def test_parts_of_the_host_that_noise_makes_negative_are_0() -> None:
+    flat = {
+        (what, "eager", n): (1.0, 1.0, 1.0) for what in ("alone", "again", "fsdp2") for n in (1, 2)
+    }
+    found = figures(flat, 2, ["eager"], 0.0)
+    assert (found.gather_s, found.reduce_s, found.block_rest_s) == (0.0, 0.0, 0.0)
+    assert found.step_s == 1.0
+
+
 def test_links_between_nodes_are_measured_given_or_said_not_to_be() -> None:
     def between(*words: str) -> tuple[Between, str]:
         args: argparse.Namespace = parser().parse_args(["--out", "m.json", *words])
-        return _between(args, None, TINY)  # type: ignore[arg-type]
+        return _between(args, None, TINY, None)  # type: ignore[arg-type]
 
     assert between() == (
         Between(0.0, 1.0),

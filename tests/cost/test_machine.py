@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_json_and_back(tmp_path: Path) -> None:
     machine = load_machine("h200")
     machine.save(tmp_path / "again.json")
     assert load_machine(str(tmp_path / "again.json")) == machine
+
+
+def test_figures_of_the_host_that_came_later_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    machine = load_machine("h200")
+    assert machine.host.lacks == ["host.block_again_s", "host.block_rest_s"]
+    values = asdict(machine)
+    values["host"] |= {"block_again_s": {"eager": 1e-3}, "block_rest_s": 2e-4}
+    path.write_text(json.dumps(values))
+    found = load_machine(str(path)).host
+    assert (found.lacks, found.again_s("eager")) == ([], 1e-3)
+    assert found.once_s(10) == pytest.approx(found.step_s + 2e-3)
+    for wrong, message in (
+        ({"block_again_s": {"compiled": 1e-3}}, "no block_again_s for"),
+        ({"block_again_s": {"eager": -1.0}}, "block_again_s: use 0"),
+        ({"block_rest_s": -1.0}, "block_rest_s=-1.0"),
+    ):
+        path.write_text(json.dumps(values | {"host": values["host"] | wrong}))
+        with pytest.raises(ValueError, match=message):
+            load_machine(str(path))
 
 
 def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zpp_lab.cost.machine import (
     load_machine,
 )
 from zpp_lab.cost.model import block_work, plan_of
-from zpp_lab.cost.show import host_advice, times
+from zpp_lab.cost.show import host_advice, host_lacks, times
 from zpp_lab.cost.step import predict
 
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16", "cluster=2x2"]
@@ -113,6 +113,35 @@ def test_where_the_host_is_slow_it_is_the_step() -> None:
     assert found.step_s == pytest.approx(3 * 3.0 + gathers * 0.25 + reductions * 0.5 + 12.0)
     assert found.bound == "host"
     assert found.exposed_s == pytest.approx(found.step_s)
+
+
+def test_a_block_computed_again_takes_the_host_what_was_measured_or_a_forward() -> None:
+    old = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    new = replace(old, block_again_s={"eager": 1.5}, block_rest_s=0.125)
+    kept, again = (
+        config("recipe=zeropp", "model.layers=3", f"model.checkpoint_activations={words}")
+        for words in ("false", "true")
+    )
+
+    def seconds(settings: Config, host: Host) -> float:
+        return predict(settings, machine(host=host), None).host_s
+
+    assert seconds(again, old) - seconds(kept, old) == pytest.approx(3 * 1.0)
+    assert seconds(again, new) - seconds(kept, new) == pytest.approx(3 * 1.5)
+    assert seconds(kept, new) - seconds(kept, old) == pytest.approx(3 * 0.125)
+    pairs = replace(kept, engine=replace(kept.engine, blocks_per_unit=2))  # blocks, not units
+    assert seconds(pairs, new) - seconds(pairs, old) == pytest.approx(3 * 0.125)
+
+
+def test_what_a_file_lacks_of_the_host_is_said() -> None:
+    old = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    half = replace(old, block_again_s={"eager": 1.5})
+    whole = replace(half, block_rest_s=0.0)
+    assert "of ideal lack host.block_again_s and host.block_rest_s:" in str(
+        host_lacks(machine(host=old))
+    )
+    assert "lack host.block_rest_s:" in str(host_lacks(machine(host=half)))
+    assert host_lacks(machine(host=whole)) is None
 
 
 def test_larger_units_take_the_host_less_time_and_the_links_as_much() -> None:

@@ -42,6 +42,19 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
     assert len(named) == 21
 
 
+def test_rows_bound_by_the_host_are_counted_by_themselves(tmp_path: Path, capsys) -> None:
+    check_cost, out = script("check_cost"), tmp_path / "check.csv"
+    check_cost.check([HERE / "results.csv"], load_machine("h200"), [], out)
+    rows = [r for r in csv.DictReader(out.open()) if check_cost.host_bound(r)]
+    assert {(r["model"], r["link_gbps"]) for r in rows} == {("1_3b", "50"), ("1_3b", "max")}
+    errors = sorted(float(r["error"]) for r in rows)
+    (told,) = [t for t in capsys.readouterr().out.splitlines() if "bound by the host" in t]
+    assert f"{len(rows)} rows: median error {(errors[3] + errors[4]) / 2:.1%}" in told
+    assert "figures of h200 lack host.block_again_s and host.block_rest_s" in told
+    assert not check_cost.host_bound({"step_s": "1", "waiting_s": ""})
+    assert not check_cost.host_bound({"step_s": "1"})
+
+
 def test_the_arms_of_the_page_are_what_the_model_says(tmp_path: Path) -> None:
     out = tmp_path / "predicted.csv"
     assert script("check_cost").arms(load_machine("h200"), out) == 0

@@ -70,6 +70,16 @@ def test_with_a_study(capsys, tmp_path: Path) -> None:
         assert compose([*made.overrides, *arm.overrides]).model.preset == "tiny"
 
 
+def test_where_the_host_is_the_bound_a_note_says_what_its_figures_lack(capsys) -> None:
+    fast = ["--machine", "h200", "--link-gbps", "max", "--memory-gib", "80", "--json"]
+    assert main([*WORDS, *fast]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"]["time"]["bound"] == "host"
+    lacking = "figures of h200 lack host.block_again_s"
+    assert lacking in " ".join(found["notes"])
+    assert lacking not in " ".join(planned(capsys)["notes"])  # bound by the link
+
+
 def test_the_table(capsys, tmp_path: Path) -> None:
     assert main([*WORDS, *LIMITS, "--study", str(study(tmp_path / "study"))]) == 0
     shown = capsys.readouterr().out

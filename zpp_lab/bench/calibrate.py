@@ -12,6 +12,10 @@ host), or on emulated nodes, and `--link-gbps` names the nominal speed of a node
 
 Elsewhere `--efficiency` and `--latency-us` say what they are, and the file says that nobody
 measured them.
+
+The file is written once all is measured. What a call that was ended has measured lies beside it, in
+machine.json.part; the same command goes on from there, on the same kind of CPU, as many GPUs of the
+same names, with the same torch and code. Else it says what differs and measures all.
 """
 
 from __future__ import annotations
@@ -19,20 +23,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zpp_lab.bench.calibrate_compute import copy_rate, curves
+from zpp_lab.bench.calibrate_compute import copy_rate, curve
 from zpp_lab.bench.calibrate_host import host
+from zpp_lab.bench.calibrate_kept import Kept, place_of
 from zpp_lab.bench.calibrate_links import Links, codecs
 from zpp_lab.bench.ranks import join, start
 from zpp_lab.config import ClusterConfig
-from zpp_lab.cost.machine import MODES, Between, Machine
+from zpp_lab.cost.machine import MODES, Between, Codec, Curve, Host, Inside, Machine
+from zpp_lab.crossover import Crossover
 from zpp_lab.machine import commit, machine_facts, versions
 
 MIB = 2**20
@@ -67,7 +73,7 @@ LARGE = Sizes(
     shipments=tuple(n * MIB for n in (1, 4, 16, 64, 256, 512)),
     numel=128 * MIB,
     copied=512 * MIB,
-    layers=8,
+    layers=16,
     width=256,
     normed=1024,
     units=(4, 16, 64, 256),
@@ -123,9 +129,11 @@ def main(argv: list[str]) -> int:
 def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
     device = join(on_gpu)
     sizes = TINY if args.tiny else LARGE
-    machine = measured(args, sizes, device)
+    kept = Kept(args.out, place_of(sizes, device))
+    machine = measured(args, sizes, device, kept)
     if dist.get_rank() == 0:
         machine.save(args.out)
+        kept.done()
         print(f"{args.out}: use it with `zpp-lab plan --machine {args.out} ...`", flush=True)
     dist.barrier()
     sys.stdout.flush()
@@ -140,52 +148,67 @@ def modes_of(args: argparse.Namespace) -> list[str]:
     return modes
 
 
-def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> Machine:
-    """Every rank calls it; all get rank 0's figures."""
+def measured(args: argparse.Namespace, sizes: Sizes, device: torch.device, kept: Kept) -> Machine:
+    """Every rank calls it; all get rank 0's figures, of which `kept` may have some."""
     modes = [m for m in modes_of(args) if m == "eager" or device.type == "cuda"]
-    bits = [int(word) for word in args.bits.split(",")]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if local < 2:
         raise ValueError("bench calibrate needs two ranks a host, to measure what joins them")
     cluster = ClusterConfig(nodes=dist.get_world_size() // local, gpus_per_node=local)
     links = Links(cluster, device)
-    shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
-    compute = _told("compute", lambda: curves({m: shapes[m] for m in modes}, device))
-    started = _told("host", lambda: host(sizes.layers, sizes.width, sizes.normed, modes, device))
-    inside = _told("links inside nodes", lambda: links.inside(sizes.shipments))
-    pull = _told("copies and kernels that pull", lambda: links.pulls(sizes.units, bits))
-    kernels = _told("codecs", lambda: codecs(bits, sizes.numel, device))
-    between, source = _between(args, links, sizes)
-    made = Machine(
-        name=args.name or args.out.stem,
-        compute=compute,
-        memory_bytes_per_s=copy_rate(sizes.copied, device),
-        host=started,
-        intra=replace(inside, pull=pull),
-        inter=between,
-        codec=kernels,
-        comment=_comment(sizes, source),
-        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-    )
+    made = _machine(args, sizes, device, modes, links, kept)
     same: list[Any] = [made]
     dist.broadcast_object_list(same, 0)
     machine: Machine = same[0]
     return machine
 
 
-def _told(what: str, call: Callable[[], Any]) -> Any:
-    if dist.get_rank() == 0:
-        print(f"calibrate: {what}", flush=True)
-    found = call()
-    dist.barrier()
-    return found
+def _machine(
+    args: argparse.Namespace,
+    sizes: Sizes,
+    device: torch.device,
+    modes: list[str],
+    links: Links,
+    kept: Kept,
+) -> Machine:
+    """Part by part; what a part depends on is in its name."""
+    bits, part = [int(word) for word in args.bits.split(",")], kept.part
+    every = f"bits {args.bits}"
+    shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
+    compute = {m: part(f"compute, {m}", Curve, partial(curve, shapes[m], m, device)) for m in modes}
+    wanted = partial(host, sizes.layers, sizes.width, sizes.normed, modes, device)
+    started = part(f"host, {' and '.join(modes)}", Host, wanted)
+    inside = part("links inside nodes", Inside, lambda: links.inside(sizes.shipments))
+    pulls = f"copies and kernels that pull, {every}"
+    pull = part(pulls, tuple[Crossover, ...], lambda: links.pulls(sizes.units, bits))
+    kernels = part(f"codecs, {every}", Codec, lambda: codecs(bits, sizes.numel, device))
+    memory = part("memory", float, lambda: copy_rate(sizes.copied, device))
+    between, source = _between(args, links, sizes, kept)
+    return Machine(
+        name=args.name or args.out.stem,
+        compute=compute,
+        memory_bytes_per_s=memory,
+        host=started,
+        intra=replace(inside, pull=pull),
+        inter=between,
+        codec=kernels,
+        comment=_comment(sizes, source, kept.calls),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+    )
 
 
-def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Between, str]:
+def _between(
+    args: argparse.Namespace, links: Links, sizes: Sizes, kept: Kept
+) -> tuple[Between, str]:
     """And where it comes from. ValueError for a speed without hosts to measure."""
     if args.link_gbps:
-        found = links.between(sizes.shipments, args.link_gbps)
-        return found, f"measured over links of {args.link_gbps:g} Gbit/s a node"
+        gbps = args.link_gbps
+        found = kept.part(
+            f"links between nodes, {gbps:g} Gbit/s",
+            Between,
+            lambda: links.between(sizes.shipments, gbps),
+        )
+        return found, f"measured over links of {gbps:g} Gbit/s a node"
     given = [args.efficiency, args.latency_us]
     if given == [None, None]:
         return Between(0.0, 1.0), "not measured: the nominal speed without latency, a lower bound"
@@ -193,12 +216,13 @@ def _between(args: argparse.Namespace, links: Links, sizes: Sizes) -> tuple[Betw
     return Between(latency * 1e-6, efficiency), "given on the command line, not measured"
 
 
-def _comment(sizes: Sizes, between: str) -> dict[str, str]:
+def _comment(sizes: Sizes, between: str, calls: int) -> dict[str, str]:
     facts = machine_facts()
     where = f"{len(facts['gpus'])} × {facts['gpus'][0]}" if facts["gpus"] else facts["cpu"]
     made = "zpp-lab bench calibrate"
     return {
-        "made by": f"{made} on {where}, versions {versions()}, commit {commit()}, {asdict(sizes)}",
+        "made by": f"{made} on {where}, versions {versions()}, commit {commit()}, {asdict(sizes)}"
+        + (f", in {calls} calls" if calls > 1 else ""),
         "compute": f"{made}: a third of forward and backward of one block, by its FLOPs",
         "memory_bytes_per_s": f"{made}: a copy, read and written",
         "host": f"{made}: a small model alone and under FSDP2, so that the host is the bound",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,9 @@ REPEATS = 5
 AHEAD = 60_000_000  # clock ticks that a GPU waits, so that its host is ahead of it
 
 
-def curves(shapes: Mapping[str, Sequence[Shape]], device: torch.device) -> dict[str, Curve]:
-    """By mode, seconds by the FLOPs of one forward."""
-    return {
-        mode: rising([(flops(shape), block_seconds(shape, mode, device)) for shape in own])
-        for mode, own in shapes.items()
-    }
+def curve(shapes: Sequence[Shape], mode: str, device: torch.device) -> Curve:
+    """Seconds by the FLOPs of one forward."""
+    return rising([(flops(shape), block_seconds(shape, mode, device)) for shape in shapes])
 
 
 def flops(shape: Shape) -> float:

@@ -1,14 +1,20 @@
-"""What the host needs to start a step's work: a model so small that nothing else bounds it.
+"""What the host needs to start a step's work: models so small that nothing else bounds it.
 
-The same model runs alone and under FSDP2. What FSDP2 adds to a forward is a gather of each unit;
-what it adds to a backward, a gather and a reduction.
+Models of one block and of `layers` run alone, under FSDP2, and under FSDP2 with blocks that are
+computed again, each until the call returns: the device is free before and is not waited for. What
+FSDP2 adds to a forward is a gather of each unit; what it adds to a backward, a gather and a
+reduction. What a block adds to FSDP2's whole step beyond these (clipping and updating its
+parameters, hooks, waits) is `block_rest_s`, what no block accounts for `step_s`. All take turns,
+since a machine's pace changes, and Python's collector leaves alone what was there before, as in a
+training.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,29 +26,81 @@ from zpp_lab.config import ClusterConfig, Config, DataConfig, ModelConfig, Recip
 from zpp_lab.cost.machine import Host
 from zpp_lab.cost.model import plan_of
 from zpp_lab.engines.norm import squares
+from zpp_lab.garbage import settled
 
-REPEATS = 7
+REPEATS = 15
+CLOCK = time.perf_counter  # seconds
 TOKENS, VOCABULARY = 16, 256  # no fewer than bytes
 NORMED_LAYERS = 8
+ALONE, AGAIN, FSDP2 = "alone", "again", "fsdp2"
+Case = tuple[str, str, int]  # what runs, its mode, blocks
+Times = tuple[float, ...]  # seconds of forward and backward; under FSDP2 of a whole step too
 
 
 def host(layers: int, width: int, normed: int, modes: Sequence[str], device: torch.device) -> Host:
-    """Every rank calls it; seconds are this rank's."""
-    alone = {mode: _blocks(layers, width, mode, device) for mode in modes}
-    sharded = _sharded(layers, width, device)
-    gather = max(0.0, (sharded[0] - alone["eager"][2]) / (layers + 1))
-    backward = max(0.0, sharded[1] - alone["eager"][3])
-    reduce = max(0.0, (backward - layers * gather) / (layers + 1))
-    blocks = layers * sum(alone["eager"][:2])
-    rest = sharded[2] - blocks - (2 * layers + 1) * gather - (layers + 1) * reduce
+    """Every rank calls it; seconds are this rank's. layers: 2 or more."""
+    calls = cases(layers, width, modes, device)
+    with settled():
+        times = in_turns(calls)
+        norm = _norm(normed, device)
+    return figures(times, layers, modes, norm)
+
+
+def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[str], norm_s: float) -> Host:
+    """From the seconds of each case with one block and with `layers`. Noise may make a part
+    negative; it counts as 0 then, and the parts after it bear the difference."""
+
+    def each(what: str, mode: str, part: int) -> float:
+        few, many = times[what, mode, 1][part], times[what, mode, layers][part]
+        return max(0.0, (many - few) / (layers - 1))
+
+    forward, backward = ({m: each(ALONE, m, part) for m in modes} for part in (0, 1))
+    again = {
+        m: max(0.0, sum(each(AGAIN, m, part) - each(FSDP2, m, part) for part in (0, 1)))
+        for m in modes
+    }
+    bare, whole = times[ALONE, "eager", layers], times[FSDP2, "eager", layers]
+    gather = max(0.0, (whole[0] - bare[0]) / (layers + 1))
+    reduce = max(0.0, (whole[1] - bare[1] - layers * gather) / (layers + 1))
+    block = forward["eager"] + backward["eager"]
+    rest = max(0.0, each(FSDP2, "eager", 2) - block - 2 * gather - reduce)
+    step = whole[2] - layers * (block + rest) - (2 * layers + 1) * gather - (layers + 1) * reduce
     return Host(
-        block_forward_s={mode: times[0] for mode, times in alone.items()},
-        block_backward_s={mode: times[1] for mode, times in alone.items()},
+        block_forward_s=forward,
+        block_backward_s=backward,
         gather_s=gather,
         reduce_s=reduce,
-        step_s=max(0.0, rest),
-        norm_s=_norm(normed, device),
+        step_s=max(0.0, step),
+        norm_s=norm_s,
+        block_again_s=again,
+        block_rest_s=rest,
     )
+
+
+def cases(
+    layers: int, width: int, modes: Sequence[str], device: torch.device
+) -> dict[Case, Callable[[], Times]]:
+    found: dict[Case, Callable[[], Times]] = {}
+    for mode in modes:
+        for blocks in (1, layers):
+            plain = settings(blocks, width)
+            again = replace(plain, checkpoint_activations=True)
+            found[ALONE, mode, blocks] = alone(plain, mode, device)
+            found[FSDP2, mode, blocks] = sharded(plain, mode, device)
+            found[AGAIN, mode, blocks] = sharded(again, mode, device)
+    return found
+
+
+def in_turns(calls: Mapping[Case, Callable[[], Times]]) -> dict[Case, Times]:
+    """Medians of what each call returns; two turns warm up."""
+    found: dict[Case, list[Times]] = {case: [] for case in calls}
+    for _ in range(REPEATS + 2):
+        for case, call in calls.items():
+            found[case].append(call())
+    return {
+        case: tuple(statistics.median(part) for part in zip(*own[2:], strict=True))
+        for case, own in found.items()
+    }
 
 
 def settings(layers: int, width: int) -> ModelConfig:
@@ -51,7 +109,7 @@ def settings(layers: int, width: int) -> ModelConfig:
     )
 
 
-def _config(model: ModelConfig) -> Config:
+def fsdp2_config(model: ModelConfig) -> Config:
     cluster = ClusterConfig(nodes=1, gpus_per_node=dist.get_world_size())
     train = TrainConfig(batch_size=1, param_dtype="bf16", reduce_dtype="bf16")
     return Config(
@@ -63,47 +121,37 @@ def _config(model: ModelConfig) -> Config:
     )
 
 
-def _blocks(
-    layers: int, width: int, mode: str, device: torch.device
-) -> tuple[float, float, float, float]:
-    """Seconds of a block's forward and backward, and of the whole model's."""
-    model = drawn(settings(layers, width), device).bfloat16()
-    few = drawn(settings(1, width), device).bfloat16()
+def alone(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
+    made = drawn(model, device).bfloat16()
     if mode == "compiled":
         from zpp_lab.engines.compiled import compile_units  # loads the compiler
 
-        compile_units([*model.units(), *few.units()], False)
-    whole, one = _pass_seconds(model, device), _pass_seconds(few, device)
-    if layers == 1:
-        return whole[0], whole[1], whole[0], whole[1]
-    forward, backward = (max(0.0, (a - b) / (layers - 1)) for a, b in zip(whole, one, strict=True))
-    return forward, backward, whole[0], whole[1]
+        compile_units(made.units(), False)
+    return lambda: _passes(made, device)
 
 
-def _sharded(layers: int, width: int, device: torch.device) -> tuple[float, float, float]:
-    """Under FSDP2: seconds of forward, backward and a whole step."""
-    timed = PlainFsdp2(_config(settings(layers, width)), device)
-    forward, backward = _pass_seconds(timed.model, device)
+def sharded(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
+    config = fsdp2_config(model)
+    engine = replace(config.engine, compile=mode == "compiled")
+    timed = PlainFsdp2(replace(config, engine=engine), device)
     batch = _tokens(torch.device("cpu"))
-    step = _host_seconds(lambda: timed.step(0, lambda rank, micro: (batch, batch)), device)
-    return forward, backward, step
+
+    def call() -> Times:
+        step = _once(lambda: timed.step(0, lambda rank, micro: (batch, batch)), device)
+        return *_passes(timed.model, device), step
+
+    return call
 
 
-def _pass_seconds(model: torch.nn.Module, device: torch.device) -> tuple[float, float]:
+def _passes(model: torch.nn.Module, device: torch.device) -> Times:
     tokens, losses = _tokens(device), []
 
     def forward() -> None:
         losses.append(model(tokens, tokens))
 
-    def backward() -> None:
-        losses.pop().backward()
-        model.zero_grad(set_to_none=True)
-
-    found: list[tuple[float, float]] = []
-    for _ in range(REPEATS + 2):
-        found.append((_once(forward, device), _once(backward, device)))
-    own = found[2:]
-    return statistics.median(f for f, _ in own), statistics.median(b for _, b in own)
+    times = _once(forward, device), _once(lambda: losses.pop().backward(), device)
+    model.zero_grad(set_to_none=True)
+    return times
 
 
 def _host_seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -116,14 +164,14 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
-    began = time.perf_counter()
+    began = CLOCK()
     call()
-    return time.perf_counter() - began
+    return CLOCK() - began
 
 
 def _norm(width: int, device: torch.device) -> float:
     """Of shards as wide as a real model's, so that sums are as deep."""
-    plan = plan_of(_config(settings(NORMED_LAYERS, width)))
+    plan = plan_of(fsdp2_config(settings(NORMED_LAYERS, width)))
     grads: dict[str, Tensor] = {
         p.name: torch.zeros(p.shard_numel, device=device)
         for u in plan.units

@@ -26,6 +26,7 @@ from zpp_lab.paths import conf_dir
 _STRICT = ConfigDict(extra="forbid")
 OPERATORS = ("encode", "decode", "reduce", "decode_sum_encode")
 MODES = ("eager", "compiled")
+PART = ".part"  # the ending of a calibration's file that is not whole yet
 
 
 @checked(frozen=True, config=_STRICT)
@@ -67,7 +68,11 @@ class Curve:
 
 @checked(frozen=True, config=_STRICT)
 class Host:
-    """Seconds that a rank's host thread needs to start work, without waiting for the GPU."""
+    """Seconds that a rank's host thread needs to start work, without waiting for the GPU.
+
+    Files from before the last two were measured load: then a recomputation is taken as a forward,
+    and what a block adds once a step is inside step_s, as much at any depth.
+    """
 
     block_forward_s: Mapping[str, float]  # by mode
     block_backward_s: Mapping[str, float]
@@ -75,14 +80,36 @@ class Host:
     reduce_s: float  # a unit's reduction
     step_s: float  # once a step: embedding, head and loss, optimizer, reading the loss
     norm_s: float  # once a step: the gradient norm in its fixed order (engines/norm.py)
+    block_again_s: Mapping[str, float] | None = None  # by mode: what recomputing a block adds
+    # What a block adds to FSDP2's whole step beyond the above: clipping, update, hooks.
+    block_rest_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_forward_s", "block_backward_s"):
             by_mode = getattr(self, name)
             _modes(f"host.{name}", by_mode)
             need(min(by_mode.values()) >= 0, f"host.{name}: use 0 or more seconds")
-        for name in ("gather_s", "reduce_s", "step_s", "norm_s"):
-            need(getattr(self, name) >= 0, f"host.{name}={getattr(self, name)}: use 0 or more")
+        if self.block_again_s is not None:
+            _modes("host.block_again_s", self.block_again_s)
+            need(min(self.block_again_s.values()) >= 0, "host.block_again_s: use 0 or more seconds")
+        for name in ("gather_s", "reduce_s", "step_s", "norm_s", "block_rest_s"):
+            seconds = getattr(self, name) or 0.0
+            need(seconds >= 0, f"host.{name}={seconds}: use 0 or more")
+
+    def again_s(self, mode: str) -> float:
+        """Of a block whose backward computes it again."""
+        by_mode = self.block_forward_s if self.block_again_s is None else self.block_again_s
+        return by_mode[mode]
+
+    def once_s(self, blocks: int) -> float:
+        """Once a step, of a model of so many blocks, without the norm."""
+        return self.step_s + blocks * (self.block_rest_s or 0.0)
+
+    @property
+    def lacks(self) -> list[str]:
+        """Figures that a calibration measures and this file does not have."""
+        names = ("block_again_s", "block_rest_s")
+        return [f"host.{name}" for name in names if getattr(self, name) is None]
 
 
 @checked(frozen=True, config=_STRICT)
@@ -171,6 +198,9 @@ class Machine:
         missing = sorted(set(self.compute) - set(self.host.block_forward_s))
         missing += sorted(set(self.compute) - set(self.host.block_backward_s))
         need(not missing, f"host: no block_forward_s or block_backward_s for {missing}")
+        if self.host.block_again_s is not None:
+            missing = sorted(set(self.compute) - set(self.host.block_again_s))
+            need(not missing, f"host: no block_again_s for {missing}")
         need(self.memory_bytes_per_s > 0, "memory_bytes_per_s: use more than 0")
 
     def mode(self, compiled: bool) -> str:
@@ -217,6 +247,11 @@ def load_machine(name: str) -> Machine:
         raise ValueError(
             f"machine {name!r}: no such file; give one that `zpp-lab bench calibrate` wrote, or "
             f"the name of a ready one: {ready}"
+        )
+    if path.suffix == PART:
+        raise ValueError(
+            f"{path} has the parts that a calibration has measured so far: give "
+            "`zpp-lab bench calibrate` the same words again, and it goes on and makes the whole"
         )
     try:
         return load(Machine, json.loads(path.read_text(encoding="utf-8")))

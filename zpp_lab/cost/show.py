@@ -64,6 +64,18 @@ def table(found: dict[str, StepTime], machine: Machine) -> Table:
     return made
 
 
+def host_lacks(machine: Machine) -> str | None:
+    """What is taken for the host's figures that a file from before they were measured lacks."""
+    if not machine.host.lacks:
+        return None
+    return (
+        f"The figures of {machine.name} lack {' and '.join(machine.host.lacks)}: recomputing a "
+        "block is taken to need the host as long as its forward, and a step's update as long at "
+        "any depth. Where the host is the bound, steps come out too short; `zpp-lab bench "
+        "calibrate` measures both."
+    )
+
+
 def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) -> str | None:
     """What to do where the host is the bound; None where it is nowhere."""
     tight = [link for link, time in found.items() if time.bound == BOUNDS["host"]]

@@ -1,7 +1,8 @@
 """One training step, unit by unit, as FSDP2 runs it with a recipe's collectives.
 
     host      starts everything, in order; a kernel never ends before its launches have; each
-              unit's gathers and reductions take it as long whatever their size
+              unit's gathers and reductions take it as long whatever their size, and each block
+              has a share of what it does once a step
     compute   blocks, and the decoding of what was gathered
     gathers   `engine.prefetch` units ahead; the next one starts when the last one is decoded
     reduction of a unit beside the backward of the unit before it; the one after that waits
@@ -180,7 +181,7 @@ class _Step:
                 self._gather_ahead(order[i + 1 : i + 1 + self.ahead], "weights_backward")
             self._wait_for_reduction()
             again = self.config.model.checkpoint_activations
-            host = self._host("backward") + (self._host("forward") if again else 0.0)
+            host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
             for _ in range(unit.unit.blocks):
                 done = self._compute("backward", self._times(unit)[1], host)
             if reduces:
@@ -201,7 +202,8 @@ class _Step:
         add = self.line.add
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
-        self.host = add("host, once a step", "host", "host", host.step_s)
+        blocks = sum(u.unit.blocks for u in self.units)
+        self.host = add("host, once a step", "host", "host", host.once_s(blocks))
         add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
         self._mark()
 

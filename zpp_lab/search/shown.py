@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zpp_lab.config import Config
+from zpp_lab.cost.show import host_lacks
+from zpp_lab.cost.step import BOUNDS
 from zpp_lab.moments import GIB
 from zpp_lab.planner import sequences
 from zpp_lab.search.fastest import TIE, UNLIMITED, Answer, Timed
@@ -104,6 +106,9 @@ def notes(answer: Answer, written: str | None) -> list[str]:
     """What a reader must know beside the table."""
     limit = answer.problem.limit
     said = [NO_LOSS] if limit is None else _loss_notes(answer)
+    lacks = host_lacks(answer.problem.machine)
+    if lacks and answer.chosen.time.bound == BOUNDS["host"]:
+        said.append(lacks)
     if limit is not None and tempting(answer):
         do = f"zpp-lab study {written}" if written else "add --next-study next.yaml, which writes"
         more = "" if written else " the study that would, then run zpp-lab study next.yaml"

@@ -39,7 +39,8 @@ class Cost:
     """Of one run: seconds a step, seconds of everything else, GPU bytes at the peak.
 
     other_seconds: evaluations; start and compilation are not in it. None: unknown, so that
-    `seconds` is a floor. at_least: step_seconds is a floor too.
+    `seconds` is a floor. at_least: step_seconds is a floor too. shared: of a run beside others on
+    its GPU; else it had its GPUs for itself.
     """
 
     step_seconds: float
@@ -47,6 +48,7 @@ class Cost:
     peak_memory_bytes: int | None = None
     limit: float | None = None  # seconds after which its measurement was ended
     at_least: bool = False
+    shared: bool = False
 
     @property
     def floor(self) -> bool:

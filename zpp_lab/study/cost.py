@@ -17,7 +17,8 @@ from zpp_lab.study.foreseen import Foreseen, foresee, predicted_seconds
 from zpp_lab.study.memory import Memory, shape
 from zpp_lab.study.plan import PlannedRun
 from zpp_lab.study.runs import last_step, read_run
-from zpp_lab.study.slots import Places
+from zpp_lab.study.sharing import has_shared
+from zpp_lab.study.slots import Places, gpus_needed
 
 Who = tuple[str, bool]  # an arm's name, or that of a run before the arms
 ENDED = ("finished", "diverged")
@@ -65,17 +66,47 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A study's forecast, with so many runs side by side. stopped: by Ctrl-C or SIGTERM."""
+    """A study's forecast, with so many runs side by side. stopped: by Ctrl-C or SIGTERM.
+
+    gpus: of this machine, None where there are none or another machine is asked about; then
+    per_gpu says how many of those side by side share each GPU.
+    """
 
     runs: Sequence[Forecast]
     side_by_side: int
     stopped: bool = False
+    gpus: int | None = None
+    per_gpu: int = 1
 
     @property
     def seconds(self) -> float:
         """Until the last run ends, if the places are always busy; of the runs that have a cost."""
         work = [f.seconds or 0.0 for f in self.runs]
-        return max(sum(work) / self.side_by_side, max(work, default=0.0))
+        spread = sum(s / self._at_once(f) for s, f in zip(work, self.runs, strict=True))
+        return max(spread, max(work, default=0.0))
+
+    def _at_once(self, one: Forecast) -> float:
+        """How many such runs' seconds pass in one second. GPU time adds up, so of runs that share
+        GPUs no more than these could take apart, unless their seconds are such of sharing."""
+        if isinstance(one.cost, Cost) and one.cost.shared:
+            return self.side_by_side
+        if self.gpus:
+            apart = self.gpus / gpus_needed(one.run.config)
+        else:
+            apart = self.side_by_side / self.per_gpu
+        return min(self.side_by_side, max(1.0, apart))
+
+    @property
+    def added(self) -> bool:
+        """Whether runs share GPUs whose time was added up."""
+        timed = [f for f in self.runs if not f.ended and isinstance(f.cost, Cost)]
+        return any(f.cost and self._at_once(f) < self.side_by_side for f in timed)
+
+    @property
+    def as_they_ran(self) -> bool:
+        """Whether times of runs that shared GPUs are in it."""
+        costs = [f.cost for f in self.runs if not f.ended]
+        return any(isinstance(cost, Cost) and cost.shared for cost in costs)
 
     @property
     def faults(self) -> list[str]:
@@ -112,15 +143,23 @@ def _forecast(run: PlannedRun, foreseen: Foreseen) -> Forecast:
 
 
 def known(root: Path, runs: Sequence[PlannedRun], limit: float) -> dict[str, Cost | Unknown]:
-    """Costs by shape: from finished runs, else from earlier calibrations."""
+    """Costs by shape: from finished runs, else from earlier calibrations. A whole time of a GPU
+    alone counts before those of runs that shared one."""
     found: dict[str, Cost | Unknown] = {**known_costs(root, limit)}
     for run in runs:
         if run.finished:
-            summary = read_run(run.dir).summary or {}
-            seconds, steps = float(summary["seconds"]), int(summary["steps"])
-            peak = summary.get("peak_memory_bytes")
-            found[shape(run.config)] = Cost(seconds / max(1, steps), 0.0, peak)
+            cost, before = _finished_cost(run), found.get(shape(run.config))
+            alone = isinstance(before, Cost) and not (before.shared or before.floor)
+            if not (cost.shared and alone):
+                found[shape(run.config)] = cost
     return found
+
+
+def _finished_cost(run: PlannedRun) -> Cost:
+    summary = read_run(run.dir).summary or {}
+    seconds, steps = float(summary["seconds"]), int(summary["steps"])
+    peak = summary.get("peak_memory_bytes")
+    return Cost(seconds / max(1, steps), 0.0, peak, shared=has_shared(run.dir))
 
 
 def predicted(

@@ -26,6 +26,7 @@ from zpp_lab.study.memory import shape
 from zpp_lab.study.plan import Compose, PlannedRun, plan_runs
 from zpp_lab.study.progress import duration
 from zpp_lab.study.queue import Stop, stop_on_signals
+from zpp_lab.study.sharing import ADDED, AS_THEY_RAN
 from zpp_lab.study.slots import Places, make_places
 
 LIMIT = 60.0  # seconds of one measurement
@@ -77,7 +78,7 @@ def dry_run(
     if asked.machine is not None:
         costs = predicted(runs, asked.machine, asked.link_gbps)
         by_arm = [replace(f, cost=costs[f.run.arm, f.run.prepares]) for f in found]
-        result = Estimate(by_arm, max(1, jobs))
+        result = Estimate(by_arm, max(1, jobs), per_gpu=max(1, study.runs_per_gpu))
     else:
         with stop_on_signals() as stop:
             result = _Measuring(study, root, found, entry, asked.limit, stop, console).run(jobs)
@@ -117,7 +118,7 @@ class _Measuring:
             self._measure(dict(reversed(wanted.items())), places)
         found = [replace(f, cost=self.costs.get(shape(f.run.config))) for f in self.forecast]
         side = side_by_side(self.study, places, self.costs, self.runs)
-        return Estimate(found, side, self.limits.stop.requested)
+        return Estimate(found, side, self.limits.stop.requested, len(places.gpus) or None)
 
     def _not_now(self) -> str | None:
         if self.limits.seconds <= 0:
@@ -233,6 +234,8 @@ def _print_times(study: StudyConfig, found: Estimate, asked: Asked, console: Con
     if any(f.floor for f in found.runs):
         virtual = any(isinstance(f.cost, Cost) and f.cost.at_least for f in found.runs)
         console.print(FLOOR.format(more=ALONE if virtual else ""), soft_wrap=True)
+    for told in [ADDED] * found.added + [AS_THEY_RAN] * found.as_they_ran:
+        console.print(told, soft_wrap=True)
     for fault in found.faults:
         console.print(f"no cost for the shape of {fault}", soft_wrap=True)
     for reason in found.unmeasured:
