@@ -6,15 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.study.test_studies import config_of, study_of, tokens_of
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
-from zpp_lab.data import open_data
-from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.engines.build import build_engine
-from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.launcher import launch
 from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook, advise
@@ -171,33 +166,11 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_every_arm_of_the_pretraining_twin_runs(tmp_path: Path) -> None:
+def test_every_arm_of_the_pretraining_twin_runs_as_a_study(tmp_path: Path) -> None:
+    """Through the queue, with processes of its own each; test_twins.py has all arms in one."""
     study = study_of("pretrain_13b_mini")
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
     outcome = run_study(with_cache, tmp_path / "study")
     assert outcome.exit_code == 0
     assert len(outcome.finished) == len(study.arms)
-
-
-@pytest.mark.slow
-def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) -> None:
-    """Virtual ranks: the real ones are the pretraining twin's."""
-    virtual = ("engine.name=virtual", "train.keep_checkpoints=2")
-    base = small("pretrain_13b_mini", "zero3", tmp_path, *virtual, "run.name=base")
-    before = launch(base)
-    tokenizer = open_data(base.data).folder / TOKENIZER
-    start = tmp_path / "zero3" / "checkpoints" / "step-00000008.pt"
-    learnt = torch.load(start, weights_only=True)["weights"]
-    for arm in study_of("finetune_30b_mini").arms:
-        more = (f"data.tokenizer_path={tokenizer}", f"model.start={start}", virtual[0])
-        folder = tmp_path / "finetune"
-        config = small("finetune_30b_mini", arm.name, folder, *more)
-        data = open_data(config.data)
-        assert data.vocab_size == 512
-        assert data.hash != before["data"]["hash"]
-        first = build_engine(config, data.vocab_size, torch.device("cpu"))
-        assert isinstance(first, VirtualEngine)
-        assert all(torch.equal(p, learnt[name]) for name, p in first.master.items())
-        assert first.plan.recipe.config.name == arm.overrides[0].partition("=")[2]
-        assert launch(config)["steps"] == 8
