@@ -100,7 +100,7 @@ def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
 def test_a_piece_ends_with_a_whole_state_where_weights_alone_are_kept(tmp_path: Path) -> None:
     settings = ("train.checkpoint_weights_only=true", "run.piece_steps=3")  # a checkpoint is due
     alone = small(tmp_path, settings[0], f"run.dir={tmp_path / 'whole'}")
-    run(alone)
+    assert run(alone)["checkpoint_seconds"] > 0
     cut = [run(small(tmp_path, *settings))["outcome"] for _ in range(4)]
     assert cut == ["unfinished"] * 3 + ["finished"]
     assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
@@ -198,7 +198,8 @@ def test_a_piece_of_some_steps(tmp_path: Path) -> None:
 
 def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
     settings = ("train.keep_checkpoints=0", "train.checkpoint_every=0")
-    assert run(small(tmp_path, *settings))["outcome"] == "finished"
+    summary = run(small(tmp_path, *settings))
+    assert (summary["outcome"], summary["checkpoint_seconds"]) == ("finished", None)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 

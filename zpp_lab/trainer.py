@@ -126,6 +126,7 @@ class Trainer:
             return {}
         summary = self._summary(engine, data, tracker, last, master)
         summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+        summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
         if len(self.made) > 1:
             summary["commits"] = self.made
         documents = self.heldout.by_document(losses)
