@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.study.test_studies import config_of, study_of, tokens_of
+from zpp_lab.cli import main
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.launcher import launch
@@ -93,8 +94,21 @@ def test_two_gpus_train_on_the_sequences_of_four(study: str) -> None:
     assert (two.cluster.nodes, two.cluster.gpus_per_node) == (2, 1)
     assert (two.data.draw_ranks, tokens_of(two)) == (four.cluster.world, tokens_of(four))
     free = ("cluster.", "data.draw_ranks", "train.batch_size", "train.optimizer_", "model.check")
-    free += ("data.tokenizer_path", "train.eval_tokens")
+    free += ("data.tokenizer_path", "train.eval_tokens", "model.start")
     assert not [key for key in differences(four, two) if not key.startswith(free)]
+
+
+@pytest.mark.parametrize("size", ["", "_mini", "_x2", "_x2_mini"])
+def test_finetuning_never_begins_from_random_weights(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the base that run.sh makes the study is refused, whoever starts it."""
+    name = f"finetune_30b{size}"
+    starts = {config_of(name, arm.name).model.start for arm in study_of(name).arms[:2]}
+    assert starts == {f"runs/{name}_base"}
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", name, "--arms", "w4", "--alone", "--dir", str(tmp_path / "out")]) == 2
+    assert f"model.start=runs/{name}_base: no such" in capsys.readouterr().err
 
 
 def test_on_four_gpus_real_ranks_train_the_base_of_the_simulated_ones() -> None:
