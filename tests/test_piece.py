@@ -16,10 +16,12 @@ from tests.engines.fsdp_world import run_world
 from tests.runs import small
 from tests.test_launcher import lines
 from tests.test_trainer import last_checkpoint, without_times
+from zpp_lab.checkpoint import Checkpoints
 from zpp_lab.cli import main
 from zpp_lab.config import Config
 from zpp_lab.launcher import launch
-from zpp_lab.piece import PAUSED, Piece, seconds
+from zpp_lab.models import build_model
+from zpp_lab.piece import PAUSED, Piece, seconds, writing_seconds
 from zpp_lab.study.appendix import _commit
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
@@ -95,6 +97,51 @@ def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
+def test_a_piece_ends_with_a_whole_state_where_weights_alone_are_kept(tmp_path: Path) -> None:
+    settings = ("train.checkpoint_weights_only=true", "run.piece_steps=3")  # a checkpoint is due
+    alone = small(tmp_path, settings[0], f"run.dir={tmp_path / 'whole'}")
+    assert run(alone)["checkpoint_seconds"] > 0
+    cut = [run(small(tmp_path, *settings))["outcome"] for _ in range(4)]
+    assert cut == ["unfinished"] * 3 + ["finished"]
+    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_piece_leaves_time_for_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its size at first: 13B on four ranks, 12 bytes a parameter, a GB a second."""
+    assert writing_seconds(13 * 10**9 // 4, "fp32") == pytest.approx(39)
+    assert writing_seconds(13 * 10**9 // 4, "8bit") == pytest.approx(19.5)
+    soon = f"run.until={time.time() + 3600}"
+    asked: list[int] = []
+
+    def slow(numel: int, _: str) -> float:
+        asked.append(numel)
+        return 7200.0 if len(asked) > 2 else 0.0
+
+    monkeypatch.setattr("zpp_lab.trainer.writing_seconds", slow)
+    ended = run(small(tmp_path, soon))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 2)
+    model = build_model(small(tmp_path).model, 256, "meta")
+    assert set(asked) == {sum(p.numel() for p in model.parameters())}
+
+
+def test_a_slow_disk_is_known_after_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Checkpoints._write
+
+    def slow(self: Checkpoints, path: Path, state: dict[str, Any]) -> None:
+        real(self, path, state)
+        began = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: began + 7200.0)
+
+    monkeypatch.setattr(Checkpoints, "_write", slow)
+    ended = run(small(tmp_path, f"run.until={time.time() + 3600}"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 3), "one is due every three steps"
+
+
 def test_pieces_of_several_commits_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +198,8 @@ def test_a_piece_of_some_steps(tmp_path: Path) -> None:
 
 def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
     settings = ("train.keep_checkpoints=0", "train.checkpoint_every=0")
-    assert run(small(tmp_path, *settings))["outcome"] == "finished"
+    summary = run(small(tmp_path, *settings))
+    assert (summary["outcome"], summary["checkpoint_seconds"]) == ("finished", None)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 

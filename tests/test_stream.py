@@ -147,6 +147,12 @@ def mistakes(folder: str) -> dict[str, Any]:
     other.load_checkpoint(path)
     there = whole(other.state_dict())["weights"]
     found["light loaded"] = same({n: t.float() for n, t in rounded.items()}, there)
+    for name, host in (("streamed", 0), ("copied", 2**30)):
+        piece = ShardedCheckpoints(root / "piece", 1, replace(light.saving, host=host))
+        piece.save(2, state, to_go_on=True)
+        piece.wait()
+        kept, light_one = read_whole(piece.path(2)), holds_weights_only(piece.path(2))
+        found[f"piece, {name}"] = [same_bytes(whole(state), kept), light_one, piece.took > 0]
     return found
 
 
@@ -206,6 +212,7 @@ def test_mistakes_and_weights_alone(tmp_path: Path) -> None:
     assert not list((tmp_path / "late").iterdir())
     assert found["light"] == [True, {}, {}]
     assert found["light loaded"]
+    assert found["piece, streamed"] == found["piece, copied"] == [True, False, True]
     saved = Shards(tmp_path / "light" / "step-00000001")
     assert saved.read("embed.weight").dtype == torch.float32
 

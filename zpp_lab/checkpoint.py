@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class Checkpoints:
     """The `keep` newest checkpoints of a run, in `folder`.
 
     weights_only: weights alone, in bf16; skip_full: a full disk costs the checkpoint only.
+    `took`: seconds of the longest write so far.
     """
 
     def __init__(
@@ -29,15 +31,18 @@ class Checkpoints:
     ) -> None:
         self.folder, self.keep = folder, keep
         self.weights_only, self.skip_full = weights_only, skip_full
+        self.took = 0.0
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
 
-    def save(self, step: int, state: dict[str, Any]) -> Path | None:
+    def save(self, step: int, state: dict[str, Any], to_go_on: bool = False) -> Path | None:
         """Write the state after `step` steps; OSError says which file when the disk is full, or
-        with `skip_full` stderr does, and None is returned."""
+        with `skip_full` stderr does, and None is returned. `to_go_on`: the whole state, whatever
+        `weights_only` says."""
+        began = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.weights_only:
+        if self.weights_only and not to_go_on:
             weights = state["weights"].items()
             state = {"weights": {n: t.to(torch.bfloat16) for n, t in weights}}
         path = self.path(step)
@@ -55,6 +60,7 @@ class Checkpoints:
         sync_folder(self.folder)
         for old in self.saved()[: -self.keep]:
             old.unlink(missing_ok=True)
+        self.took = max(self.took, time.monotonic() - began)
         return path
 
     def wait(self) -> None:
@@ -108,9 +114,9 @@ class SharedCheckpoints(Checkpoints):
         super().__init__(folder, keep, weights_only, skip_full)
         self.rank = rank
 
-    def save(self, step: int, state: dict[str, Any]) -> Path | None:
+    def save(self, step: int, state: dict[str, Any], to_go_on: bool = False) -> Path | None:
         """Rank 0 writes. The others need not wait: nobody reads before the next start."""
-        return super().save(step, state) if self.rank == 0 else self.path(step)
+        return super().save(step, state, to_go_on) if self.rank == 0 else self.path(step)
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
         """As `Checkpoints.load`, on the CPU: every rank takes its own part."""

@@ -60,7 +60,7 @@ class ShardedCheckpoints:
     """The `keep` newest checkpoints of a run, in `folder`, which all ranks see.
 
     Every rank must make every call, with the same arguments but for its own shards. `device` is
-    where the tensors are.
+    where the tensors are. `took`: seconds of the longest write so far, on this rank.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardedCheckpoints:
         self.device = torch.device(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo")  # the writing thread's own
-        self.copy = HostCopy()
+        self.copy, self.took = HostCopy(), 0.0
         self.writing: threading.Thread | None = None
         self.fault: BaseException | None = None
 
@@ -81,14 +81,16 @@ class ShardedCheckpoints:
         """Checkpoint folders, oldest first; some may be damaged."""
         return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, to_go_on: bool = False) -> None:
         """Write the state after `step` steps. Returns when the tensors may change: copied, and a
-        thread does the rest, or streamed to the disk.
+        thread does the rest, or streamed to the disk. `to_go_on`: the whole state, where usually
+        weights alone are saved.
 
         OSError, here or in the next call, names the folder, and the bytes when the disk is full.
         """
         self.wait()
-        if self.saving.weights_only:
+        light = self.saving.weights_only and not to_go_on
+        if light:
             state = {"weights": state["weights"]}
         partial = self.folder / f".partial-{step:08d}"
         if self.rank == 0:
@@ -99,14 +101,14 @@ class ShardedCheckpoints:
         if self._most(local_bytes(state)) <= self.saving.host:
             self.writing = threading.Thread(
                 target=self._write,
-                args=(step, partial, self.copy.take(state), torch.device("cpu")),
+                args=(step, partial, self.copy.take(state), torch.device("cpu"), light),
                 name="checkpoint",
                 daemon=True,
             )
             self.writing.start()
         else:
             began = time.perf_counter()
-            self._write(step, partial, state, self.device)
+            self._write(step, partial, state, self.device, light)
             self._say_waited(step, time.perf_counter() - began)
             self.wait()
 
@@ -148,40 +150,46 @@ class ShardedCheckpoints:
         if self.rank == 0:
             print(f"{text}; training goes on (train.checkpoint_full_disk=skip)", file=sys.stderr)
 
-    def _write(self, step: int, partial: Path, state: State, device: torch.device) -> None:
-        """Write and seal; `fault` keeps what went wrong, alike on all ranks."""
+    def _write(
+        self, step: int, partial: Path, state: State, device: torch.device, light: bool
+    ) -> None:
+        """Write and seal; `fault` keeps what went wrong, alike on all ranks. `light`: in bf16."""
+        began = time.monotonic()
         writer = StreamWriter(partial, self.saving.staging, device)
-        planner = CastPlanner(torch.bfloat16) if self.saving.weights_only else None
+        planner = CastPlanner(torch.bfloat16) if light else None
         try:
             dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
-            self._seal(step, partial, writer.sums)
+            self._seal(step, partial, writer.sums, light)
+            self.took = max(self.took, time.monotonic() - began)
         except (Exception, dcp.CheckpointException) as error:  # the training thread must hear
             self.fault = _cause(error)
             if self.rank == 0:  # nobody writes any more, and the space may be needed
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _seal(self, step: int, partial: Path, sums: dict[str, tuple[int, int]]) -> None:
+    def _seal(
+        self, step: int, partial: Path, sums: dict[str, tuple[int, int]], light: bool
+    ) -> None:
         """Write the marker, and give the folder its name."""
         path, every = self.path(step), [None] * self.world
         dist.all_gather_object(every, sums, group=self.group)
         fault: list[BaseException | None] = [None]
         if self.rank == 0:
             try:
-                self._finish(step, partial, path, every)
+                self._finish(step, partial, path, every, light)
             except OSError as error:
                 fault = [error]
         dist.broadcast_object_list(fault, group=self.group)
         if fault[0] is not None:
             raise fault[0]
 
-    def _finish(self, step: int, partial: Path, path: Path, sums: list[Any]) -> None:
+    def _finish(self, step: int, partial: Path, path: Path, sums: list[Any], light: bool) -> None:
         files = {name: entry for part in sums for name, entry in sorted(part.items())}
         files[".metadata"] = _flushed(partial / ".metadata")
         marker = {
             "step": step,
             "world": self.world,
             "format": RAW,
-            "weights_only": self.saving.weights_only,
+            "weights_only": light,
             "files": files,
         }
         write_atomic(partial / MARKER, json.dumps(marker, indent=1) + "\n")

@@ -54,7 +54,7 @@ class Row:
     recipe: str  # empty for a folder that no run is behind
     seed: int | None
     step: int | None
-    weights: str  # master, wire, nearest CODEC, or transformers
+    weights: str  # master (rounded to train.param_dtype), wire, nearest CODEC, or transformers
     computed_by: str  # whose model: zpp_lab or transformers
     dtype: str  # of what it computes in
     heldout_loss: float

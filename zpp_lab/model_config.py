@@ -52,7 +52,7 @@ class ModelConfig:
         need(
             not self.lora.on or self.weights == "pretrained" or bool(self.start),
             "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
-            "its folder, or model.lora.rank=0 to train all parameters",
+            "its folder, or model.start to a run of ours; model.lora.rank=0 trains all parameters",
         )
         need(
             self.name == "hf" or not self.path or self.weights == "pretrained",

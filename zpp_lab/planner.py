@@ -47,6 +47,7 @@ NOTES = (
     "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses.",
     "Bytes on the wires: all ranks together, one step.",
 )
+NO_GPU = f"No GPU is seen here: {DEFAULT_GIB:g} GiB are taken for one, or what --gpu-gib says."
 TIGHT = int(5 * GIB)  # see RESERVED
 RESERVED = (
     "Only {spare} GiB to spare, and torch's allocator had reserved 4 GiB beyond its tensors where "
@@ -109,7 +110,8 @@ def plan_command(
     one's name, for predicted times at `link_gbps`."""
     if gpu_gib is not None and gpu_gib <= 0:
         raise ValueError(f"--gpu-gib {gpu_gib:g}: use more than 0")
-    device = gpu_gib * GIB if gpu_gib else gpu_memory() or DEFAULT_GIB * GIB
+    seen = gpu_gib * GIB if gpu_gib else gpu_memory()
+    device = seen or DEFAULT_GIB * GIB
     outlook = Outlook.of(compose(list(overrides)), int(device))
     advice = [] if outlook.fits else list(advise(outlook))
     known = load_machine(machine) if machine else None
@@ -121,6 +123,8 @@ def plan_command(
         return 0 if outlook.fits else 1
     console = Console()
     show(outlook, advice, console)
+    if not seen:
+        console.print(NO_GPU, style="dim")
     if known:
         console.print(time_shown.table(times, known))
         if lacks := time_shown.host_lacks(known):
@@ -136,8 +140,9 @@ def plan_command(
 def advise(outlook: Outlook) -> Iterator[Advice]:
     """What to change, the cheapest first, each on top of those before it, until the run fits.
 
-    Smaller optimizer states are the first to change what is learnt. The last two are
-    alternatives: offload costs time, more ranks cost GPUs.
+    Smaller optimizer states are the first to change what is learnt. In host memory they cost time,
+    and are advised where that is enough. The last two are alternatives: offload costs more time,
+    more ranks cost GPUs.
     """
     for overrides in _cheap(outlook.config):
         try:
@@ -149,8 +154,15 @@ def advise(outlook: Outlook) -> Iterator[Advice]:
             yield Advice(overrides, outlook)
         if outlook.fits:
             return
+    config = outlook.config
+    if config.train.optimizer_state != "fp32" and not config.engine.offload:
+        moved = ("train.optimizer_place=host",)
+        tried = _with(outlook, moved)
+        if tried.fits:
+            yield Advice(moved, tried)
+            return
     offloaded = ("engine.offload=true",)
-    spared = not outlook.config.engine.offload and not outlook.config.model.lora.on
+    spared = not config.engine.offload and not config.model.lora.on
     if spared:
         yield Advice(offloaded, _with(outlook, offloaded))
     more = _more_ranks(outlook)
@@ -249,6 +261,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
                 "overrides": list(a.overrides),
                 "instead": a.instead,
                 "peak": a.outlook.estimate.peak,
+                "host": a.outlook.estimate.host,
                 "fits": a.outlook.fits,
             }
             for a in advice
@@ -269,7 +282,8 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     console.print(_memory_table(outlook.estimate))
     _show_verdict(outlook, console)
     for one in advice:
-        console.print(_advice_line(one, one is advice[0]), highlight=False)
+        line = _advice_line(one, one is advice[0], outlook.estimate.host)
+        console.print(line, highlight=False)
     saved = two_hops(outlook)
     if saved:
         console.print(HOPS.format(**{k: n / 1e9 for k, n in saved.items()}), highlight=False)
@@ -293,9 +307,13 @@ def _show_verdict(outlook: Outlook, console: Console) -> None:
         console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
 
 
-def _advice_line(one: Advice, first: bool) -> str:
+def _advice_line(one: Advice, first: bool, host: int) -> str:
+    """`host`: bytes of host memory that each rank takes without any advice."""
     lead = "or, without the line above:" if one.instead else "try" if first else "then"
-    after = f"{_gib(one.outlook.estimate.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
+    found = one.outlook.estimate
+    after = f"{_gib(found.peak)} GiB, {'fits' if one.outlook.fits else 'too much'}"
+    if found.host > host:
+        after += f", {_gib(found.host)} GiB of host memory a rank"
     return f"  {lead} {' '.join(one.overrides)}  → {after}"
 
 

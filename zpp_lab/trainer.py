@@ -35,7 +35,7 @@ from zpp_lab.heldout import open_heldout
 from zpp_lab.inputs import check_inputs
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
-from zpp_lab.piece import UNFINISHED, Piece
+from zpp_lab.piece import UNFINISHED, Piece, writing_seconds
 from zpp_lab.plan import Plan
 from zpp_lab.resume import open_store, resume
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
@@ -81,7 +81,7 @@ class Trainer:
         self.piece = Piece(config.run.until, config.run.piece_steps)
         self.start_up = start_up or StartUp()
         self.step = 0  # steps done
-        self.saved = 0  # of them in the newest checkpoint
+        self.saved = 0  # of them in the newest checkpoint from which a run can go on
         self.made: list[Record] = []  # which commit made which steps, on rank 0
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
 
@@ -126,6 +126,7 @@ class Trainer:
             return {}
         summary = self._summary(engine, data, tracker, last, master)
         summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+        summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
         if len(self.made) > 1:
             summary["commits"] = self.made
         documents = self.heldout.by_document(losses)
@@ -148,7 +149,7 @@ class Trainer:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
         seconds, longest, first = float(record.get("seconds", 0.0)), 0.0, self.step + 1
-        while self.step < self.train.steps and not self.piece.over(longest):
+        while self.step < self.train.steps and not self.piece.over(longest + self._saving(engine)):
             began = time.perf_counter()
             result = self._step(engine, data)
             self.step += 1
@@ -170,19 +171,29 @@ class Trainer:
             if self._saves():
                 self._save(engine, tracker)
         if self.saved < self.step < self.train.steps:  # the piece is over
-            self._save(engine, tracker)
+            self._save(engine, tracker, to_go_on=True)
         return record
+
+    def _saving(self, engine: Engine) -> float:
+        """Seconds that the checkpoint at a piece's end will probably take."""
+        if self.config.run.until is None:
+            return 0.0
+        units = [u.unit for u in engine.plan.units]
+        numel = sum(p.numel for u in units for p in u.parameters if p.name in u.trainable)
+        own = numel // engine.plan.recipe.shards if self.config.engine.name == "fsdp" else numel
+        return max(self.checkpoints.took, writing_seconds(own, self.train.optimizer_state))
 
     def _saves(self) -> bool:
         if self.step == self.train.steps:
             return self.train.keep_checkpoints > 0
         return self._due(self.train.checkpoint_every)
 
-    def _save(self, engine: Engine, tracker: Tracker | None) -> None:
+    def _save(self, engine: Engine, tracker: Tracker | None, to_go_on: bool = False) -> None:
         if tracker is not None:
             tracker.sync()  # a checkpoint never knows more steps than the metrics
-        self.checkpoints.save(self.step, engine.state_dict())
-        self.saved = self.step
+        self.checkpoints.save(self.step, engine.state_dict(), to_go_on)
+        if to_go_on or not self.train.checkpoint_weights_only:
+            self.saved = self.step
 
     def _pause(self, tracker: Tracker | None) -> Record:
         """The end of a piece: a checkpoint is there, and neither summary nor failure. {} but on

@@ -45,6 +45,13 @@ def installed(tmp_path, monkeypatch):
     fill(tmp_path / "lib/site-packages", {"x/y.py": b"pack", "x/bin.py": b"a\0b", "x/z.so": b"so"})
     paths = {"stdlib": str(tmp_path / "lib"), "purelib": str(tmp_path / "lib/site-packages")}
     monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+    torch_at(tmp_path / "lib/site-packages", monkeypatch)
+
+
+def torch_at(packages, monkeypatch):
+    """torch is installed in the folder `packages`."""
+    found = types.SimpleNamespace(origin=str(packages / "torch" / "__init__.py"))
+    monkeypatch.setattr("zpp_lab.data.corpus.find_spec", {"torch": found}.get)
 
 
 def test_installation_is_all_python_source(tmp_path, monkeypatch):
@@ -56,6 +63,16 @@ def test_installation_is_all_python_source(tmp_path, monkeypatch):
         ("packages/x/y.py", b"pack"),
         ("extra/own.py", b"own"),
     ]
+
+
+def test_packages_of_the_installation_below_an_environment_count(tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch)
+    below = fill(tmp_path / "base/dist-packages", {"torch/nn.py": b"nn", "torch/c.so": b"so"})
+    torch_at(below, monkeypatch)
+    found = [name for name, _ in installation_corpus().documents()]
+    assert found == ["stdlib/abc.py", "packages/x/y.py", "shared/torch/nn.py"]
+    torch_at(fill(tmp_path / "source", {"setup.py": b"no packages"}), monkeypatch)
+    assert len(list(installation_corpus().documents())) == 2
 
 
 def test_installation_takes_other_files_when_asked(tmp_path, monkeypatch):

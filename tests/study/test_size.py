@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.study.test_studies import config_of, study_of, tokens_of
+from zpp_lab.cli import main
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
-from zpp_lab.data import open_data
-from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.engines.build import build_engine
-from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.launcher import launch
 from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook, advise
@@ -98,8 +94,21 @@ def test_two_gpus_train_on_the_sequences_of_four(study: str) -> None:
     assert (two.cluster.nodes, two.cluster.gpus_per_node) == (2, 1)
     assert (two.data.draw_ranks, tokens_of(two)) == (four.cluster.world, tokens_of(four))
     free = ("cluster.", "data.draw_ranks", "train.batch_size", "train.optimizer_", "model.check")
-    free += ("data.tokenizer_path", "train.eval_tokens")
+    free += ("data.tokenizer_path", "train.eval_tokens", "model.start")
     assert not [key for key in differences(four, two) if not key.startswith(free)]
+
+
+@pytest.mark.parametrize("size", ["", "_mini", "_x2", "_x2_mini"])
+def test_finetuning_never_begins_from_random_weights(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the base that run.sh makes the study is refused, whoever starts it."""
+    name = f"finetune_30b{size}"
+    starts = {config_of(name, arm.name).model.start for arm in study_of(name).arms[:2]}
+    assert starts == {f"runs/{name}_base"}
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", name, "--arms", "w4", "--alone", "--dir", str(tmp_path / "out")]) == 2
+    assert f"model.start=runs/{name}_base: no such" in capsys.readouterr().err
 
 
 def test_on_four_gpus_real_ranks_train_the_base_of_the_simulated_ones() -> None:
@@ -171,33 +180,11 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_every_arm_of_the_pretraining_twin_runs(tmp_path: Path) -> None:
+def test_every_arm_of_the_pretraining_twin_runs_as_a_study(tmp_path: Path) -> None:
+    """Through the queue, with processes of its own each; test_twins.py has all arms in one."""
     study = study_of("pretrain_13b_mini")
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
     outcome = run_study(with_cache, tmp_path / "study")
     assert outcome.exit_code == 0
     assert len(outcome.finished) == len(study.arms)
-
-
-@pytest.mark.slow
-def test_every_arm_of_the_finetuning_twin_goes_on_from_its_base(tmp_path: Path) -> None:
-    """Virtual ranks: the real ones are the pretraining twin's."""
-    virtual = ("engine.name=virtual", "train.keep_checkpoints=2")
-    base = small("pretrain_13b_mini", "zero3", tmp_path, *virtual, "run.name=base")
-    before = launch(base)
-    tokenizer = open_data(base.data).folder / TOKENIZER
-    start = tmp_path / "zero3" / "checkpoints" / "step-00000008.pt"
-    learnt = torch.load(start, weights_only=True)["weights"]
-    for arm in study_of("finetune_30b_mini").arms:
-        more = (f"data.tokenizer_path={tokenizer}", f"model.start={start}", virtual[0])
-        folder = tmp_path / "finetune"
-        config = small("finetune_30b_mini", arm.name, folder, *more)
-        data = open_data(config.data)
-        assert data.vocab_size == 512
-        assert data.hash != before["data"]["hash"]
-        first = build_engine(config, data.vocab_size, torch.device("cpu"))
-        assert isinstance(first, VirtualEngine)
-        assert all(torch.equal(p, learnt[name]) for name, p in first.master.items())
-        assert first.plan.recipe.config.name == arm.overrides[0].partition("=")[2]
-        assert launch(config)["steps"] == 8

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,10 +150,13 @@ def installation_corpus(
     extra: Path | None = None, max_bytes: int = 0, suffixes: tuple[str, ...] = (".py",)
 ) -> JoinedCorpus:
     """All files of the running installation that end in one of `suffixes`: of its standard
-    library, of the packages installed beside it, and below `extra`. Files that are no text are
-    left out."""
+    library but for that one's tests, of the packages installed beside it and beside torch, and
+    below `extra`. Files that are no text are left out."""
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
+    shared = _beside_torch()
+    if shared is not None and shared.resolve() != roots["packages"].resolve():
+        roots["shared"] = shared
     if extra is not None:
         if not extra.expanduser().is_dir():
             raise ValueError(f"data.path={extra}: {missing(extra.expanduser())}")
@@ -172,6 +176,15 @@ def installation_corpus(
             "name others, or use data=text data.path"
         )
     return JoinedCorpus(tuple(parts))
+
+
+def _beside_torch() -> Path | None:
+    """The packages among which torch is installed. A virtual environment that sees those of the
+    installation below it (--system-site-packages) has hardly any of its own."""
+    torch = find_spec("torch")
+    folder = Path(torch.origin).parents[1] if torch and torch.origin else None
+    packages = folder and folder.name in ("site-packages", "dist-packages")
+    return folder if packages else None  # a build from source lies in a tree of its own
 
 
 def text_corpus(path: Path, max_bytes: int = 0, suffix: str = "") -> FileCorpus:
