@@ -108,17 +108,21 @@ class SavedStart:
                 found[own].append(n)
         shapes = {n: list(t.shape) for n, t in twin.state_dict().items()}
         first = {own: names[0] for own, names in _grouped(wanted).items()}
-        self.stored.complain("missing", sorted(set(wanted.values()) - set(found)))
         ignored = (*(getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ()), _TABLE)
         extra = [n for n, own in saved.items() if own is None and not _ignored(n, ignored)]
-        self.stored.complain("not in the model", sorted(extra))
         wrong = [
             f"{n} {self.stored.shape(n)}, not {shapes[first[own]]}"
             for own, names in found.items()
             for n in names
             if self.stored.shape(n) != shapes[first[own]]
         ]
-        self.stored.complain("of another shape", sorted(wrong))
+        self.stored.complain(
+            {
+                "missing": sorted(set(wanted.values()) - set(found)),
+                "not in the model": sorted(extra),
+                "of another shape": sorted(wrong),
+            }
+        )
         return dict(found)
 
 

@@ -137,14 +137,18 @@ class LlamaStart:
         there = {n for n in self.stored.files if not n.endswith("rotary_emb.inv_freq")}
         if self.tied:  # some folders say it twice
             there -= {_ENDS["head.weight"]}
-        self.stored.complain("missing", sorted(set(wanted) - there))
-        self.stored.complain("not in the model", sorted(there - set(wanted)))
         wrong = [
             f"{n} {self.stored.shape(n)}, not {shape}"
             for n, shape in sorted(wanted.items())
-            if self.stored.shape(n) != shape
+            if n in there and self.stored.shape(n) != shape
         ]
-        self.stored.complain("of another shape", wrong)
+        self.stored.complain(
+            {
+                "missing": sorted(set(wanted) - there),
+                "not in the model": sorted(there - set(wanted)),
+                "of another shape": wrong,
+            }
+        )
 
 
 def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:

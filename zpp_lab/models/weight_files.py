@@ -6,6 +6,7 @@ Every rank of a sharded run opens the same files and reads its own rows of each 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ class WeightFiles:
         value: Tensor = self._handle(name).get_tensor(name)
         return value
 
-    def complain(self, what: str, names: list[str]) -> None:
-        """ValueError that lists `names`, if there are any."""
-        if names:
-            raise ValueError(f"{self.folder}: {len(names)} tensors {what}: {', '.join(names)}")
+    def complain(self, faults: Mapping[str, list[str]]) -> None:
+        """ValueError that lists all names, if there are any. faults: what is wrong with which."""
+        said = [f"{len(n)} tensors {what}: {', '.join(n)}" for what, n in faults.items() if n]
+        if said:
+            raise ValueError(f"{self.folder}: {'; '.join(said)}")
 
     def _slice(self, name: str) -> Any:
         return self._handle(name).get_slice(name)
