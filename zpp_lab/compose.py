@@ -21,6 +21,8 @@ from zpp_lab.factors import expand_arms
 from zpp_lab.hydra_words import from_home
 from zpp_lab.paths import conf_dir
 
+GROUPS = ("lora",)  # of conf/, whose settings lie deeper in `Config`
+
 
 def compose(overrides: list[str]) -> Config:
     """The run that `zpp-lab train <overrides>` would do; ValueError lists the valid names."""
@@ -48,7 +50,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
             )
     key = _unknown_key(overrides)
     if key is not None and "Could not override" in str(error):
-        return unknown_key(Config, key)
+        return unknown_key(Config, key, GROUPS)
     unlisted = re.search(r"Could not override '([\w.]+)'", str(error))
     if unlisted is not None:
         return (
@@ -121,7 +123,10 @@ def load_study(
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
     values["arms"] = expand_arms(values.get("arms"))
-    return load(StudyConfig, values)
+    try:
+        return load(StudyConfig, values)
+    except ValueError as error:
+        raise ValueError("\n".join(f"{name}: {line}" for line in str(error).split("\n"))) from None
 
 
 def _study_path(name: str) -> Path:
