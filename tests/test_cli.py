@@ -83,6 +83,7 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
         (["bench", "everything"], "there are: kernels, collectives"),
         (["study", "nothing"], "there are:"),
         (["study", "smoke", "seed=3"], "every arm: seed=3: a study sets seed of each run itself"),
+        (["study", "smoke", "recipe=w4"], "every arm of study smoke sets recipe itself"),
         (["study", "smoke", "run.dir=x"], "name the study's folder with --dir"),
         (["study", "smoke", "--runs-per-gpu", "-1"], "runs_per_gpu must be 0 or more"),
         (["study", "smoke", "--runs-per-gpu", "2", "--launcher", "slurm"], "runs on this machine"),

@@ -15,7 +15,7 @@ import yaml
 from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.folders import check_name
-from zpp_lab.hydra_words import quote
+from zpp_lab.hydra_words import quote, setting_of
 from zpp_lab.inputs import check_inputs
 from zpp_lab.study.runs import read_run, read_study
 from zpp_lab.study.settings import differences, fingerprint
@@ -167,9 +167,11 @@ def _place(study: StudyConfig, name: str, folder: Path) -> list[str]:
 def _check_own(overrides: Sequence[str]) -> None:
     """ValueError for a setting that the study gives each run itself, so that this one is lost."""
     for override in overrides:
-        key = override.lstrip("+").split("=")[0]
-        if key in _GIVEN:
-            raise ValueError(f"{override}: a study sets {key} of each run itself; {_GIVEN[key]}")
+        instead = _GIVEN.get(setting_of(override))
+        if instead:
+            raise ValueError(
+                f"{override}: a study sets {setting_of(override)} of each run itself; {instead}"
+            )
 
 
 def write_config(run: PlannedRun) -> None:
