@@ -29,6 +29,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "models" / "llama" / "config.json").write_text(json.dumps(LLAMA))
     (place / "empty").mkdir()
     (place / "afile").write_text("hello\n")
+    (place / "cut").mkdir()
+    whole = (place / "runs/good/checkpoints/step-00000003.pt").read_bytes()
+    (place / "cut" / "step-00000003.pt").write_bytes(whole[:5000])
     return place
 
 
@@ -41,6 +44,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 TRAIN = [
     ("data.path=textz", "data.path=textz: no such file or folder (did you mean texts?)"),
     ("data.path=empty", "name the folder that has some"),
+    ("data=stdlib", "data.path=texts: data=stdlib does not read it; add data=text"),
     ("data=jsonl", "no *.jsonl file in there"),
     ("data=installation data.path=textz", "no such folder (did you mean texts?)"),
     ("data=hf data.path=./textz", "did you mean texts?"),
@@ -58,6 +62,7 @@ TRAIN = [
     ("run.start_from=runs/good", "did you mean runs/good/checkpoints/step-00000003.pt?"),
     ("run.start_from=runs/good/checkpoints/step-3", "no such checkpoint"),
     ("run.start_from=afile", "is no checkpoint"),
+    ("run.start_from=cut/step-00000003.pt", "is damaged or not whole"),
     ("run.dir=afile", "a file of that name is there: name another one"),
     ("run.dir=afile/x", "a part of this path is a file: name another one"),
 ]
@@ -121,6 +126,14 @@ def test_a_study_looks_before_its_first_run(place: Path, capsys: pytest.CaptureF
     assert said.count("did you mean texts?") == 1
     assert "study mine, zero3, w4: data.path=textz" in said
     assert not Path("runs/mine").exists()
+
+
+def test_a_study_file_with_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("half.yaml").write_text("name: half\nquestion: Does it?\n")
+    assert main(["study", "half.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "half.yaml: arms=null: use a list" in said
+    assert "half.yaml: seeds: missing" in said
 
 
 def test_what_a_run_no_longer_reads_may_be_gone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from tests.engines.fsdp_world import forks
 from tests.runs import small
 from zpp_lab.config import WIRES, Config
+from zpp_lab.divergence import DivergedError
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
@@ -190,6 +191,36 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["outcome"] == "diverged"
     assert "embed.weight" in failure["error"]
+
+
+def test_a_last_step_that_loses_the_weights_is_no_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own loss, from the weights before it, is finite."""
+    import zpp_lab.trainer as trainer
+
+    build = trainer.build_engine
+
+    def losing(*args):
+        engine = build(*args)
+        step = engine.step
+
+        def stepped(*args):
+            result = step(*args)
+            with torch.no_grad():
+                engine.master["embed.weight"].fill_(torch.nan)
+            return result
+
+        monkeypatch.setattr(engine, "step", stepped)
+        return engine
+
+    monkeypatch.setattr(trainer, "build_engine", losing)
+    with pytest.raises(DivergedError, match="step 1: the held-out loss is nan"):
+        run(small(tmp_path, "train.steps=1"))
+    failure = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert failure["outcome"] == "diverged"
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 @pytest.mark.parametrize("nodes", [6, pytest.param(48, marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
 
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def need(ok: bool, message: str) -> None:

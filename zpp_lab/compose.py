@@ -19,8 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from zpp_lab.config import Config, StudyConfig, load, unknown_key, valid_names
 from zpp_lab.factors import expand_arms
-from zpp_lab.hydra_words import from_home
+from zpp_lab.hydra_words import from_home, setting_of
 from zpp_lab.paths import conf_dir
+
+GROUPS = ("lora",)  # of conf/, whose settings lie deeper in `Config`
 
 
 def compose(overrides: list[str]) -> Config:
@@ -49,7 +51,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
             )
     key = _unknown_key(overrides)
     if key is not None and "Could not override" in str(error):
-        return unknown_key(Config, key)
+        return unknown_key(Config, key, GROUPS)
     unlisted = re.search(r"Could not override '([\w.]+)'", str(error))
     if unlisted is not None:
         return (
@@ -122,7 +124,24 @@ def load_study(
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
     values["arms"] = expand_arms(values.get("arms"))
-    return load(StudyConfig, values)
+    try:
+        study = load(StudyConfig, values)
+    except ValueError as error:
+        raise ValueError("\n".join(f"{name}: {line}" for line in str(error).split("\n"))) from None
+    _check_heard(study, overrides)
+    return study
+
+
+def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
+    """ValueError for a setting that every arm sets again, so that no run would have it."""
+    by_arm = [{setting_of(word) for word in arm.overrides} for arm in study.arms]
+    for word in overrides:
+        if all(setting_of(word) in own for own in by_arm):
+            raise ValueError(
+                f"{word}: every arm of study {study.name} sets {setting_of(word)} itself; write a "
+                f"study with arms of your own (extends: {study.name}), or train one run with "
+                "zpp-lab train"
+            )
 
 
 def _study_path(name: str) -> Path:

@@ -236,6 +236,8 @@ class TrainConfig:
         _need(self.diverge_steps >= 1, "train.diverge_steps: use 1 or more")
         for key in ("beta1", "beta2"):
             _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")
+        _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
+        _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
 
 
 @dataclass(frozen=True, config=_STRICT)

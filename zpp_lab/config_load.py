@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args
 
@@ -31,13 +31,17 @@ def _explain(cls: type, error: Any) -> str:
     if error["type"] == "missing":
         return f"{place}: missing"
     given = "null" if error["input"] is None else repr(error["input"])
-    return f"{place}={given}: use {_expected(error)}"
+    if error["type"] == "dataclass_type":  # a group of settings
+        names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
+        return f"{place}={given}: has settings of its own, so set those: {names}"
+    null = ", or null" if _nullable(cls, place) else ""
+    return f"{place}={given}: use {_expected(error)}{null}"
 
 
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
-    "finite": "a number",
+    "finite": "a finite number",
     "bool": "true or false",
     "string": "text",
     "list": "a list, such as [a,b]",
@@ -52,12 +56,13 @@ def _expected(error: Any) -> str:
     return _KINDS.get(error["type"].split("_")[0], str(error["msg"]))
 
 
-def unknown_key(cls: type, place: str) -> str:
-    """The message for a dotted key that `cls` does not have."""
+def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
+    """The message for a dotted key that `cls` does not have. groups: names that stand for settings
+    at the top level without being one."""
     *parents, key = place.split(".")
     while parents and not valid_names(cls, parents):  # the group itself is unknown
         *parents, key = parents
-    valid = sorted(valid_names(cls, parents))
+    valid = sorted({*valid_names(cls, parents), *(() if parents else groups)})
     near = difflib.get_close_matches(key, valid, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     where = f"in {'.'.join(parents)}" if parents else "at the top level"
@@ -66,12 +71,22 @@ def unknown_key(cls: type, place: str) -> str:
 
 def valid_names(cls: Any, path: list[str]) -> list[str]:
     """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
-    for part in path:
-        if part.isdigit():
-            continue
-        hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
-        cls = _dataclass_in(hints.get(part))
+    cls = _dataclass_in(_hint(cls, path))
     return [f.name for f in fields(cls)] if is_dataclass(cls) else []
+
+
+def _nullable(cls: Any, place: str) -> bool:
+    """Whether the setting may be null."""
+    return type(None) in get_args(_hint(cls, place.split(".")))
+
+
+def _hint(cls: Any, path: list[str]) -> Any:
+    """The type of what lies below `cls` along `path`; None where nothing does."""
+    for part in path:
+        if not part.isdigit():
+            inner = _dataclass_in(cls)
+            cls = typing.get_type_hints(inner).get(part) if is_dataclass(inner) else None
+    return cls
 
 
 def _dataclass_in(hint: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
+_FOLDER_NAME = re.compile(r"[\w.,+=-]+")
 _SHOWN = 5  # names that are listed where none is similar
 
 
@@ -53,6 +55,12 @@ def missing(path: Path, what: str = "folder") -> str:
     names = [name for name in _names(there) if not name.startswith(".")]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"no such {what}; in {there}: {', '.join(names[:_SHOWN]) or 'nothing'}{more}"
+
+
+def check_name(name: str) -> None:
+    """ValueError when a run's, arm's or recipe's name cannot be that of a folder."""
+    if not _FOLDER_NAME.fullmatch(name) or name in (".", ".."):
+        raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
 
 
 def need_folder(named: str, path: Path, fix: str) -> None:

@@ -40,3 +40,8 @@ def from_home(override: str) -> str:
     if not mark or not (bare == "~" or bare.startswith("~/")) or "," in bare:
         return override
     return f"{name}={quote(os.path.expanduser(bare))}"
+
+
+def setting_of(word: str) -> str:
+    """The setting, or the group of conf/, that an override names: `recipe` of +recipe=w4."""
+    return word.lstrip("+").split("=")[0]

@@ -91,7 +91,8 @@ def _check_checkpoint(named: str, path: Path) -> None:
         written = [*path.glob("checkpoints/step-*"), *path.glob("step-*")]
         newest = max((p for p in written if p.suffix in ("", ".pt")), default=None)
         hint = f" (did you mean {newest}?)" if newest else ""
-        raise ValueError(f"{named} is no checkpoint{hint}; {_CHECKPOINT}")
+        what = "is damaged or not whole" if path.name.startswith("step-") else "is no checkpoint"
+        raise ValueError(f"{named} {what}{hint}; {_CHECKPOINT}")
 
 
 def _data(config: Config) -> None:
@@ -110,7 +111,12 @@ def _data(config: Config) -> None:
 
 def _data_path(cfg: DataConfig, text: str) -> None:
     path = Path(text).expanduser()
-    if path.exists() or cfg.name == "stdlib" or (cfg.name == "hf" and not looks_like_folder(text)):
+    if cfg.name == "stdlib":
+        raise ValueError(
+            f"data.path={text}: data=stdlib does not read it; add data=text, data=jsonl (records) "
+            "or data=installation (all Python source, and that folder)"
+        )
+    if path.exists() or (cfg.name == "hf" and not looks_like_folder(text)):
         return
     what = "file or folder" if cfg.name in ("text", "jsonl") else "folder"
     raise ValueError(f"data.path={text}: {missing(path, what)}; name the one with the text")

@@ -106,6 +106,8 @@ class ModelConfig:
             self.vocab_size >= 0,
             f"model.vocab_size={self.vocab_size}: use 0 (the tokenizer's) or more",
         )
+        need(self.norm_eps >= 0, f"model.norm_eps={self.norm_eps}: use 0 or more")
+        need(self.rope_theta > 0, f"model.rope_theta={self.rope_theta}: use more than 0")
         need(
             self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
             f"model.dim={self.dim}, model.heads={self.heads}: dim / heads must be an even number",

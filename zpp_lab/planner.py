@@ -109,7 +109,7 @@ def plan_command(
     """Print the table or JSON. Returns 0 when the run fits, else 1. `machine`: a file or a ready
     one's name, for predicted times at `link_gbps`."""
     if gpu_gib is not None and gpu_gib <= 0:
-        raise ValueError(f"--gpu-gib {gpu_gib:g}: use more than 0")
+        raise ValueError(f"--memory-gib {gpu_gib:g} (also --gpu-gib): use more than 0")
     seen = gpu_gib * GIB if gpu_gib else gpu_memory()
     device = seen or DEFAULT_GIB * GIB
     outlook = Outlook.of(compose(list(overrides)), int(device))

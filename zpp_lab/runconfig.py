@@ -9,6 +9,7 @@ from typing import Any
 
 from zpp_lab.config import Config
 from zpp_lab.files import read_yaml
+from zpp_lab.folders import check_name
 
 # Settings that may differ between two starts of one run: they change no numbers.
 FREE = (
@@ -29,9 +30,13 @@ FREE = (
 
 
 def run_dir(config: Config) -> Path:
-    """`run.dir`, or runs/<recipe>/seed<seed>."""
+    """`run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that name."""
     if config.run.dir:
         return Path(config.run.dir)
+    try:
+        check_name(config.recipe.name)
+    except ValueError as error:
+        raise ValueError(f"recipe.name={config.recipe.name!r}: {error}, or set run.dir") from None
     return Path("runs") / config.recipe.name / f"seed{config.seed}"
 
 

@@ -167,7 +167,7 @@ class Trainer:
             record["seconds"] = seconds
             if tracker is not None:
                 tracker.log(record)
-            self.divergence.look(self.step, result.loss)
+            self._look_at_losses(record, result)
             if self._saves():
                 self._save(engine, tracker)
         if self.saved < self.step < self.train.steps:  # the piece is over
@@ -228,6 +228,16 @@ class Trainer:
         """Held-out loss with the wire's weights; token by token it is kept for the end."""
         self.losses = engine.token_losses(self.step, self.heldout.batches, wire=True)
         return mean_loss(self.losses)
+
+    def _look_at_losses(self, record: Record, result: StepResult) -> None:
+        """DivergedError when the run is lost; before its checkpoint, which would be too."""
+        heldout = record.get("heldout_loss", 0.0)
+        if not math.isfinite(heldout):
+            raise DivergedError(
+                f"step {self.step}: the held-out loss is {heldout}: the weights of this step, or "
+                "what the wires make of them, give no finite losses; train.lr is likely too high"
+            )
+        self.divergence.look(self.step, result.loss)
 
     def _final_losses(self, engine: Engine) -> Tensor:
         """Of every held-out token after the last step; a run that was killed after its last

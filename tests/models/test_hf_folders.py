@@ -27,11 +27,16 @@ def test_missing_and_left_over_tensors_are_listed(kind: str, tmp_path: Path) -> 
     file = tmp_path / "model.safetensors"
     state = load_file(file)
     gone = sorted(name for name in state if "layers.1." in name)[:2]
-    save_file({n: t for n, t in state.items() if n not in gone}, file)
+    left = {n: t for n, t in state.items() if n not in gone}
+    save_file(left, file)
     cfg = settings(kind, path=str(tmp_path), weights="pretrained")
     with pytest.raises(ValueError, match=f"2 tensors missing: {', '.join(gone)}"):
         build_model(cfg, VOCAB)
     extra = {f"{name}.odd": torch.ones(2) for name in gone}
+    both = f"2 tensors missing: {', '.join(gone)}; 2 tensors not in the model: {', '.join(extra)}"
+    save_file(left | extra, file)
+    with pytest.raises(ValueError, match=both):
+        build_model(cfg, VOCAB)
     save_file(state | extra, file)
     with pytest.raises(ValueError, match=f"2 tensors not in the model: {', '.join(extra)}"):
         build_model(cfg, VOCAB)

@@ -94,6 +94,10 @@ def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
         built({**state, bias: torch.zeros(32)})
     with pytest.raises(ValueError, match=r"of another shape: model\.norm\.weight \[5\], not \[32"):
         built({**state, norm: torch.ones(5)})
+    all_at_once = rf"1 tensors missing: {head}; 1 tensors not in the model: {bias}; 1 tensors of an"
+    rest = {n: t for n, t in state.items() if n != head}
+    with pytest.raises(ValueError, match=all_at_once):
+        built({**rest, bias: torch.zeros(32), norm: torch.ones(5)})
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,7 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(
 def test_a_run_that_ends_while_its_study_is_stopped_has_finished(tmp_path: Path) -> None:
     def interrupt() -> None:
         until((tmp_path / "waiting1").exists)
+        until((tmp_path / "zero3" / "seed1" / "summary.json").exists)  # beside it
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

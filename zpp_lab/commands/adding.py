@@ -61,6 +61,6 @@ def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
     for word in words:
         if args.settings is None:
             raise ValueError(f"{word!r} is one word too many; see zpp-lab {args.command} --help")
-        if "=" not in word and not word.startswith("~"):
+        if "=" not in word.lstrip("+")[1:] and not word.startswith("~"):  # a name, then the sign
             raise ValueError(f"{word!r}: write settings as name=value, such as train.steps=100")
     return words

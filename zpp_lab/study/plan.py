@@ -6,7 +6,6 @@ run starts, and a folder that holds other settings is never mixed with new ones.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,14 +14,20 @@ import yaml
 
 from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
-from zpp_lab.hydra_words import quote
+from zpp_lab.folders import check_name
+from zpp_lab.hydra_words import quote, setting_of
 from zpp_lab.inputs import check_inputs
 from zpp_lab.study.runs import read_run, read_study
 from zpp_lab.study.settings import differences, fingerprint
 
 Compose = Callable[[list[str]], Config]
 PREPARE = "prepare"  # the folder of the runs that arms start from
-_FOLDER_NAME = re.compile(r"[\w.,+=-]+")
+_GIVEN = {  # settings that each run gets from its study → how to say them
+    "seed": "use --seeds 1,2,3, or `seeds` of its file (`seed` of a prepared run)",
+    "run.dir": "name the study's folder with --dir",
+    "run.study": "leave it out",
+    "run.arm": "leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,15 @@ class Planner:
         return runs
 
     def _prepared(self, one: PrepareConfig, compose: Compose) -> PlannedRun:
-        _check_name(one.name)
+        check_name(one.name)
+        _check_own([*self.study.overrides, *one.overrides])
         folder = self.root / PREPARE / one.name
         config = compose(prepare_overrides(self.study, one, folder))
         return PlannedRun(one.name, one.seed, folder, config, prepares=True)
 
     def _compose(self, arm: ArmConfig, compose: Compose) -> Config:
-        _check_name(arm.name)
+        check_name(arm.name)
+        _check_own([*self.study.overrides, *arm.overrides])
         seed = self.study.seeds[0]
         return compose(run_overrides(self.study, arm, seed, run_folder(self.root, arm.name, seed)))
 
@@ -157,9 +164,14 @@ def _place(study: StudyConfig, name: str, folder: Path) -> list[str]:
     return [f"{key}={quote(value)}" for key, value in place.items()]
 
 
-def _check_name(name: str) -> None:
-    if not _FOLDER_NAME.fullmatch(name) or name in (".", ".."):
-        raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
+def _check_own(overrides: Sequence[str]) -> None:
+    """ValueError for a setting that the study gives each run itself, so that this one is lost."""
+    for override in overrides:
+        instead = _GIVEN.get(setting_of(override))
+        if instead:
+            raise ValueError(
+                f"{override}: a study sets {setting_of(override)} of each run itself; {instead}"
+            )
 
 
 def write_config(run: PlannedRun) -> None:
