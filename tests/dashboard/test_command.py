@@ -22,6 +22,12 @@ def filters(view: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(f["key"]["name"], f["op"], f["value"]) for f in view["filters"]]
 
 
+def spec_colors(study_root: Path) -> dict[str, str]:
+    colors: dict[str, str] = read_spec(study_root / "dashboard.json")["runs"]["colors"]
+    assert set(colors) == {"zero3", "w4", "w2"}
+    return colors
+
+
 def test_offline_it_writes_the_folders_pages(
     study_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +69,13 @@ def test_applied_pages_hold_the_specification(
     chosen = [filters(grid["metadata"]["runSets"][0]["filters"]) for grid in grids]
     assert chosen[0] == [("group", "=", "fake"), ("jobType", "=", "report")]
     assert chosen[1] == [("group", "=", "fake"), ("jobType", "!=", "report")]
+    colors = grids[1]["metadata"]["customRunColors"]
+    assert {key.split("-", 1)[1]: color for key, color in colors.items()} == {
+        f"run:jobType:{arm}": color for arm, color in spec_colors(study_root).items()
+    }
+    assert not grids[0]["metadata"]["customRunColors"]
+    painted = workspace["section"]["customRunColors"]
+    assert list(painted.values()) == list(spec_colors(study_root).values())
     texts = [block["content"] for block in report["blocks"] if block["type"] == "markdown-block"]
     assert any("| w4 |" in text for text in texts)
 

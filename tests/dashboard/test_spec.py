@@ -11,6 +11,7 @@ import pytest
 from zpp_lab.compose import load_study
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.dashboard.spec import Spec, gap_names, make_spec, read_spec, write_spec
+from zpp_lab.study.palette import study_looks
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,19 @@ def series(spec: Spec) -> dict[str, dict[str, Any]]:
 
 def test_the_study_is_named_and_its_runs_are_chosen_by_group(spec: Spec) -> None:
     assert (spec["study"], spec["project"], spec["entity"]) == ("smoke", "p", "e")
-    assert spec["runs"] == {"group": "smoke", "not_job_type": "report", "group_by": "job_type"}
+    runs = {key: value for key, value in spec["runs"].items() if key != "colors"}
+    assert runs == {"group": "smoke", "not_job_type": "report", "group_by": "job_type"}
+
+
+def test_arms_have_the_colours_of_the_reports_figures(spec: Spec) -> None:
+    looks = study_looks(load_study("smoke"))
+    assert spec["runs"]["colors"] == {arm: look.color for arm, look in looks.items()}
+    arms = [ArmConfig("zero3"), *(ArmConfig(f"w{i}") for i in range(30))]
+    study = StudyConfig("many", "?", arms=arms, seeds=[1])
+    told = ["zero3", "w29", "w3"]
+    colors = make_spec(study, project="p", told=told)["runs"]["colors"]
+    assert colors == {arm: look.color for arm, look in study_looks(study, told).items()}
+    assert list(colors) == told
 
 
 def test_sections_hold_what_a_researcher_looks_for(spec: Spec) -> None:

@@ -27,6 +27,7 @@ def pages(spec: Spec, entity: str) -> tuple[Any, Any]:
     settings = ws.RunsetSettings(
         filters=_filters(spec, "all"),  # the verdict table is the report run's
         groupby=[expr.Metric(_FIELDS[spec["runs"]["group_by"]])],
+        group_colors=_colors(spec),
         pinned_columns=list(spec["workspace"]["columns"]),
     )
     sections = [
@@ -82,7 +83,18 @@ def _block(spec: Spec, block: dict[str, Any]) -> Any:
         raise ValueError(f"block kind {block['kind']!r}: use heading, markdown or panels")
     grouped = [_RUN_KEYS[spec["runs"]["group_by"]]] if block["runs"] == "arms" else []
     runs = wr.Runset(name=block["runs"], filters=_filters(spec, block["runs"]), groupby=grouped)
-    return wr.PanelGrid(runsets=[runs], panels=[_panel(panel) for panel in block["panels"]])
+    field = wr.Metric(f"run:{_RUN_KEYS[spec['runs']['group_by']]}")
+    colors: dict[Any, Any] = {
+        wr.RunsetGroup(block["runs"], (wr.RunsetGroupKey(field, arm),)): color
+        for arm, color in (_colors(spec) if grouped else {}).items()
+    }
+    panels = [_panel(panel) for panel in block["panels"]]
+    return wr.PanelGrid(runsets=[runs], panels=panels, custom_run_colors=colors)
+
+
+def _colors(spec: Spec) -> dict[Any, Any]:
+    """By arm; none in a specification from before there were any."""
+    return dict(spec["runs"].get("colors", {}))
 
 
 def _filters(spec: Spec, runs: str) -> Any:

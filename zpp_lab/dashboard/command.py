@@ -27,15 +27,16 @@ def dashboard(
     root = Path(target)
     if root.is_dir():
         study, tracking = _study_of(root), tracking_of(root)
-        out, verdicts = out or root / FILE, _verdicts(root)
+        out, (verdicts, told) = out or root / FILE, _judged(root)
     else:
-        study, tracking, verdicts = _planned(root, target), {}, ""
+        study, tracking, verdicts, told = _planned(root, target), {}, "", []
         out = out or Path(f"{study.name}-{FILE}")
     spec = make_spec(
         study,
         project=project or tracking.get("project") or TrackingConfig().project,
         entity=entity or tracking.get("entity"),
         verdicts=verdicts,
+        told=told,
     )
     write_spec(out, spec)
     mode, why = resolve("auto")
@@ -87,9 +88,11 @@ def _study_of(root: Path) -> StudyConfig:
     return study
 
 
-def _verdicts(root: Path) -> str:
-    """The verdict table as of now; "" and a word on stderr without the packages that judge."""
+def _judged(root: Path) -> tuple[str, list[str]]:
+    """(the verdict table as of now, the arms that the report tells apart); nothing and a word on
+    stderr without the packages that judge."""
     try:
+        from zpp_lab.study.figure_rows import telling_arms
         from zpp_lab.study.result import read_result
         from zpp_lab.study.table import margin_line, verdict_markdown
     except ModuleNotFoundError as error:
@@ -97,7 +100,8 @@ def _verdicts(root: Path) -> str:
             f"the pages get no verdicts ({error}): pip install 'zpp_lab[report]', then this again",
             file=sys.stderr,
         )
-        return ""
+        return "", []
     result: Any = read_result(root)
     notes = "\n".join(f"- {note}" for note in result.notes)
-    return "\n\n".join(filter(None, [verdict_markdown(result), margin_line(result), notes]))
+    text = "\n\n".join(filter(None, [verdict_markdown(result), margin_line(result), notes]))
+    return text, telling_arms(result)

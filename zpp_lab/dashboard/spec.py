@@ -7,11 +7,13 @@ by hand, and applied later. The names of the series are those that `tracking` se
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import WIRES, StudyConfig
 from zpp_lab.files import write_atomic
+from zpp_lab.study.palette import study_looks
 
 FORMAT = 1
 FILE = "dashboard.json"
@@ -30,20 +32,30 @@ _COLUMNS = (
 
 
 def make_spec(
-    study: StudyConfig, *, project: str, entity: str | None = None, verdicts: str = ""
+    study: StudyConfig,
+    *,
+    project: str,
+    entity: str | None = None,
+    verdicts: str = "",
+    told: Sequence[str] = (),
 ) -> Spec:
     """The specification of a study's pages.
 
-    verdicts: the verdict table in Markdown as of now; "" before anything has run.
+    verdicts: the verdict table in Markdown as of now; "" before anything has run. told: the arms
+    that the report tells apart, where there are many; () before anything has run.
     """
     gaps = gap_names(study)
+    colors = {arm: look.color for arm, look in study_looks(study, told).items()}
     curves = [*_losses(), *_gaps(gaps)]
     return {
         "format": FORMAT,
         "study": study.name,
         "project": project,
         "entity": entity,  # None: the account's own
-        "runs": {"group": study.name, "not_job_type": "report", "group_by": "job_type"},
+        "runs": {
+            **{"group": study.name, "not_job_type": "report", "group_by": "job_type"},
+            "colors": colors,  # by arm, as in the report's figures
+        },
         "workspace": {
             "name": f"Study {study.name}",
             "columns": [*_COLUMNS, *(f"summary:final/{name}" for name in gaps)],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from zpp_lab.study.band import one_seed
 from zpp_lab.study.effect_figures import MOST_PAIRS
 from zpp_lab.study.figure_rows import lone_bands
-from zpp_lab.study.style import OTHERS, TOLD
+from zpp_lab.study.palette import OTHERS, TOLD
 from zpp_lab.study.verdict import StudyResult
 
 _BAND = "Darker, with a dashed edge: the noise band, ± the largest gap of {controls}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -16,19 +17,38 @@ from zpp_lab.study.figure_rows import (
     front_rows,
     lone_bands,
     margin_rows,
-    names,
     speed_rows,
 )
 from zpp_lab.study.gap_figures import GAP, NOISE, Spec, gap_tooltip, margin_layers
-from zpp_lab.study.style import GapAxis, Style, beside, chart, finish
+from zpp_lab.study.label_rows import Costs, name_rows
+from zpp_lab.study.style import POINTS, GapAxis, Style, beside, chart, finish
 from zpp_lab.study.verdict import StudyResult
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One panel: the cost's field in its dressed rows, and its axis. sign: −1 where more of the
+    cost is better."""
+
+    key: str
+    rows: Sequence[Row]
+    x: alt.X
+    sign: int = 1
+
+    @property
+    def axis(self) -> Any:
+        return self.x.to_dict()
+
+    @property
+    def told(self) -> list[str]:
+        """The arms that get a name."""
+        return [row["arm"] for row in self.rows if row["look"] == row["arm"]]
 
 
 def bytes_figure(result: StudyResult, style: Style) -> Spec:
     """Gap against the bytes of a step, over all links and between nodes, with the Pareto front."""
     rows = style.dress(cost_rows(result))
-    panels: list[Any] = []
-    data: dict[str, Sequence[Row]] = {}
+    panels = []
     for key, where in _links(rows).items():
         known = [row for row in rows if row[key] is not None]
         if len(known) < 2:  # a single node sends nothing between nodes
@@ -39,10 +59,8 @@ def bytes_figure(result: StudyResult, style: Style) -> Spec:
             scale=alt.Scale(domain=[0, max(row[key] for row in known) * 1.06], nice=False),
             axis=alt.Axis(format=".0%", tickCount=6),
         )
-        panel, more = _cost_panel(result, style, known, key, x)
-        panels.append(panel)
-        data |= more
-    return finish(beside(panels, 2), data, side=70, legend=110)
+        panels.append(_Panel(key, known, x))
+    return _figure(result, style, panels)
 
 
 def _links(rows: Sequence[Row]) -> dict[str, str]:
@@ -56,8 +74,7 @@ def speed_figure(
     result: StudyResult, speeds: Mapping[str, Mapping[str, float]], style: Style
 ) -> Spec:
     """Gap against measured tokens/s, one panel a bandwidth, with the Pareto front."""
-    panels: list[Any] = []
-    data: dict[str, Sequence[Row]] = {}
+    panels = []
     for number, (bandwidth, measured) in enumerate(speeds.items()):
         key = f"speed{number}"
         rows = [row | {key: row["speed"]} for row in speed_rows(result, measured)]
@@ -68,43 +85,61 @@ def speed_figure(
             scale=alt.Scale(domain=[0, 1.1 * fastest], nice=False),  # 2 % shall look like 2 %
             axis=alt.Axis(format="~s", tickCount=6),
         )
-        panel, more = _cost_panel(result, style, style.dress(rows), key, x, sign=-1)
-        panels.append(panel)
-        data |= more
-    return finish(beside(panels, 2), data, side=70, legend=110)
+        panels.append(_Panel(key, style.dress(rows), x, sign=-1))
+    return _figure(result, style, panels)
 
 
-def _cost_panel(
-    result: StudyResult, style: Style, rows: Sequence[Row], key: str, x: alt.X, sign: int = 1
-) -> tuple[Any, dict[str, Sequence[Row]]]:
-    """(panel, its data). sign: −1 where more of `key` is better. With one seed the noise band is
-    drawn and no front: gaps inside the noise have no order."""
+def _figure(result: StudyResult, style: Style, panels: Sequence[_Panel]) -> Spec:
+    """The panels with their data; where names are missing, for want of room, a legend has all."""
+    data: dict[str, Sequence[Row]] = {}
+    for panel in panels:
+        data |= _data(result, panel)
+    missing = any("x" not in row for panel in panels for row in data[f"{panel.key}_names"])
+    drawn = [_draw(result, style, panel, POINTS if missing else None, data) for panel in panels]
+    longest = max(len(arm) for panel in panels for arm in panel.told)
+    return finish(beside(drawn, 2), data, side=70, legend=45 + 7 * longest if missing else 110)
+
+
+def _gaps(result: StudyResult, panel: _Panel) -> GapAxis:
     assert result.margin is not None
-    gaps = GapAxis.around(result.margin, *ends(rows))
-    y: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(PANEL[1]), "title": GAP}
-    best = [] if one_seed(result) else front_rows(result, rows, key, sign)
+    return GapAxis.around(result.margin, *ends(panel.rows))
+
+
+def _data(result: StudyResult, panel: _Panel) -> dict[str, Sequence[Row]]:
+    """With one seed the noise band and no front: gaps inside the noise have no order."""
+    assert result.margin is not None
+    key, (start, end) = panel.key, panel.axis["scale"]["domain"]
+    best = [] if one_seed(result) else front_rows(result, panel.rows, key, panel.sign)
     noise = lone_bands(result).get(result.study.baseline)
-    channel: Any = x.to_dict()
-    start, end = channel["scale"]["domain"]
-    fronts = [row["arm"] for row in best]
-    named = sorted(
-        (row for row in rows if row["look"] == row["arm"]), key=lambda r: r["arm"] not in fronts
-    )
-    layers = [
-        *margin_layers("y", gaps, GAP, PANEL[1], f"{key}_margin"),
-        *([_noise(f"{key}_noise", y)] if noise else []),
-        *([_front(f"{key}_front", x, y, sign)] if best else []),
-        *_points(key, rows, style, x, y),
-        _names(key, channel["title"], y),
-    ]
+    costs = Costs(key, (start, end), _gaps(result, panel), panel.sign)
     data: dict[str, Sequence[Row]] = {
-        key: rows,
-        f"{key}_names": names(named, key, (start, end), gaps),
+        key: panel.rows,
+        f"{key}_names": name_rows(panel.rows, panel.told, best, costs),
         f"{key}_margin": margin_rows(result.margin),
     }
     data |= {f"{key}_noise": [{"low": -noise, "high": noise}]} if noise else {}
-    data |= {f"{key}_front": best} if best else {}
-    return alt.layer(*layers).properties(width=PANEL[0], height=PANEL[1]), data
+    return data | ({f"{key}_front": best} if best else {})
+
+
+def _draw(
+    result: StudyResult,
+    style: Style,
+    panel: _Panel,
+    legend: alt.Legend | None,
+    data: Mapping[str, Sequence[Row]],
+) -> Any:
+    key, gaps = panel.key, _gaps(result, panel)
+    y: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(PANEL[1]), "title": GAP}
+    color, title = style.color(panel.rows, legend), panel.axis["title"]
+    layers = [
+        *margin_layers("y", gaps, GAP, PANEL[1], f"{key}_margin"),
+        *([_noise(f"{key}_noise", y)] if f"{key}_noise" in data else []),
+        *([_front(f"{key}_front", panel, y)] if f"{key}_front" in data else []),
+        _leaders(key, color, title, y),
+        *_points(panel, style, color, y),
+        _names(key, title, y),
+    ]
+    return alt.layer(*layers).properties(width=PANEL[0], height=PANEL[1])
 
 
 def _noise(data: str, y: dict[str, Any]) -> alt.Chart:
@@ -112,24 +147,22 @@ def _noise(data: str, y: dict[str, Any]) -> alt.Chart:
     return rect.encode(y=alt.Y("low:Q", **y), y2="high:Q")
 
 
-def _front(data: str, x: alt.X, y: dict[str, Any], sign: int) -> alt.Chart:
-    step: Any = "step-after" if sign > 0 else "step-before"
+def _front(data: str, panel: _Panel, y: dict[str, Any]) -> alt.Chart:
+    step: Any = "step-after" if panel.sign > 0 else "step-before"
     line = chart(data, by_arm=False).mark_line(
         interpolate=step, color="#111827", strokeWidth=1.2, strokeDash=[5, 3], clip=True
     )
-    return line.encode(x=x, y=alt.Y("mean:Q", **y))
+    return line.encode(x=panel.x, y=alt.Y("mean:Q", **y))
 
 
-def _points(
-    key: str, rows: Sequence[Row], style: Style, x: alt.X, y: dict[str, Any]
-) -> list[alt.Chart]:
+def _points(panel: _Panel, style: Style, color: alt.Color, y: dict[str, Any]) -> list[alt.Chart]:
     """Intervals and means."""
-    base = chart(key).encode(x=x, color=style.color(rows, legend=False))
+    base = chart(panel.key).encode(x=panel.x, color=color)
     return [
         base.mark_rule(strokeWidth=1.5, clip=True).encode(y=alt.Y("low:Q", **y), y2="high:Q"),
         base.mark_point(size=80, filled=True, opacity=1).encode(
             y=alt.Y("mean:Q", **y),
-            shape=style.shape(list({row["verdict"] for row in rows})),
+            shape=style.shape(list({row["verdict"] for row in panel.rows})),
             tooltip=gap_tooltip(),
         ),
     ]
@@ -137,8 +170,20 @@ def _points(
 
 def _names(key: str, title: str, y: dict[str, Any]) -> alt.Chart:
     labels = chart(f"{key}_names").mark_text(
-        align="left", fontSize=10.5, color="#374151", invalid="filter"
+        align="center", fontSize=10.5, color="#374151", invalid="filter"
     )
     return labels.encode(x=alt.X("x:Q", title=title), y=alt.Y("y:Q", **y), text="arm:N").properties(
         name=f"names_{key}"
     )
+
+
+def _leaders(key: str, color: alt.Color, title: str, y: dict[str, Any]) -> alt.Chart:
+    """From a point to its name, where that does not stand beside it, in the point's colour."""
+    lines = chart(f"{key}_names").mark_rule(strokeWidth=1, invalid="filter")
+    return lines.encode(
+        x=alt.X("from_x:Q", title=title),
+        x2="to_x:Q",
+        y=alt.Y("from_y:Q", **y),
+        y2="to_y:Q",
+        color=color,
+    ).properties(name=f"names_{key}_leaders")

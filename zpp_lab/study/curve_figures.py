@@ -234,4 +234,4 @@ def _pick() -> alt.Parameter:
 
 def _legend(rows: Sequence[Row]) -> int:
     """About the legend's width in pixels."""
-    return 45 + 7 * min(30, max(len(row["look"]) for row in rows))
+    return 65 + 7 * min(30, max(len(row["look"]) for row in rows))

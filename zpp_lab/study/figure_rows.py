@@ -1,4 +1,4 @@
-"""The rows behind the gap figures: an arm's gap with its intervals, its cost and its label."""
+"""The rows behind the gap figures: an arm's gap with its intervals, its cost and its words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from zpp_lab.study.band import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.curves import Row
-from zpp_lab.study.labels import place
+from zpp_lab.study.palette import TOLD
 from zpp_lab.study.pareto import front
-from zpp_lab.study.style import TOLD, GapAxis
 from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
@@ -98,8 +97,8 @@ def telling_arms(result: StudyResult) -> list[str]:
     the study's order.
     """
     names = [result.study.baseline]
-    key = "bytes_total" if result.baseline.bytes_inter is None else "bytes_inter"
     if len(result.arms) > TOLD:
+        key = "bytes_total" if result.baseline.bytes_inter is None else "bytes_inter"
         fronts = [row["arm"] for row in front_rows(result, cost_rows(result), key)]
         names += [*_spread(fronts, TOLD - 3), *(control.arm for control in result.controls)]
     names += [arm.name for arm in result.arms]
@@ -124,35 +123,6 @@ def ends(rows: Sequence[Row]) -> tuple[float, float]:
     high = max(high, min(reach, max(row["high"] for row in rows)))
     noise = max((row.get("noise_to", 0.0) for row in rows), default=0.0)
     return min(low, -noise), max(high, noise)
-
-
-def names(rows: Sequence[Row], key: str, span: tuple[float, float], gaps: GapAxis) -> list[Row]:
-    """The arms' names with the places of their labels in the axes' units, wide and narrow.
-
-    The first rows find room first; a place is None where there is none left.
-    """
-    wide = _label_places(rows, key, span, gaps, PANEL[0])
-    narrow = _label_places(rows, key, span, gaps, NARROW)
-    return [
-        {"arm": row["arm"], "x": w[0], "y": w[1], "narrow_x": n[0], "narrow_y": n[1]}
-        for row, w, n in zip(rows, wide, narrow, strict=True)
-    ]
-
-
-def _label_places(
-    rows: Sequence[Row], key: str, span: tuple[float, float], gaps: GapAxis, width: int
-) -> list[tuple[float | None, float | None]]:
-    start, reach = span[0], span[1] - span[0]
-    height = PANEL[1]
-    points = [
-        ((row[key] - start) / reach * width, gaps.place(row["mean"]) * height) for row in rows
-    ]
-    bars = [(gaps.place(row["low"]) * height, gaps.place(row["high"]) * height) for row in rows]
-    placed = place(points, [row["arm"] for row in rows], width, height, bars)
-    return [
-        (None, None) if at is None else (start + at[0] / width * reach, gaps.value(at[1] / height))
-        for at in placed
-    ]
 
 
 def _spread(items: Sequence[str], count: int) -> list[str]:

@@ -21,6 +21,7 @@ from zpp_lab.study.effects import Interaction, MainEffect
 from zpp_lab.study.figure_rows import cost_rows, gap_rows, speed_rows, telling_arms
 from zpp_lab.study.gap_figures import Spec, gap_figure
 from zpp_lab.study.levels import cells_of, short_names
+from zpp_lab.study.palette import study_looks
 from zpp_lab.study.style import Style
 from zpp_lab.study.verdict import StudyResult
 
@@ -46,7 +47,7 @@ def make_figures(
     speeds: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Figure]:
     """The figures that the runs have data for, in the page's order."""
-    style = Style(telling_arms(result), result.study.baseline)
+    style = Style(study_looks(result.study, telling_arms(result)), result.study.baseline)
     gaps, margin = gap_rows(result), result.margin or 0.0
     costs = [row for row in cost_rows(result) if row["bytes_total"] is not None]
     factors = [effect.factor for effect in effects] + [f for one in pairs for f in one.factors]

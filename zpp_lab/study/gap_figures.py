@@ -77,7 +77,7 @@ def _marks(
     rows: Sequence[Row], style: Style, y: alt.Y, x: Mapping[str, Any], seeds: bool
 ) -> list[Any]:
     """Intervals, single seeds, means and the words beside them."""
-    color = style.color(rows, legend=False)
+    color = style.color(rows, legend=None)
     base = chart("arms").encode(y=y, color=color, tooltip=gap_tooltip())
     outer = base.mark_rule(strokeWidth=2, clip=True)
     inner = base.mark_rule(strokeWidth=6, opacity=0.55, clip=True)

@@ -22,6 +22,7 @@ from zpp_lab.study.curves import StudyCurves, study_curves
 from zpp_lab.study.effects import Interaction, MainEffect, interactions, main_effects
 from zpp_lab.study.figure_rows import telling_arms
 from zpp_lab.study.levels import cells_of
+from zpp_lab.study.palette import Look, arm_looks, study_looks
 from zpp_lab.study.result import read_result
 from zpp_lab.study.speed_figures import SPEED_NAMES, make_speed_figures
 from zpp_lab.study.speed_results import BASE, copy_table
@@ -129,8 +130,10 @@ def _speed_style(found: Findings) -> Style:
     one; the others take colours that are left. Plain FSDP2, the base, is black."""
     assert found.speed is not None
     assert found.speeds is not None
-    told = [arm for arm in telling_arms(found.result) if arm != found.result.study.baseline]
-    matched = [found.speeds.matches.get(arm, [""])[0] for arm in told]
-    left = [arm for arm in found.speed.arms if arm not in matched and arm != BASE]
-    places = [arm or (left.pop(0) if left else own) for arm, own in zip(matched, told, strict=True)]
-    return Style(list(dict.fromkeys([*places, *left])), BASE)
+    own = study_looks(found.result.study, telling_arms(found.result))
+    taken: dict[str, Look] = {}
+    for arm, look in own.items():
+        for name in found.speeds.matches.get(arm, [])[:1]:
+            if name != BASE and arm != found.result.study.baseline:
+                taken.setdefault(name, look)
+    return Style(arm_looks([*taken, *found.speed.arms], BASE, taken=taken), BASE)

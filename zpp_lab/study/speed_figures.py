@@ -205,7 +205,7 @@ def _inside(
 ) -> Spec:
     """A row an arm, where there is no axis of bandwidths to lie on."""
     every = style.dress([row for group in rows.values() for row in group])
-    color = style.color(every, legend=False)
+    color = style.color(every, legend=None)
     x = alt.X(
         "value:Q",
         title="Speed-up over plain FSDP2",

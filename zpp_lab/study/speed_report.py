@@ -14,6 +14,7 @@ from zpp_lab.files import write_atomic
 from zpp_lab.study import page, pictures, writeup
 from zpp_lab.study.figures import Figure
 from zpp_lab.study.html_table import Table
+from zpp_lab.study.palette import arm_looks
 from zpp_lab.study.speed_figures import SPEED_NAMES, make_speed_figures
 from zpp_lab.study.speed_results import BASE, Measured, read_speeds, speed_file
 from zpp_lab.study.speed_rows import Predict, SpeedFindings, find_speeds
@@ -51,7 +52,7 @@ def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedRepor
     """
     file = speed_file(path)
     root, found = file.parent, find_speeds(read_speeds(file), predict)
-    made = make_speed_figures(found, Style(found.arms, BASE))
+    made = make_speed_figures(found, Style(arm_looks(found.arms, BASE), BASE))
     tables = {"breaks": break_even_table(found), "speeds": speed_table(found)}
     texts = {
         "speedup.csv": speed_csv(found),

@@ -9,22 +9,9 @@ from typing import Any
 
 import altair as alt
 
-# Paul Tol's "muted" scheme: nine hues that colour-blind readers can tell apart.
-_HUES = (
-    "#332288",
-    "#CC6677",
-    "#117733",
-    "#DDAA33",
-    "#44AA99",
-    "#882255",
-    "#88CCEE",
-    "#AA4499",
-    "#999933",
-)
-# Beside the hue, for print in grey; and a line that covers an equal one lets it show through.
-_DASHES = ([1, 0], [7, 3], [3, 2], [9, 3, 2, 3])
+from zpp_lab.study.palette import OTHER, OTHERS, Look
+
 _DIGIT, _AIR, _LINE = 6.3, 8.0, 15.0  # pixels of the axes' labels: a character, between two, a row
-_BASELINE = "#111111"
 GREY = "#6b7280"
 BAND = "#e5e7eb"
 SHAPES = {
@@ -39,9 +26,12 @@ SHAPES = {
     "unfinished": "cross",
     "not run": "cross",
 }
-OTHERS = "other arms"
-TOLD = 12  # arms with a colour of their own; more could not be told apart
-_LEGEND = alt.Legend(symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1, labelLimit=220)
+_STROKE: dict[str, Any] = {  # 30 pixels, as a dash needs 17; a larger size would part the rows
+    **{"symbolType": "M-3,0L3,0", "symbolSize": 100, "symbolStrokeWidth": 2, "symbolOpacity": 1},
+    **{"symbolOffset": 10, "labelOffset": 19},
+}
+LINES = alt.Legend(labelLimit=220, **_STROKE)  # the legend of a figure of lines, and of points
+POINTS = alt.Legend(labelLimit=220, symbolType="circle", symbolSize=70, symbolOpacity=1)
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _CONFIG: dict[str, Any] = {
     "font": FONT,
@@ -69,22 +59,19 @@ _CONFIG: dict[str, Any] = {
     },
     "header": {"labelFontSize": 11, "titleFontSize": 12, "labelFontWeight": 600},
 }
+_LOOK = "datum.look || datum.arm"  # most arms' look has their name, which need not be said twice
 NOT_HIDDEN = "indexof(hidden, datum.arm) < 0"  # `hidden`: arms that the page's filter leaves out
 
 
 class Style:
     """Colour, dash and shape of the arms of one study. Arms that are not told apart are grey."""
 
-    def __init__(self, arms: Sequence[str], baseline: str) -> None:
-        others = [arm for arm in arms if arm != baseline][: TOLD - 1]
+    def __init__(self, looks: Mapping[str, Look], baseline: str) -> None:
         self.baseline = baseline
-        self.colors = {baseline: _BASELINE}
-        self.dashes = {baseline: _DASHES[0]}
-        for i, arm in enumerate(others):
-            self.colors[arm] = _HUES[i % len(_HUES)]
-            self.dashes[arm] = _DASHES[i % len(_DASHES)]
-        self.told = list(self.colors)
-        self.colors[OTHERS], self.dashes[OTHERS] = "#b6bcc6", _DASHES[0]
+        self.told = list(looks)
+        every = {**looks, OTHERS: OTHER}
+        self.colors = {arm: look.color for arm, look in every.items()}
+        self.dashes = {arm: list(look.dash) for arm, look in every.items()}
 
     def look(self, arm: str) -> str:
         return arm if arm in self.colors else OTHERS
@@ -95,14 +82,16 @@ class Style:
         dressed = [{**row, "look": self.look(row["arm"])} for row in rows]
         return sorted(dressed, key=lambda row: order.get(row["look"], 1))
 
-    def color(self, rows: Iterable[Mapping[str, Any]], legend: bool = True) -> alt.Color:
+    def color(
+        self, rows: Iterable[Mapping[str, Any]], legend: alt.Legend | None = LINES
+    ) -> alt.Color:
         """Colour by arm; the legend has those of the dressed `rows`."""
         shown = self.shown(rows)
         return alt.Color(
             "look:N",
             title="Arm",
             scale=alt.Scale(domain=shown, range=[self.colors[look] for look in shown]),
-            legend=_LEGEND if legend else None,
+            legend=legend,
         )
 
     def dash(self, rows: Iterable[Mapping[str, Any]]) -> alt.StrokeDash:
@@ -110,7 +99,7 @@ class Style:
         shown = self.shown(rows)
         dashes: list[Any] = [self.dashes[look] for look in shown]
         scale = alt.Scale(domain=shown, range=dashes)
-        return alt.StrokeDash("look:N", title="Arm", scale=scale, legend=_LEGEND)
+        return alt.StrokeDash("look:N", title="Arm", scale=scale, legend=LINES)
 
     def shown(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
         """The looks of the dressed `rows`, in the legend's order."""
@@ -130,7 +119,7 @@ class Style:
 def chart(data: str, by_arm: bool = True) -> alt.Chart:
     """A chart on the rows called `data`, which `finish` adds; the page's filter hides arms."""
     made = alt.Chart(alt.NamedData(name=data))
-    return made.transform_filter(NOT_HIDDEN) if by_arm else made
+    return made.transform_calculate(look=_LOOK).transform_filter(NOT_HIDDEN) if by_arm else made
 
 
 def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
@@ -161,8 +150,9 @@ def finish(
 
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Five digits are more than a picture shows, and half the bytes."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+    """Five digits are more than a picture shows, and half the bytes; see also _LOOK."""
+    kept = {k: v for k, v in row.items() if k != "look" or v != row.get("arm")}
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in kept.items()}
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,10 @@ function fit(spec, room) {
         layer.encoding.x.title = title.split(/ (?=\()/);  // its unit goes to a second line
       }
       if (layer.name?.startsWith("names_") && panel.width < 300) {
-        layer.encoding.x.field = "narrow_x";
-        layer.encoding.y.field = "narrow_y";
+        for (const channel of ["x", "y", "x2", "y2"]) {
+          const own = layer.encoding[channel];
+          if (own) own.field = "narrow_" + own.field;
+        }
       }
     }
   }
