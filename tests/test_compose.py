@@ -154,6 +154,18 @@ def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
         load_study(written(tmp_path, "mine", twice))
 
 
+def test_a_setting_that_only_the_run_before_the_arms_would_have_is_heard(tmp_path: Path) -> None:
+    arm = "{name: zero3, role: baseline, overrides: [recipe=zero3, train.lr=1e-3]}"
+    text = f"name: mine\nquestion: q\nbaseline: zero3\nseeds: [1]\narms: [{arm}]\n"
+    first = "prepare: [{name: base, overrides: [recipe=zero3]}]\n"
+    with pytest.raises(ValueError, match=r"sets train\.lr itself"):
+        load_study(written(tmp_path, "alone", text), {}, ["train.lr=2e-3"])
+    prepared = written(tmp_path, "prepared", text + first)
+    assert load_study(prepared, {}, ["train.lr=2e-3"]).overrides == ["train.lr=2e-3"]
+    with pytest.raises(ValueError, match="sets recipe itself"):
+        load_study(prepared, {}, ["recipe=w4"])
+
+
 @pytest.mark.parametrize(
     ("more", "answer"),
     [

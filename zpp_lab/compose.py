@@ -133,10 +133,12 @@ def load_study(
 
 
 def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
-    """ValueError for a setting that every arm sets again, so that no run would have it."""
-    by_arm = [{setting_of(word) for word in arm.overrides} for arm in study.arms]
+    """ValueError for a setting that every arm, and every run before the arms, sets again, so that
+    no run would have it."""
+    runs = [*(arm.overrides for arm in study.arms), *(one.overrides for one in study.prepare)]
+    by_run = [{setting_of(word) for word in own} for own in runs]
     for word in overrides:
-        if all(setting_of(word) in own for own in by_arm):
+        if all(setting_of(word) in own for own in by_run):
             raise ValueError(
                 f"{word}: every arm of study {study.name} sets {setting_of(word)} itself; write a "
                 f"study with arms of your own (extends: {study.name}), or train one run with "

@@ -51,6 +51,14 @@ class Piece:
             return False
         return _as_rank_0(time.time() + next_step >= self.until)
 
+    def too_short(self, writing: float) -> str:
+        """For a piece without a step: why, where its checkpoint is taken to need `writing` s."""
+        left = max(0.0, (self.until or 0.0) - time.time())
+        return (
+            f"no step was begun: {left:.0f} s of this piece were left after its start, and a "
+            f"checkpoint is taken to need {writing:.0f} s; give longer pieces (--for)"
+        )
+
 
 def _as_rank_0(own: bool) -> bool:
     import torch

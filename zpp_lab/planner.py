@@ -47,7 +47,7 @@ NOTES = (
     "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses.",
     "Bytes on the wires: all ranks together, one step.",
 )
-NO_GPU = f"No GPU is seen here: {DEFAULT_GIB:g} GiB are taken for one, or what --gpu-gib says."
+NO_GPU = f"No GPU is seen here: {DEFAULT_GIB:g} GiB are taken for one; --memory-gib says otherwise."
 TIGHT = int(5 * GIB)  # see RESERVED
 RESERVED = (
     "Only {spare} GiB to spare, and torch's allocator had reserved 4 GiB beyond its tensors where "

@@ -172,6 +172,8 @@ class Trainer:
                 self._save(engine, tracker)
         if self.saved < self.step < self.train.steps:  # the piece is over
             self._save(engine, tracker, to_go_on=True)
+        if self.step < min(first, self.train.steps) and tracker is not None:
+            print(self.piece.too_short(self._saving(engine)), flush=True)
         return record
 
     def _saving(self, engine: Engine) -> float:

@@ -5,7 +5,9 @@
 Beside an arm's held-out loss this tells whether training with a codec leaves a better quantized
 model than rounding does. The baseline's runs need their checkpoints. OUT.csv has a row for each
 arm and seed: its codec, its own held-out loss and that of the baseline rounded so, nats a token.
-Arms that exempt parameters by name are left out: their codec alone is not their recipe.
+Arms that exempt other parameters than the baseline, or have rules, are left out: their codec alone
+is not their recipe. Stochastic rounding is none after training, so its arms stand beside the
+baseline rounded to nearest.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from zpp_lab.config import CodecConfig
+from zpp_lab.config import CodecConfig, Config
 from zpp_lab.evaluate import evaluate
 from zpp_lab.export.model import run_config
 from zpp_lab.export.wire import codec_text
@@ -43,9 +45,10 @@ def main() -> None:
 def one_seed(study: Path, seed: int) -> list[dict[str, str | int | float]]:
     base = study / BASE / f"seed{seed}"
     arms = {run.parent.name: run for run in sorted(study.glob(f"*/seed{seed}"))}
-    codecs = {name: codec for name, run in arms.items() if (codec := codec_of(run))}
+    plain = run_config(base)
+    codecs = {name: codec for name, run in arms.items() if (codec := codec_of(run, plain))}
     distinct = list(dict.fromkeys(codecs.values()))
-    plain, *rounded = evaluate([base], codecs=distinct)
+    whole, *rounded = evaluate([base], codecs=distinct)
     losses = dict(zip(distinct, (row.heldout_loss for row in rounded), strict=True))
     found: list[dict[str, str | int | float]] = []
     for name, codec in codecs.items():
@@ -53,19 +56,18 @@ def one_seed(study: Path, seed: int) -> list[dict[str, str | int | float]]:
         if own is None:
             print(f"{arms[name]} has not finished and is left out", file=sys.stderr)
             continue
-        values = (name, seed, codec_text(codec), own, losses[codec], plain.heldout_loss)
+        values = (name, seed, codec_text(codec), own, losses[codec], whole.heldout_loss)
         found.append(dict(zip(COLUMNS, values, strict=True)))
     return found
 
 
-def codec_of(run: Path) -> CodecConfig | None:
-    """An arm's codec on weights, to nearest; None without one, or where names are exempt."""
+def codec_of(run: Path, plain: Config) -> CodecConfig | None:
+    """An arm's codec on weights, to nearest; None without one, or where other parameters than the
+    baseline's are exempt."""
     config = run_config(run)
-    wires = Recipe(config.recipe, config.cluster)
-    codec = wires.wire("weights_forward")
-    if codec.bits is None or config.recipe.exempt.names or not config.recipe.exempt.max_ndim:
-        return None
-    return replace(codec, rounding="nearest")
+    codec = Recipe(config.recipe, config.cluster).wire("weights_forward")
+    alike = config.recipe.exempt == plain.recipe.exempt and not config.recipe.rules
+    return replace(codec, rounding="nearest") if codec.bits is not None and alike else None
 
 
 def heldout_loss(run: Path) -> float | None:
