@@ -49,7 +49,7 @@ END
   timeout -k 5 "$(within 120)" $zpp train "${settings[@]}" recipe=zero3 model.layers=1 train.steps=1 \
     train.warmup_steps=1 train.eval_tokens=2048 data=stdlib data.tokenizer=bytes \
     data.tokenizer_path=null data.end_token=null data.suffixes=[.py] data.max_bytes=20000000 \
-    model.start=null \
+    data.path=null model.start=null \
     run.dir="$(mktemp -d)" 2>&1 | grep -E "start-up|rror"
   if [ "${PIPESTATUS[0]}" = 0 ]; then touch "$mark"; fi
 }

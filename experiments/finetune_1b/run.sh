@@ -3,8 +3,10 @@
 # ranks of a run; or with real ranks on four:
 #   GPUS=4 bash experiments/finetune_1b/run.sh OUT
 # STUDIES: finetune_350m, finetune_1b (on four GPUs finetune_1b_x4, whose base real ranks train),
-# finetune_wires (bits on gradients too; sixteen ranks, so without GPUS=4), or finetune_1b_mini and
-# finetune_wires_mini (no GPU). PER_GPU: runs that share a GPU, so that one computes while another
+# finetune_wires (bits on gradients too; sixteen ranks, so without GPUS=4), finetune_wires_older and
+# finetune_weights (the same on two GPUs, whose base real ranks train; after the latter, before its
+# checkpoints go: finetune_weights/rounded.py), or finetune_1b_mini and finetune_wires_mini (no
+# GPU). PER_GPU: runs that share a GPU, so that one computes while another
 # starts, evaluates or saves; `zpp-lab mps -- bash ...` lets them compute side by side.
 # LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
 # pretraining from its last checkpoint; an arm's run that was cut, about a minute, starts over.

@@ -40,10 +40,6 @@ def test_missing_and_left_over_tensors_are_listed(kind: str, tmp_path: Path) -> 
     save_file(state | extra, file)
     with pytest.raises(ValueError, match=f"2 tensors not in the model: {', '.join(extra)}"):
         build_model(cfg, VOCAB)
-    save_file({n: t for n, t in (state | extra).items() if n not in gone}, file)
-    both = f"2 tensors missing: {', '.join(gone)}; 2 tensors not in the model: {', '.join(extra)}"
-    with pytest.raises(ValueError, match=both):
-        build_model(cfg, VOCAB)
 
 
 @pytest.mark.parametrize("kind", LEFT)

@@ -9,12 +9,13 @@ import pytest
 
 from tests.study.test_studies import config_of, study_of, tokens_of
 from zpp_lab.cli import main
-from zpp_lab.compose import compose
+from zpp_lab.compose import compose, load_study
 from zpp_lab.config import Config
 from zpp_lab.launcher import launch
 from zpp_lab.moments import GIB
 from zpp_lab.planner import Outlook, advise
 from zpp_lab.study.launch import run_study
+from zpp_lab.study.plan import Planner
 from zpp_lab.study.settings import differences
 from zpp_lab.tracking import read
 
@@ -109,6 +110,14 @@ def test_finetuning_never_begins_from_random_weights(
     monkeypatch.chdir(tmp_path)
     assert main(["study", name, "--arms", "w4", "--alone", "--dir", str(tmp_path / "out")]) == 2
     assert f"model.start=runs/{name}_base: no such" in capsys.readouterr().err
+
+
+def test_every_arm_of_finetuning_may_have_bf16_moments(tmp_path: Path) -> None:
+    """As the head of its run.sh says. Its two baselines are one then, each for its own arms."""
+    study = load_study("finetune_30b", {}, ["train.optimizer_state=bf16"])
+    runs = Planner(study, tmp_path, compose)
+    assert {config.train.optimizer_state for config in runs._configs.values()} == {"bf16"}
+    assert len(runs._configs) == len(study.arms) == 8
 
 
 def test_on_four_gpus_real_ranks_train_the_base_of_the_simulated_ones() -> None:

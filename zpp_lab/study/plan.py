@@ -201,11 +201,12 @@ def _later(pair: tuple[str, int], bases: set[str]) -> int:
 
 
 def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
-    """A grid with a typo makes the same arm twice; a report would then compare it with itself."""
-    seen: dict[str, str] = {}
+    """A grid with a typo makes the same arm twice; a report would then compare it with itself.
+    Two baselines, each of which has its own arms, may become one by a setting for all."""
+    bases, seen = baselines(study), dict[str, str]()
     for name, config in configs.items():
         other = seen.setdefault(fingerprint(config), name)
-        if other != name:
+        if other != name and not {other, name} <= bases:
             raise ValueError(
                 f"study {study.name}: arms {other} and {name} have the same settings; "
                 "check their overrides and factors, or drop one"
