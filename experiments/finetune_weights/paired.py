@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "finetune_wires_old
 from compare import BASELINE, CLASSES, WIRES, Study, signed, spread
 
 from zpp_lab.study.stats import p_values
-from zpp_lab.study.table import markdown_table
+from zpp_lab.study.table import NOTHING, markdown_table
 
 CONTROLS = (BASELINE, "zero3_reordered", "broken")
 Rounded = dict[str, dict[str, float]]  # the baseline's gap by arm and seed, once it is rounded
@@ -73,7 +73,7 @@ def codecs(study: Study) -> str:
 def chance(values: list[float]) -> str:
     """Of the paired t test that the mean is 0, for this arm alone."""
     p = p_values(values, 1.0)[0]
-    return "–" if p is None else f"{p:.4f}"
+    return NOTHING if p is None else "< 0.0001" if p < 5e-5 else f"{p:.4f}"
 
 
 def rounded(folder: Path) -> Rounded:
