@@ -26,15 +26,8 @@ TEXT = (HERE / "README.md").read_text()
 REPORT = (HERE / "report.md").read_text()
 SCRIPT = "experiments/finetune_weights/paired.py"
 SEEDS = (1, 2, 3)
-NEAREST = (
-    "w4",
-    "w4_block64",
-    "w4_block32",
-    "w4_asymmetric",
-    "w4_block64_asymmetric",
-    "w4_hadamard64",
-    "w4_inner",
-)
+WAYS = ("block64", "block32", "asymmetric", "block64_asymmetric", "hadamard64", "inner")
+NEAREST = ("w4", *(f"w4_{way}" for way in WAYS))
 TWO = ("w2", "w2_block64", "w2_block64_asymmetric")
 ARMS = ("w8", "w6", *NEAREST, "w4_stochastic", *TWO)
 AT_BOTH = ("zero3", "zero3_reordered", "broken", "w4", "w2")
@@ -169,7 +162,10 @@ def test_the_tables_are_those_of_the_script(
     assert "rounded.csv" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arm", [*NEAREST[1:], "w4_stochastic", *TWO[1:]])
+MORE = (*NEAREST[1:], "w4_stochastic", *TWO[1:])
+
+
+@pytest.mark.parametrize("arm", MORE)
 def test_the_script_pairs_with_the_plain_codec_as_results_do(arm: str) -> None:
     script = loaded(SCRIPT)
     lines = script.codecs(script.Study(HERE)).splitlines()
@@ -182,6 +178,31 @@ def test_the_script_pairs_with_the_plain_codec_as_results_do(arm: str) -> None:
     assert cells[4] == ", ".join(signed(gap, 4) for gap in apart)
     assert cells[5] == (f"{p:.4f}" if p >= 5e-5 else "< 0.0001")
     assert cells[6] == spread(minus(training(arm), training(plain)))
+
+
+def test_what_is_said_against_the_plain_codec_follows() -> None:
+    apart = {arm: minus(gaps(arm), gaps(arm[:2])) for arm in MORE}
+    ps = holm({arm: p for arm in MORE if (p := p_values(apart[arm], 1.0)[0]) is not None})
+    two = [f"{-fmean(apart[arm]):.3f}" for arm in TWO[1:]]
+    assert "take {} off the gap, with a zero point besides {}, alike".format(*two) in TEXT
+    assert f"(p = {ps[TWO[1]]:.4f} and {ps[TWO[2]]:.4f})" in TEXT
+    assert min(ps[arm] for arm in NEAREST[1:]) > 0.05
+    ahead = [apart[arm] for arm in NEAREST[1:5]]  # blocks and zero points
+    assert max(max(each) for each in ahead) < 0
+    means = sorted(-fmean(each) for each in ahead)
+    assert f"ahead in every seed, by {means[0]:.4f} to {means[-1]:.4f} on average" in TEXT
+    assert fmean(gaps("w4_block64_asymmetric")) == min(fmean(gaps(arm)) for arm in NEAREST)
+    zero, both = (100 * sent(f"w4_{way}") / sent("w4") - 100 for way in WAYS[2:4])
+    said = f"{zero:.1f} % more bytes than `w4`, for which the mean falls by"
+    assert f"{said} {-fmean(apart['w4_asymmetric']):.4f} nats" in TEXT
+    assert f"lowest on average ({min(map(fmean, map(gaps, NEAREST))):.4f}) for {both:.1f} %" in TEXT
+    assert f"the gain, {spread(apart['w4_inner']).lstrip('−')}, is not shown" in TEXT
+    whole = {arm: minus(training(arm), training(arm[:2])) for arm in MORE}
+    below = {arm for arm in NEAREST[1:] if t_interval(whole[arm], 0.95)[1] < 0}
+    assert below == {f"w4_{way}" for way in ("block32", "block64", "block64_asymmetric", "inner")}
+    assert f"blocks of 32 ({spread(whole['w4_block32'])}) and of 64" in TEXT
+    ps = holm({arm: p for arm in MORE if (p := p_values(whole[arm], 1.0)[0]) is not None})
+    assert f"(p = {min(ps[arm] for arm in below):.2f} at least)" in TEXT
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != "w4_inner"])
