@@ -342,6 +342,10 @@ def test_what_is_said_of_errors_follows() -> None:
     assert f"it costs {first['w4_stochastic']:.4f} at once for {first['w4']:.4f}" in TEXT
     late = [fmean(training(arm, 41)) for arm in ("w4_stochastic", "w4")]
     assert "{:.4f} in the training loss of steps 41 to 60 (`w4`: {:.4f})".format(*late) in TEXT
+    for arm in (*NEAREST, *TWO, "w4_stochastic"):  # backward has weights of its own in one arm
+        record = json.loads(runs(HERE, "metrics.jsonl")[f"{arm}/seed1"].splitlines()[0])
+        told = record["telemetry"].get("weights_backward", {}).get("mlp", {"nmse": 0})
+        assert (told["nmse"] > 0) == (arm == "w4_stochastic")
     for arm in (*NEAREST, *TWO):
         assert fmean(training(arm, 41)) < fmean(training(arm, 1, 1))
         assert masters(arm, arm) > 0
