@@ -1,4 +1,5 @@
-"""The pages' links lead somewhere, and what README.md says of results stands in experiments/."""
+"""The pages' links lead somewhere, and what README.md and experiments/README.md say of results
+follows from them."""
 
 from __future__ import annotations
 
@@ -42,13 +43,28 @@ def test_every_study_of_conf_is_named() -> None:
         assert f"`{name}`" in text, name
 
 
-def test_what_the_first_screen_says_of_bits_follows_from_its_results() -> None:
+def test_every_page_of_results_is_listed() -> None:
+    text = (ROOT / "experiments" / "README.md").read_text()
+    listed = re.findall(r"^\| \[(\w+)\]\(\1\) \|", text, re.M)
+    assert sorted(listed) == sorted(p.parent.name for p in ROOT.glob("experiments/*/README.md"))
+
+
+def test_figures_of_the_first_screen_stand_among_the_results() -> None:
+    """Those are checked against their files, here and in tests/experiments."""
+    first = (ROOT / "README.md").read_text().split("**Begin**")[0]
+    text = (ROOT / "experiments" / "README.md").read_text()
+    figures = re.findall(r"\d+\.\d+(?: ± \d+\.\d+)?", first)
+    assert len(figures) > 12
+    assert [f for f in figures if f not in text] == []
+
+
+def test_what_the_results_say_of_bits_follows_from_its_results() -> None:
     rows = list(csv.DictReader((ROOT / "experiments" / "bits" / "results.csv").open()))
     gaps: dict[str, list[float]] = {}
     for row in rows:
         gaps.setdefault(row["arm"], []).append(float(row["gap"]))
     means = {arm: sum(each) / len(each) for arm, each in gaps.items()}
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    text = (ROOT / "experiments" / "README.md").read_text()
     said = re.search(
         r"worse by (\d\.\d\d) ± \d\.\d\d nats\. 8, 6 and 4 bits .* most (\d\.\d+)", text
     )
@@ -69,7 +85,7 @@ def step_seconds(steps: Path) -> dict[str, float]:
 
 
 def test_the_first_screens_figures_of_13b_stand_in_their_files() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    text = (ROOT / "experiments" / "README.md").read_text()
 
     def below(results: Path) -> dict[str, float]:
         final: dict[str, float] = {}
@@ -89,8 +105,8 @@ def test_the_first_screens_figures_of_13b_stand_in_their_files() -> None:
     assert f"order moves {two['zero3_split']:.3f}." in text
 
 
-def test_what_the_first_screen_says_of_30b_follows_from_its_results() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+def test_what_the_results_say_of_30b_follows_from_its_results() -> None:
+    text = (ROOT / "experiments" / "README.md").read_text()
     final, first = {}, {}
     with (ROOT / "experiments" / "finetune_30b" / "results.csv").open() as lines:
         for row in csv.DictReader(lines):
@@ -103,8 +119,8 @@ def test_what_the_first_screen_says_of_30b_follows_from_its_results() -> None:
     assert f"2 bits start {first['w2'] - first['zero3']:.2f} nats above" in text
 
 
-def test_what_the_first_screen_says_of_finetuning_follows_from_its_results() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+def test_what_the_results_say_of_finetuning_follows_from_its_results() -> None:
+    text = (ROOT / "experiments" / "README.md").read_text()
     ends, firsts, shares, order = {}, {}, set(), []
     for size in ("350m", "1_3b"):
         with (ROOT / "experiments" / "finetune_1b" / size / "results.csv").open() as lines:
@@ -131,8 +147,8 @@ def test_what_the_first_screen_says_of_finetuning_follows_from_its_results() -> 
     assert max(order) < 1e-4
 
 
-def test_what_the_first_screen_says_of_350m_follows_from_its_results() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+def test_what_the_results_say_of_350m_follows_from_its_results() -> None:
+    text = (ROOT / "experiments" / "README.md").read_text()
     final: dict[tuple[str, str], float] = {}
     with (ROOT / "experiments" / "pretrain_350m" / "results.csv").open() as lines:
         for row in csv.DictReader(lines):
@@ -152,7 +168,7 @@ def test_what_the_first_screen_says_of_350m_follows_from_its_results() -> None:
 
 
 def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    text = (ROOT / "experiments" / "README.md").read_text()
     for table, words in (("tiny", "54 of 54 cases at tiny"), ("125m", "58 of 58 at 125M")):
         path = ROOT / "experiments" / "parity" / "h200" / f"table-{table}.json"
         cases = json.loads(path.read_text())["results"]
@@ -171,8 +187,8 @@ def test_the_first_screens_figures_of_real_ranks_stand_in_their_files() -> None:
     assert f"takes {times['backend bf16', 'backend']:.2f} (" in text
 
 
-def test_what_the_first_screen_says_of_deepspeed_follows_from_its_results() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+def test_what_the_results_say_of_deepspeed_follows_from_its_results() -> None:
+    text = (ROOT / "experiments" / "README.md").read_text()
     folder = ROOT / "experiments" / "deepspeed"
     gradients = json.loads((folder / "gradient.json").read_text())
     rows = {(r["reduction"], r["gradients"]): r for r in gradients}
@@ -202,7 +218,7 @@ def test_what_the_first_screen_says_of_deepspeed_follows_from_its_results() -> N
     assert f"ends {-plain:.3f} below, inside what another order of sums moves ({band:.3f})" in text
 
 
-def test_what_the_first_screen_says_of_speed_follows_from_its_table() -> None:
+def test_what_the_results_say_of_speed_follows_from_its_table() -> None:
     table = csv.DictReader((ROOT / "experiments" / "speed" / "results.csv").open())
     rows = {(r["arm"], r["model"], r["nodes"], r["link_gbps"]): r for r in table}
 
@@ -218,7 +234,7 @@ def test_what_the_first_screen_says_of_speed_follows_from_its_table() -> None:
         for over in ("fsdp2", "ds_zeropp")
         for link in ("12", "25", "50")
     }
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
+    text = (ROOT / "experiments" / "README.md").read_text()
     own, ds, w4 = "zeropp", "ds_zeropp", "w4_g84h"
     for said in (
         f"trains {times[own, 'fsdp2', '12']} times as fast as plain FSDP2 at 12 Gb/s and "

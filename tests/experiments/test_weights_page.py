@@ -367,8 +367,8 @@ def test_steps_apart_are_the_reports() -> None:
 
 
 def test_what_the_other_pages_say_follows() -> None:
-    first = (ROOT / "README.md").read_text().split("\n## ")[0]
-    line = next(row for row in first.splitlines() if "(experiments/finetune_weights)" in row)
+    first = (ROOT / "experiments" / "README.md").read_text()
+    line = next(row for row in first.splitlines() if "](finetune_weights)" in row)
     shares = [f"{100 * sent(arm) / sent('zero3'):.0f}" for arm in ("w8", "w6")]
     assert "at {} and {} % of the bytes".format(*shares) in line
     means = sorted(fmean(gaps(arm)) for arm in NEAREST)

@@ -451,8 +451,8 @@ def test_what_is_said_of_noise_and_of_the_divergence_follows() -> None:
 
 
 def test_what_the_other_pages_say_follows() -> None:
-    first = (ROOT / "README.md").read_text().split("\n## ")[0]
-    line = next(row for row in first.splitlines() if "(experiments/finetune_wires_older)" in row)
+    first = (ROOT / "experiments" / "README.md").read_text()
+    line = next(row for row in first.splitlines() if "](finetune_wires_older)" in row)
     ends = [mean_loss("heldout_loss", 60, folder) for folder in (OLDER, YOUNG)]
     assert f"ends at {ends[0]:.2f} nats a byte for {ends[1]:.2f}" in line
     for arm in ("w4", "g4", "zeropp"):

@@ -451,9 +451,9 @@ def test_what_is_said_of_random_weights_stands_on_their_page() -> None:
     assert f"another order of sums alone moves up to {order / pace:.0f}." in TEXT
 
 
-def test_what_the_first_screen_says_follows() -> None:
-    text = (ROOT / "README.md").read_text().split("\n## ")[0]
-    line = next(row for row in text.splitlines() if "(experiments/finetune_wires)" in row)
+def test_what_the_results_say_follows() -> None:
+    text = (ROOT / "experiments" / "README.md").read_text()
+    line = next(row for row in text.splitlines() if "](finetune_wires)" in row)
     at = steps()
     sent = {
         arm: (row["bytes_intra"] + row["bytes_inter"], row["bytes_inter"])
