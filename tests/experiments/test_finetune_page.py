@@ -2,66 +2,31 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
 import tarfile
-from functools import cache
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
+from tests.experiments.published import EXPERIMENTS, SEEDS, gaps, signed, steps, summaries
 from tests.experiments.scripts import loaded
 
-HERE = Path(__file__).parents[2] / "experiments" / "finetune_1b"
+HERE = EXPERIMENTS / "finetune_1b"
 TEXT = (HERE / "README.md").read_text()
 SIZES = ("350m", "1_3b")
-SEEDS = ("1", "2", "3")
 ARMS = ("zero3", "zero3_reordered", "w8", "w4", "w2", "broken")
 COMMIT = "6c0025b7a6dab577eb594b45a11c7ccb0532173e"
-Steps = dict[tuple[str, str, int], dict[str, float]]  # by arm, seed and step
 
 
-def signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-@cache
-def steps(size: str) -> Steps:
-    with (HERE / size / "results.csv").open() as lines:
-        return {
-            (row.pop("arm"), row.pop("seed"), int(row.pop("step"))): {
-                key: float(value) for key, value in row.items() if value and key != "study"
-            }
-            for row in csv.DictReader(lines)
-        }
-
-
-@cache
-def summaries(size: str) -> dict[str, dict[str, Any]]:
-    """Of all runs, the base's too, by their folder in the study's."""
-    with tarfile.open(HERE / size / "runs.tar.xz") as runs:
-        files = [m for m in runs if m.name.endswith("/summary.json")]
-        return {
-            m.name.split("/", 1)[1].rsplit("/", 1)[0]: json.load(file)
-            for m in files
-            if (file := runs.extractfile(m)) is not None
-        }
+def of(size: str) -> str:
+    """A size's folder, as `published` takes it."""
+    return f"finetune_1b/{size}"
 
 
 def over_seeds(size: str, arm: str, key: str, step: int) -> float:
-    return fmean(steps(size)[arm, seed, step][key] for seed in SEEDS)
-
-
-def gaps(size: str, arm: str, step: int) -> list[float]:
-    at = steps(size)
-    return [
-        at[arm, seed, step]["heldout_loss"] - at["zero3", seed, step]["heldout_loss"]
-        for seed in SEEDS
-    ]
+    return fmean(steps(of(size))[arm, seed, step][key] for seed in SEEDS)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -72,11 +37,11 @@ def test_the_tables_follow_from_results(size: str, arm: str) -> None:
     loss = over_seeds(size, arm, "heldout_loss", 60)
     assert cells[1:3] == [f"{loss:.4f}", f"{math.exp(loss):.4g}"]
     if arm != "zero3":
-        found = gaps(size, arm, 60)
+        found = gaps(of(size), arm, 60)
         assert abs(float(cells[3].split(" ")[0].replace("−", "-")) - fmean(found)) < 5.1e-5
         assert cells[4] == ", ".join(signed(gap, 5) for gap in found)
-    sent = steps(size)[arm, "1", 1]["bytes_intra"]
-    whole = steps(size)["zero3", "1", 1]["bytes_intra"]
+    sent = steps(of(size))[arm, 1, 1]["bytes_intra"]
+    whole = steps(of(size))["zero3", 1, 1]["bytes_intra"]
     share = f"{100 * sent / whole:.1f}".removesuffix(".0")
     assert cells[5:7] == [f"{sent / 1e9:.3g}", f"{share}%"]
     report = (HERE / size / "report.md").read_text()
@@ -99,7 +64,7 @@ def test_the_windows_are_those_of_their_command(size: str) -> None:
 
 def test_all_runs_name_their_commit_machine_and_torch() -> None:
     for size in SIZES:
-        found = summaries(size)
+        found = summaries(of(size))
         assert len(found) == 19
         for name, summary in found.items():
             assert summary["commit"] == COMMIT, name
@@ -114,7 +79,7 @@ def test_what_is_said_of_two_bits_follows() -> None:
         over_seeds(size, "w2", "loss", 1) - over_seeds(size, "zero3", "loss", 1) for size in SIZES
     ]
     assert f"cost {small:.3f} and {large:.3f} nats more" in TEXT
-    ends = [", ".join(f"{fmean(gaps(s, 'w2', at)):.3f}" for at in (20, 40, 60)) for s in SIZES]
+    ends = [", ".join(f"{fmean(gaps(of(s), 'w2', at)):.3f}" for at in (20, 40, 60)) for s in SIZES]
     assert f"held out {ends[0]} at steps 20, 40, 60, and {ends[1]}" in TEXT
     w2 = [over_seeds(size, "w2", "heldout_loss", 60) for size in SIZES]
     at = [[over_seeds(s, "zero3", "heldout_loss", step) for step in (20, 40, 60)] for s in SIZES]
@@ -122,7 +87,7 @@ def test_what_is_said_of_two_bits_follows() -> None:
     assert f"({w2[0]:.3f}) between its steps 20 and 40 ({at[0][0]:.3f}, {at[0][1]:.3f})" in TEXT
     masters = {
         (size, arm): [
-            fmean(summaries(size)[f"{arm}/seed{seed}"][key] for seed in SEEDS)
+            fmean(summaries(of(size))[f"{arm}/seed{seed}"][key] for seed in SEEDS)
             for key in ("heldout_loss_master", "heldout_loss")
         ]
         for size in SIZES
@@ -150,18 +115,20 @@ def test_the_weights_stay_as_far_from_the_levels_as_they_were(size: str) -> None
 
 
 def test_how_far_the_finetuning_came_follows() -> None:
-    bases = [summaries(size)["prepare/base"]["heldout_loss"] for size in SIZES]
+    bases = [summaries(of(size))["prepare/base"]["heldout_loss"] for size in SIZES]
     assert f"held-out loss of {bases[0]:.3f} (0.30B; perplexity {math.exp(bases[0]):.2f})" in TEXT
     assert f"and {bases[1]:.3f} (1.22B; {math.exp(bases[1]):.2f}) is on Python" in TEXT
     first = [over_seeds(size, "zero3", "loss", 1) for size in SIZES]
-    own = [", ".join(f"{steps(s)['zero3', seed, 1]['loss']:.3f}" for seed in SEEDS) for s in SIZES]
+    own = [
+        ", ".join(f"{steps(of(s))['zero3', seed, 1]['loss']:.3f}" for seed in SEEDS) for s in SIZES
+    ]
     assert f"{first[0]:.3f} and {first[1]:.3f} (means; {own[0]} and {own[1]} by seed)" in TEXT
     held = [[over_seeds(s, "zero3", "heldout_loss", at) for at in (20, 40, 60)] for s in SIZES]
     said = [", ".join(f"{loss:.3f}" for loss in each) for each in held]
     assert f"stands at {said[0]} and {said[1]} after 20, 40 and 60 steps" in TEXT
     won = [start - each[-1] for start, each in zip(first, held, strict=True)]
     assert f"{won[0]:.2f} and {won[1]:.2f} nats below that" in TEXT
-    lost = [fmean(gaps(size, "w2", 60)) for size in SIZES]
+    lost = [fmean(gaps(of(size), "w2", 60)) for size in SIZES]
     share = [f"{100 * gap / all_:.0f}" for gap, all_ in zip(lost, won, strict=True)]
     assert f"leave is {share[0]} and {share[1]} % of what" in TEXT
 
@@ -169,7 +136,7 @@ def test_how_far_the_finetuning_came_follows() -> None:
 def test_what_is_said_of_noise_follows() -> None:
     parted = []
     for size in SIZES:
-        at = steps(size)
+        at = steps(of(size))
         for seed in SEEDS:
             pairs = [(at["zero3", seed, s], at["zero3_reordered", seed, s]) for s in range(1, 61)]
             loss = [abs(a["loss"] - b["loss"]) for a, b in pairs]
@@ -181,32 +148,32 @@ def test_what_is_said_of_noise_follows() -> None:
             assert max(norm) < 0.002
         assert "stand apart: in" not in (HERE / size / "report.md").read_text()
     assert "from steps {}, {} and {} (0.30B) and {}, {} and {} (1.22B) on".format(*parted) in TEXT
-    most = [max(map(abs, gaps(size, "zero3_reordered", 60))) for size in SIZES]
+    most = [max(map(abs, gaps(of(size), "zero3_reordered", 60))) for size in SIZES]
     assert f"At the end {most[0]:.5f} and {most[1]:.5f} are left at most" in TEXT
-    assert max(abs(gap) for size in SIZES for gap in gaps(size, "w8", 60)) < 0.00025
+    assert max(abs(gap) for size in SIZES for gap in gaps(of(size), "w8", 60)) < 0.00025
 
 
 def test_what_is_said_of_four_bits_follows() -> None:
-    end = sorted(abs(gap) for size in SIZES for gap in gaps(size, "w4", 60))
+    end = sorted(abs(gap) for size in SIZES for gap in gaps(of(size), "w4", 60))
     assert f"{end[0]:.4f} to {end[-1]:.4f} with both signs" in TEXT
     small, large = (
-        [fmean(steps(size)["w4", seed, s]["gap"] for s in range(1, 61)) for seed in SEEDS]
+        [fmean(steps(of(size))["w4", seed, s]["gap"] for s in range(1, 61)) for seed in SEEDS]
         for size in SIZES
     )
     assert "by {:.4f}, {:.4f} and {:.4f} in the three seeds".format(*small) in TEXT
     words = [signed(gap, 4) for gap in large]
     assert f"it is {words[0]}, {words[1]} and {words[2]};" in TEXT
-    at_40 = sorted(gaps("1_3b", "w4", 40))
+    at_40 = sorted(gaps(of("1_3b"), "w4", 40))
     assert f"two seeds are {at_40[2]:.4f} and {at_40[1]:.4f} above" in TEXT
 
 
 def test_the_jumps_of_the_negative_control_are_the_ones_named() -> None:
-    norms = {at: row["grad_norm"] for at, row in steps("350m").items()}
-    far = sorted((int(seed), step) for (_, seed, step), norm in norms.items() if norm > 1e3)
+    norms = {at: row["grad_norm"] for at, row in steps(of("350m")).items()}
+    far = sorted((seed, step) for (_, seed, step), norm in norms.items() if norm > 1e3)
     assert far == [(1, 2), (2, 3), (3, 20), (3, 32)]
     for (seed, step), count in zip(far, (35, 49, 10, 6), strict=True):
-        level = norms["broken", str(seed), step] / math.sqrt(count)
+        level = norms["broken", seed, step] / math.sqrt(count)
         bf16 = math.frexp(level)[0] * 2**8  # eight significant bits
         assert bf16 == pytest.approx(round(bf16), abs=1e-9)
     assert all(norm < 13.25 for norm in norms.values() if norm < 1e3)
-    assert max(row["grad_norm"] for row in steps("1_3b").values()) < 13.25
+    assert max(row["grad_norm"] for row in steps(of("1_3b")).values()) < 13.25

@@ -2,111 +2,60 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import tarfile
-from functools import cache
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
 
+from tests.experiments import published
+from tests.experiments.published import (
+    EXPERIMENTS,
+    SEEDS,
+    minus,
+    runs,
+    said_of_time,
+    signed,
+    spread,
+    steps,
+    summaries,
+    sure,
+)
 from tests.experiments.scripts import ROOT, loaded
 from zpp_lab.codecs.block import BlockCodec
 from zpp_lab.models import build_model
 from zpp_lab.study.holm import holm
 from zpp_lab.study.stats import p_values, t_interval
 
-EXPERIMENTS = ROOT / "experiments"
 HERE = EXPERIMENTS / "finetune_wires_older"
 OLDER, YOUNG, FOUR_RANKS = "finetune_wires_older", "finetune_wires", "finetune_1b/350m"
 TEXT = (HERE / "README.md").read_text()
 REPORT = (HERE / "report.md").read_text()
-SEEDS = (1, 2, 3)
 BITS = ("g4", "zeropp", "w4", "w4_g84h", "w2")
 ARMS = ("zero3", "zero3_reordered", *BITS)
 LOOKS = (20, 40, 60)
 COMMIT = "980bf9433b0c2392b281f6f6857a35b9a1886dd0"
 SCRIPT = "experiments/finetune_wires_older/compare.py"
-Steps = dict[tuple[str, int, int], dict[str, float]]  # by arm, seed and step
 
 
-def signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def listed(values: list[float], digits: int) -> str:
-    return ", ".join(f"{value:.{digits}f}" for value in values)
-
-
-@cache
-def steps(folder: str = OLDER) -> Steps:
-    with (EXPERIMENTS / folder / "results.csv").open() as lines:
-        return {
-            (row.pop("arm"), int(row.pop("seed")), int(row.pop("step"))): {
-                key: float(value) for key, value in row.items() if value and key != "study"
-            }
-            for row in csv.DictReader(lines)
-        }
-
-
-@cache
-def runs(folder: str, ending: str) -> dict[str, str]:
-    """The text of each run's file of that name, by the run's folder."""
-    with tarfile.open(EXPERIMENTS / folder / "runs.tar.xz") as packed:
-        return {
-            m.name.split("/", 1)[1].rsplit("/", 1)[0]: file.read().decode()
-            for m in packed
-            if m.name.endswith(f"/{ending}") and (file := packed.extractfile(m)) is not None
-        }
-
-
-@cache
-def summaries(folder: str = OLDER) -> dict[str, dict[str, Any]]:
-    return {name: json.loads(text) for name, text in runs(folder, "summary.json").items()}
-
-
-@cache
 def gaps(arm: str, step: int = 60, folder: str = OLDER) -> list[float]:
-    at = steps(folder)
-    held = [[at[name, s, step]["heldout_loss"] for s in SEEDS] for name in (arm, "zero3")]
-    return [own - base for own, base in zip(*held, strict=True)]
+    return published.gaps(folder, arm, step)
 
 
-@cache
 def training(arm: str, first: int, last: int, folder: str = OLDER) -> list[float]:
-    """The training loss's gap by seed, mean over these steps."""
-    at = steps(folder)
-    return [fmean(at[arm, s, step]["gap"] for step in range(first, last + 1)) for s in SEEDS]
-
-
-def spread(values: list[float], digits: int = 4) -> str:
-    low, high = t_interval(values, 0.95)
-    return f"{signed(fmean(values), digits)} ± {(high - low) / 2:.{digits}f}"
-
-
-def minus(one: list[float], other: list[float]) -> list[float]:
-    return [a - b for a, b in zip(one, other, strict=True)]
+    return published.training(folder, arm, first, last)
 
 
 def mean_loss(key: str, step: int, folder: str = OLDER, arm: str = "zero3") -> float:
     return fmean(steps(folder)[arm, seed, step][key] for seed in SEEDS)
 
 
-def sure(arm: str) -> list[str]:
-    """The arm's cells below "How sure"."""
-    rows = REPORT.split("\n## How sure\n")[1].splitlines()
-    line = next(row for row in rows if row.startswith(f"| {arm} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
 @pytest.mark.parametrize("arm", [*ARMS, "broken"])
 def test_the_table_follows_from_results(arm: str) -> None:
     row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{arm}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    seeds, at = ([2] if arm == "broken" else SEEDS), steps()
+    seeds, at = ([2] if arm == "broken" else SEEDS), steps(OLDER)
     assert cells[1] == f"{fmean(at[arm, seed, 60]['heldout_loss'] for seed in seeds):.4f}"
     own, whole = at[arm, 2, 1], at["zero3", 2, 1]
     all_, between = (
@@ -118,7 +67,7 @@ def test_the_table_follows_from_results(arm: str) -> None:
     assert verdict.split("|")[3].strip() in cells[6]
     assert verdict.split("|")[4].strip() == cells[2]
     if p := re.search(r"p = ([\d.]+)", cells[6]):
-        assert sure(arm)[2] == p[1]
+        assert sure(OLDER, arm)[2] == p[1]
     assert (p is not None) == (arm in BITS)
     if arm in (*BITS, "zero3_reordered"):
         assert cells[3] == ", ".join(signed(gap, 5) for gap in gaps(arm))
@@ -176,8 +125,8 @@ def test_the_studies_differ_in_nothing_but_the_base() -> None:
 
 
 def test_all_runs_name_their_commit_machine_and_torch() -> None:
-    assert len(summaries()) == 23
-    for name, summary in summaries().items():
+    assert len(summaries(OLDER)) == 23
+    for name, summary in summaries(OLDER).items():
         assert summary["commit"] == COMMIT, name
         assert summary["versions"]["torch"] == "2.11.0"
         assert set(summary["machine"]["gpus"]) == {"NVIDIA H200"}
@@ -190,13 +139,11 @@ def test_all_runs_name_their_commit_machine_and_torch() -> None:
     said = f"is {base['heldout_loss']:.4f} nats a byte (perplexity {base['perplexity']:.3f}) in"
     assert f"{said} place of {young['heldout_loss']:.4f}" in TEXT
     assert f"{base['peak_gib'][0]:.2f} GiB of tensors on each" in TEXT
-    peaks = [each["peak_gib"][0] for name, each in summaries().items() if name != "prepare/base"]
+    peaks = [
+        each["peak_gib"][0] for name, each in summaries(OLDER).items() if name != "prepare/base"
+    ]
     assert f"{min(peaks):.1f} to {max(peaks):.1f} on the one GPU" in TEXT
-    log = (HERE / "call.log").read_text()
-    took, own = re.search(r": (\d+) s so far", log), re.search(r"base: .* (\d+) s", log)
-    assert took is not None
-    assert own is not None
-    assert f"took {took[1]} s, start-ups included; {own[1]} s are the base" in TEXT
+    assert said_of_time(OLDER) in TEXT
     last = runs(OLDER, "log.txt")["prepare/base"].strip().splitlines()[-1]
     assert "336.5k tok/s" in last
     assert "336.5k tokens/s" in TEXT
@@ -224,7 +171,7 @@ def test_the_bases_are_what_the_page_says() -> None:
 def test_what_the_list_says_of_the_arms_stands_in_the_table() -> None:
     said = [f"{fmean(gaps(arm, folder=f)):.4f}" for arm in ("g4", "zeropp") for f in (OLDER, YOUNG)]
     assert "`g4` {} for {}, `zeropp` {} for {}.".format(*said) in TEXT
-    sent = {arm: steps()[arm, 1, 1]["bytes_inter"] for arm in ("zeropp", "w4_g84h", "zero3")}
+    sent = {arm: steps(OLDER)[arm, 1, 1]["bytes_inter"] for arm in ("zeropp", "w4_g84h", "zero3")}
     share = [f"{100 * sent[arm] / sent['zero3']:.0f}" for arm in ("zeropp", "w4_g84h")]
     assert (
         "with {} % of the bytes between nodes, and `w4_g84h` there, with {} %".format(*share)
@@ -235,7 +182,7 @@ def test_what_the_list_says_of_the_arms_stands_in_the_table() -> None:
     assert f"0.25 % of the loss, is {margin:.4f} nats here" in TEXT
     low, high = t_interval(gaps("w4"), 0.95)
     known = f"{(high - low) / 2:.4f}"
-    assert f"(p = {sure('w4')[2]}), by how much to ±{known} only" in TEXT
+    assert f"(p = {sure(OLDER, 'w4')[2]}), by how much to ±{known} only" in TEXT
     assert f"(its gap is known to ±{known})" in TEXT
 
 
@@ -301,9 +248,9 @@ def test_what_is_said_of_files_follows() -> None:
     assert f"in {older[0]} of 179 (mean over seeds; {young[0]} from the young base)" in TEXT
     assert f"`g4` in {older[1]} and `zeropp` in {older[2]} ({young[1]} and {young[2]})" in TEXT
     for arm in BITS:
-        assert sure(arm)[7].startswith("+0."), arm
-    assert sure("zero3_reordered")[7] == "0.0000 to 0.0000"
-    assert sure("broken")[7] == "–"
+        assert sure(OLDER, arm)[7].startswith("+0."), arm
+    assert sure(OLDER, "zero3_reordered")[7] == "0.0000 to 0.0000"
+    assert sure(OLDER, "broken")[7] == "–"
 
 
 @pytest.mark.parametrize(("bits", "young", "said"), [(4, YOUNG, "0.0159"), (2, FOUR_RANKS, "0.65")])
@@ -337,7 +284,7 @@ def test_what_is_said_of_classes_follows() -> None:
         assert f"{nmse(folder, 'g4', 'grads_intra', 'attention'):.3f}" == "0.019"
     assert "the same in attention (0.019)" in TEXT
     columns, layers = 1024, 24
-    every = summaries()["prepare/base"]["model_parameters"]
+    every = summaries(OLDER)["prepare/base"]["model_parameters"]
     inside = every - 2 * 256 * columns - (2 * layers + 1) * columns  # embed and head; norms
     assert f"MLPs, {100 * inside / every:.1f} % of the parameters" in TEXT
     assert f"in the head, {100 * 256 * columns / every:.2f} % of the parameters" in TEXT
@@ -418,11 +365,13 @@ def test_what_is_said_of_masters_and_gradients_follows() -> None:
 
 def test_what_is_said_of_noise_and_of_the_divergence_follows() -> None:
     order = max(map(abs, gaps("zero3_reordered")))
-    rows = [row for (arm, _, _), row in steps().items() if arm == "zero3_reordered"]
+    rows = [row for (arm, _, _), row in steps(OLDER).items() if arm == "zero3_reordered"]
     assert f"moves {order:.5f} held out at the end and 0.0003 in any step" in TEXT
     assert 2.5e-4 < max(abs(row["gap"]) for row in rows) < 3.5e-4
-    assert not any(steps()["zero3_reordered", s, i]["gap"] for s in SEEDS for i in range(1, 11))
-    at = steps()
+    assert not any(
+        steps(OLDER)["zero3_reordered", s, i]["gap"] for s in SEEDS for i in range(1, 11)
+    )
+    at = steps(OLDER)
     reached = {
         s: max(step for arm, seed, step in at if (arm, seed) == ("broken", s)) for s in SEEDS
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import tarfile
 from functools import cache
 from pathlib import Path
 from statistics import correlation, fmean, stdev
@@ -14,14 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.experiments.published import (
+    EXPERIMENTS,
+    SEEDS,
+    gaps,
+    listed,
+    runs,
+    said_of_time,
+    signed,
+    steps,
+    summaries,
+    sure,
+)
 from tests.experiments.scripts import ROOT, loaded
 from zpp_lab.data.tokens import TokenData
 
-EXPERIMENTS = ROOT / "experiments"
-HERE = EXPERIMENTS / "finetune_wires"
+STUDY = "finetune_wires"
+HERE = EXPERIMENTS / STUDY
 TEXT = (HERE / "README.md").read_text()
 REPORT = (HERE / "report.md").read_text()
-SEEDS = (1, 2, 3)
 FEW_BITS = ("g8", "qsdp", "w4", "g8_4_hadamard", "g4", "w4_g84h", "w4g4", "zeropp")
 CONTROLS = ("zero3_reordered", "broken")
 ROUNDED = ("g4", "g8_4_hadamard", "zeropp")  # 4-bit gradients alone
@@ -30,81 +40,29 @@ T_975 = 4.302653  # Student's t with two degrees of freedom
 Found = dict[str, dict[str, Any]]  # by the run's folder in the study's
 
 
-def signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def listed(values: list[float], digits: int) -> str:
-    return ", ".join(f"{value:.{digits}f}" for value in values)
-
-
 @cache
-def steps() -> dict[tuple[str, int, int], dict[str, float]]:
-    """By arm, seed and step."""
-    with (HERE / "results.csv").open() as lines:
-        return {
-            (row.pop("arm"), int(row.pop("seed")), int(row.pop("step"))): {
-                key: float(value) for key, value in row.items() if value and key != "study"
-            }
-            for row in csv.DictReader(lines)
-        }
-
-
-@cache
-def runs(archive: Path, ending: str) -> dict[str, str]:
-    """The text of each run's file of that name."""
-    with tarfile.open(archive) as packed:
-        return {
-            m.name.split("/", 1)[1].rsplit("/", 1)[0]: file.read().decode()
-            for m in packed
-            if m.name.endswith(f"/{ending}") and (file := packed.extractfile(m)) is not None
-        }
-
-
-@cache
-def summaries(folder: str = "finetune_wires") -> Found:
-    found = runs(EXPERIMENTS / folder / "runs.tar.xz", "summary.json")
+def documents(folder: str = STUDY) -> Found:
+    found = runs(folder, "heldout.json")
     return {name: json.loads(text) for name, text in found.items()}
 
 
 @cache
-def documents(folder: str = "finetune_wires") -> Found:
-    found = runs(EXPERIMENTS / folder / "runs.tar.xz", "heldout.json")
-    return {name: json.loads(text) for name, text in found.items()}
-
-
-@cache
-def metrics(run: str, folder: str = "finetune_wires") -> list[dict[str, Any]]:
-    lines = runs(EXPERIMENTS / folder / "runs.tar.xz", "metrics.jsonl")[run].splitlines()
+def metrics(run: str, folder: str = STUDY) -> list[dict[str, Any]]:
+    lines = runs(folder, "metrics.jsonl")[run].splitlines()
     return [json.loads(line) for line in lines]
 
 
-def gaps(arm: str, step: int = 60) -> list[float]:
-    at = steps()
-    return [
-        at[arm, seed, step]["heldout_loss"] - at["zero3", seed, step]["heldout_loss"]
-        for seed in SEEDS
-    ]
-
-
 def training_gaps(arm: str, seed: int) -> list[float]:
-    return [steps()[arm, seed, step]["gap"] for step in range(1, 61)]
+    return [steps(STUDY)[arm, seed, step]["gap"] for step in range(1, 61)]
 
 
 def interval(values: list[float]) -> float:
     return T_975 * stdev(values) / len(values) ** 0.5
 
 
-def sure(arm: str) -> list[str]:
-    """The arm's cells below "How sure"."""
-    rows = REPORT.split("\n## How sure\n")[1].splitlines()
-    line = next(row for row in rows if row.startswith(f"| {arm} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
 def squared_norm(arm: str) -> float:
     """By how much the first step's squared norm is larger than plain ZeRO-3's, mean over seeds."""
-    pairs = [[steps()[a, s, 1]["grad_norm"] for a in (arm, "zero3")] for s in SEEDS]
+    pairs = [[steps(STUDY)[a, s, 1]["grad_norm"] for a in (arm, "zero3")] for s in SEEDS]
     return fmean((own / plain) ** 2 - 1 for own, plain in pairs)
 
 
@@ -112,7 +70,7 @@ def squared_norm(arm: str) -> float:
 def test_the_table_follows_from_results(arm: str) -> None:
     row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{arm}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    at = steps()
+    at = steps(STUDY)
     assert cells[1] == f"{fmean(at[arm, seed, 60]['heldout_loss'] for seed in SEEDS):.4f}"
     sent, whole = at[arm, 1, 1], at["zero3", 1, 1]
     share = sent["bytes_inter"] / whole["bytes_inter"]
@@ -123,14 +81,14 @@ def test_the_table_follows_from_results(arm: str) -> None:
         assert f"plain ZeRO-3's {all_[1] / 1e9:.1f} GB, {whole['bytes_inter'] / 1e9:.1f}" in TEXT
         return
     mean, half = (float(word.replace("−", "-")) for word in cells[2].split(" ± "))
-    assert abs(mean - fmean(gaps(arm))) < 5.1e-5
-    assert abs(half - interval(gaps(arm))) < 5.1e-5
-    assert cells[3] == ", ".join(signed(gap, 5) for gap in gaps(arm))
+    assert abs(mean - fmean(gaps(STUDY, arm))) < 5.1e-5
+    assert abs(half - interval(gaps(STUDY, arm))) < 5.1e-5
+    assert cells[3] == ", ".join(signed(gap, 5) for gap in gaps(STUDY, arm))
     verdict = next(line for line in REPORT.splitlines() if line.startswith(f"| {arm} |"))
     assert cells[2] in verdict
     assert cells[6].startswith(verdict.split("|")[3].strip())
     if p := re.search(r"p = ([\d.]+)", cells[6]):
-        assert sure(arm)[2] == p[1]
+        assert sure(STUDY, arm)[2] == p[1]
     assert (p is None) == (arm in CONTROLS)
 
 
@@ -143,51 +101,51 @@ def test_the_windows_are_those_of_their_command() -> None:
 
 
 def test_all_runs_name_their_commit_machine_and_torch() -> None:
-    assert len(summaries()) == 34
-    for name, summary in summaries().items():
+    assert len(summaries(STUDY)) == 34
+    for name, summary in summaries(STUDY).items():
         assert summary["commit"] == COMMIT, name
         assert summary["versions"]["torch"] == "2.11.0"
         assert set(summary["machine"]["gpus"]) == {"NVIDIA H200"}
         assert summary["outcome"] == "finished"
         assert summary["cluster"] == {"nodes": 4, "gpus_per_node": 4}
     assert f"commit {COMMIT[:7]}" in TEXT
-    peaks = [summary["peak_gib"][0] for summary in summaries().values()]
+    peaks = [summary["peak_gib"][0] for summary in summaries(STUDY).values()]
     assert f"needs {min(peaks):.1f} to {max(peaks):.1f} GiB" in TEXT
+    assert said_of_time(STUDY) in TEXT
     log = (HERE / "call.log").read_text()
-    base, took = re.search(r"prepare base: .* (\d+) s", log), re.search(r": (\d+) s so far", log)
-    assert base is not None
-    assert took is not None
-    assert f"took {took[1]} s, start-ups included; {base[1]} s are the base" in TEXT
     assert "34 of 34 runs finished" in log
     assert "2 GPUs." in log
 
 
 def test_which_arms_are_seen_to_differ() -> None:
-    order = max(map(abs, gaps("zero3_reordered")))
+    order = max(map(abs, gaps(STUDY, "zero3_reordered")))
     assert f"Another order of sums moves {order:.5f} at most" in TEXT
-    seen = {arm for arm in FEW_BITS if float(sure(arm)[2]) < 0.05}
+    seen = {arm for arm in FEW_BITS if float(sure(STUDY, arm)[2]) < 0.05}
     assert seen == set(ROUNDED)
     assert "`g4`, `g8_4_hadamard` and `zeropp` are above plain ZeRO-3 by the corrected" in TEXT
-    own, after = [sure(arm)[1] for arm in ("w4g4", "w4_g84h")], sure("w4g4")[2]
+    own, after = [sure(STUDY, arm)[1] for arm in ("w4g4", "w4_g84h")], sure(STUDY, "w4g4")[2]
     assert f"p = {own[0]} and {own[1]} before correction, {after} after" in TEXT
-    assert min(gap for arm in (*ROUNDED, "w4g4", "w4_g84h") for gap in gaps(arm)) > 20 * order
-    parity = [float(sure(arm)[4].removeprefix("< ")) for arm in FEW_BITS]
+    assert (
+        min(gap for arm in (*ROUNDED, "w4g4", "w4_g84h") for gap in gaps(STUDY, arm)) > 20 * order
+    )
+    parity = [float(sure(STUDY, arm)[4].removeprefix("< ")) for arm in FEW_BITS]
     assert f"the verdicts' own are at most {max(parity):.4f}" in TEXT
     for arm in FEW_BITS:
         low, _, high = (
-            word.replace("−", "-").replace("+", "") for word in sure(arm)[7].partition(" to ")
+            word.replace("−", "-").replace("+", "")
+            for word in sure(STUDY, arm)[7].partition(" to ")
         )
         zero = float(low) <= 0 <= float(high)
         assert zero == (arm not in ROUNDED), arm
 
 
 def test_eight_bits_on_gradients_leave_nothing_to_see() -> None:
-    assert max(map(abs, gaps("g8"))) < 1.5e-4
-    assert min(gaps("g8")) < 0 < max(gaps("g8"))
+    assert max(map(abs, gaps(STUDY, "g8"))) < 1.5e-4
+    assert min(gaps(STUDY, "g8")) < 0 < max(gaps(STUDY, "g8"))
     for arm in ("g8", "zero3_reordered"):
         assert max(abs(gap) for seed in SEEDS for gap in training_gaps(arm, seed)) < 3.5e-4
-    assert 2.5e-4 < max(map(abs, gaps("qsdp"))) < 3.5e-4
-    assert min(gaps("qsdp")) < 0
+    assert 2.5e-4 < max(map(abs, gaps(STUDY, "qsdp"))) < 3.5e-4
+    assert min(gaps(STUDY, "qsdp")) < 0
     over = [fmean(training_gaps("qsdp", seed)) for seed in SEEDS]
     order = max(abs(fmean(training_gaps("zero3_reordered", seed))) for seed in SEEDS)
     said = "{:.5f}, {:.5f} and {:.5f}, where order gives {:.5f} at most"
@@ -195,9 +153,9 @@ def test_eight_bits_on_gradients_leave_nothing_to_see() -> None:
 
 
 def test_two_hops_of_four_bits_cost_twice_one() -> None:
-    twice = [both / one for both, one in zip(gaps("zeropp"), gaps("g4"), strict=True)]
+    twice = [both / one for both, one in zip(gaps(STUDY, "zeropp"), gaps(STUDY, "g4"), strict=True)]
     assert "has {:.2f}, {:.2f} and {:.2f} times the gap of `g4`".format(*twice) in TEXT
-    less = [one - h for one, h in zip(gaps("g4"), gaps("g8_4_hadamard"), strict=True)]
+    less = [one - h for one, h in zip(gaps(STUDY, "g4"), gaps(STUDY, "g8_4_hadamard"), strict=True)]
     assert "below `g4`, by {:.5f}, {:.5f} and {:.5f}, with".format(*less) in TEXT
     with (EXPERIMENTS / "finetune_1b" / "350m" / "results.csv").open() as lines:
         rows = [row for row in csv.DictReader(lines) if row["step"] == "60"]
@@ -218,7 +176,7 @@ def test_two_hops_of_four_bits_cost_twice_one() -> None:
     ids=["one hop", "two hops"],
 )
 def test_the_costs_of_weights_and_gradients_add_up(both: str, one: str, words: str) -> None:
-    three = zip(gaps(both), gaps("w4"), gaps(one), strict=True)
+    three = zip(gaps(STUDY, both), gaps(STUDY, "w4"), gaps(STUDY, one), strict=True)
     apart = [whole - weights - gradients for whole, weights, gradients in three]
     assert words.format(abs(fmean(apart)), interval(apart)) in TEXT
     assert (fmean(apart) > 0) == ("above" in words)
@@ -264,16 +222,19 @@ def by_document(arm: str) -> list[float]:
 
 
 def test_the_gap_of_four_bit_gradients_grows() -> None:
-    at = steps()
+    at = steps(STUDY)
     start = fmean(at["zero3", seed, 1]["loss"] for seed in SEEDS)
     held = [fmean(at["zero3", s, step]["heldout_loss"] for s in SEEDS) for step in (20, 40, 60)]
     assert f"({start:.3f} on three training batches; held out then {listed(held, 3)})" in TEXT
-    of = {arm: [fmean(gaps(arm, step)) for step in (20, 40, 60)] for arm in ("g4", "zeropp", "w4")}
+    of = {
+        arm: [fmean(gaps(STUDY, arm, step)) for step in (20, 40, 60)]
+        for arm in ("g4", "zeropp", "w4")
+    }
     assert f"it is {listed(of['g4'], 4)} for `g4` at steps 20, 40 and 60" in TEXT
     assert f"{listed(of['zeropp'], 4)} for `zeropp`, while that of `w4` is" in TEXT
     assert f"`w4` is {listed(of['w4'], 4)}." in TEXT
     for arm in ROUNDED:
-        for by_step in zip(*(gaps(arm, step) for step in (20, 40, 60)), strict=True):
+        for by_step in zip(*(gaps(STUDY, arm, step) for step in (20, 40, 60)), strict=True):
             assert list(by_step) == sorted(by_step), arm
     shares = {
         arm: [100 * gap / (start - loss) for gap, loss in zip(each, held, strict=True)]
@@ -291,9 +252,9 @@ def test_the_gap_of_four_bit_gradients_grows() -> None:
 
 def test_what_is_said_of_masters_follows() -> None:
     def masters(arm: str, over: str) -> list[float]:
-        found = [summaries()[f"{arm}/seed{s}"]["heldout_loss_master"] for s in SEEDS]
-        plain = [summaries()[f"zero3/seed{s}"]["heldout_loss_master"] for s in SEEDS]
-        wire = [summaries()[f"{arm}/seed{s}"]["heldout_loss"] for s in SEEDS]
+        found = [summaries(STUDY)[f"{arm}/seed{s}"]["heldout_loss_master"] for s in SEEDS]
+        plain = [summaries(STUDY)[f"zero3/seed{s}"]["heldout_loss_master"] for s in SEEDS]
+        wire = [summaries(STUDY)[f"{arm}/seed{s}"]["heldout_loss"] for s in SEEDS]
         of = plain if over == "zero3" else wire
         return sorted(a - b for a, b in zip(found, of, strict=True))
 
@@ -302,13 +263,13 @@ def test_what_is_said_of_masters_follows() -> None:
     assert f"and {plain[0]:.4f} to {plain[-1]:.4f} above plain ZeRO-3, outside" in TEXT
     others = sorted(masters("w4", "zero3") + masters("w4g4", "zero3"))
     assert f"are like it ({others[0]:.4f} to {others[-1]:.4f} above)" in TEXT
-    assert min(plain + others) > 0.0025 * steps()["zero3", 1, 60]["heldout_loss"]
+    assert min(plain + others) > 0.0025 * steps(STUDY)["zero3", 1, 60]["heldout_loss"]
     for arm in ("zeropp", "qsdp"):
         assert max(map(abs, masters(arm, "wire"))) < 3e-4
-    less = [a - b for a, b in zip(gaps("zeropp"), gaps("w4_g84h"), strict=True)]
+    less = [a - b for a, b in zip(gaps(STUDY, "zeropp"), gaps(STUDY, "w4_g84h"), strict=True)]
     assert "({:.4f}, {:.4f} and {:.4f} less)".format(*less) in TEXT
     for link in ("bytes_intra", "bytes_inter"):
-        assert steps()["w4_g84h", 1, 1][link] < steps()["zeropp", 1, 1][link]
+        assert steps(STUDY)["w4_g84h", 1, 1][link] < steps(STUDY)["zeropp", 1, 1][link]
 
 
 def test_what_is_said_of_bytes_and_speed_follows() -> None:
@@ -318,7 +279,7 @@ def test_what_is_said_of_bytes_and_speed_follows() -> None:
     between = sum(wire["inter"] for wire in gradients) / whole["inter"]
     of_all = sum(sum(wire.values()) for wire in gradients) / sum(whole.values())
     assert (round(3 * of_all, 1), round(3 * between, 1)) == (1.0, 2.0)
-    inside = [steps()[arm, 1, 1]["bytes_intra"] for arm in ("g8_4_hadamard", "zero3")]
+    inside = [steps(STUDY)[arm, 1, 1]["bytes_intra"] for arm in ("g8_4_hadamard", "zero3")]
     assert f"for {100 * (inside[0] / inside[1] - 1):.0f} % more bytes inside nodes" in TEXT
     with (EXPERIMENTS / "speed" / "results.csv").open() as lines:
         rows = [r for r in csv.DictReader(lines) if (r["model"], r["nodes"]) == ("1_3b", "2")]
@@ -342,18 +303,18 @@ def test_the_table_of_codec_errors_follows_from_the_runs(arm: str) -> None:
         cells.append(words if any(means) else "–")
         for values, mean in zip(each, means, strict=True):
             assert all(abs(value - mean) <= 0.1 * mean for value in values), "not within a tenth"
-    cells += [f"{signed(100 * squared_norm(arm), 2)} %", signed(fmean(gaps(arm)), 5)]
+    cells += [f"{signed(100 * squared_norm(arm), 2)} %", signed(fmean(gaps(STUDY, arm)), 5)]
     assert f"| `{arm}` | {' | '.join(cells)} |" in TEXT
 
 
 def test_what_is_said_of_norms_follows() -> None:
     error = {arm: squared_norm(arm) / squared_norm("g4") for arm in ROUNDED}
-    gap = {arm: fmean(gaps(arm)) / fmean(gaps("g4")) for arm in ROUNDED}
+    gap = {arm: fmean(gaps(STUDY, arm)) / fmean(gaps(STUDY, "g4")) for arm in ROUNDED}
     said = "`zeropp` has {:.2f} times the error of `g4` in the finished sum, for {:.2f} times"
     assert said.format(error["zeropp"], gap["zeropp"]) in TEXT
     said = "`g8_4_hadamard` {:.2f} times for {:.2f} times"
     assert said.format(error["g8_4_hadamard"], gap["g8_4_hadamard"]) in TEXT
-    norms = {at: row["grad_norm"] for at, row in steps().items()}
+    norms = {at: row["grad_norm"] for at, row in steps(STUDY).items()}
     far = {at: norm for at, norm in norms.items() if norm > 1e3}
     assert set(far) == {("broken", 1, 49), *(("broken", 3, s) for s in (31, 32, 48, 60))}
     assert "in step 49 of seed 1 and 31, 32, 48 and 60 of seed 3" in TEXT
@@ -369,15 +330,15 @@ def test_what_is_said_of_norms_follows() -> None:
 
 def test_what_is_known_of_the_two_bases_follows() -> None:
     there = "finetune_1b/350m"
-    sums = [summaries(folder)["prepare/base"] for folder in (there, "finetune_wires")]
+    sums = [summaries(folder)["prepare/base"] for folder in (there, STUDY)]
     losses = [each["heldout_loss"] for each in sums]
     assert f"reached {losses[0]:.4f} on held-out Python, this one {losses[1]:.4f}" in TEXT
     for run in ("prepare/base", "zero3/seed1"):
-        held = [documents(folder)[run] for folder in (there, "finetune_wires")]
+        held = [documents(folder)[run] for folder in (there, STUDY)]
         assert all(held[0][key] == held[1][key] for key in ("hash", "documents", "tokens"))
-        data = [summaries(folder)[run]["data"]["hash"] for folder in (there, "finetune_wires")]
+        data = [summaries(folder)[run]["data"]["hash"] for folder in (there, STUDY)]
         assert data[0] == data[1]
-    other, own = (metrics("prepare/base", folder) for folder in (there, "finetune_wires"))
+    other, own = (metrics("prepare/base", folder) for folder in (there, STUDY))
     for first in (0, 20, 40):
         means = [fmean(row["loss"] for row in run[first : first + 20]) for run in (other, own)]
         assert abs(means[0] - means[1]) < 0.013
@@ -385,7 +346,7 @@ def test_what_is_known_of_the_two_bases_follows() -> None:
     assert f"this one is {listed(behind, 3)} behind" in TEXT
     pace = (own[199]["heldout_loss"] - own[299]["heldout_loss"]) / 100
     assert f"it ends {behind[2] / pace:.0f} of 300 late" in TEXT
-    pairs = [documents(folder)["prepare/base"]["nats"] for folder in ("finetune_wires", there)]
+    pairs = [documents(folder)["prepare/base"]["nats"] for folder in (STUDY, there)]
     worse = sum(mine > theirs for mine, theirs in zip(*pairs, strict=True))
     assert f"in {worse} of {len(pairs[0])} files" in TEXT
     (warm, late), (warm_there, late_there) = (
@@ -395,15 +356,14 @@ def test_what_is_known_of_the_two_bases_follows() -> None:
     assert f"({warm:.2f} at most in the warm-up, {late:.2f} after step 60" in TEXT
     assert f"there {warm_there:.2f} and {late_there:.2f})" in TEXT
     ends = [
-        fmean(summaries(f)[f"zero3/seed{s}"]["heldout_loss"] for s in SEEDS)
-        for f in (there, "finetune_wires")
+        fmean(summaries(f)[f"zero3/seed{s}"]["heldout_loss"] for s in SEEDS) for f in (there, STUDY)
     ]
     assert f"the baselines end at {ends[0]:.4f} and {ends[1]:.4f}" in TEXT
 
 
 def test_the_settings_of_the_two_bases_differ_as_the_page_says() -> None:
     texts = [
-        runs(EXPERIMENTS / folder / "runs.tar.xz", "config.yaml")["prepare/base"]
+        runs(folder, "config.yaml")["prepare/base"]
         for folder in ("finetune_1b/350m", "finetune_wires")
     ]
     lines = [{line.strip() for line in text.splitlines()} for text in texts]
@@ -436,7 +396,7 @@ def test_what_is_said_of_random_weights_stands_on_their_page() -> None:
         gap = row.split("|")[3].strip()
         assert gap in TEXT
         assert "undecided" in row
-        wide.append(float(gap.split(" ± ")[1]) / interval(gaps(arm)))
+        wide.append(float(gap.split(" ± ")[1]) / interval(gaps(STUDY, arm)))
     assert 70 < min(wide) < max(wide) < 180  # "about a hundredth"
     assert "moved at the end is 0.029 to 0.049 nats" in page
     with (EXPERIMENTS / "pretrain_350m" / "results.csv").open() as lines:
@@ -454,7 +414,7 @@ def test_what_is_said_of_random_weights_stands_on_their_page() -> None:
 def test_what_the_results_say_follows() -> None:
     text = (ROOT / "experiments" / "README.md").read_text()
     line = next(row for row in text.splitlines() if "](finetune_wires)" in row)
-    at = steps()
+    at = steps(STUDY)
     sent = {
         arm: (row["bytes_intra"] + row["bytes_inter"], row["bytes_inter"])
         for arm in ("zero3", *FEW_BITS)
@@ -468,5 +428,5 @@ def test_what_the_results_say_follows() -> None:
         verdict = next(row for row in REPORT.splitlines() if row.startswith(f"| {arm} |"))
         gap = verdict.split("|")[4].strip().lstrip("+")
         assert gap in line, arm
-    assert max(map(abs, gaps("zero3_reordered"))) < 3.5e-5
+    assert max(map(abs, gaps(STUDY, "zero3_reordered"))) < 3.5e-5
     assert "order of sums moves 0.00003" in line
