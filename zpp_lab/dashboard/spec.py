@@ -53,7 +53,9 @@ def make_spec(
         "project": project,
         "entity": entity,  # None: the account's own
         "runs": {
-            **{"group": study.name, "not_job_type": "report", "group_by": "job_type"},
+            "group": study.name,
+            "not_job_type": "report",
+            "group_by": "job_type",
             "colors": colors,  # by arm, as in the report's figures
         },
         "workspace": {

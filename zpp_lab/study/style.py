@@ -27,8 +27,12 @@ SHAPES = {
     "not run": "cross",
 }
 _STROKE: dict[str, Any] = {  # 30 pixels, as a dash needs 17; a larger size would part the rows
-    **{"symbolType": "M-3,0L3,0", "symbolSize": 100, "symbolStrokeWidth": 2, "symbolOpacity": 1},
-    **{"symbolOffset": 10, "labelOffset": 19},
+    "symbolType": "M-3,0L3,0",
+    "symbolSize": 100,
+    "symbolStrokeWidth": 2,
+    "symbolOpacity": 1,
+    "symbolOffset": 10,
+    "labelOffset": 19,
 }
 LINES = alt.Legend(labelLimit=220, **_STROKE)  # the legend of a figure of lines, and of points
 POINTS = alt.Legend(labelLimit=220, symbolType="circle", symbolSize=70, symbolOpacity=1)
