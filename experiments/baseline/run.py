@@ -10,12 +10,15 @@ Started by run.sh under torchrun, one process for a model. Settings build on tho
     chunked_loss   logits of 2048 tokens at a time
     keep           all activations kept
     deterministic  kernels that repeat to the bit, as studies use them
+
+With --no-update weights stay as they are, so a model of twice the size fits: no moments. halves.sh
+makes a step on twice as many GPUs of such parts.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -46,6 +49,8 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--settings", default=",".join(SETTINGS), help="those to time")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--no-update", action="store_true", help="AdamW and its moments left out")
+    parser.add_argument("--label", default="", help="added to the settings' names in the results")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every setting")
     args = parser.parse_args()
@@ -59,8 +64,8 @@ def main() -> None:
             start(config)
             started = True
         with attention(name):
-            found = measure(config, args.steps, prepare=foreach if name == "eager" else as_it_is)
-        report(args, name, found)
+            found = measure(config, args.steps, prepare=changes(name, args.no_update))
+        report(args, f"{name} {args.label}".strip(), found)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -87,6 +92,18 @@ def attention(name: str) -> Iterator[None]:
     else:
         with sdpa_kernel(SDPBackend.MATH):
             yield
+
+
+def changes(name: str, no_update: bool) -> Callable[[Any], None]:
+    """What a setting changes of the engine beyond its config."""
+    if no_update:
+        return without_update
+    return foreach if name == "eager" else as_it_is
+
+
+def without_update(engine: Any) -> None:
+    """Gradients are summed, their norm is taken and they are clipped; then they are let go."""
+    engine.optimizer.step = lambda *_, **__: None
 
 
 def foreach(engine: Any) -> None:

@@ -48,6 +48,7 @@ MORE = [
     "GPUS=2 bash experiments/plan/run.sh OUT 32_5b/w8/recompute 13b/zeropp",
     "GPUS=2 bash experiments/baseline/run.sh OUT 13b 32_5b:flash,keep",
     "GPUS=2 bash experiments/baseline/first.sh OUT 13b zero3",
+    "GPUS=2 bash experiments/baseline/halves.sh OUT 13b 32_5b",
     "STUDY=pretrain_13b_mini GPUS=2 bash experiments/pretrain_13b/run.sh OUT zeropp resume",
     "STUDY=finetune_30b_mini GPUS=2 bash experiments/finetune_30b/run.sh OUT base w4",
     "bash experiments/plan/run.sh OUT 32_5b/w8/recompute 6_7b/zero3",

@@ -7,8 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from tests.experiments.scripts import loaded
+from zpp_lab.optim import guarded_step
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["engine.device=cpu", "data.seq_len=32", "engine.threads=1", "engine.compile=false"]
@@ -68,3 +73,41 @@ def test_a_step_repeats(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "repeat.json").read_text())["results"]["zeropp/cpu"]
     assert found["differing"] == []
     assert found["norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_without_its_update(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--model", "tiny", "--steps", "1", "--settings", "keep"]
+    words += [*SMALL, "cluster=1x2", "engine.compile=false"]
+    for layers in (2, 1):
+        words_of = [*words, f"model.layers={layers}", "--label"]
+        torchrun("baseline/run.py", *words_of, f"{layers} layers, no update", "--no-update")
+    torchrun("baseline/run.py", *words_of, "1 layers")
+    found = json.loads((tmp_path / "tiny.json").read_text())["results"]
+    halves = loaded("experiments/baseline/halves.py")
+    made = halves.parts(found)
+    assert made.passes == found["keep 2 layers, no update"]["seconds"]
+    assert made.step == pytest.approx(made.passes + made.half - made.half_passes)
+    del found["keep 1 layers"]
+    with pytest.raises(ValueError, match=r"\[\(1, False\)\]; run halves.sh again"):
+        halves.parts(found)
+
+
+def test_no_update_leaves_weights_and_makes_no_moments() -> None:
+    run = loaded("experiments/baseline/run.py")
+    engine = SimpleNamespace(optimizer=one_step_from())
+    weight = engine.optimizer.param_groups[0]["params"][0]
+    before = weight.detach().clone()
+    run.changes("keep", True)(engine)
+    guarded_step(engine.optimizer, torch.tensor(True))
+    assert torch.equal(weight, before)
+    assert not engine.optimizer.state
+    run.changes("eager", False)(engine)
+    guarded_step(engine.optimizer, torch.tensor(True))
+    assert not torch.equal(weight, before)
+
+
+def one_step_from() -> torch.optim.AdamW:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    return torch.optim.AdamW([weight], lr=0.1, foreach=True)
