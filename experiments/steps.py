@@ -41,6 +41,8 @@ class Measured:
     first_seconds: float  # the first step, compiling included
     peak_gib: list[float] | None  # tensors of each rank; None on the CPU
     used_gib: float | None  # of the device, all processes, after the last step
+    retries: list[int] | None  # of each rank: how often in the timed steps torch's allocator had
+    # to give memory back before it got more
     times: list[float]
     waiting: list[float]  # of each: the host, done, waited for the device, where it waited least
 
@@ -72,7 +74,10 @@ def measure(
     wait(device)
     built = time.perf_counter() - began
     with settled():  # as in training
-        every = [timed(engine, config, step, vocab, device) for step in range(warm + steps)]
+        every = [timed(engine, config, step, vocab, device) for step in range(warm)]
+        before = retries(device)
+        every += [timed(engine, config, warm + step, vocab, device) for step in range(steps)]
+        tried = of_every_rank(retries(device) - before, device)
     times, waiting = [list(each) for each in zip(*every, strict=True)]
     seconds = statistics.median(times[warm:])
     tokens = config.cluster.world * config.train.batch_size * config.data.seq_len
@@ -81,7 +86,9 @@ def measure(
     del engine
     free()
     speed = tokens / seconds
-    return Measured(seconds, speed, built, times[0], peaks, used, times[warm:], waiting[warm:])
+    return Measured(
+        seconds, speed, built, times[0], peaks, used, tried, times[warm:], waiting[warm:]
+    )
 
 
 def timed(
@@ -120,6 +127,21 @@ def used_gib(device: torch.device) -> float | None:
         return None
     left, whole = torch.cuda.mem_get_info(device)
     return (whole - left) / GIB
+
+
+def retries(device: torch.device) -> int:
+    """So far, of this process."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
+
+
+def of_every_rank(own: int, device: torch.device) -> list[int] | None:
+    if device.type != "cuda":
+        return None
+    found: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return [n for n in found if n is not None]
 
 
 def free() -> None:

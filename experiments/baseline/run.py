@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from steps import as_dict, keep, measure, start
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zpp_lab.compose import compose
@@ -50,6 +51,11 @@ def main() -> None:
     parser.add_argument("--settings", default=",".join(SETTINGS), help="those to time")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no-update", action="store_true", help="AdamW and its moments left out")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="gradients where FSDP2 by itself puts them: in memory of the reductions' stream",
+    )
     parser.add_argument("--label", default="", help="added to the settings' names in the results")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every setting")
@@ -64,7 +70,8 @@ def main() -> None:
             start(config)
             started = True
         with attention(name):
-            found = measure(config, args.steps, prepare=changes(name, args.no_update))
+            prepare = changes(name, args.no_update, args.apart)
+            found = measure(config, args.steps, prepare=prepare)
         report(args, f"{name} {args.label}".strip(), found)
     if dist.is_initialized():
         dist.barrier()
@@ -94,16 +101,27 @@ def attention(name: str) -> Iterator[None]:
             yield
 
 
-def changes(name: str, no_update: bool) -> Callable[[Any], None]:
+def changes(name: str, no_update: bool = False, apart: bool = False) -> Callable[[Any], None]:
     """What a setting changes of the engine beyond its config."""
-    if no_update:
-        return without_update
-    return foreach if name == "eager" else as_it_is
+    made = [foreach] if name == "eager" else []
+    made += [without_update] if no_update else []
+    made += [gradients_apart] if apart else []
+
+    def prepare(engine: Any) -> None:
+        for change in made:
+            change(engine)
+
+    return prepare
 
 
 def without_update(engine: Any) -> None:
     """Gradients are summed, their norm is taken and they are clipped; then they are let go."""
     engine.optimizer.step = lambda *_, **__: None
+
+
+def gradients_apart(engine: Any) -> None:
+    for module in engine.wrapped.by_name.values():
+        module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
 def foreach(engine: Any) -> None:
@@ -115,10 +133,6 @@ def foreach(engine: Any) -> None:
     engine.optimizer = torch.optim.AdamW(groups, foreach=True)
 
 
-def as_it_is(engine: Any) -> None:
-    pass
-
-
 def report(args: argparse.Namespace, name: str, found: Any) -> None:
     if dist.get_rank() == 0:
         peak = max(found.peak_gib) if found.peak_gib else float("nan")
@@ -128,6 +142,7 @@ def report(args: argparse.Namespace, name: str, found: Any) -> None:
             f"{args.model} {name}: {found.seconds:.4f} s a step{against}, "
             f"{found.tokens_per_second:,.0f} tokens/s, peak {peak:.2f} GiB, "
             f"host waited {1000 * median(found.waiting):.1f} ms, "
+            f"{max(found.retries or [0])} retries of the allocator, "
             f"built {found.build_seconds:.1f} s, first step {found.first_seconds:.1f} s",
             flush=True,
         )

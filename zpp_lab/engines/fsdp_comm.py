@@ -8,7 +8,7 @@ copy-in and copy-out operators then land there (`fsdp_packed.py`):
     AllGather.__call__            payload rows travel                      (gather stream)
     fsdp::split_with_sizes_copy   payload is decoded into the parameters   (compute stream)
     fsdp::chunk_cat               the gradients are noted down             (compute stream)
-    ReduceScatter.__call__        encode, hops, sum in rank order          (reduce stream)
+    ReduceScatter.__call__        encode, hops, sum in rank order, divide  (reduce stream)
 
 Streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the copy-out is
 done, and the reduction's input until its event has passed, and a packet (payload, or the
@@ -24,7 +24,7 @@ size after the reduction, in reduce_dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Transport, all_gather, peers
 from zpp_lab.config import Wire
+from zpp_lab.engines.fsdp_landing import LandedReduce, Landing
 from zpp_lab.engines.fsdp_packed import Box, Fallbacks, Packed
 from zpp_lab.engines.fsdp_present import Present
 from zpp_lab.engines.in_turn import in_backward
@@ -115,16 +116,16 @@ class PackedGather(AllGather):
 class PackedReduce(ReduceScatter):
     """FSDP2's ReduceScatter for one unit."""
 
-    def __init__(self, reduce: Reduce, present: Present, fallbacks: Fallbacks) -> None:
+    def __init__(
+        self, reduce: Reduce, present: Present, fallbacks: Fallbacks, landing: Landing
+    ) -> None:
         self.reduce, self.present, self.fallbacks = reduce, present, fallbacks
-        self.output_numel: int | None = None  # of the reduction whose input was allocated
+        self.landing = landing
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         numel = math.prod(size)
-        if numel == self.output_numel:
-            self.output_numel = None
-            return torch.empty(*size, dtype=dtype, device=device)
-        self.output_numel = numel // self.reduce.cluster.world
+        if self.landing.is_output(numel, device):
+            return self.landing.expected(size, device)
         return Packed(Box(self, numel, dtype, device), size)
 
     def __call__(
@@ -135,16 +136,23 @@ class PackedReduce(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        box = input_tensor.box if isinstance(input_tensor, Packed) else None
-        if box is not None and box.grads:
-            self.reduce.run(*self.present.take(box.grads), output_tensor)
-            return None
+        def run(out: Tensor) -> None:
+            box = input_tensor.box if isinstance(input_tensor, Packed) else None
+            if box is not None and box.grads:
+                self.reduce.run(*self.present.take(box.grads), out)
+            else:
+                self._plain(out, input_tensor if box is None else box.plain, group)
+            out.div_(self.reduce.cluster.world)
+
+        self.landing.land(output_tensor, input_tensor.dtype, run)
+        return None
+
+    def _plain(self, out: Tensor, rows: Tensor | None, group: dist.ProcessGroup) -> None:
         self.fallbacks.note("a reduce-scatter of plain tensors")
         inside, beyond = peers(self.reduce.cluster, "world")
-        self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(output_tensor), 0))
-        self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(output_tensor)))
-        plain = input_tensor if box is None else box.plain
-        return dist.reduce_scatter_tensor(output_tensor, plain, op=op, group=group)
+        self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
+        self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))
+        dist.reduce_scatter_tensor(out, rows, group=group)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -185,6 +193,13 @@ def managed(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [p for g in groups if g for p in g.fsdp_params]
+
+
+def gradient_dtype(module: nn.Module) -> torch.dtype:
+    """Of a unit's sharded weights that are trained, which is one, as FSDP2 asks; fp32 where none
+    is."""
+    found = {p.sharded_param.dtype for p in managed(module) if p.sharded_param.requires_grad}
+    return found.pop() if found else torch.float32
 
 
 def gather_spec(plan: UnitPlan) -> GatherSpec:
@@ -235,10 +250,21 @@ def install(
         )
         places = [order.index(p.name) for p in own.unit.parameters] if own.unit.stored else None
         module.set_custom_all_gather(PackedGather(unit.gather, fallbacks, places))
-        module.set_custom_reduce_scatter(PackedReduce(unit.reduce, unit.present, fallbacks))
-        module.set_force_sum_reduction_for_comms(True)
+        landing = Landing(own.recipe.cluster.world, gradient_dtype(module))
+        module.set_custom_reduce_scatter(
+            PackedReduce(unit.reduce, unit.present, fallbacks, landing)
+        )
         done.append(unit)
     return done
+
+
+def land(modules: Iterable[nn.Module], world: int) -> None:
+    """Let the gradients of units that FSDP2 reduces by itself lie in the computing stream's
+    memory; `modules`: each unit's first, on `world` > 1 ranks."""
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        landing = Landing(world, gradient_dtype(module))
+        module.set_custom_reduce_scatter(LandedReduce(landing))
 
 
 def _ordered(unit: Unit, order: Names) -> Unit:

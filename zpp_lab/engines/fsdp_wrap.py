@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
-from zpp_lab.engines.fsdp_comm import Installed, install
+from zpp_lab.engines.fsdp_comm import Installed, install, land
 from zpp_lab.engines.fsdp_packed import Fallbacks
 from zpp_lab.engines.units import ROOT, Group, root_group
 from zpp_lab.engines.untouched import is_untouched
@@ -98,4 +98,6 @@ def wrap(
         wrapped.installed = install(
             model, first, plan.units, transport, wrapped.clock, wrapped.fallbacks
         )
+    elif recipe.config.shard == "world" and recipe.cluster.world > 1:
+        land(first.values(), recipe.cluster.world)
     return wrapped
