@@ -167,6 +167,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.alone and not args.arms:
         raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
     patterns = args.arms.split(",") if args.arms is not None else []
+    only = matching(study, patterns) if args.alone else []
     if patterns and not args.alone:
         study = some_arms(study, patterns)
     root = args.dir or Path("runs") / study.name
@@ -175,11 +176,28 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
 
         show(root, study)
         return 0
+    _check_launched(args)
     if args.dry_run:
         return _dry_run(study, root, args)
     for name in ("limit", "machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
+    outcome = run_study(
+        study,
+        root,
+        args.jobs or 0,
+        retry=args.retry,
+        launcher=args.launcher,
+        arms=only,
+        seeds=seeds if args.alone else (),
+        until=_until(args.piece),
+    )
+    if not (outcome.unfinished or outcome.waiting or args.no_report):
+        finish(root, study)
+    return outcome.exit_code
+
+
+def _check_launched(args: argparse.Namespace) -> None:
     for name in ("jobs", "runs_per_gpu") if args.launcher is not None else ():
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
@@ -187,19 +205,6 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
                 f"{option} is for runs on this machine: leave it out, or --launcher, whose own "
                 "settings say how many run at once (conf/hydra/launcher)"
             )
-    outcome = run_study(
-        study,
-        root,
-        args.jobs or 0,
-        retry=args.retry,
-        launcher=args.launcher,
-        arms=matching(study, patterns) if args.alone else (),
-        seeds=seeds if args.alone else (),
-        until=_until(args.piece),
-    )
-    if not (outcome.unfinished or outcome.waiting or args.no_report):
-        finish(root, study)
-    return outcome.exit_code
 
 
 def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
@@ -218,7 +223,14 @@ def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
         (link, *more) = links(args.link_gbps)
         if more:
             raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
-    found = dry_run(study, root, args.jobs or 0, Asked(limit, args.machine, link))
+    found = dry_run(
+        study,
+        root,
+        args.jobs or 0,
+        Asked(limit, args.machine, link),
+        launcher=args.launcher,
+        until=_until(args.piece),
+    )
     return 130 if found.stopped else int(bool(found.faults))
 
 

@@ -21,13 +21,13 @@ from zpp_lab.study import attempts, calibration
 from zpp_lab.study.calibration import STEPS, Cost, Limits, Tick, Unknown
 from zpp_lab.study.cost import Estimate, Forecast, forecast, known, predicted, side_by_side
 from zpp_lab.study.foreseen import Needed
-from zpp_lab.study.launch import ENTRY
+from zpp_lab.study.launch import ENTRY, check_time
 from zpp_lab.study.memory import shape
-from zpp_lab.study.plan import Compose, PlannedRun, plan_runs
+from zpp_lab.study.plan import Compose, PlannedRun, check_runs, plan_runs
 from zpp_lab.study.progress import duration
 from zpp_lab.study.queue import Stop, stop_on_signals
 from zpp_lab.study.sharing import ADDED, AS_THEY_RAN
-from zpp_lab.study.slots import Places, make_places
+from zpp_lab.study.slots import Places, check_jobs, make_places
 
 LIMIT = 60.0  # seconds of one measurement
 LEAST = "≥: weights, optimizer and gradients; activations come on top."
@@ -51,14 +51,17 @@ def dry_run(
     jobs: int = 0,
     asked: Asked | None = None,
     *,
+    launcher: str | None = None,
+    until: float | None = None,
     compose: Compose | None = None,
     entry: str = ENTRY,
     console: Console | None = None,
 ) -> Estimate:
     """Compose every run, print its bytes and memory, find its seconds, and print the forecast.
 
-    Raises what `run_study` raises before its first run; starts no run of the study. SIGINT and
-    SIGTERM end the measuring and not the forecast.
+    launcher, until: as `run_study` takes them. Raises what `run_study` raises before its first run,
+    but looks for the files that runs read only where they would run here; starts no run of the
+    study. SIGINT and SIGTERM end the measuring and not the forecast.
     """
     if compose is None:
         from zpp_lab.compose import compose as hydra_compose
@@ -66,6 +69,8 @@ def dry_run(
         compose = hydra_compose
     console, asked = console or Console(), asked or Asked()
     runs = plan_runs(study, root, compose)
+    _check_place(study, root, runs, launcher, until, asked)
+    check_jobs(jobs)
     ended = sum(run.finished for run in runs)
     console.print(
         f"Study {study.name}, {root}: {_several(len(runs), 'run')}, {ended} finished.",
@@ -84,6 +89,24 @@ def dry_run(
             result = _Measuring(study, root, found, entry, asked.limit, stop, console).run(jobs)
     _print_times(study, result, asked, console)
     return result
+
+
+def _check_place(
+    study: StudyConfig,
+    root: Path,
+    runs: Sequence[PlannedRun],
+    launcher: str | None,
+    until: float | None,
+    asked: Asked,
+) -> None:
+    """ValueError for what the runs could not start with."""
+    check_time(until, launcher)
+    if launcher is not None:
+        from zpp_lab.study.batch import check_launcher  # Hydra is slow to import
+
+        check_launcher(launcher, root)
+    elif asked.machine is None:  # elsewhere other folders may be there
+        check_runs(study, runs)
 
 
 class _Measuring:

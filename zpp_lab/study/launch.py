@@ -62,8 +62,7 @@ def run_study(
     when the disk is full.
     """
     planner = Planner(study, root, compose or _compose())
-    if until is not None and launcher is not None:
-        raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
+    check_time(until, launcher)
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
     if launcher is None:  # elsewhere other folders may be there
@@ -95,6 +94,12 @@ def run_study(
         outcome = replace(outcome, out_of_time=late)
         progress.say(outcome.message)
     return outcome
+
+
+def check_time(until: float | None, launcher: str | None) -> None:
+    """ValueError for a time that nobody would keep."""
+    if until is not None and launcher is not None:
+        raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
 
 
 def _ready(first: Sequence[PlannedRun], progress: Progress, stop: Stop) -> bool:
