@@ -319,6 +319,22 @@ def test_a_dry_run_refuses_what_the_study_refuses(
     assert told[0] == told[1] == told[2]
 
 
+def test_alone_shows_those_runs_and_looks_at_their_folders(tmp_path: Path, capsys) -> None:
+    command = ["study", "smoke", "--dir", str(tmp_path), "--arms", "w?", "--alone", "--seeds", "8"]
+    looked = [*command, "--dry-run", "--limit", "0"]
+    assert main([*looked, "train.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert "3 runs, 0 finished" in said
+    assert [arm for arm in ("w2", "w4", "w6", "zero3", "broken") if f"\n{arm} " in said] == [
+        "w2", "w4", "w6",
+    ]  # fmt: skip
+    run = tmp_path / "w4" / "seed8"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 9}\n")
+    assert main(looked) == 2
+    assert f"{run} holds a run with other settings: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["--machine h200", "--launcher basic --limit 0"])
 def test_files_of_runs_elsewhere_need_not_be_here(words: str, tmp_path: Path, capsys) -> None:
     """As the study does with a launcher, whose jobs may see other folders."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,8 +178,9 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         show(root, study)
         return 0
     _check_launched(args)
+    own = seeds if args.alone else []
     if args.dry_run:
-        return _dry_run(study, root, args)
+        return _dry_run(study, root, args, only, own)
     for name in ("limit", "machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
@@ -189,7 +191,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         retry=args.retry,
         launcher=args.launcher,
         arms=only,
-        seeds=seeds if args.alone else (),
+        seeds=own,
         until=_until(args.piece),
     )
     if not (outcome.unfinished or outcome.waiting or args.no_report):
@@ -207,7 +209,13 @@ def _check_launched(args: argparse.Namespace) -> None:
             )
 
 
-def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
+def _dry_run(
+    study: StudyConfig,
+    root: Path,
+    args: argparse.Namespace,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+) -> int:
     from zpp_lab.study.dry_run import LIMIT as USUAL
     from zpp_lab.study.dry_run import Asked, dry_run
 
@@ -229,6 +237,8 @@ def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
         args.jobs or 0,
         Asked(limit, args.machine, link),
         launcher=args.launcher,
+        arms=arms,
+        seeds=seeds,
         until=_until(args.piece),
     )
     return 130 if found.stopped else int(bool(found.faults))

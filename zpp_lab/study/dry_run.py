@@ -52,6 +52,8 @@ def dry_run(
     asked: Asked | None = None,
     *,
     launcher: str | None = None,
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
     until: float | None = None,
     compose: Compose | None = None,
     entry: str = ENTRY,
@@ -59,7 +61,7 @@ def dry_run(
 ) -> Estimate:
     """Compose every run, print its bytes and memory, find its seconds, and print the forecast.
 
-    launcher, until: as `run_study` takes them. Raises what `run_study` raises before its first run,
+    launcher, arms, seeds, until: as of `run_study`. Raises what that raises before its first run,
     but looks for the files that runs read only where they would run here; starts no run of the
     study. SIGINT and SIGTERM end the measuring and not the forecast.
     """
@@ -68,7 +70,7 @@ def dry_run(
 
         compose = hydra_compose
     console, asked = console or Console(), asked or Asked()
-    runs = plan_runs(study, root, compose)
+    runs = plan_runs(study, root, compose, arms, seeds)
     _check_place(study, root, runs, launcher, until, asked)
     check_jobs(jobs)
     ended = sum(run.finished for run in runs)
@@ -88,6 +90,8 @@ def dry_run(
         with stop_on_signals() as stop:
             result = _Measuring(study, root, found, entry, asked.limit, stop, console).run(jobs)
     _print_times(study, result, asked, console)
+    if study.max_seeds > len(study.seeds) and not (arms or seeds):
+        console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
     return result
 
 
@@ -264,8 +268,6 @@ def _print_times(study: StudyConfig, found: Estimate, asked: Asked, console: Con
     for reason in found.unmeasured:
         console.print(f"?: {reason}" if timed else f"No times of {reason}", soft_wrap=True)
     console.print(_summary(found, asked), soft_wrap=True)
-    if study.max_seeds > len(study.seeds):
-        console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
 
 
 def _summary(found: Estimate, asked: Asked) -> str:
@@ -302,7 +304,8 @@ def _table(
         table.add_row(str(own[0].run), *cells(own))
     for arm in study.arms:
         own = [f for f in runs if not f.run.prepares and f.run.arm == arm.name]
-        table.add_row(arm.name, *cells(own))
+        if own:  # the other arms are left alone
+            table.add_row(arm.name, *cells(own))
     return table
 
 

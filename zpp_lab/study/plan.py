@@ -116,10 +116,18 @@ class Planner:
         return PlannedRun(arm, seed, folder, config)
 
 
-def plan_runs(study: StudyConfig, root: Path, compose: Compose) -> list[PlannedRun]:
-    """Every run of the study's own seeds, after those that prepare it; see `Planner`."""
+def plan_runs(
+    study: StudyConfig,
+    root: Path,
+    compose: Compose,
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """The runs of these arms and seeds (empty: all of the study's), after those that prepare it;
+    see `Planner`."""
     planner = Planner(study, root, compose)
-    return [*planner.prepare(), *planner.plan({arm.name: study.seeds for arm in study.arms})]
+    names = arms or [arm.name for arm in study.arms]
+    return [*planner.prepare(), *planner.plan(dict.fromkeys(names, seeds or study.seeds))]
 
 
 def baselines(study: StudyConfig) -> set[str]:
