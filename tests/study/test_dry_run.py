@@ -67,6 +67,7 @@ def test_each_shape_is_measured_once_and_nothing_starts(
     assert found.runs[0].seconds == pytest.approx(0.1 * STEPS)
     assert found.seconds == pytest.approx(4 * 0.1 * STEPS / 2)
     assert "4 runs, 0 ended already; about 0:01 left with 2 side by side" in text
+    assert text.count(f"\nzero3, a: train.warmup_steps=20 is more than train.steps={STEPS}: ") == 1
     assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".json"]
 
     monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("measured twice"))

@@ -23,7 +23,7 @@ from zpp_lab.study.cost import Estimate, Forecast, forecast, known, predicted, s
 from zpp_lab.study.foreseen import Needed
 from zpp_lab.study.launch import ENTRY, check_time
 from zpp_lab.study.memory import shape
-from zpp_lab.study.plan import Compose, PlannedRun, check_runs, plan_runs
+from zpp_lab.study.plan import Compose, PlannedRun, check_runs, notes, plan_runs, to_do
 from zpp_lab.study.progress import duration
 from zpp_lab.study.queue import Stop, stop_on_signals
 from zpp_lab.study.sharing import ADDED, AS_THEY_RAN
@@ -78,6 +78,8 @@ def dry_run(
         f"Study {study.name}, {root}: {_several(len(runs), 'run')}, {ended} finished.",
         soft_wrap=True,
     )
+    for note in notes(to_do(runs)):
+        console.print(note, soft_wrap=True)
     found = forecast(runs)
     console.print(_plan_table(study, found))
     if any(f.foreseen.memory and f.foreseen.memory.at_least for f in found):

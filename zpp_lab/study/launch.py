@@ -14,7 +14,7 @@ from zpp_lab.piece import UNFINISHED
 from zpp_lab.study import attempts
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import StudyOutcome
-from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, to_do
+from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, notes, to_do
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Queue, Stop, stop_on_signals
 from zpp_lab.study.runs import Run, find_runs, last_step, read_json, write_study
@@ -74,6 +74,8 @@ def run_study(
         executor, where = _executor(study, root, runs, jobs, launcher, entry, progress, until)
         write_study(root, study)
         progress.say(f"Study {study.name}: {_intent(runs, todo, lost)}, {where}.")
+        for note in notes(todo):
+            progress.say(note)
         tracking = runs[0].config.tracking
         sink = start_study_sink(root, tracking)
         executor.run([run for run in todo if run.prepares], stop)

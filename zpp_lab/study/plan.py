@@ -283,6 +283,15 @@ def check_runs(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
         raise ValueError("\n".join(told))
 
 
+def notes(runs: Sequence[PlannedRun]) -> list[str]:
+    """What a user must know of the runs' settings, once, with the arms that it is about."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for note in run.config.train.notes:
+            found.setdefault(note, {})[f"{PREPARE} {run.arm}" if run.prepares else run.arm] = None
+    return [f"{', '.join(whose)}: {note}" for note, whose in found.items()]
+
+
 def to_do(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """The runs that have not finished; failed ones are among them."""
     return [run for run in runs if not run.finished]
