@@ -47,6 +47,18 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     assert run(config) == summary, "a finished run is not repeated"
 
 
+def test_a_run_whose_rate_never_reaches_its_value_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(small(tmp_path, "train.warmup_steps=24"))["steps"] == 12
+    said = capsys.readouterr().err
+    assert said.count("train.warmup_steps=24 is more than train.steps=12") == 1
+    rates = [line["lr"] for line in read(tmp_path / "run" / "metrics.jsonl")]
+    assert f"the learning rate ends at {max(rates):.3g} and never reaches train.lr=0.003" in said
+    run(small(tmp_path, "train.warmup_steps=12", f"run.dir={tmp_path / 'other'}"))
+    assert "warmup_steps" not in capsys.readouterr().err
+
+
 def test_same_seed_same_bytes_and_other_seed_others(tmp_path: Path) -> None:
     runs = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

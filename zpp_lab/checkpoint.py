@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Checkpoints:
     weights_only: weights alone, in bf16; skip_full: a full disk costs the checkpoint only.
     `took`: seconds of the longest write so far.
     """
+
+    rank = 0
 
     def __init__(
         self, folder: Path, keep: int, weights_only: bool = False, skip_full: bool = False
@@ -58,7 +61,8 @@ class Checkpoints:
             print(f"{text}; training goes on (train.checkpoint_full_disk=skip)", file=sys.stderr)
             return None
         sync_folder(self.folder)
-        for old in self.saved()[: -self.keep]:
+        # later ones are those of a former start that this one has gone back behind
+        for old in [p for p in self.saved() if p <= path][: -self.keep]:
             old.unlink(missing_ok=True)
         self.took = max(self.took, time.monotonic() - began)
         return path
@@ -86,18 +90,18 @@ class Checkpoints:
         """Checkpoint files, oldest first."""
         return sorted(self.folder.glob("step-*.pt"))
 
-    def load(self, device: torch.device) -> dict[str, Any] | None:
-        """The newest whole checkpoint; damaged ones are named on stderr and passed over."""
+    def whole(self, device: torch.device) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Every whole checkpoint, the newest first, read when it is asked for. Damaged ones are
+        named on stderr and passed over."""
+        found = False
         for path in reversed(self.saved()):
-            try:
-                state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-                return state
-            except (MemoryError, torch.OutOfMemoryError, PermissionError):
-                raise  # the file may be whole: going on without it would drop its steps
-            except Exception as error:  # any damage at all: pickle, zip and torch raise their own
-                say_damaged(path, error)
-        say_none_whole(self.folder, self.saved())
-        return None
+            state = _read(path, device)
+            if state is not None:
+                found = True
+                yield path, state
+            del state  # before the next one is read
+        if not found:
+            say_none_whole(self.folder, self.saved())
 
 
 class SharedCheckpoints(Checkpoints):
@@ -118,9 +122,21 @@ class SharedCheckpoints(Checkpoints):
         """Rank 0 writes. The others need not wait: nobody reads before the next start."""
         return super().save(step, state, to_go_on) if self.rank == 0 else self.path(step)
 
-    def load(self, device: torch.device) -> dict[str, Any] | None:
-        """As `Checkpoints.load`, on the CPU: every rank takes its own part."""
-        return super().load(torch.device("cpu"))
+    def whole(self, device: torch.device) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """As `Checkpoints.whole`, on the CPU: every rank takes its own part."""
+        return super().whole(torch.device("cpu"))
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Any] | None:
+    """None when it is damaged, which stderr is told."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        return state
+    except (MemoryError, torch.OutOfMemoryError, PermissionError):
+        raise  # the file may be whole: going on without it would drop its steps
+    except Exception as error:  # any damage at all: pickle, zip and torch raise their own
+        say_damaged(path, error)
+        return None
 
 
 def _nbytes(state: Any) -> int:

@@ -239,6 +239,19 @@ class TrainConfig:
         _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
         _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know before the first step. No errors: a trial of a few steps keeps the
+        warm-up of the run that it tries."""
+        if self.warmup_steps <= self.steps:
+            return ()
+        return (
+            f"train.warmup_steps={self.warmup_steps} is more than train.steps={self.steps}: the "
+            f"learning rate ends at {self.lr * self.steps / self.warmup_steps:.3g} and never "
+            f"reaches train.lr={self.lr:g}; unless this is a trial, set train.warmup_steps="
+            f"{self.steps} or less",
+        )
+
 
 @dataclass(frozen=True, config=_STRICT)
 class TrackingConfig:

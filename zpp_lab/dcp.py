@@ -22,6 +22,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,24 +198,31 @@ class ShardedCheckpoints:
             shutil.rmtree(path)
         partial.rename(path)
         sync_folder(self.folder)
-        for old in self.saved()[: -self.keep]:
+        # later ones are those of a former start that this one has gone back behind
+        for old in [p for p in self.saved() if p <= path][: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, the same on all ranks, each of which reads its part."""
+        return next(self.whole(), None)
+
+    def whole(self) -> Iterator[Path]:
+        """Every whole checkpoint, the newest first, looked at when it is asked for. Damaged ones
+        are named on stderr and passed over."""
         listed = [self.saved() if self.rank == 0 else None]
         dist.broadcast_object_list(listed)
+        any_whole = False
         for path in reversed(listed[0] or []):
             faults: list[Any] = [None] * self.world
             dist.all_gather_object(faults, damage(path, self.rank, self.world))
             found = [f for f in faults if f]
             if not found:
-                return path
-            if self.rank == 0:
+                any_whole = True
+                yield path
+            elif self.rank == 0:
                 say_damaged(path, found[0])
-        if self.rank == 0:
+        if self.rank == 0 and not any_whole:
             say_none_whole(self.folder, listed[0] or [])
-        return None
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -108,11 +108,8 @@ def plan_command(
 ) -> int:
     """Print the table or JSON. Returns 0 when the run fits, else 1. `machine`: a file or a ready
     one's name, for predicted times at `link_gbps`."""
-    if gpu_gib is not None and gpu_gib <= 0:
-        raise ValueError(f"--memory-gib {gpu_gib:g} (also --gpu-gib): use more than 0")
-    seen = gpu_gib * GIB if gpu_gib else gpu_memory()
-    device = seen or DEFAULT_GIB * GIB
-    outlook = Outlook.of(compose(list(overrides)), int(device))
+    device, assumed = device_memory(gpu_gib)
+    outlook = Outlook.of(compose(list(overrides)), device)
     advice = [] if outlook.fits else list(advise(outlook))
     known = load_machine(machine) if machine else None
     speeds = time_shown.links(link_gbps)
@@ -123,7 +120,7 @@ def plan_command(
         return 0 if outlook.fits else 1
     console = Console()
     show(outlook, advice, console)
-    if not seen:
+    if assumed:
         console.print(NO_GPU, style="dim")
     if known:
         console.print(time_shown.table(times, known))
@@ -132,6 +129,15 @@ def plan_command(
         if advised := time_shown.host_advice(outlook.config, known, times):
             console.print(advised)
     return 0 if outlook.fits else 1
+
+
+def device_memory(gpu_gib: float | None) -> tuple[int, bool]:
+    """A GPU's bytes: `gpu_gib`, else of the GPU seen here, else DEFAULT_GIB; and whether they are
+    that last one, which a user must hear of (NO_GPU). ValueError for no memory."""
+    if gpu_gib is not None and gpu_gib <= 0:
+        raise ValueError(f"--memory-gib {gpu_gib:g} (also --gpu-gib): use more than 0")
+    seen = gpu_gib * GIB if gpu_gib else gpu_memory()
+    return int(seen or DEFAULT_GIB * GIB), not seen
 
 
 # ---------------------------------------------------------------------- advice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -39,9 +40,10 @@ def open_store(config: Config, folder: Path, device: torch.device, rank: int) ->
 
 
 def resume(config: Config, engine: Engine, store: Store, device: torch.device) -> int:
-    """Go on from the run's own newest checkpoint, else begin with `run.start_from`'s state.
+    """Go on from the run's own newest whole state, else begin with `run.start_from`'s state.
 
-    Returns how many steps are done. ValueError for a checkpoint of weights only.
+    Returns how many steps are done. Checkpoints of weights only are passed over, which is said;
+    ValueError where there is no other.
     """
     done = _load_newest(engine, store, device) if config.run.resume else None
     if done is None and config.run.start_from:
@@ -51,19 +53,35 @@ def resume(config: Config, engine: Engine, store: Store, device: torch.device) -
 
 def _load_newest(engine: Engine, store: Store, device: torch.device) -> int | None:
     """Its step; None: there is no checkpoint."""
+    passed: Path | None = None  # the newest of those that hold weights only
     if isinstance(store, ShardedCheckpoints):
-        path = store.newest()
-        if path is None:
-            return None
-        _check_resumes(not holds_weights_only(path), path)
-        return cast("FsdpEngine", engine).load_checkpoint(path)
-    state = store.load(device)
-    if state is None:
-        return None
-    _check_resumes("optimizer" in state, store.folder)
-    step = int(state.pop("step"))
-    engine.load_state_dict(state)
-    return step
+        for path in store.whole():
+            if not holds_weights_only(path):
+                _say_passed(passed, path, store.rank)
+                return cast("FsdpEngine", engine).load_checkpoint(path)
+            passed = passed or path
+    else:
+        for path, state in store.whole(device):
+            if "optimizer" in state:
+                _say_passed(passed, path, store.rank)
+                step = int(state.pop("step"))
+                engine.load_state_dict(state)
+                return step
+            passed = passed or path
+            del state  # before the next one is read
+    if passed is not None:
+        raise _no_way_on(passed)
+    return None
+
+
+def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
+    """On rank 0: which steps are made again, and why."""
+    if passed is not None and rank == 0:
+        print(
+            f"checkpoint {passed} holds weights only (train.checkpoint_weights_only); going on "
+            f"from {path.name}, the newest whole state",
+            file=sys.stderr,
+        )
 
 
 def _start_from(config: Config, engine: Engine, path: Path) -> None:
@@ -81,8 +99,12 @@ def _start_from(config: Config, engine: Engine, path: Path) -> None:
 
 def _check_resumes(whole: bool, path: Path) -> None:
     if not whole:
-        raise ValueError(
-            f"{path} holds weights only (train.checkpoint_weights_only), from which no run can go "
-            "on: start over with run.resume=false, or begin another run from it "
-            "(model.start=CHECKPOINT)"
-        )
+        raise _no_way_on(path)
+
+
+def _no_way_on(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} holds weights only (train.checkpoint_weights_only), from which no run can go "
+        "on: start over with run.resume=false, or begin another run from it "
+        "(model.start=CHECKPOINT)"
+    )

@@ -140,7 +140,7 @@ class Trainer:
         """Before anything is built: does the data fit the start, and what must a user know?"""
         if self.config.model.start:
             check_start(Path(self.config.model.start), data)
-        for note in data.notes if self.rank == 0 else ():
+        for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
             print(note, file=sys.stderr)
 
     # ------------------------------------------------------------------ the loop

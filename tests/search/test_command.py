@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from zpp_lab import planner
 from zpp_lab.cli import main
 from zpp_lab.compose import compose, load_study
 from zpp_lab.config import CodecConfig, ExemptConfig, RecipeConfig, RuleConfig
 from zpp_lab.hydra_words import written
+from zpp_lab.moments import GIB
 from zpp_lab.search import fastest
 from zpp_lab.search.overrides import plan_overrides, recipe_overrides
 from zpp_lab.search.space import Candidate, Knobs, Space
@@ -78,6 +80,29 @@ def test_where_the_host_is_the_bound_a_note_says_what_its_figures_lack(capsys) -
     lacking = "figures of h200 lack host.block_again_s"
     assert lacking in " ".join(found["notes"])
     assert lacking not in " ".join(planned(capsys)["notes"])  # bound by the link
+
+
+def test_memory_that_nobody_named_or_saw_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of the plain plan: on the terminal, for scripts, and where nothing fits."""
+    monkeypatch.setattr(planner, "gpu_memory", lambda: None)
+    words = [*WORDS, "--machine", "h200", "--link-gbps", "1"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == 80 * GIB
+    assert found["notes"][0] == planner.NO_GPU
+    assert planner.NO_GPU not in planned(capsys)["notes"]  # --memory-gib 80
+    assert main(words) == 0
+    assert planner.NO_GPU in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(planner, "DEFAULT_GIB", 2.0)
+    assert main([*words, "train.batch_size=8"]) == 2
+    told = capsys.readouterr().err
+    assert "no plan fits 2.0 GiB a GPU" in told
+    assert told.endswith(f"larger --memory-gib. {planner.NO_GPU}\n")
+    monkeypatch.setattr(planner, "gpu_memory", lambda: 2 * GIB)
+    assert main([*words, "train.batch_size=8"]) == 2
+    assert planner.NO_GPU not in capsys.readouterr().err
 
 
 def test_the_table(capsys, tmp_path: Path) -> None:

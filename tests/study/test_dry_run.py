@@ -21,6 +21,7 @@ from zpp_lab.cli import main
 from zpp_lab.compose import compose
 from zpp_lab.config import StudyConfig
 from zpp_lab.study import calibration, cost, dry_run
+from zpp_lab.study import launch as launching
 from zpp_lab.study.calibration import FOLDER, Cost, Unknown, known_costs
 from zpp_lab.study.cost import Estimate
 from zpp_lab.study.dry_run import Asked, amount
@@ -66,6 +67,7 @@ def test_each_shape_is_measured_once_and_nothing_starts(
     assert found.runs[0].seconds == pytest.approx(0.1 * STEPS)
     assert found.seconds == pytest.approx(4 * 0.1 * STEPS / 2)
     assert "4 runs, 0 ended already; about 0:01 left with 2 side by side" in text
+    assert text.count(f"\nzero3, a: train.warmup_steps=20 is more than train.steps={STEPS}: ") == 1
     assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".json"]
 
     monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("measured twice"))
@@ -282,6 +284,72 @@ def test_memory_of_a_virtual_run_is_at_least_what_it_keeps() -> None:
 def test_mistakes_are_answered(words: list[str], answer: str, tmp_path: Path, capsys) -> None:
     assert main(["study", "smoke", "--dir", str(tmp_path / "s"), *words]) == 2
     assert answer in capsys.readouterr().err
+
+
+REFUSED = [
+    ("--for soon", "--for soon: give a time above 0"),
+    ("--for 8m --launcher basic", "--for is for runs on this machine"),
+    ("--launcher slrum", "Hydra's launcher 'slrum' cannot start"),
+    ("--launcher basic --jobs 2", "--jobs is for runs on this machine"),
+    ("--launcher basic --runs-per-gpu 2", "--runs-per-gpu is for runs on this machine"),
+    ("--jobs -1", "jobs=-1: use 0"),
+    ("--arms w5* --alone", "--arms w5*: no such arm"),
+    ("data=text data.path=/no/text", "study smoke, zero3, zero3_reordered, zeropp, qsdp"),
+]
+
+
+@pytest.mark.parametrize(("words", "answer"), REFUSED)
+def test_a_dry_run_refuses_what_the_study_refuses(
+    words: str,
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching.Queue, "run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("measured"))
+    command = ["study", "smoke", "--dir", str(tmp_path / "s"), *words.split()]
+    told = []
+    for more in (["--dry-run"], ["--dry-run", "--limit", "0"], []):
+        assert main([*command, *more]) == 2
+        said = capsys.readouterr()
+        told.append(said.err)
+        assert said.out == ""
+        assert more == [] or not (tmp_path / "s").exists()
+    assert answer in told[0]
+    assert told[0] == told[1] == told[2]
+
+
+def test_alone_shows_those_runs_and_looks_at_their_folders(tmp_path: Path, capsys) -> None:
+    command = ["study", "smoke", "--dir", str(tmp_path), "--arms", "w?", "--alone", "--seeds", "8"]
+    looked = [*command, "--dry-run", "--limit", "0"]
+    assert main([*looked, "train.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert "3 runs, 0 finished" in said
+    assert [arm for arm in ("w2", "w4", "w6", "zero3", "broken") if f"\n{arm} " in said] == [
+        "w2", "w4", "w6",
+    ]  # fmt: skip
+    run = tmp_path / "w4" / "seed8"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 9}\n")
+    assert main(looked) == 2
+    assert f"{run} holds a run with other settings: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--machine h200", "--launcher basic --limit 0"])
+def test_files_of_runs_elsewhere_need_not_be_here(words: str, tmp_path: Path, capsys) -> None:
+    """As the study does with a launcher, whose jobs may see other folders."""
+    study_here = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "data=text"]
+    assert main([*study_here, "data.path=/no/text", "--arms", "zero3", *words.split()]) == 0
+    assert "3 runs, 0 ended already" in capsys.readouterr().out
+
+
+def test_jobs_and_launchers_are_looked_at_where_a_machine_is_named(tmp_path: Path, capsys) -> None:
+    words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--machine", "h200"]
+    assert main([*words, "--jobs", "-1"]) == 2
+    assert "jobs=-1: use 0" in capsys.readouterr().err
+    assert main([*words, "--launcher", "slrum"]) == 2
+    assert "'slrum' cannot start" in capsys.readouterr().err
 
 
 def test_a_broken_calibration_file_is_one_less(tmp_path: Path) -> None:

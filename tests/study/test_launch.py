@@ -54,6 +54,8 @@ def test_runs_every_arm_and_seed_baseline_first(tmp_path: Path) -> None:
     assert len(outcome.finished) == 6
     assert started(tmp_path) == ["zero3 1", "zero3 2", "a 1", "b 1", "a 2", "b 2"]
     assert "[3/6] a seed 1: held-out loss 2.5100" in text
+    said = f"\nzero3, a, b: train.warmup_steps=20 is more than train.steps={STEPS}: "
+    assert text.count(said) == 1  # and no error: what is tried in a few steps keeps its warm-up
     assert "hello from a" in (tmp_path / "a" / "seed2" / "log.txt").read_text()
     assert [run.outcome for run in find_runs(tmp_path)] == ["finished"] * 6
     assert read_study(tmp_path) == study("a", "zero3", "b")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.alone and not args.arms:
         raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
     patterns = args.arms.split(",") if args.arms is not None else []
+    only = matching(study, patterns) if args.alone else []
     if patterns and not args.alone:
         study = some_arms(study, patterns)
     root = args.dir or Path("runs") / study.name
@@ -175,26 +177,21 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
 
         show(root, study)
         return 0
+    _check_launched(args)
+    own = seeds if args.alone else []
     if args.dry_run:
-        return _dry_run(study, root, args)
+        return _dry_run(study, root, args, only, own)
     for name in ("limit", "machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
-    for name in ("jobs", "runs_per_gpu") if args.launcher is not None else ():
-        if getattr(args, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{option} is for runs on this machine: leave it out, or --launcher, whose own "
-                "settings say how many run at once (conf/hydra/launcher)"
-            )
     outcome = run_study(
         study,
         root,
         args.jobs or 0,
         retry=args.retry,
         launcher=args.launcher,
-        arms=matching(study, patterns) if args.alone else (),
-        seeds=seeds if args.alone else (),
+        arms=only,
+        seeds=own,
         until=_until(args.piece),
     )
     if not (outcome.unfinished or outcome.waiting or args.no_report):
@@ -202,7 +199,23 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     return outcome.exit_code
 
 
-def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
+def _check_launched(args: argparse.Namespace) -> None:
+    for name in ("jobs", "runs_per_gpu") if args.launcher is not None else ():
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is for runs on this machine: leave it out, or --launcher, whose own "
+                "settings say how many run at once (conf/hydra/launcher)"
+            )
+
+
+def _dry_run(
+    study: StudyConfig,
+    root: Path,
+    args: argparse.Namespace,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+) -> int:
     from zpp_lab.study.dry_run import LIMIT as USUAL
     from zpp_lab.study.dry_run import Asked, dry_run
 
@@ -218,7 +231,16 @@ def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace) -> int:
         (link, *more) = links(args.link_gbps)
         if more:
             raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
-    found = dry_run(study, root, args.jobs or 0, Asked(limit, args.machine, link))
+    found = dry_run(
+        study,
+        root,
+        args.jobs or 0,
+        Asked(limit, args.machine, link),
+        launcher=args.launcher,
+        arms=arms,
+        seeds=seeds,
+        until=_until(args.piece),
+    )
     return 130 if found.stopped else int(bool(found.faults))
 
 

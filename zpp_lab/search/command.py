@@ -14,7 +14,7 @@ from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.cost.machine import load_machine
 from zpp_lab.moments import GIB
-from zpp_lab.planner import DEFAULT_GIB, MOST_RANKS, Outlook, gpu_memory
+from zpp_lab.planner import MOST_RANKS, NO_GPU, Outlook, device_memory
 from zpp_lab.search.fastest import Answer, NothingFits, Problem, search
 from zpp_lab.search.limits import LossLimit, read_limit
 from zpp_lab.search.next_study import next_study, tempting, write_next_study
@@ -54,16 +54,14 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
 
 def _problem(config: Config, wanted: Wanted) -> Problem:
     base = replace(config, engine=replace(config.engine, name="fsdp"))
-    if wanted.gpu_gib is not None and wanted.gpu_gib <= 0:
-        raise ValueError(f"--memory-gib {wanted.gpu_gib:g}: use more than 0")
+    device, assumed = device_memory(wanted.gpu_gib)
     if wanted.machine is None:
         raise ValueError(
             "--fastest needs --machine: a file that `zpp-lab bench calibrate` wrote, or the name "
             "of one in conf/machine, such as h200"
         )
-    device = wanted.gpu_gib * GIB if wanted.gpu_gib else gpu_memory() or DEFAULT_GIB * GIB
-    machine = load_machine(wanted.machine)
-    return Problem(base, machine, _link(base, wanted.link_gbps), int(device), _limit(wanted))
+    machine, link = load_machine(wanted.machine), _link(base, wanted.link_gbps)
+    return Problem(base, machine, link, device, _limit(wanted), assumed=assumed)
 
 
 def _link(base: Config, text: str | None) -> float | None:
@@ -112,7 +110,8 @@ def _nothing_fits(problem: Problem, error: NothingFits) -> str:
         text += f", and {error.others:,} plans fit that the study does not allow"
     found = _way_out(closest.candidate.config(problem.base), problem.device)
     way = f"Add {found}" if found else "Take a smaller model, shorter sequences"
-    return f"{text}. {way}, or give a larger --memory-gib"
+    told = f"{text}. {way}, or give a larger --memory-gib"
+    return f"{told}. {NO_GPU}" if problem.assumed else told
 
 
 def _way_out(config: Config, device: int) -> str | None:

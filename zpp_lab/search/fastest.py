@@ -45,7 +45,8 @@ UNLIMITED = Ruling("allowed", "loss was not considered")
 @dataclass(frozen=True)
 class Problem:
     """What to plan. link_gbps: of a node, None where nodes are joined as GPUs inside one are.
-    device: a GPU's memory in bytes. limit: None leaves the loss out. bits: to choose from."""
+    device: a GPU's memory in bytes; assumed: nobody gave it, and no GPU is seen here.
+    limit: None leaves the loss out. bits: to choose from."""
 
     base: Config
     machine: Machine
@@ -53,6 +54,7 @@ class Problem:
     device: int
     limit: LossLimit | None = None
     bits: tuple[int | None, ...] = BITS
+    assumed: bool = False
 
     @cached_property
     def space(self) -> Space:

@@ -14,7 +14,7 @@ from zpp_lab.config import Config
 from zpp_lab.cost.show import host_lacks
 from zpp_lab.cost.step import BOUNDS
 from zpp_lab.moments import GIB
-from zpp_lab.planner import sequences
+from zpp_lab.planner import NO_GPU, sequences
 from zpp_lab.search.fastest import TIE, UNLIMITED, Answer, Timed
 from zpp_lab.search.next_study import tempting
 from zpp_lab.search.overrides import plan_overrides
@@ -105,7 +105,8 @@ def show(
 def notes(answer: Answer, written: str | None) -> list[str]:
     """What a reader must know beside the table."""
     limit = answer.problem.limit
-    said = [NO_LOSS] if limit is None else _loss_notes(answer)
+    said = [NO_GPU] * answer.problem.assumed
+    said += [NO_LOSS] if limit is None else _loss_notes(answer)
     lacks = host_lacks(answer.problem.machine)
     if lacks and answer.chosen.time.bound == BOUNDS["host"]:
         said.append(lacks)

@@ -42,8 +42,7 @@ class Batch:
         self._study, self._root, self._launcher = study, root, launcher
         self._progress = progress
         self.outcomes: dict[Path, str] = {}
-        with self._started():
-            pass
+        check_launcher(launcher, root)
 
     def run(self, todo: Sequence[PlannedRun], stop: Stop) -> None:
         """Returns when every job has ended, or early when interrupted: jobs of a batch system
@@ -54,33 +53,13 @@ class Batch:
             (run.dir / "failure.json").unlink(missing_ok=True)
         jobs = [overrides_of(self._study, run) for run in todo]
         try:
-            with _interrupts(), self._started() as launcher:
+            with _interrupts(), _started(self._launcher, self._root) as launcher:
                 fault = _launch(launcher, jobs)
         except KeyboardInterrupt:
             stop.request()
             return
         for run in todo:
             self._settle(run, fault)
-
-    @contextmanager
-    def _started(self) -> Iterator[Launcher]:
-        words = [f"hydra/launcher={self._launcher}", f"hydra.sweep.dir={quote(str(self._root))}"]
-        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="zpp_lab"):
-            main = GlobalHydra.instance().hydra
-            assert main is not None
-            try:
-                config = main.compose_config("config", words, run_mode=RunMode.MULTIRUN)
-                launcher = Plugins.instance().instantiate_launcher(
-                    hydra_context=HydraContext(main.config_loader, Callbacks(config)),
-                    task_function=task,
-                    config=config,
-                )
-            except (HydraException, ImportError) as error:
-                raise ValueError(
-                    f"Hydra's launcher {self._launcher!r} cannot start; is its package installed "
-                    f"(slurm: pip install 'zpp_lab[slurm]')?\n{_reason(error)}"
-                ) from None
-            yield launcher
 
     def _settle(self, run: PlannedRun, fault: str) -> None:
         run.dir.mkdir(parents=True, exist_ok=True)
@@ -90,6 +69,33 @@ class Batch:
             attempts.note(run.dir, result.failure or {"outcome": result.outcome})
         self.outcomes[run.dir] = result.outcome
         self._progress.ended(run, ending(result))
+
+
+def check_launcher(name: str, root: Path) -> None:
+    """ValueError for a launcher of Hydra's that cannot start. Nothing is written."""
+    with _started(name, root):
+        pass
+
+
+@contextmanager
+def _started(name: str, root: Path) -> Iterator[Launcher]:
+    words = [f"hydra/launcher={name}", f"hydra.sweep.dir={quote(str(root))}"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="zpp_lab"):
+        main = GlobalHydra.instance().hydra
+        assert main is not None
+        try:
+            config = main.compose_config("config", words, run_mode=RunMode.MULTIRUN)
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=HydraContext(main.config_loader, Callbacks(config)),
+                task_function=task,
+                config=config,
+            )
+        except (HydraException, ImportError) as error:
+            raise ValueError(
+                f"Hydra's launcher {name!r} cannot start; is its package installed "
+                f"(slurm: pip install 'zpp_lab[slurm]')?\n{_reason(error)}"
+            ) from None
+        yield launcher
 
 
 def _reason(error: Exception) -> str:

@@ -21,13 +21,13 @@ from zpp_lab.study import attempts, calibration
 from zpp_lab.study.calibration import STEPS, Cost, Limits, Tick, Unknown
 from zpp_lab.study.cost import Estimate, Forecast, forecast, known, predicted, side_by_side
 from zpp_lab.study.foreseen import Needed
-from zpp_lab.study.launch import ENTRY
+from zpp_lab.study.launch import ENTRY, check_time
 from zpp_lab.study.memory import shape
-from zpp_lab.study.plan import Compose, PlannedRun, plan_runs
+from zpp_lab.study.plan import Compose, PlannedRun, check_runs, notes, plan_runs, to_do
 from zpp_lab.study.progress import duration
 from zpp_lab.study.queue import Stop, stop_on_signals
 from zpp_lab.study.sharing import ADDED, AS_THEY_RAN
-from zpp_lab.study.slots import Places, make_places
+from zpp_lab.study.slots import Places, check_jobs, make_places
 
 LIMIT = 60.0  # seconds of one measurement
 LEAST = "≥: weights, optimizer and gradients; activations come on top."
@@ -51,26 +51,35 @@ def dry_run(
     jobs: int = 0,
     asked: Asked | None = None,
     *,
+    launcher: str | None = None,
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    until: float | None = None,
     compose: Compose | None = None,
     entry: str = ENTRY,
     console: Console | None = None,
 ) -> Estimate:
     """Compose every run, print its bytes and memory, find its seconds, and print the forecast.
 
-    Raises what `run_study` raises before its first run; starts no run of the study. SIGINT and
-    SIGTERM end the measuring and not the forecast.
+    launcher, arms, seeds, until: as of `run_study`. Raises what that raises before its first run,
+    but looks for the files that runs read only where they would run here; starts no run of the
+    study. SIGINT and SIGTERM end the measuring and not the forecast.
     """
     if compose is None:
         from zpp_lab.compose import compose as hydra_compose
 
         compose = hydra_compose
     console, asked = console or Console(), asked or Asked()
-    runs = plan_runs(study, root, compose)
+    runs = plan_runs(study, root, compose, arms, seeds)
+    _check_place(study, root, runs, launcher, until, asked)
+    check_jobs(jobs)
     ended = sum(run.finished for run in runs)
     console.print(
         f"Study {study.name}, {root}: {_several(len(runs), 'run')}, {ended} finished.",
         soft_wrap=True,
     )
+    for note in notes(to_do(runs)):
+        console.print(note, soft_wrap=True)
     found = forecast(runs)
     console.print(_plan_table(study, found))
     if any(f.foreseen.memory and f.foreseen.memory.at_least for f in found):
@@ -83,7 +92,27 @@ def dry_run(
         with stop_on_signals() as stop:
             result = _Measuring(study, root, found, entry, asked.limit, stop, console).run(jobs)
     _print_times(study, result, asked, console)
+    if study.max_seeds > len(study.seeds) and not (arms or seeds):
+        console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
     return result
+
+
+def _check_place(
+    study: StudyConfig,
+    root: Path,
+    runs: Sequence[PlannedRun],
+    launcher: str | None,
+    until: float | None,
+    asked: Asked,
+) -> None:
+    """ValueError for what the runs could not start with."""
+    check_time(until, launcher)
+    if launcher is not None:
+        from zpp_lab.study.batch import check_launcher  # Hydra is slow to import
+
+        check_launcher(launcher, root)
+    elif asked.machine is None:  # elsewhere other folders may be there
+        check_runs(study, runs)
 
 
 class _Measuring:
@@ -241,8 +270,6 @@ def _print_times(study: StudyConfig, found: Estimate, asked: Asked, console: Con
     for reason in found.unmeasured:
         console.print(f"?: {reason}" if timed else f"No times of {reason}", soft_wrap=True)
     console.print(_summary(found, asked), soft_wrap=True)
-    if study.max_seeds > len(study.seeds):
-        console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
 
 
 def _summary(found: Estimate, asked: Asked) -> str:
@@ -279,7 +306,8 @@ def _table(
         table.add_row(str(own[0].run), *cells(own))
     for arm in study.arms:
         own = [f for f in runs if not f.run.prepares and f.run.arm == arm.name]
-        table.add_row(arm.name, *cells(own))
+        if own:  # the other arms are left alone
+            table.add_row(arm.name, *cells(own))
     return table
 
 

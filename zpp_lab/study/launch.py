@@ -14,7 +14,7 @@ from zpp_lab.piece import UNFINISHED
 from zpp_lab.study import attempts
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import StudyOutcome
-from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, to_do
+from zpp_lab.study.plan import Compose, PlannedRun, Planner, check_runs, notes, to_do
 from zpp_lab.study.progress import Progress
 from zpp_lab.study.queue import Queue, Stop, stop_on_signals
 from zpp_lab.study.runs import Run, find_runs, last_step, read_json, write_study
@@ -62,8 +62,7 @@ def run_study(
     when the disk is full.
     """
     planner = Planner(study, root, compose or _compose())
-    if until is not None and launcher is not None:
-        raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
+    check_time(until, launcher)
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
     if launcher is None:  # elsewhere other folders may be there
@@ -75,6 +74,8 @@ def run_study(
         executor, where = _executor(study, root, runs, jobs, launcher, entry, progress, until)
         write_study(root, study)
         progress.say(f"Study {study.name}: {_intent(runs, todo, lost)}, {where}.")
+        for note in notes(todo):
+            progress.say(note)
         tracking = runs[0].config.tracking
         sink = start_study_sink(root, tracking)
         executor.run([run for run in todo if run.prepares], stop)
@@ -95,6 +96,12 @@ def run_study(
         outcome = replace(outcome, out_of_time=late)
         progress.say(outcome.message)
     return outcome
+
+
+def check_time(until: float | None, launcher: str | None) -> None:
+    """ValueError for a time that nobody would keep."""
+    if until is not None and launcher is not None:
+        raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
 
 
 def _ready(first: Sequence[PlannedRun], progress: Progress, stop: Stop) -> bool:

@@ -116,10 +116,18 @@ class Planner:
         return PlannedRun(arm, seed, folder, config)
 
 
-def plan_runs(study: StudyConfig, root: Path, compose: Compose) -> list[PlannedRun]:
-    """Every run of the study's own seeds, after those that prepare it; see `Planner`."""
+def plan_runs(
+    study: StudyConfig,
+    root: Path,
+    compose: Compose,
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """The runs of these arms and seeds (empty: all of the study's), after those that prepare it;
+    see `Planner`."""
     planner = Planner(study, root, compose)
-    return [*planner.prepare(), *planner.plan({arm.name: study.seeds for arm in study.arms})]
+    names = arms or [arm.name for arm in study.arms]
+    return [*planner.prepare(), *planner.plan(dict.fromkeys(names, seeds or study.seeds))]
 
 
 def baselines(study: StudyConfig) -> set[str]:
@@ -273,6 +281,15 @@ def check_runs(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
     if faults:
         told = [f"study {study.name}, {', '.join(arms)}: {text}" for text, arms in faults.items()]
         raise ValueError("\n".join(told))
+
+
+def notes(runs: Sequence[PlannedRun]) -> list[str]:
+    """What a user must know of the runs' settings, once, with the arms that it is about."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for note in run.config.train.notes:
+            found.setdefault(note, {})[f"{PREPARE} {run.arm}" if run.prepares else run.arm] = None
+    return [f"{', '.join(whose)}: {note}" for note, whose in found.items()]
 
 
 def to_do(runs: Sequence[PlannedRun]) -> list[PlannedRun]:

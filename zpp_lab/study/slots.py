@@ -82,8 +82,7 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
     jobs 0: as many as the GPUs take, or one a core without GPUs. runs_per_gpu 0: as many as
     memory takes. ValueError when a run needs more GPUs than the machine has.
     """
-    if jobs < 0:
-        raise ValueError(f"jobs={jobs}: use 0 (as many as fit) or more")
+    check_jobs(jobs)
     gpus, cpus = visible_gpus(configs), cores()
     wanted = max((gpus_needed(config) for config in configs), default=1)
     if gpus and wanted > len(gpus):
@@ -97,6 +96,12 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
         return Places([], jobs, max(1, cpus // jobs))
     most = len(gpus) * (runs_per_gpu or max(1, cpus // len(gpus)))
     return Places(gpus, jobs or most, max(1, cpus // (jobs or len(gpus) * max(1, runs_per_gpu))))
+
+
+def check_jobs(jobs: int) -> None:
+    """ValueError for a number of runs side by side that is none."""
+    if jobs < 0:
+        raise ValueError(f"jobs={jobs}: use 0 (as many as fit) or more")
 
 
 def gpus_needed(config: Config) -> int:
