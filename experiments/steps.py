@@ -22,7 +22,7 @@ from zpp_lab import ops
 from zpp_lab.config import Config
 from zpp_lab.engines.base import Batch, Batches
 from zpp_lab.engines.build import build_engine, pick_device
-from zpp_lab.footprint import GIB, peak_gib
+from zpp_lab.footprint import GIB, of_ranks, peak_gib, retries
 from zpp_lab.garbage import settled
 from zpp_lab.launcher import connect
 from zpp_lab.machine import commit, machine_facts, versions
@@ -77,7 +77,7 @@ def measure(
         every = [timed(engine, config, step, vocab, device) for step in range(warm)]
         before = retries(device)
         every += [timed(engine, config, warm + step, vocab, device) for step in range(steps)]
-        tried = of_every_rank(retries(device) - before, device)
+        tried = of_ranks(retries(device) - before) if device.type == "cuda" else None
     times, waiting = [list(each) for each in zip(*every, strict=True)]
     seconds = statistics.median(times[warm:])
     tokens = config.cluster.world * config.train.batch_size * config.data.seq_len
@@ -127,21 +127,6 @@ def used_gib(device: torch.device) -> float | None:
         return None
     left, whole = torch.cuda.mem_get_info(device)
     return (whole - left) / GIB
-
-
-def retries(device: torch.device) -> int:
-    """So far, of this process."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
-
-
-def of_every_rank(own: int, device: torch.device) -> list[int] | None:
-    if device.type != "cuda":
-        return None
-    found: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return [n for n in found if n is not None]
 
 
 def free() -> None:

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from zpp_lab.engines.laps import Laps
-from zpp_lab.footprint import StartUp
+from zpp_lab.footprint import StartUp, crowded, of_ranks, retries
 
 
 def test_parts_of_one_name_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +39,21 @@ def test_a_start_says_what_its_first_step_did(monkeypatch: pytest.MonkeyPatch) -
         "first step, forward": 30.25,
         "first step, compiling in all": 40.0,
     }
+
+
+def test_a_gpu_that_was_too_full_is_said() -> None:
+    assert crowded([0, 0], 60) is None
+    assert crowded([5, 0], 60) is None  # those of a start
+    said = crowded([3, 120], 60)
+    assert said is not None
+    assert "in 60 steps" in said
+    assert "again 120 times" in said
+    assert "train.optimizer_state=bf16" in said
+
+
+def test_without_a_gpu_or_ranks() -> None:
+    assert retries(torch.device("cpu")) == 0
+    assert of_ranks(7) == [7]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc")

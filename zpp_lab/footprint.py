@@ -84,7 +84,33 @@ def peak_gib(device: torch.device) -> list[float] | None:
     """
     if device.type != "cuda":
         return None
-    own = torch.cuda.max_memory_allocated(device) / GIB
+    return of_ranks(torch.cuda.max_memory_allocated(device) / GIB)
+
+
+def retries(device: torch.device) -> int:
+    """How often torch's allocator has had to give this process's unused memory back before it got
+    more: each time it waits for the device. 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def crowded(found: list[int], steps: int) -> str | None:
+    """What to say of so many retries of each rank in a run of `steps` steps; None of a few, which
+    a start has."""
+    most = max(found, default=0)
+    if 10 * most < steps:
+        return None
+    return (
+        f"a GPU was too full: in {steps} steps torch's allocator gave memory back and fetched it "
+        f"again {most} times, and waited for the device each time. Take something off it: "
+        "train.optimizer_state=bf16, model.checkpoint_activations=true or a smaller "
+        "train.batch_size; zpp-lab plan says what a GPU holds"
+    )
+
+
+def of_ranks(own: Any) -> list[Any]:
+    """`own` of every rank of the default process group, which all must call; or of this process."""
     if not dist.is_initialized():
         return [own]
     every: list[Any] = [None] * dist.get_world_size()

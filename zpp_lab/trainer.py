@@ -28,7 +28,7 @@ from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.losses import mean_loss
 from zpp_lab.files import write_atomic
-from zpp_lab.footprint import StartUp, peak_gib
+from zpp_lab.footprint import StartUp, crowded, of_ranks, peak_gib, retries
 from zpp_lab.garbage import settled
 from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
@@ -80,7 +80,7 @@ class Trainer:
         self.checkpoints = open_store(config, folder / "checkpoints", self.device, rank)
         self.piece = Piece(config.run.until, config.run.piece_steps)
         self.start_up = start_up or StartUp()
-        self.step = 0  # steps done
+        self.step = self.began = 0  # steps done; done when this process began
         self.saved = 0  # of them in the newest checkpoint from which a run can go on
         self.made: list[Record] = []  # which commit made which steps, on rank 0
         self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
@@ -96,7 +96,7 @@ class Trainer:
             engine = build_engine(self.config, data.vocab_size, self.device)
             self.start_up.parted("engine", engine.built)
             self.step = resume(self.config, engine, self.checkpoints, self.device)
-            self.saved = self.step
+            self.saved = self.began = self.step
             self.start_up.done("checkpoint")
             check_same_data(self.folder, data, resumed=self.step > 0)
             self.divergence = DivergenceRule(self.train, self._losses())
@@ -121,11 +121,14 @@ class Trainer:
         losses = self._final_losses(engine)
         master = engine.evaluate(self.step, self.heldout.batches, wire=False)
         self.checkpoints.wait()
-        peaks = peak_gib(self.device)
+        peaks, tried = peak_gib(self.device), of_ranks(retries(self.device))
         if tracker is None:
             return {}
         summary = self._summary(engine, data, tracker, last, master)
         summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+        summary["allocator_retries"] = tried if peaks else None  # as peak_gib: of each rank
+        if note := crowded(tried, self.step - self.began):
+            print(note, file=sys.stderr)
         summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
         if len(self.made) > 1:
             summary["commits"] = self.made

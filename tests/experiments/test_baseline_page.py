@@ -126,3 +126,70 @@ def test_what_is_said_of_the_speed_study() -> None:
     assert f"{round(speeds[2]):,}".replace(",", " ") + " tokens/s of plain ZeRO-3" in said
     assert f"{factors[0]:.2f} times from two sequences" in said
     assert f"{factors[1]:.2f} times from compiled blocks" in said
+
+
+# ---------------------------------------------------------------------- parts on two GPUs
+
+PARTS = loaded("experiments/baseline/halves.py").parts
+LAYERS, WIDTH, HIDDEN, WORDS = 60, 6656, 17920, 32000
+LARGEST = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * HIDDEN + 2 * WIDTH) + 2 * WORDS * WIDTH + WIDTH
+
+
+def two(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((HERE / "two" / f"{name}.json").read_text())
+    assert len(found["machine"]["gpus"]) == 2
+    return found
+
+
+def test_the_sums_of_parts() -> None:
+    text, four = page(), results("13b")["keep"]["seconds"]
+    small, large = PARTS(two("13b")["results"]), PARTS(two("32_5b")["results"])
+    for made, said in ((small, "13B, 2 sequences a GPU"), (large, "32.5B, 1 sequence a GPU")):
+        cells = f"{made.passes:.4f} | {made.half:.4f} | {made.half_passes:.4f} | {made.update:.4f}"
+        assert f"| {said} | {cells} | **{made.step:.3f}** |" in text
+    assert f"**From parts that two GPUs can hold it takes {large.step:.3f} s**" in text
+    above = 100 * (small.step / four - 1)
+    assert f"the same sum gives {above:.1f} % more" in text
+    assert f"at 13B it is {above:.1f} % too large" in text
+    speed = 8192 / large.step
+    share = f"{6 * LARGEST * speed / PEAK:.1%}".replace("%", " %")
+    assert f"would be {speed:,.0f} tokens/s, {share} of" in text
+    assert f"{1.39 / large.step:.2f} times as fast as the earlier" in text
+    first = (HERE.parent / "README.md").read_text()
+    assert f"{large.step:.3f} s at 32.5B, put together from parts" in first
+
+
+def test_where_gradients_lie() -> None:
+    text = page()
+    here, apart = two("32_5b")["results"], two("apart/32_5b")["results"]
+    assert two("32_5b")["commit"] == two("apart/32_5b")["commit"]
+    for name, said in (
+        ("keep 60 layers, no update", "60 layers, no update"),
+        ("keep 30 layers", "30 layers"),
+        ("keep 30 layers, no update", "30 layers, no update"),
+    ):
+        one, other = here[name], apart[name]
+        assert max(one["peak_gib"]) == pytest.approx(max(other["peak_gib"]), abs=0.01)
+        tried = [max(found["retries"]) for found in (other, one)]
+        row = f"{said} | {max(one['peak_gib']):.2f} | {other['seconds']:.4f} | {tried[0]}"
+        assert f"| {row} | {one['seconds']:.4f} | {tried[1]} |" in text
+    assert f"| sum | | {PARTS(apart).step:.3f} | | {PARTS(here).step:.3f} | |" in text
+    name = "keep 60 layers, no update"
+    cost = apart[name]["seconds"] - here[name]["seconds"]
+    assert f"Two retries a step cost {cost:.2f} s" in text
+    again = two("32_5b-again")["results"]["chunked_loss 60 layers, no update"]
+    assert max(again["retries"]) == 0
+    more = again["seconds"] - here[name]["seconds"]
+    assert f"at the price of {more:.2f} s: {again['seconds']:.4f} s for 60 layers" in text
+    assert again["seconds"] < apart[name]["seconds"]
+    architecture = (HERE.parents[1] / "ARCHITECTURE.md").read_text()
+    both = f"{here[name]['seconds']:.3f} s that way and {apart[name]['seconds']:.3f} the other"
+    assert both in architecture
+
+
+def test_no_bit_changed_with_where_gradients_lie() -> None:
+    table = two("table")
+    assert table["commit"] == two("32_5b")["commit"]
+    differing = [case for case, what in table["results"].items() if what]
+    assert not differing
+    assert f"({len(table['results'])} of {len(table['results'])} recipes equal" in page()
