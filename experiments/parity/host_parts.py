@@ -42,12 +42,6 @@ def predicted(host: Host, deep: int, again: bool) -> float:
     return 1000 * predict(config, machine, own_loop=False).host_s
 
 
-def as_before(host: Host, layers: int) -> Host:
-    """The same times without the newer figures: all that is left of a step is once a step."""
-    left = host.step_s + layers * (host.block_rest_s or 0.0)
-    return replace(host, step_s=left, block_again_s=None, block_rest_s=None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -65,7 +59,7 @@ def main() -> None:
     settle()
     times = in_turns(calls)
     host = figures(times, args.layers, EAGER, 0.0)
-    old = as_before(host, args.layers)
+    old = host.as_before(args.layers)
     found = {}
     for name, again in DEEP.items():
         step = 1000 * times[name, "eager", args.deep][2]

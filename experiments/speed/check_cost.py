@@ -1,6 +1,7 @@
 """Is the cost model right? Predictions beside measurements, and projections to larger clusters.
 
     check_cost.py check RESULTS.csv... [--machine h200] [--set "overrides of all rows"] [--out FILE]
+                  [--host-as-before BLOCKS]
     check_cost.py project [--machine h200] [--model 13b] [--out FILE]
     check_cost.py arms [--machine h200] [--out FILE]
     check_cost.py published
@@ -9,8 +10,9 @@
 where a table has none, what the other columns say with `overrides` and --set on top.
 Engines without a plan of ours are left out and counted; rows of shared GPUs (ranks_per_gpu) are
 predicted for such. Rows in which the host hardly waited (waiting_s) are counted by themselves too:
-they test the host's figures, and what the machine's file lacks of these is said. `arms`: those of
-run.sh at 1.3B on 2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
+they test the host's figures, and what the machine's file lacks of these is said. --host-as-before
+leaves out the two newest, as models of one and BLOCKS blocks gave the others before. `arms`: those
+of run.sh at 1.3B on 2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
 the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
 """
 
@@ -284,11 +286,14 @@ def main() -> int:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--model", default="13b")
     parser.add_argument("--set", default="", help="check: overrides that all rows were made with")
+    parser.add_argument("--host-as-before", type=int, metavar="BLOCKS")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.what == "published":
         return published()
     machine = load_machine(args.machine)
+    if args.host_as_before is not None:
+        machine = replace(machine, host=machine.host.as_before(args.host_as_before))
     if args.what == "project":
         return project(machine, args.model, args.out)
     if args.what == "arms":

@@ -82,6 +82,10 @@ def test_figures_of_the_host_that_came_later_may_be_missing(tmp_path: Path) -> N
     found = load_machine(str(path)).host
     assert (found.lacks, found.again_s("eager")) == ([], 1e-3)
     assert found.once_s(10) == pytest.approx(found.step_s + 2e-3)
+    before = found.as_before(10)
+    assert (before.lacks, before.step_s) == (machine.host.lacks, found.once_s(10))
+    assert before.again_s("eager") == found.block_forward_s["eager"]
+    assert before.as_before(10) == before
     for wrong, message in (
         ({"block_again_s": {"compiled": 1e-3}}, "no block_again_s for"),
         ({"block_again_s": {"eager": -1.0}}, "block_again_s: use 0"),

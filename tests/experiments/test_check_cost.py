@@ -55,6 +55,23 @@ def test_rows_bound_by_the_host_are_counted_by_themselves(tmp_path: Path, capsys
     assert not check_cost.host_bound({"step_s": "1"})
 
 
+def test_the_newest_figures_of_the_host_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = HERE / "calls" / "8" / "machine.json"
+    words = ["check_cost.py", "check", str(HERE / "results.csv"), "--machine", str(machine)]
+    told = []
+    for more in ([], ["--host-as-before", "8"]):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        assert script("check_cost").main() == 0
+        (line,) = (t for t in capsys.readouterr().out.splitlines() if "bound by the host" in t)
+        told.append(line)
+    assert "8 rows: median error 12.0%, most 21.1%, mean +12.7%" in told[0]
+    assert "lack" not in told[0]
+    assert "8 rows: median error 24.1%, most 31.3%, mean +24.3%" in told[1]
+    assert "lack host.block_again_s and host.block_rest_s" in told[1]
+
+
 def test_the_arms_of_the_page_are_what_the_model_says(tmp_path: Path) -> None:
     out = tmp_path / "predicted.csv"
     assert script("check_cost").arms(load_machine("h200"), out) == 0

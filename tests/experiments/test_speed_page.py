@@ -1,4 +1,5 @@
-"""What experiments/speed/README.md says of NVLink, and of one and two blocks a unit."""
+"""What experiments/speed/README.md says of NVLink, of one and two blocks a unit, and of calls/8:
+the host's parts as a calibration on GPUs found them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.experiments.scripts import loaded
-from zpp_lab.cost.machine import load_machine
+from zpp_lab.cost.machine import Machine, load_machine
+from zpp_lab.cost.step import StepTime, predict
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "speed"
@@ -150,6 +154,172 @@ def test_what_the_cost_model_says_of_both() -> None:
     assert f"{a} ms for zeropp with one block and {b} with two" in PAGE
     assert f"plain FSDP2 {c} and {d}" in PAGE
     assert f"by {i} and {j} % for zeropp, {k} and {m} % for FSDP2" in PAGE
+
+
+def calibrated(call: int) -> Machine:
+    return load_machine(str(HERE / "calls" / str(call) / "machine.json"))
+
+
+@cache
+def errors(which: str) -> list[tuple[dict[str, str], float]]:
+    """Rows of results.csv and their errors in percent, by a machine of `MACHINES`."""
+    check_cost, found = loaded("experiments/speed/check_cost.py"), []
+    for row in rows("results.csv"):
+        if row["engine"] in ("fsdp", "fsdp2"):
+            found.append((row, 100 * check_cost.checked(row, MACHINES[which], []).error))
+    return found
+
+
+NEW, OLD = calibrated(8), calibrated(5)
+MACHINES = {"h200": load_machine("h200"), "calls/5": OLD, "calls/8": NEW}
+MACHINES["without"] = replace(NEW, host=NEW.host.as_before(8))  # as --host-as-before 8
+LOST = NEW.intra.gpu_share, OLD.intra.gpu_share  # of a transfer's time
+MACHINES["12"] = replace(NEW, intra=replace(NEW.intra, gpu_share=LOST[1]))
+
+
+def some(which: str, **values: str) -> dict[str, float]:
+    """Errors by arm of the rows that have these values."""
+    return {
+        row["arm"]: error
+        for row, error in errors(which)
+        if all(row[name] == value for name, value in values.items())
+    }
+
+
+def test_what_the_calibration_with_the_hosts_parts_predicts() -> None:
+    assert "5150ffe" in NEW.comment["made by"]
+    assert "2 × NVIDIA H200" in NEW.comment["made by"]
+    assert NEW.inter.efficiency == 1
+    sizes = [abs(error) for _, error in errors("calls/8")]
+    assert len(sizes) == 33
+    assert f"four GPUs: median error {median(sizes):.1f} %" in PAGE
+    named = [
+        (row, error)
+        for row, error in errors("calls/8")
+        if row["nodes"] == "2" and row["link_gbps"] != "max"
+    ]
+    wrong = {(row["arm"], row["link_gbps"]): e for row, e in named if abs(e) >= 3.6}
+    assert set(wrong) == {("w4", "50"), ("zeropp", "50"), ("w4_g84h", "50")}
+    assert f"{len(named) - 3} of the {len(named)} with a named speed within 3.6 %" in PAGE
+    (w4, zeropp, w4_g84h) = (wrong[arm, "50"] for arm in ("w4", "zeropp", "w4_g84h"))
+    others = f"{w4:+.0f} % (w4), {zeropp:+.0f} and {w4_g84h:+.0f} % (zeropp and w4_g84h"
+    assert f"the others {others}, all at 50 Gb/s)" in PAGE
+
+
+def test_where_neither_links_nor_kernels_bound_the_step_it_predicts_better() -> None:
+    inside = {m: some(m, nodes="1", model="1_3b").values() for m in ("calls/5", "calls/8")}
+    least, most = min(inside["calls/8"]), max(inside["calls/8"])
+    was = f"{min(inside['calls/5']):.0f} to {max(inside['calls/5']):.0f}"
+    assert f"1 × 4 is predicted {least:.0f} to {most:.0f} % too fast in place of {was}" in PAGE
+    free = {m: some(m, nodes="2", link_gbps="max") for m in ("calls/5", "calls/8")}
+    now, before = free["calls/8"], free["calls/5"]
+    both = [f"{found['zeropp']:.0f} and {found['w4_g84h']:.0f}" for found in (now, before)]
+    assert f"without a limit {both[0]} % in place of {both[1]}" in PAGE
+    assert f"as wrong as it was ({now['fsdp2']:+.0f} %)" in PAGE
+
+
+def test_what_it_says_of_large_models() -> None:
+    def between(which: str) -> str:
+        found = [error for row, error in errors(which) if row["model"] in ("13b", "32_5b")]
+        return f"{min(found):.0f} to {max(found):.0f} %"
+
+    assert f"13B and 32.5B are {between('calls/8')} too fast" in PAGE
+    lost = f"loses {100 * LOST[0]:.0f} % of a transfer's time beside it"
+    assert f"{lost}, by that of calls/5 {100 * LOST[1]:.0f} %" in PAGE
+    assert f"they are {between('12')} too fast" in PAGE
+
+
+def plain_on_nvlink() -> dict[str, str]:
+    (row,) = (r for r in rows("results.csv") if (r["arm"], r["nodes"]) == ("fsdp2", "1"))
+    return row
+
+
+def host_of(machine: Machine) -> StepTime:
+    """Plain FSDP2's step on 1 x 4 by this machine: the host is its bound."""
+    config = loaded("experiments/speed/check_cost.py").config_of(plain_on_nvlink(), [])
+    found = predict(config, machine, own_loop=False)
+    assert found.step_s == pytest.approx(found.host_s)
+    return found
+
+
+KINDS = (("forward", "backward"), ("gathers",), ("reductions",), ("once a step",))
+
+
+def parts(machine: Machine) -> list[float]:
+    """Milliseconds of blocks, gathers, reductions, once a step, and all of them."""
+    found = host_of(machine)
+    each = [sum(found.parts.get(f"host, {k}", 0.0) for k in kinds) for kinds in KINDS]
+    assert sum(each) == pytest.approx(found.host_s)
+    return [1000 * seconds for seconds in (*each, found.host_s)]
+
+
+def measured_in(call: int) -> str:
+    found = json.loads((HERE / "calls" / str(call) / "1x4.json").read_text())
+    step = median({c["arm"]: c["seconds"] for c in found["cells"]}["fsdp2"])
+    return f"{1000 * step:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "measured"),
+    [
+        ("calls/1", calibrated(1), measured_in(1)),
+        ("calls/5", OLD, measured_in(5)),
+        ("calls/8 without the two", MACHINES["without"], "no bench"),
+        ("calls/8", NEW, "no bench"),
+    ],
+)
+def test_the_rows_of_the_hosts_parts(name: str, machine: Machine, measured: str) -> None:
+    assert bool(machine.host.lacks) == (machine is not NEW)
+    told = " | ".join(f"{ms:.1f}" for ms in parts(machine))
+    assert f"| {name} | {told} | {measured} |" in PAGE
+
+
+def test_what_is_said_beside_the_hosts_parts() -> None:
+    host = NEW.host
+    again, forward = (1000 * s for s in (host.again_s("eager"), host.block_forward_s["eager"]))
+    assert f"again takes {again:.3f} ms where a forward takes {forward:.3f}" in PAGE
+    rest = 1000 * (host.block_rest_s or 0)
+    assert f"once a step is {rest:.3f}" in PAGE
+    new, without, old = parts(NEW), parts(MACHINES["without"]), parts(OLD)
+    both = new[4] - without[4]
+    each = new[0] - without[0], new[3] - without[3]
+    assert f"**The two are {both:.1f} ms** ({each[0]:.1f} and {each[1]:.1f})" in PAGE
+    cpu = json.loads((HERE.parent / "parity" / "host_parts.json").read_text())["parts_ms"]
+    passes = sum(ms["eager"] for ms in (OLD.host.block_forward_s, OLD.host.block_backward_s))
+    longer = 1000 * passes / (cpu["forward"] + cpu["backward"])
+    guess = longer * (24 * (cpu["again"] - cpu["forward"]) + (24 - 8) * cpu["rest"])
+    assert f"taken {longer:.2f} times as the host of calls/5" in PAGE
+    assert f"made {guess:.0f}." in PAGE
+    took = 1000 * float(plain_on_nvlink()["step_s"])
+    assert f"To the {took:.1f} ms" in PAGE
+    assert f"they are {100 * both / (took - without[4]):.0f} % of what is missing" in PAGE
+    wires, were = new[1] + new[2], old[1] + old[2]
+    less = (old[4] - were) - (without[4] - wires)
+    assert f"took {wires:.1f} ms in place of {were:.1f}, all else {less:.1f} less" in PAGE
+    one = f"({parts(calibrated(1))[4]:.0f}, {old[4]:.0f} and {without[4]:.0f} ms for one step"
+    assert one in PAGE
+    assert f"than what is left ({took - new[4]:.0f} ms)" in PAGE
+    bare = 1000 * seconds(ONE, "compute")
+    model = f"`compute` took {bare:.1f} ms, for which these figures have {new[0] + new[3]:.1f}"
+    assert model in PAGE
+    assert f"FSDP2 {took - bare:.1f} more, for which they have {wires:.1f} at least" in PAGE
+
+
+def test_the_mean_error_of_rows_bound_by_the_host() -> None:
+    host_bound = loaded("experiments/speed/check_cost.py").host_bound
+    mean = {}
+    for which in ("h200", "calls/5", "without", "calls/8"):
+        found = [error for row, error in errors(which) if host_bound(row)]
+        assert len(found) == 8
+        mean[which] = sum(found) / 8
+    told = f"{mean['h200']:.0f} % too fast on average by h200.json, {mean['calls/5']:.0f} % by"
+    assert f"{told} calls/5/machine.json, {mean['calls/8']:.0f} % by calls/8/" in PAGE
+    assert f"falls from {mean['without']:+.1f} to {mean['calls/8']:+.1f} %" in PAGE
+    assert f"from {mean['calls/5']:.0f} to {mean['without']:.0f} % without the two" in PAGE
+    guide = (ROOT / "GUIDE.md").read_text()
+    assert f"{mean['calls/8']:.0f} % too fast on average, {mean['without']:.0f} without" in guide
+    both, step = parts(NEW)[4] - parts(MACHINES["without"])[4], parts(NEW)[4]
+    assert f"they were {both:.0f} ms of a step of {step:.0f} by these figures" in guide
 
 
 def rows(*names: str) -> list[dict[str, str]]:
