@@ -93,6 +93,32 @@ def grouped() -> list[float]:
     return found
 
 
+def divided() -> list[float]:
+    """The gradients' norm with FSDP2's own settings of division and of when to reduce."""
+
+    def norm(micro_steps: int, factor: float | None, forced: bool, skip: bool) -> float:
+        model = _model()
+        cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+        sharded = shard(model, "zero3_reordered", cluster, units=list(model.layers))
+        for unit in sharded.wrapped.by_name.values():
+            unit.set_force_sum_reduction_for_comms(forced)
+            if factor is not None:
+                unit.set_gradient_divide_factor(factor)
+        for micro in range(micro_steps):
+            model.set_requires_gradient_sync(micro == micro_steps - 1 or not skip)
+            model(molecules(micro, dist.get_rank())).backward()
+        return sharded.clip_grad_norm_(1e9).item()
+
+    return [
+        norm(1, None, False, False),
+        norm(1, 2.0, False, False),
+        norm(1, 2.0, True, False),
+        norm(1, None, True, False),
+        norm(3, None, False, False),
+        norm(3, None, False, True),
+    ]
+
+
 def every_job() -> dict[str, Any]:
     """One start of a world serves all tests."""
     return {
@@ -100,6 +126,7 @@ def every_job() -> dict[str, Any]:
         **{name: loop(name, 2, 2) for name in ("zero3", "zero3_reordered", "zeropp")},
         "evaluated": eval_between(),
         "grouped": grouped(),
+        "divided": divided(),
     }
 
 
@@ -137,6 +164,14 @@ def test_layers_may_travel_together(answers: dict[str, Any]) -> None:
     one, norm, units, again, norm_again, fewer = answers["grouped"]
     assert (one, norm) == (again, norm_again)
     assert (units, fewer) == (3, 2)
+
+
+def test_fsdp2s_own_settings_of_the_reduction_hold(answers: dict[str, Any]) -> None:
+    usual, factor, factor_forced, forced, every, once = answers["divided"]
+    assert factor == factor_forced == 2 * usual, "four ranks, divided by two"
+    assert forced == usual
+    assert once == pytest.approx(every, rel=1e-5)
+    assert once > 1.5 * usual
 
 
 def test_mistakes_name_the_fix() -> None:
