@@ -2,7 +2,7 @@
 
 torch's allocator keeps what a stream has freed for that stream alone. FSDP2 allocates gradients on
 its reductions' stream, so they never come to lie where the activations were that the same backward
-frees. A GPU then needs room for both, though they are hardly there together; where it has none the
+frees. A GPU then needs room for both, though they are never there whole together; where it has none the
 allocator gives memory back and fetches it again all through the step, and waits for the device
 each time (`num_alloc_retries`; experiments/baseline has what that costs at 32.5B).
 
