@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zpp_lab.engines import fsdp_comm
+from zpp_lab.engines import fsdp_comm, fsdp_landing
 from zpp_lab.engines.fsdp_landing import Landing
 
 CPU = torch.device("cpu")
@@ -152,6 +152,44 @@ def test_gradients_lie_in_the_memory_of_the_stream_that_computes() -> None:
     again = torch.empty(sizes[1], device=device)
     assert torch.cuda.memory_reserved() == reserved, "what was freed is not given again"
     assert stream_of(again) == torch.cuda.current_stream().cuda_stream
+
+
+def test_torch_fills_new_memory_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked_for in (True, False):
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", asked_for)
+        for on in (True, False):
+            torch.use_deterministic_algorithms(on)
+            try:
+                filled = bool(torch.empty(4).isnan().all())
+                assert fsdp_landing._fills() == (on and asked_for)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert filled or not (on and asked_for)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_torchs_filling_of_new_memory_comes_before_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deterministic kernels have it on; it runs on the stream that computes, here a late one."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    landing, beside, numel = Landing(2, torch.float32), torch.cuda.Stream(), 2**21
+    values = torch.randn(numel, device=device)
+    rows = landing.allocate(
+        (2 * numel,), torch.float32, device, lambda: torch.empty(2 * numel, device=device)
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        beside.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(10**8)
+        with torch.cuda.stream(beside):
+            expected = landing.allocate((numel,), torch.float32, device, lambda: rows)
+            landing.land(expected, torch.float32, writes(values))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    assert torch.equal(expected, values)
 
 
 def stream_of(tensor: Tensor) -> int:

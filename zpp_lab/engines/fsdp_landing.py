@@ -2,8 +2,8 @@
 
 torch's allocator keeps what a stream has freed for that stream alone. FSDP2 allocates gradients on
 its reductions' stream, so they never come to lie where the activations were that the same backward
-frees. A GPU then needs room for both, though they are never there whole together; where it has none the
-allocator gives memory back and fetches it again all through the step, and waits for the device
+frees. A GPU then needs room for both, though they are never there whole together; where it has none
+the allocator gives memory back and fetches it again all through the step, and waits for the device
 each time (`num_alloc_retries`; experiments/baseline has what that costs at 32.5B).
 
 FSDP2 asks a ReduceScatter of its own making for the output first and runs it afterwards. Here it
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.utils import deterministic
 
 
 class Landing:
@@ -76,10 +77,19 @@ class Landing:
             return torch.empty(numel, dtype=dtype, device=device)
         with torch.cuda.stream(self.computing):
             made = torch.empty(numel, dtype=dtype, device=device)
+        here = torch.cuda.current_stream(device)
+        if self.computing is not None and _fills():
+            here.wait_stream(self.computing)  # it has just been told to fill it with NaN
         # FSDP2 may let go of it while this stream still reads it: added to what a micro-step
         # before left, or on its way to host memory.
-        made.record_stream(torch.cuda.current_stream(device))
+        made.record_stream(here)
         return made
+
+
+def _fills() -> bool:
+    """Whether torch writes to all new memory, which deterministic kernels ask for."""
+    fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return fill and torch.are_deterministic_algorithms_enabled()
 
 
 class LandedReduce(ReduceScatter):
