@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from examples.molecules import MoleculeEncoder, molecules, train
 from tests.engines.fsdp_world import run_world
@@ -119,6 +121,34 @@ def divided() -> list[float]:
     ]
 
 
+def landed() -> list[Any]:
+    """Plain FSDP2's reductions: whose they are, and whether gradients are FSDP2's own, after two
+    micro-steps and with weights of either dtype."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        grads = []
+        for own in (False, True):
+            model = _model().to(dtype)
+            cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+            sharded = shard(model, "zero3", cluster, units=list(model.layers), param_dtype="bf16")
+            for unit in sharded.wrapped.by_name.values():
+                found += [type(g._reduce_scatter_comm).__name__ for g in _groups(unit)]
+                if own:
+                    unit.set_custom_reduce_scatter(DefaultReduceScatter())
+            for micro in range(2):
+                model(molecules(micro, dist.get_rank())).backward()
+            grads.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])
+        assert {g.dtype for g in grads[0]} == {dtype}
+        found.append(all(map(torch.equal, *grads)) and any(g.any() for g in grads[0]))
+    return found
+
+
+def _groups(unit: Any) -> list[Any]:
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in groups or [state._fsdp_param_group] if g is not None]
+
+
 def every_job() -> dict[str, Any]:
     """One start of a world serves all tests."""
     return {
@@ -127,6 +157,7 @@ def every_job() -> dict[str, Any]:
         "evaluated": eval_between(),
         "grouped": grouped(),
         "divided": divided(),
+        "landed": landed(),
     }
 
 
@@ -172,6 +203,10 @@ def test_fsdp2s_own_settings_of_the_reduction_hold(answers: dict[str, Any]) -> N
     assert forced == usual
     assert once == pytest.approx(every, rel=1e-5)
     assert once > 1.5 * usual
+
+
+def test_plain_gradients_are_fsdp2s_own_wherever_they_lie(answers: dict[str, Any]) -> None:
+    assert set(answers["landed"]) == {"LandedReduce", True}
 
 
 def test_mistakes_name_the_fix() -> None:
