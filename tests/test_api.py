@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from examples.molecules import MoleculeEncoder, molecules, train
 from tests.engines.fsdp_world import run_world
@@ -93,6 +95,60 @@ def grouped() -> list[float]:
     return found
 
 
+def divided() -> list[float]:
+    """The gradients' norm with FSDP2's own settings of division and of when to reduce."""
+
+    def norm(micro_steps: int, factor: float | None, forced: bool, skip: bool) -> float:
+        model = _model()
+        cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+        sharded = shard(model, "zero3_reordered", cluster, units=list(model.layers))
+        for unit in sharded.wrapped.by_name.values():
+            unit.set_force_sum_reduction_for_comms(forced)
+            if factor is not None:
+                unit.set_gradient_divide_factor(factor)
+        for micro in range(micro_steps):
+            model.set_requires_gradient_sync(micro == micro_steps - 1 or not skip)
+            model(molecules(micro, dist.get_rank())).backward()
+        return sharded.clip_grad_norm_(1e9).item()
+
+    return [
+        norm(1, None, False, False),
+        norm(1, 2.0, False, False),
+        norm(1, 2.0, True, False),
+        norm(1, None, True, False),
+        norm(3, None, False, False),
+        norm(3, None, False, True),
+    ]
+
+
+def landed() -> list[Any]:
+    """Plain FSDP2's reductions: whose they are, and whether gradients are FSDP2's own, after two
+    micro-steps and with weights of either dtype."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        grads = []
+        for own in (False, True):
+            model = _model().to(dtype)
+            cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+            sharded = shard(model, "zero3", cluster, units=list(model.layers), param_dtype="bf16")
+            for unit in sharded.wrapped.by_name.values():
+                found += [type(g._reduce_scatter_comm).__name__ for g in _groups(unit)]
+                if own:
+                    unit.set_custom_reduce_scatter(DefaultReduceScatter())
+            for micro in range(2):
+                model(molecules(micro, dist.get_rank())).backward()
+            grads.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])
+        assert {g.dtype for g in grads[0]} == {dtype}
+        found.append(all(map(torch.equal, *grads)) and any(g.any() for g in grads[0]))
+    return found
+
+
+def _groups(unit: Any) -> list[Any]:
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in groups or [state._fsdp_param_group] if g is not None]
+
+
 def every_job() -> dict[str, Any]:
     """One start of a world serves all tests."""
     return {
@@ -100,6 +156,8 @@ def every_job() -> dict[str, Any]:
         **{name: loop(name, 2, 2) for name in ("zero3", "zero3_reordered", "zeropp")},
         "evaluated": eval_between(),
         "grouped": grouped(),
+        "divided": divided(),
+        "landed": landed(),
     }
 
 
@@ -137,6 +195,18 @@ def test_layers_may_travel_together(answers: dict[str, Any]) -> None:
     one, norm, units, again, norm_again, fewer = answers["grouped"]
     assert (one, norm) == (again, norm_again)
     assert (units, fewer) == (3, 2)
+
+
+def test_fsdp2s_own_settings_of_the_reduction_hold(answers: dict[str, Any]) -> None:
+    usual, factor, factor_forced, forced, every, once = answers["divided"]
+    assert factor == factor_forced == 2 * usual, "four ranks, divided by two"
+    assert forced == usual
+    assert once == pytest.approx(every, rel=1e-5)
+    assert once > 1.5 * usual
+
+
+def test_plain_gradients_are_fsdp2s_own_wherever_they_lie(answers: dict[str, Any]) -> None:
+    assert set(answers["landed"]) == {"LandedReduce", True}
 
 
 def test_mistakes_name_the_fix() -> None:

@@ -44,6 +44,8 @@ def test_a_start_says_what_its_first_step_did(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_that_was_too_full_is_said() -> None:
     assert crowded([0, 0], 60) is None
     assert crowded([5, 0], 60) is None  # those of a start
+    assert crowded([1, 1], 5) is None
+    assert crowded([0, 0], 0) is None  # a run that had made all its steps before
     said = crowded([3, 120], 60)
     assert said is not None
     assert "in 60 steps" in said

@@ -99,7 +99,7 @@ def crowded(found: list[int], steps: int) -> str | None:
     """What to say of so many retries of each rank in a run of `steps` steps; None of a few, which
     a start has."""
     most = max(found, default=0)
-    if 10 * most < steps:
+    if most < max(2, steps / 10):
         return None
     return (
         f"a GPU was too full: in {steps} steps torch's allocator gave memory back and fetched it "

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from zpp_lab.engines import fsdp_comm, fsdp_landing
 from zpp_lab.engines.fsdp_landing import Landing
 
 CPU = torch.device("cpu")
@@ -21,10 +25,19 @@ def writes(values: Tensor) -> Callable[[Tensor], None]:
     return run
 
 
+def asked(landing: Landing, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As FSDP2 asks for a reduction's input or output."""
+    return landing.allocate((numel,), dtype, CPU, lambda: torch.zeros(numel, dtype=dtype))
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_output_holds_what_the_reduction_wrote(dtype: torch.dtype) -> None:
     landing = Landing(4, torch.float32)
-    expected = landing.expected((6,), CPU)
+    expected = landing.expected(6, dtype, CPU)
     assert expected.shape == (6,)
     assert expected.untyped_storage().nbytes() == 4  # one element until then
     values = torch.randn(6).to(dtype)
@@ -35,15 +48,77 @@ def test_the_output_holds_what_the_reduction_wrote(dtype: torch.dtype) -> None:
     assert torch.equal(shard, values.float()[2:].view(2, 2))
 
 
+def test_without_a_dtype_the_output_has_the_reductions() -> None:
+    landing = Landing(2, None)
+    expected = landing.expected(3, torch.float32, CPU)
+    values = torch.tensor([1.0, 1 + 2**-20, 3.0])
+    landing.land(expected, torch.float32, writes(values))
+    assert expected.dtype == torch.float32
+    assert torch.equal(expected, values)
+
+
 def test_every_second_allocation_is_the_output() -> None:
-    landing = Landing(2, torch.float32)
-    asked = [landing.is_output(n, CPU) for n in (8, 4, 8, 4, 6, 3)]
-    assert asked == [False, True, False, True, False, True]
+    landing, alive = Landing(2, torch.float32), []
+    for numel in (8, 4, 8, 4, 6, 3):
+        alive.append(asked(landing, numel))
+    assert [has_memory(t) for t in alive] == [True, False, True, False, True, False]
 
 
 def test_an_input_as_large_as_the_output_before_is_an_input() -> None:
+    landing, alive = Landing(2, torch.float32), []
+    for numel in (8, 4, 4, 2):
+        alive.append(asked(landing, numel))
+    assert [has_memory(t) for t in alive] == [True, False, True, False]
+
+
+def test_a_step_that_failed_between_the_two_is_forgotten() -> None:
     landing = Landing(2, torch.float32)
-    assert [landing.is_output(n, CPU) for n in (8, 4, 4, 2)] == [False, True, False, True]
+    asked(landing, 8)  # and no output: the step has ended, and the input with it
+    first = asked(landing, 4)
+    second = asked(landing, 2)
+    assert has_memory(first)
+    assert not has_memory(second)
+
+
+def test_an_input_that_found_no_memory_is_forgotten() -> None:
+    def fails() -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    landing = Landing(2, torch.float32)
+    with pytest.raises(torch.OutOfMemoryError):
+        landing.allocate((8,), torch.float32, CPU, fails)
+    first = asked(landing, 4)
+    assert has_memory(first)
+    assert not has_memory(asked(landing, 2))
+
+
+def test_a_units_gradients_have_one_dtype_or_the_reductions(monkeypatch: Any) -> None:
+    def found(*managed: SimpleNamespace) -> torch.dtype | None:
+        monkeypatch.setattr(fsdp_comm, "managed", lambda _: managed)
+        return fsdp_comm.gradient_dtype(nn.Module())
+
+    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    fixed = nn.Parameter(torch.zeros(2), requires_grad=False)
+    trained, frozen = SimpleNamespace(sharded_param=half), SimpleNamespace(sharded_param=fixed)
+    assert found(trained, frozen) == torch.bfloat16
+    assert found(frozen) is None
+    # torch 2.15: a weight may ask for gradients of its own dtype, or of any
+    wide = SimpleNamespace(sharded_param=half, sharded_grad_dtype=torch.float32)
+    free = SimpleNamespace(sharded_param=half, sharded_grad_dtype=None)
+    assert found(wide) == torch.float32
+    assert found(free) is None
+    assert found(wide, trained) is None  # casting all to either would round or widen some
+
+
+def test_the_division_is_what_fsdp2_asks_for() -> None:
+    def divided(op: Any) -> list[float]:
+        sums = torch.tensor([3.0, 6.0])
+        fsdp_comm._divide(sums, op, 3)
+        return sums.tolist()
+
+    assert divided(dist.ReduceOp.AVG) == [1.0, 2.0]
+    assert divided(dist.ReduceOp.SUM) == [3.0, 6.0], "FSDP2 divides by itself afterwards"
+    assert divided(dist._make_nccl_premul_sum(0.5)) == [1.5, 3.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -51,13 +126,21 @@ def test_gradients_lie_in_the_memory_of_the_stream_that_computes() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     landing, beside = Landing(2, torch.float32), torch.cuda.Stream()
     sizes = 2**22, 2**21
+
+    def allocate(numel: int) -> Tensor:
+        def make_input() -> Tensor:
+            return torch.empty(numel, device=device, dtype=torch.bfloat16)
+
+        return landing.allocate((numel,), torch.bfloat16, device, make_input)
+
     for _ in range(2):  # the second reuses the first's
-        assert not landing.is_output(sizes[0], device)
+        rows = allocate(sizes[0])
+        assert rows.dtype == torch.bfloat16
         values = torch.randn(sizes[1], device=device, dtype=torch.bfloat16)
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            assert landing.is_output(sizes[1], device)
-            expected = landing.expected((sizes[1],), device)
+            expected = allocate(sizes[1])
+            assert expected.untyped_storage().nbytes() == 4
             landing.land(expected, torch.bfloat16, writes(values))
         torch.cuda.current_stream().wait_stream(beside)
         assert torch.equal(expected, values.float())
@@ -69,6 +152,44 @@ def test_gradients_lie_in_the_memory_of_the_stream_that_computes() -> None:
     again = torch.empty(sizes[1], device=device)
     assert torch.cuda.memory_reserved() == reserved, "what was freed is not given again"
     assert stream_of(again) == torch.cuda.current_stream().cuda_stream
+
+
+def test_torch_fills_new_memory_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked_for in (True, False):
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", asked_for)
+        for on in (True, False):
+            torch.use_deterministic_algorithms(on)
+            try:
+                filled = bool(torch.empty(4).isnan().all())
+                assert fsdp_landing._fills() == (on and asked_for)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert filled or not (on and asked_for)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_torchs_filling_of_new_memory_comes_before_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deterministic kernels have it on; it runs on the stream that computes, here a late one."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    landing, beside, numel = Landing(2, torch.float32), torch.cuda.Stream(), 2**21
+    values = torch.randn(numel, device=device)
+    rows = landing.allocate(
+        (2 * numel,), torch.float32, device, lambda: torch.empty(2 * numel, device=device)
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        beside.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(10**8)
+        with torch.cuda.stream(beside):
+            expected = landing.allocate((numel,), torch.float32, device, lambda: rows)
+            landing.land(expected, torch.float32, writes(values))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    assert torch.equal(expected, values)
 
 
 def stream_of(tensor: Tensor) -> int:

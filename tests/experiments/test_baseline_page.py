@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.experiments.scripts import loaded
+from zpp_lab.memory import CONTEXT, NCCL
+from zpp_lab.moments import GIB
 
 HERE = Path(__file__).parents[2] / "experiments" / "baseline"
 PARAMETERS = {"1_3b": 1_345_423_360, "13b": 13_015_864_320}
@@ -184,6 +186,8 @@ def test_where_gradients_lie() -> None:
         assert f"| {row} | {one['seconds']:.4f} | {tried[1]} |" in text
     assert f"| sum | | {PARTS(apart).step:.3f} | | {PARTS(here).step:.3f} | |" in text
     name = "keep 60 layers, no update"
+    assert f"by itself puts them, 32.5B's parts come to {PARTS(apart).step:.3f} s" in text
+    assert f"all {4 * LARGEST / 2 / GIB:.1f} GiB of gradients" in text
     cost = apart[name]["seconds"] - here[name]["seconds"]
     assert f"Two retries a step cost {cost:.2f} s" in text
     again = two("32_5b-again")["results"]["chunked_loss 60 layers, no update"]
@@ -194,6 +198,20 @@ def test_where_gradients_lie() -> None:
     architecture = (HERE.parents[1] / "ARCHITECTURE.md").read_text()
     both = f"{here[name]['seconds']:.3f} s that way and {apart[name]['seconds']:.3f} the other"
     assert both in architecture
+
+
+def test_the_room_for_gaps() -> None:
+    """What devices had in use beyond tensors and what the plan assumes, where nothing was fetched
+    again."""
+    every = [
+        one
+        for name in ("32_5b", "32_5b-again", "32_5b-eager", "32_5b-host")
+        for one in two(name)["results"].values()
+        if max(one["retries"]) == 0
+    ]
+    gaps = [one["used_gib"] - max(one["peak_gib"]) - (CONTEXT + NCCL) / GIB for one in every]
+    guide = (HERE.parents[1] / "GUIDE.md").read_text()
+    assert f"room for its gaps, {min(gaps):.0f} to {max(gaps):.0f} GiB at 32.5B" in guide
 
 
 def test_moments_in_host_memory() -> None:

@@ -17,8 +17,8 @@ gradients) lives in that buffer. Nothing here waits on the host.
 Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
 FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
 `chunk_cat`. Comms are per module, or per list of modules that it was given as one, whose first
-speaks for all; not recursive. With forced SUM, FSDP2 divides by the world
-size after the reduction, in reduce_dtype.
+speaks for all; not recursive. FSDP2 names the division in the op: AVG, or PREMUL_SUM with a
+factor, and after a forced SUM it divides by itself.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class PackedReduce(ReduceScatter):
         self.landing = landing
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        numel = math.prod(size)
-        if self.landing.is_output(numel, device):
-            return self.landing.expected(size, device)
-        return Packed(Box(self, numel, dtype, device), size)
+        def make_input() -> Tensor:
+            return Packed(Box(self, math.prod(size), dtype, device), size)
+
+        return self.landing.allocate(size, dtype, device, make_input)
 
     def __call__(
         self,
@@ -142,7 +142,7 @@ class PackedReduce(ReduceScatter):
                 self.reduce.run(*self.present.take(box.grads), out)
             else:
                 self._plain(out, input_tensor if box is None else box.plain, group)
-            out.div_(self.reduce.cluster.world)
+            _divide(out, op, self.reduce.cluster.world)
 
         self.landing.land(output_tensor, input_tensor.dtype, run)
         return None
@@ -153,6 +153,15 @@ class PackedReduce(ReduceScatter):
         self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
         self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))
         dist.reduce_scatter_tensor(out, rows, group=group)
+
+
+def _divide(sums: Tensor, op: Any, world: int) -> None:
+    """As FSDP2 asks of a reduction: AVG, or a factor of the user's
+    (`set_gradient_divide_factor`). After SUM it divides by itself."""
+    if op == dist.ReduceOp.AVG:
+        sums.div_(world)
+    elif op == dist.ReduceOp.PREMUL_SUM:
+        sums.mul_(op.__getstate__()[1])
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -195,11 +204,15 @@ def managed(module: nn.Module) -> list[Any]:
     return [p for g in groups if g for p in g.fsdp_params]
 
 
-def gradient_dtype(module: nn.Module) -> torch.dtype:
-    """Of a unit's sharded weights that are trained, which is one, as FSDP2 asks; fp32 where none
-    is."""
-    found = {p.sharded_param.dtype for p in managed(module) if p.sharded_param.requires_grad}
-    return found.pop() if found else torch.float32
+def gradient_dtype(module: nn.Module) -> torch.dtype | None:
+    """Of a unit's reduced gradients, to which FSDP2 casts them: their weights' dtype, or with torch
+    2.15 the weights' grad_dtype. None where it is not one, which torch 2.15 allows."""
+    found = {
+        getattr(p, "sharded_grad_dtype", p.sharded_param.dtype)
+        for p in managed(module)
+        if p.sharded_param.requires_grad
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def gather_spec(plan: UnitPlan) -> GatherSpec:
