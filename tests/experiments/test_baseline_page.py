@@ -231,4 +231,7 @@ def test_no_bit_changed_with_where_gradients_lie() -> None:
     assert table["commit"] == two("32_5b")["commit"]
     differing = [case for case, what in table["results"].items() if what]
     assert not differing
+    again = two("table-again")
+    assert again["commit"].startswith("087e319")
+    assert again["results"] == table["results"]
     assert f"({len(table['results'])} of {len(table['results'])} recipes equal" in page()
