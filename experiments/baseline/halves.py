@@ -34,13 +34,17 @@ class Parts:
 
 
 def parts(results: dict[str, dict[str, Any]]) -> Parts:
-    """ValueError where a part is missing or the layers are not all and half of them."""
+    """ValueError where a part is missing, or parts have several settings."""
     found: dict[tuple[int, bool], float] = {}
+    settings = set()
     for name, one in results.items():
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is no part that halves.sh times")
+        settings.add(match["setting"])
         found[int(match["layers"]), match["bare"] is not None] = one["seconds"]
+    if len(settings) > 1:
+        raise ValueError(f"parts of several settings: {sorted(settings)}; give each its own folder")
     every = max(layers for layers, _ in found)
     wanted = [(every, True), (every // 2, False), (every // 2, True)]
     missing = [key for key in wanted if key not in found]

@@ -88,6 +88,8 @@ def test_a_step_without_its_update(tmp_path: Path) -> None:
     made = halves.parts(found)
     assert made.passes == found["keep 2 layers, no update"]["seconds"]
     assert made.step == pytest.approx(made.passes + made.half - made.half_passes)
+    with pytest.raises(ValueError, match=r"'chunked_loss', 'keep'.*; give each its own folder"):
+        halves.parts({**found, "chunked_loss 2 layers, no update": {"seconds": 1.0}})
     del found["keep 1 layers"]
     with pytest.raises(ValueError, match=r"\[\(1, False\)\]; run halves.sh again"):
         halves.parts(found)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
@@ -113,41 +113,27 @@ class PackedGather(AllGather):
         return all_gather(out, row, group=group, async_op=async_op)
 
 
-class PackedReduce(ReduceScatter):
+class PackedReduce(LandedReduce):
     """FSDP2's ReduceScatter for one unit."""
 
     def __init__(
         self, reduce: Reduce, present: Present, fallbacks: Fallbacks, landing: Landing
     ) -> None:
+        super().__init__(landing)
         self.reduce, self.present, self.fallbacks = reduce, present, fallbacks
-        self.landing = landing
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        def make_input() -> Tensor:
-            return Packed(Box(self, math.prod(size), dtype, device), size)
+    def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return Packed(Box(self, math.prod(size), dtype, device), size)
 
-        return self.landing.allocate(size, dtype, device, make_input)
+    def run(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        box = rows.box if isinstance(rows, Packed) else None
+        if box is not None and box.grads:
+            self.reduce.run(*self.present.take(box.grads), out)
+        else:
+            self._plain(rows if box is None else box.plain, out, group)
+        _divide(out, op, self.reduce.cluster.world)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        def run(out: Tensor) -> None:
-            box = input_tensor.box if isinstance(input_tensor, Packed) else None
-            if box is not None and box.grads:
-                self.reduce.run(*self.present.take(box.grads), out)
-            else:
-                self._plain(out, input_tensor if box is None else box.plain, group)
-            _divide(out, op, self.reduce.cluster.world)
-
-        self.landing.land(output_tensor, input_tensor.dtype, run)
-        return None
-
-    def _plain(self, out: Tensor, rows: Tensor | None, group: dist.ProcessGroup) -> None:
+    def _plain(self, rows: Tensor | None, out: Tensor, group: dist.ProcessGroup) -> None:
         self.fallbacks.note("a reduce-scatter of plain tensors")
         inside, beyond = peers(self.reduce.cluster, "world")
         self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))

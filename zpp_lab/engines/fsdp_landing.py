@@ -93,16 +93,23 @@ def _fills() -> bool:
 
 
 class LandedReduce(ReduceScatter):
-    """FSDP2's own reduce-scatter of one unit but for where its output lies."""
+    """The reduce-scatter of one unit, FSDP2's own but for where its output lies."""
 
     def __init__(self, landing: Landing) -> None:
         self.landing = landing
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        def make_input() -> Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
+    def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Whole gradients, a row a rank."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
-        return self.landing.allocate(size, dtype, device, make_input)
+    def run(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """The input → `out` [numel], this rank's, in the input's dtype."""
+        dist.reduce_scatter_tensor(out, rows, op=op, group=group)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.landing.allocate(
+            size, dtype, device, lambda: self.make_input(size, dtype, device)
+        )
 
     def __call__(
         self,
@@ -112,8 +119,7 @@ class LandedReduce(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        def run(out: Tensor) -> None:
-            dist.reduce_scatter_tensor(out, input_tensor, op=op, group=group)
-
-        self.landing.land(output_tensor, input_tensor.dtype, run)
+        self.landing.land(
+            output_tensor, input_tensor.dtype, lambda out: self.run(input_tensor, out, group, op)
+        )
         return None
