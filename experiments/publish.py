@@ -8,16 +8,21 @@ STUDY_FOLDER is what `zpp-lab study` or collect.py left. Written into PAGE_FOLDE
     study.yaml, report.md, figures/*.svg    what `zpp-lab report` makes of them
 
 Speeds are medians over the steps of all seeds, so evaluations and compiling stay out.
+
+`publish.py --check PAGE_FOLDER` looks once at what is to be published: links of its pages lead to
+files and headings, and the held-out losses in their tables are those of results.csv.
 """
 
 from __future__ import annotations
 
+import csv
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from zpp_lab.config import Config
@@ -61,6 +66,10 @@ def main() -> int:
     if len(sys.argv) != 3:
         print(__doc__, file=sys.stderr)
         return 2
+    if sys.argv[1] == "--check":
+        wrong = list(faults(Path(sys.argv[2])))
+        print("\n".join(wrong) or "links and held-out losses are right")
+        return bool(wrong)
     study, page = map(Path, sys.argv[1:])
     try:
         build_report(study)
@@ -156,6 +165,65 @@ def planned_gib(runs: Sequence[Run]) -> float | None:
     except ValueError as error:
         print(f"{runs[0].dir}: no plan beside its peak: {error}", file=sys.stderr)
         return None
+
+
+# ---------------------------------------------------------------------- check
+
+
+def faults(folder: Path) -> Iterator[str]:
+    """What is wrong with the pages in `folder`, a line each."""
+    losses = heldout(folder / "results.csv")
+    for page in sorted(folder.glob("*.md")):
+        yield from broken_links(page)
+        yield from wrong_losses(page, losses)
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        there = page.parent / name if name else page
+        if link.startswith("http"):
+            continue
+        if not there.exists():
+            yield f"{page}: {link}: no such file"
+        elif anchor and anchor not in anchors(there):
+            yield f"{page}: {link}: no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in found}
+
+
+def heldout(results: Path) -> dict[str, float]:
+    """Of each arm the held-out loss at the end, mean over the seeds that came there."""
+    rows: list[dict[str, str]] = []
+    if results.is_file():
+        with results.open() as lines:
+            rows = [row for row in csv.DictReader(lines) if row.get("heldout_loss")]
+    end = max((int(row.get("step", 0)) for row in rows), default=0)
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if int(row.get("step", 0)) == end:
+            found.setdefault(row.get("arm", ""), []).append(float(row["heldout_loss"]))
+    return {arm: fmean(losses) for arm, losses in found.items()}
+
+
+def wrong_losses(page: Path, losses: Mapping[str, float]) -> Iterator[str]:
+    """Cells below "held-out loss" in the page's first table that has them."""
+    column = None
+    for line in page.read_text().splitlines():
+        row = [cell.strip(" `*") for cell in line.strip().strip("|").split("|")]
+        if column is None:
+            named = (i for i, cell in enumerate(row) if cell.lower().startswith("held-out loss"))
+            column = next(named, None) if line.startswith("|") else None
+        elif not line.startswith("|"):
+            return
+        elif row[0] in losses and re.fullmatch(r"\d+\.\d+", row[column]):
+            true = f"{losses[row[0]]:.{len(row[column].partition('.')[2])}f}"
+            if row[column] != true:
+                yield f"{page}: {row[0]}: {row[column]}, but {true} in results.csv"
 
 
 def _number(value: float | None, spec: str) -> str:

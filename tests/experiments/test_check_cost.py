@@ -20,62 +20,16 @@ def script(name: str) -> ModuleType:
     return loaded(f"experiments/speed/{name}.py")
 
 
-def test_measured_rows_are_met_without_a_factor_for_each(tmp_path: Path, capsys) -> None:
-    check_cost, out = script("check_cost"), tmp_path / "check.csv"
-    assert check_cost.check([HERE / "rows.csv"], load_machine("h200"), [], out) == 0
-    rows = list(csv.DictReader(out.open()))
-    errors = sorted(abs(float(row["error"])) for row in rows)
-    assert len(rows) == 14
-    assert errors[len(rows) // 2] < 0.1
-    assert "median error" in capsys.readouterr().out
-
-
 def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) -> None:
     check_cost, out = script("check_cost"), tmp_path / "check.csv"
     assert check_cost.check([HERE / "results.csv"], load_machine("h200"), [], out) == 0
     rows = list(csv.DictReader(out.open()))
     errors = sorted(abs(float(row["error"])) for row in rows)
     assert len(rows) == 33
-    assert round(errors[16], 3) == 0.034
+    assert errors[16] < 0.035
     named = [r for r in rows if r["nodes"] == "2" and r["link_gbps"] != "max"]
     assert [abs(float(r["error"])) < 0.036 for r in named].count(True) == 19
     assert len(named) == 21
-
-
-def test_rows_bound_by_the_host_are_counted_by_themselves(tmp_path: Path, capsys) -> None:
-    check_cost, out = script("check_cost"), tmp_path / "check.csv"
-    check_cost.check([HERE / "results.csv"], load_machine("h200"), [], out)
-    rows = [r for r in csv.DictReader(out.open()) if check_cost.host_bound(r)]
-    assert {(r["model"], r["link_gbps"]) for r in rows} == {("1_3b", "50"), ("1_3b", "max")}
-    errors = sorted(float(r["error"]) for r in rows)
-    (told,) = [t for t in capsys.readouterr().out.splitlines() if "bound by the host" in t]
-    assert f"{len(rows)} rows: median error {(errors[3] + errors[4]) / 2:.1%}" in told
-    assert "figures of h200 lack host.block_again_s and host.block_rest_s" in told
-    assert not check_cost.host_bound({"step_s": "1", "waiting_s": ""})
-    assert not check_cost.host_bound({"step_s": "1"})
-
-
-def test_the_newest_figures_of_the_host_may_be_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine = HERE / "calls" / "8" / "machine.json"
-    words = ["check_cost.py", "check", str(HERE / "results.csv"), "--machine", str(machine)]
-    told = []
-    for more in ([], ["--host-as-before", "8"]):
-        monkeypatch.setattr("sys.argv", [*words, *more])
-        assert script("check_cost").main() == 0
-        (line,) = (t for t in capsys.readouterr().out.splitlines() if "bound by the host" in t)
-        told.append(line)
-    assert "8 rows: median error 12.0%, most 21.1%, mean +12.7%" in told[0]
-    assert "lack" not in told[0]
-    assert "8 rows: median error 24.1%, most 31.3%, mean +24.3%" in told[1]
-    assert "lack host.block_again_s and host.block_rest_s" in told[1]
-
-
-def test_the_arms_of_the_page_are_what_the_model_says(tmp_path: Path) -> None:
-    out = tmp_path / "predicted.csv"
-    assert script("check_cost").arms(load_machine("h200"), out) == 0
-    assert out.read_text() == (HERE / "predicted.csv").read_text()
 
 
 def test_rows_without_a_plan_of_ours_are_left_out_and_said(tmp_path: Path, capsys) -> None:

@@ -100,3 +100,20 @@ def test_a_plan_needs_no_file_of_the_machine_that_ran(
     (tmp_path / "data.json").write_text(json.dumps({"vocab_size": 300}))
     bpe = compose(["engine=fsdp", "cluster=1x2", "data.tokenizer=bpe", "data.vocab_size=300"])
     assert planned_gib([run]) == Outlook.of(bpe, 0).estimate.tensors / GIB
+
+
+def test_a_page_is_checked_against_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ["arm,seed,step,heldout_loss", "w4,1,20,9.0", "w4,1,40,2.0", "w4,2,40,2.5", "w4,3,20,9"]
+    (tmp_path / "results.csv").write_text("\n".join(rows) + "\n")
+    page = tmp_path / "README.md"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--check", str(tmp_path)])
+    text = "# One\n\n| Arm | Held-out loss |\n|---|---|\n| `w4` | {} |\n\n[x]({})\n"
+    page.write_text(text.format("2.250", "#one"))
+    assert run_path(str(SCRIPT))["main"]() == 0
+    page.write_text(text.format("2.251", "gone.md"))
+    assert run_path(str(SCRIPT))["main"]() == 1
+    said = capsys.readouterr().out
+    assert "w4: 2.251, but 2.250 in results.csv" in said
+    assert "gone.md: no such file" in said

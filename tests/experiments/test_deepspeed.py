@@ -1,9 +1,7 @@
-"""experiments/deepspeed: gradients that are compared, and what its page says of them."""
+"""experiments/deepspeed: gradients that are compared, and norms of arms."""
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +12,6 @@ from torch import Tensor, nn
 
 from tests.engines.fsdp_world import run_world
 from tests.experiments.scripts import loaded
-
-HERE = Path(__file__).parents[2] / "experiments" / "deepspeed"
 
 
 def script(name: str) -> ModuleType:
@@ -112,42 +108,3 @@ def test_norms_of_each_arm(tmp_path: Path) -> None:
         ["a", "8", "0.5", "0.5", "1", "0", "22"],
         ["b", "inf", "21.5", "22", "21", "1", "22"],
     ]
-
-
-# ---------------------------------------------------------------------- the page
-
-
-def no_number(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
-
-
-def rows_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
-    rows = json.loads((HERE / name).read_text(), parse_constant=no_number)
-    return {(r["reduction"], r["gradients"]): r for r in rows}
-
-
-def test_the_pages_gradients_stand_in_their_files() -> None:
-    text = (HERE / "README.md").read_text()
-    for name in ("gradient.json", "whole-host.json", "cpu.json"):
-        for row in rows_of(name).values():
-            if row["norm_ratio"] is not None and "plain" not in row["reduction"]:
-                cosine = f"{row['cosine']:.4f}" if row.get("cosine") else ""
-                assert f"{row['norm_ratio']:.4f}" in text, row
-                assert cosine in text, row
-            elif row["reduction"] == "none":
-                assert f"{row['not_finite']} " in text, row
-            elif row["norm_ratio"] is None:
-                assert f"not finite: {row['not_finite']:,} elements" in text, row
-
-
-def test_the_pages_losses_and_norms_stand_in_its_results() -> None:
-    text, norms = (HERE / "README.md").read_text(), script("norms")
-    with (HERE / "results.csv").open() as lines:
-        last = [row for row in csv.DictReader(lines) if row["step"] == "120"]
-    assert len(last) == 21
-    for row in last:
-        found = f"{float(row['heldout_loss']):.4f}"
-        line = next(each for each in text.splitlines() if each.startswith(f"| `{row['arm']}` |"))
-        assert found in line, (row["arm"], found)
-    for arm, each in norms.norms(HERE / "results.csv").items():
-        assert f"| {' | '.join(norms.cells(arm, each))} |" in text
