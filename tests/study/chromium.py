@@ -22,6 +22,10 @@ PATHS = """charts => charts.map(chart => [chart.id,
     [...chart.querySelectorAll("svg .mark-line path, svg .mark-symbol path")]
         .map(path => path.getAttribute("d") || "")])"""
 
+OPACITIES = """legend => [...legend.closest(".chart").querySelectorAll(
+    "svg .mark-line path, svg .mark-symbol:not(.role-legend-symbol) path")]
+    .map(path => path.getAttribute("opacity") || "1")"""
+
 
 @contextmanager
 def without_files() -> Iterator[None]:
@@ -67,3 +71,26 @@ def fits(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == room
     wide = "cs => cs.filter(c => c.scrollWidth > c.clientWidth + 1).map(c => c.id)"
     assert page.eval_on_selector_all(".chart", wide) == []
+
+
+def legends_answer(page: Any) -> int:
+    """Clicks the ends of every legend, as a hand would: each singles out marks of its chart, which
+    stay bright, and others fade. Returns how many legends there are."""
+    legends = page.locator(".chart .role-legend")
+    for legend in legends.all():
+        every = legend.locator(".role-legend-label text").all()
+        assert every
+        entries = [every[0], *every[1:][-1:]]
+        before = legend.evaluate(OPACITIES)
+        for entry in entries:
+            entry.evaluate("text => text.scrollIntoView({block: 'center'})")
+            box = entry.bounding_box()
+            page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+            page.wait_for_function(
+                f"([legend, before]) => String(({OPACITIES})(legend)) !== String(before)",
+                arg=[legend.element_handle(), before],
+            )
+            before = legend.evaluate(OPACITIES)
+            if len(entries) > 1:
+                assert {"1"} < set(before), entry.text_content()
+    return legends.count()

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.study.chromium import PATHS, WIDTHS, browser, fits, needs_chromium, opened, without_files
+from tests.study.chromium import (
+    PATHS,
+    WIDTHS,
+    browser,
+    fits,
+    legends_answer,
+    needs_chromium,
+    opened,
+    without_files,
+)
 from tests.study.fake_sweep import grid, write_sweep
 from zpp_lab.study.report import Report, build_report
 
@@ -85,6 +94,12 @@ def test_tables_are_sorted_by_keyboard(page: Any) -> None:
         gaps = [float(re.split(r"\s|±", text.replace("−", "-"))[0]) for text in cells]
         assert gaps == sorted(gaps, reverse=direction == "descending")
     assert page.locator("#verdicts th[aria-sort]").count() == 1
+
+
+def test_every_legend_singles_out_what_is_clicked(page: Any) -> None:
+    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
+    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
+    assert legends_answer(page) == 12  # one of bytes, three of pairs, one of each over training
 
 
 def test_it_prints_without_cut_tables(page: Any, tmp_path: Path) -> None:

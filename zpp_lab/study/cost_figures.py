@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import altair as alt
@@ -21,7 +23,7 @@ from zpp_lab.study.figure_rows import (
 )
 from zpp_lab.study.gap_figures import GAP, NOISE, Spec, gap_tooltip, margin_layers
 from zpp_lab.study.label_rows import Costs, name_rows
-from zpp_lab.study.style import POINTS, GapAxis, Style, beside, chart, finish
+from zpp_lab.study.style import POINTS, GapAxis, Style, beside, chart, finish, legend_pick
 from zpp_lab.study.verdict import StudyResult
 
 
@@ -95,7 +97,8 @@ def _figure(result: StudyResult, style: Style, panels: Sequence[_Panel]) -> Spec
     for panel in panels:
         data |= _data(result, panel)
     missing = any("x" not in row for panel in panels for row in data[f"{panel.key}_names"])
-    drawn = [_draw(result, style, panel, POINTS if missing else None, data) for panel in panels]
+    legend = POINTS if missing else None
+    drawn = [_draw(result, style, p, legend, data, first=p is panels[0]) for p in panels]
     longest = max(len(arm) for panel in panels for arm in panel.told)
     return finish(beside(drawn, 2), data, side=70, legend=45 + 7 * longest if missing else 110)
 
@@ -127,7 +130,9 @@ def _draw(
     panel: _Panel,
     legend: alt.Legend | None,
     data: Mapping[str, Sequence[Row]],
+    first: bool,
 ) -> Any:
+    """One panel; the first has what a click in the legends of all picks."""
     key, gaps = panel.key, _gaps(result, panel)
     y: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(PANEL[1]), "title": GAP}
     color, title = style.color(panel.rows, legend), panel.axis["title"]
@@ -136,7 +141,7 @@ def _draw(
         *([_noise(f"{key}_noise", y)] if f"{key}_noise" in data else []),
         *([_front(f"{key}_front", panel, y)] if f"{key}_front" in data else []),
         _leaders(key, color, title, y),
-        *_points(panel, style, color, y),
+        *_points(panel, style, color, y, ["verdict", *(["look"] if legend else [])], first),
         _names(key, title, y),
     ]
     return alt.layer(*layers).properties(width=PANEL[0], height=PANEL[1])
@@ -155,16 +160,26 @@ def _front(data: str, panel: _Panel, y: dict[str, Any]) -> alt.Chart:
     return line.encode(x=panel.x, y=alt.Y("mean:Q", **y))
 
 
-def _points(panel: _Panel, style: Style, color: alt.Color, y: dict[str, Any]) -> list[alt.Chart]:
-    """Intervals and means."""
-    base = chart(panel.key).encode(x=panel.x, color=color)
+def _points(
+    panel: _Panel,
+    style: Style,
+    color: alt.Color,
+    y: dict[str, Any],
+    legends: Sequence[str],
+    first: bool,
+) -> list[alt.Chart]:
+    """Intervals and means. legends: their fields."""
+    picks = [legend_pick(field, f"pick_{field}") for field in legends]
+    seen = alt.condition(reduce(and_, picks), alt.value(1), alt.value(0.1))
+    base = chart(panel.key).encode(x=panel.x, color=color, opacity=seen)
+    point = base.mark_point(size=80, filled=True, opacity=1).encode(
+        y=alt.Y("mean:Q", **y),
+        shape=style.shape(list({row["verdict"] for row in panel.rows})),
+        tooltip=gap_tooltip(),
+    )
     return [
         base.mark_rule(strokeWidth=1.5, clip=True).encode(y=alt.Y("low:Q", **y), y2="high:Q"),
-        base.mark_point(size=80, filled=True, opacity=1).encode(
-            y=alt.Y("mean:Q", **y),
-            shape=style.shape(list({row["verdict"] for row in panel.rows})),
-            tooltip=gap_tooltip(),
-        ),
+        point.add_params(*picks) if first else point,
     ]
 
 

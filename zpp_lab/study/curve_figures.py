@@ -12,7 +12,7 @@ from zpp_lab.config import WIRES
 from zpp_lab.study.curves import Row
 from zpp_lab.study.figure_rows import ends, margin_rows
 from zpp_lab.study.gap_figures import GAP, NOISE, Spec, margin_layers
-from zpp_lab.study.style import BAND, GapAxis, Style, chart, finish
+from zpp_lab.study.style import BAND, GapAxis, Style, chart, finish, legend_pick
 
 CLASSES = ("embedding", "attention", "mlp", "norm", "head", "other")
 STEP_GAP = "Training loss gap (nats per token)"
@@ -35,7 +35,7 @@ def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
         "heldout": [row for row in dressed if row["series"] == "held-out"],
     }
     titles = {"training": "Training loss (smoothed)", "heldout": "Held-out loss"}
-    pick = _pick()
+    pick = legend_pick()
     panels: list[Any] = []
     for name, values in data.items():
         if values:
@@ -59,8 +59,8 @@ def gap_curves_figure(
     rows: Sequence[Row], margin: float, style: Style, noise: Sequence[Row] = ()
 ) -> Spec:
     """Held-out loss minus the baseline's over training; `noise`: the ends of the noise band."""
-    dressed, pick = style.dress(rows), _pick()
-    made = _gap_panel(dressed, margin, style, noise, GAP, pick).add_params(pick)
+    dressed, pick = style.dress(rows), legend_pick()
+    made = _gap_panel(dressed, margin, style, noise, GAP, pick)
     return finish(made, _gap_data(dressed, margin, noise), side=70, legend=_legend(dressed))
 
 
@@ -73,8 +73,8 @@ def gap_steps_figure(
 ) -> Spec:
     """Training loss minus the baseline's over training; below it how far they are apart, on a
     logarithmic axis, which shows when runs that were alike have parted."""
-    dressed, pick = style.dress(rows), _pick()
-    upper = _gap_panel(dressed, margin, style, noise, STEP_GAP, pick).add_params(pick)
+    dressed, pick = style.dress(rows), legend_pick()
+    upper = _gap_panel(dressed, margin, style, noise, STEP_GAP, pick)
     panels, data = [upper.properties(title="Smoothed")], _gap_data(dressed, margin, noise)
     if shown := [row for row in apart if row["apart"] >= _FLOOR]:
         lower = _apart_panel(style.dress(shown), dressed, margin, style, pick)
@@ -97,7 +97,8 @@ def _gap_panel(
     gaps = GapAxis.around(margin, min(low, -widest), max(high, widest))
     y = {"scale": gaps.scale, "axis": gaps.axis(_HEIGHT), "title": title}
     band, line = _lines("gaps", dressed, style, pick, y, points=title == GAP)
-    layers = [*margin_layers("y", gaps, title, _HEIGHT), *_noise(noise, dressed, y), band, line]
+    below = [*margin_layers("y", gaps, title, _HEIGHT), *_noise(noise, dressed, y)]
+    layers = [*below, band, line.add_params(pick)]
     return alt.layer(*layers).properties(width=690, height=_HEIGHT)
 
 
@@ -155,7 +156,7 @@ def telemetry_figure(rows: Sequence[Row], measure: str, style: Style) -> Spec:
     shown = [row for row in shown if field not in _LOG or row[field] > 0]
     if not shown:
         return {}
-    dressed, pick = style.dress(shown), _pick()
+    dressed, pick = style.dress(shown), legend_pick()
     panels = [f"{wire} · {kind}" for wire in WIRES for kind in CLASSES]
     log, columns = field in _LOG, len({row["panel"].split(" · ")[1] for row in shown})
     tooltip = ["arm:N", "panel:N", "step:Q", alt.Tooltip(f"{field}:Q", format=".3g")]
@@ -225,11 +226,6 @@ def _over_steps(dressed: Sequence[Row]) -> alt.X:
 
 def _bare(rows: Sequence[Row]) -> list[Row]:
     return [{k: v for k, v in row.items() if k != "series"} for row in rows]
-
-
-def _pick() -> alt.Parameter:
-    """A click on an arm in the legend singles it out."""
-    return alt.selection_point(name="pick", fields=["look"], bind="legend")
 
 
 def _legend(rows: Sequence[Row]) -> int:

@@ -12,7 +12,7 @@ from zpp_lab.study.effects import Estimate, Interaction, MainEffect
 from zpp_lab.study.figure_rows import ends, margin_rows
 from zpp_lab.study.gap_figures import GAP, Spec, margin_layers
 from zpp_lab.study.levels import level_order, level_text
-from zpp_lab.study.style import GapAxis, beside, chart, finish
+from zpp_lab.study.style import GapAxis, beside, chart, finish, legend_pick
 
 MOST_PAIRS = 6
 _SIZE = {"width": 225, "height": 220}
@@ -41,7 +41,7 @@ def interactions_figure(
 ) -> Spec:
     """Mean gaps over the grid of two factors; lines that are not parallel interact."""
     shown = found[:MOST_PAIRS]
-    rows = [_grid_rows(one) for one in shown]
+    rows = [_grid_rows(i, one) for i, one in enumerate(shown)]
     gaps = GapAxis.around(margin, *ends([row for group in rows for row in group]))
     panels, data = [], {"margin": margin_rows(margin)}
     for i, one in enumerate(shown):
@@ -81,15 +81,19 @@ def _grid_panel(number: int, one: Interaction, gaps: GapAxis, short: Mapping[str
     x, y = _axes(first, order, gaps)
     legend = alt.Legend(orient="bottom", columns=4, symbolType="stroke", symbolStrokeWidth=3)
     scale = alt.Scale(domain=lines, scheme="viridis")
-    color = alt.Color("line:O", title=second, sort=lines, scale=scale, legend=legend)
-    shape = alt.Shape("line:N", sort=lines, legend=None)
-    base = chart(f"grid{number}", by_arm=False).encode(x=x, color=color)
+    line = f"line{number}"  # legends of one field would all hear a click on one of them
+    color = alt.Color(f"{line}:O", title=second, sort=lines, scale=scale, legend=legend)
+    shape = alt.Shape(f"{line}:N", sort=lines, legend=None)
+    pick = legend_pick(line, f"pick{number}")
+    seen = alt.condition(pick, alt.value(1), alt.value(0.1))
+    base = chart(f"grid{number}", by_arm=False).encode(x=x, color=color, opacity=seen)
+    tooltip = _tooltip("level:N", alt.Tooltip(f"{line}:N", title=second))
     layers = [
         *margin_layers("y", gaps, GAP, _SIZE["height"]),
-        base.mark_line(strokeWidth=2).encode(y=y("mean:Q")),
+        base.mark_line(strokeWidth=2).encode(y=y("mean:Q")).add_params(pick),
         base.mark_rule(strokeWidth=1.5, clip=True).encode(y=y("low:Q"), y2="high:Q"),
         base.mark_point(size=55, filled=True, opacity=1).encode(
-            y=y("mean:Q"), shape=shape, tooltip=_tooltip("level:N", "line:N")
+            y=y("mean:Q"), shape=shape, tooltip=tooltip
         ),
     ]
     return alt.layer(*layers).properties(**_SIZE)
@@ -120,10 +124,10 @@ def _arm_rows(effect: MainEffect) -> list[Row]:
     ]
 
 
-def _grid_rows(one: Interaction) -> list[Row]:
+def _grid_rows(number: int, one: Interaction) -> list[Row]:
     first, second = one.factors
     return [
-        {"level": level_text(a, first), "line": level_text(b, second), **_numbers(e)}
+        {"level": level_text(a, first), f"line{number}": level_text(b, second), **_numbers(e)}
         for (a, b), e in one.cells.items()
     ]
 
@@ -132,7 +136,7 @@ def _numbers(e: Estimate) -> Row:
     return {"mean": e.mean, "low": e.low, "high": e.high, "seeds": e.seeds}
 
 
-def _tooltip(*names: str) -> list[Any]:
+def _tooltip(*names: Any) -> list[Any]:
     numbers = [
         alt.Tooltip(f"{key}:Q", title=title, format="+.5f")
         for key, title in (("mean", "mean gap"), ("low", "from"), ("high", "to"))

@@ -20,7 +20,7 @@ from zpp_lab.study.speed_rows import (
     link_rows,
     predicted_rows,
 )
-from zpp_lab.study.style import GREY, Style, chart, finish
+from zpp_lab.study.style import GREY, Style, chart, finish, legend_pick
 
 _TEXTS = {
     "speedup": (
@@ -127,7 +127,7 @@ def _panels(
     dressed = {s: style.dress(group) for s, group in rows.items()}
     every = [row for group in dressed.values() for row in group]
     color, shape = _arm_channels(style, every)
-    pick = alt.selection_point(name="pick", fields=["look"], bind="legend")
+    pick = legend_pick()
     panels: list[Any] = []
     data: dict[str, Sequence[Row]] = {"rule": [{"at": rule}]}
     for number, (setting, group) in enumerate(dressed.items()):

@@ -126,12 +126,20 @@ def chart(data: str, by_arm: bool = True) -> alt.Chart:
     return made.transform_calculate(look=_LOOK).transform_filter(NOT_HIDDEN) if by_arm else made
 
 
+def legend_pick(field: str = "look", name: str = "pick") -> alt.Parameter:
+    """A click on an entry of the legend of `field` singles it out. For `add_params` of one mark
+    that has this legend: a layer, or a mark without it, would leave the legend dead."""
+    return alt.selection_point(name=name, fields=[field], bind="legend")
+
+
 def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
-    """The panels in rows of `columns`, for `finish`. Altair's own concat copies them for seconds;
-    panels with parameters need it all the same, to hoist these."""
+    """The panels in rows of `columns`, for `finish`. Altair's own concat copies them for seconds.
+    Parameters go to the top, as there; panels' own need names of their own."""
     specs = [panel.to_dict(validate=False) for panel in panels]
-    bare = [{k: v for k, v in one.items() if k not in ("$schema", "config")} for one in specs]
-    return {"$schema": alt.SCHEMA_URL, "concat": bare, "columns": columns, **more}
+    params = [param for one in specs for param in one.get("params", [])]
+    kept = ("$schema", "config", "params")
+    bare = [{k: v for k, v in one.items() if k not in kept} for one in specs]
+    return {"$schema": alt.SCHEMA_URL, "concat": bare, "columns": columns, "params": params, **more}
 
 
 def finish(
