@@ -52,6 +52,7 @@ MORE = [
     "bash experiments/parity/gpu.sh OUT kernels update",
     "bash experiments/speed/run.sh OUT 2x2 1x4 4x1 blocks",
     "bash experiments/bits/controls.sh OUT",
+    "STUDY=reference_10m_mini bash experiments/reference/run.sh OUT",
     "bash experiments/virtual/run.sh OUT",
     "bash experiments/kernels/run.sh OUT",
     "bash experiments/bits/run.sh OUT",
@@ -77,7 +78,9 @@ def shell_lines(page: Path) -> list[str]:
     """The page's commands: lines of its indented blocks, continued ones joined."""
     joined = re.sub(r" \\\n\s+", " ", page.read_text())
     lines = [line.strip() for line in joined.splitlines() if line.startswith("    ")]
-    lines = [line for line in lines if not re.search(r"/(wheels|iproute)\.sh", line)]  # download
+    lines = [
+        line for line in lines if not re.search(r"/(wheels|iproute|carry)\.sh", line)
+    ]  # download
     start = re.compile(r"(\w+=\S+ )*(bash experiments/|zpp-lab |python experiments/|torchrun )")
     return [re.sub(r"\s+#.*", "", line) for line in lines if start.match(line)]
 

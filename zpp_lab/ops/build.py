@@ -101,17 +101,21 @@ def library(archs: tuple[str, ...] | None = None, jobs: int = 0) -> Path:
     """
     tools = Toolchain.find()
     archs = archs or (local_arch(),)
-    folder = cache_dir() / _key(tools, archs)
-    path = folder / "zpp_lab_kernels.so"
+    path = place(tools, archs)
     if path.is_file():
         return path
-    with _lock(cache_dir() / f"{folder.name}.lock"):
+    with _lock(cache_dir() / f"{path.parent.name}.lock"):
         if not path.is_file():
             with tempfile.TemporaryDirectory(dir=cache_dir()) as temporary:
                 built = compile_library(tools, archs, Path(temporary), jobs)
-                folder.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(built, path)
     return path
+
+
+def place(tools: Toolchain, archs: tuple[str, ...]) -> Path:
+    """Where the library of these tools and architectures is looked for."""
+    return cache_dir() / _key(tools, archs) / "zpp_lab_kernels.so"
 
 
 def cache_dir() -> Path:
@@ -121,11 +125,17 @@ def cache_dir() -> Path:
     return place
 
 
-def _key(tools: Toolchain, archs: tuple[str, ...]) -> str:
+def sources() -> hashlib._Hash:
+    """A digest of cuda/'s files."""
     digest = hashlib.sha256()
     for path in sorted(cuda_dir().iterdir()):
         if path.suffix in (".cu", ".cuh", ".cpp", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest
+
+
+def _key(tools: Toolchain, archs: tuple[str, ...]) -> str:
+    digest = sources()
     cutlass = (tools.cutlass / "cutlass" / "version.h").read_bytes()
     parts = (tools.version, torch.__version__, *archs, *KERNEL_FLAGS, TARGET)
     digest.update("\0".join(parts).encode() + cutlass)

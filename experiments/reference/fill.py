@@ -1,0 +1,299 @@
+"""Fills what is left of a call with runs of a study, several on each GPU: `fill.py STUDY ROOT OUT`
+
+Starts runs that have not finished in the order of `ordered`, as many side by side on a GPU as
+PER_GPU says, and only one that would finish before CALL_END (a unix time): what each GPU gets done
+is measured as it goes. OUT/runs.tar.gz has what finished runs wrote, renewed each minute. Kept runs
+lie below ROOT before this starts, so nothing is trained twice. More words are settings of all runs.
+Where READY is set, no run starts before that file is there.
+
+With `--list` it says what would run, in order, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zpp_lab.compose import compose, load_study
+from zpp_lab.config import StudyConfig
+from zpp_lab.machine import cores
+from zpp_lab.study import sharing
+from zpp_lab.study.launch import ENTRY
+from zpp_lab.study.outcome import ended_run, ending
+from zpp_lab.study.plan import PlannedRun, Planner, check_runs
+from zpp_lab.study.pool import Ended, Pool
+from zpp_lab.study.queue import stop_on_signals
+from zpp_lab.study.runs import METRICS, last_step, read_metrics, write_study
+from zpp_lab.study.slots import Slot, visible_gpus
+
+MAIN = (  # first of all, with four seeds
+    "zero3",
+    "zero3_reordered",
+    "w4_256_symmetric",
+    "zeropp",
+    "w4_64_symmetric",
+    "w4_256_asymmetric",
+    "w8_256_symmetric",
+    "w6_256_symmetric",
+    "w2_256_symmetric",
+    "g8_one_hop_plain",
+    "g4_one_hop_plain",
+    "g4_two_hops_plain",
+    "g8_4_hadamard",
+    "w4_g84h",
+    "qsdp",
+    "w4g4",
+    "broken",
+)
+FIRST_SEEDS = 4
+PACK_EVERY = 60.0  # seconds
+THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
+KEPT = (
+    "summary.json",
+    "failure.json",
+    "config.yaml",
+    "heldout.json",
+    "data.json",
+    "commits.json",
+    "shared.json",
+)
+SPARE = 32.0  # seconds before the call's end at which the last run shall have finished
+STOP = 14.0  # and at which runs that have not finished after all are ended
+ENDING = 0.03  # of a run's seconds: what follows its last step
+
+
+@dataclass
+class Pace:
+    """How long runs take: seconds before the first step, of the steps with a GPU to itself, and
+    of a GPU that many share. Measured from what has run; the first figures are a pilot's."""
+
+    start: float = 12.0
+    alone: float = 60.0
+    shared: float = 30.0
+
+    def ends(self, left: Sequence[float]) -> float:
+        """Seconds until the last of the runs is over, of each of which so much (0 to 1) is left, if
+        none joins them and the GPU's time is shared out evenly."""
+        seconds, open_runs = 0.0, sorted(left)
+        done = 0.0
+        while open_runs:
+            each = max(self.alone, self.shared * len(open_runs))  # seconds a whole run takes now
+            seconds += (open_runs[0] - done) * each
+            done = open_runs.pop(0)
+        return seconds
+
+
+@dataclass
+class Gpu:
+    """One GPU and the runs on it. None: without one, on the CPU."""
+
+    name: str | None
+    runs: dict[Path, tuple[PlannedRun, float]] = field(default_factory=dict)  # and when it began
+
+    def left(self) -> list[float]:
+        """Of each run the share of its work that is left."""
+        runs = [run for run, _ in self.runs.values()]
+        return [1 - last_step(run.dir) / run.config.train.steps + ENDING for run in runs]
+
+
+def main() -> int:
+    words = [word for word in sys.argv[1:] if word != "--list"]
+    name, root, out, *overrides = words
+    study = load_study(name, {}, overrides)
+    todo = [run for run in ordered(study, Path(root)) if not ended_before(run)]
+    total = len(study.arms) * len(study.seeds)
+    say(f"{total - len(todo)} of {total} runs are there")
+    if "--list" in sys.argv:
+        print(*todo, sep="\n")
+        return 0
+    wait_for(os.environ.get("READY"))
+    check_runs(study, todo[:1])
+    Path(root).mkdir(parents=True, exist_ok=True)
+    write_study(Path(root), study)
+    gpus = [Gpu(gpu) for gpu in visible_gpus([todo[0].config])] if todo else []
+    queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
+    return queue.run(todo, float(os.environ["CALL_END"]))
+
+
+def wait_for(path: str | None) -> None:
+    while path is not None and not Path(path).exists():
+        time.sleep(0.1)
+
+
+def ordered(study: StudyConfig, root: Path) -> list[PlannedRun]:
+    """All runs: the main arms with the first seeds, the others with those, then further seeds; seed
+    by seed, so that after any of them the arms so far can be compared."""
+    arms = [arm.name for arm in study.arms]
+    runs = {(run.arm, run.seed): run for run in Planner(study, root, compose).plan(
+        dict.fromkeys(arms, study.seeds))}  # fmt: skip
+    main_arms = [arm for arm in MAIN if arm in arms]
+    rest = [arm for arm in arms if arm not in MAIN]
+    parts = [study.seeds[:FIRST_SEEDS], study.seeds[FIRST_SEEDS:]]
+    return [
+        runs[arm, seed]
+        for seeds in parts
+        for group in (main_arms, rest)
+        for seed in seeds
+        for arm in group
+    ]
+
+
+def ended_before(run: PlannedRun) -> bool:
+    """Finished, or diverged, which is a result too."""
+    if run.finished:
+        return True
+    failure = run.dir / "failure.json"
+    return failure.is_file() and json.loads(failure.read_text())["outcome"] == "diverged"
+
+
+class Queue:
+    def __init__(self, root: Path, out: Path, gpus: list[Gpu], per_gpu: int) -> None:
+        self.root, self.out, self.gpus, self.per_gpu = root, out, gpus, per_gpu
+        self.pool, self.pace = Pool(ENTRY), Pace()
+        self.threads = max(1, cores() // (len(gpus) * per_gpu))
+        self.finished: list[Path] = []
+        self.failed = 0
+        self.measured = Measured(self.pace)
+
+    def run(self, todo: list[PlannedRun], until: float) -> int:
+        """Exit code: 0, or 1 where runs fail and none finishes."""
+        packed, waiting = time.time(), list(todo)
+        with stop_on_signals() as stop:
+            try:
+                while (waiting or self.pool.running) and not stop.requested:
+                    now = time.time()
+                    waiting = self.start(waiting, now, until)
+                    if not self.pool.running or now > until - STOP:
+                        break
+                    for ended in self.pool.wait(1.0):
+                        self.settle(ended)
+                    self.measured.look(self.gpus)
+                    if self.failed >= 3 and not self.finished:
+                        say("three runs failed and none finished: stopped")
+                        return 1
+                    if time.time() - packed > PACK_EVERY:
+                        packed = time.time()
+                        self.pack()
+            finally:
+                cut = [str(run) for run in self.pool.running]
+                self.pool.stop()
+                self.pack()
+        say(f"{len(self.finished)} runs ended, {self.failed} failed, {len(waiting)} not begun"
+            f"{', cut: ' * bool(cut)}{', '.join(cut)}")  # fmt: skip
+        return 0
+
+    def start(self, waiting: list[PlannedRun], now: float, until: float) -> list[PlannedRun]:
+        """Begins what has room and time; the runs that wait on."""
+        while waiting:
+            free = [gpu for gpu in self.gpus if len(gpu.runs) < self.per_gpu]
+            if not free:
+                break
+            gpu = min(free, key=lambda g: sum(g.left()))
+            needed = self.pace.start + self.pace.ends([*gpu.left(), 1 + ENDING])
+            if now + needed > until - SPARE:
+                break
+            run = waiting.pop(0)
+            clean(run.dir)
+            gpu.runs[run.dir] = (run, now)
+            self.pool.start(run, Slot(self.threads, gpu.name))
+        return waiting
+
+    def settle(self, ended: Ended) -> None:
+        gpu = next(gpu for gpu in self.gpus if ended.run.dir in gpu.runs)
+        _, began = gpu.runs.pop(ended.run.dir)
+        result = ended_run(ended.run, ended.code, False)
+        if result.outcome in ("finished", "diverged"):
+            self.finished.append(ended.run.dir)
+            if gpu.name is not None:
+                sharing.note(ended.run.dir, 1 / self.per_gpu)
+        else:
+            self.failed += 1
+        say(f"{len(self.finished)} {ended.run}: {ending(result)}; {time.time() - began:.0f} s, "
+            f"{self.pace.shared:.0f} GPU-seconds a run")  # fmt: skip
+
+    def pack(self) -> None:
+        """OUT/runs.tar.gz anew: the study and what its runs of this call wrote."""
+        target = self.out / "runs.tar.gz"
+        part = target.with_suffix(".part")
+        with tarfile.open(part, "w:gz") as tar:
+            tar.add(self.root / "study.yaml", f"{self.root.name}/study.yaml")
+            for folder in self.finished:
+                for name, content in kept(folder):
+                    entry = tarfile.TarInfo(
+                        f"{self.root.name}/{folder.relative_to(self.root)}/{name}"
+                    )
+                    entry.size, entry.mtime = len(content), int(time.time())
+                    tar.addfile(entry, io.BytesIO(content))
+        part.replace(target)
+
+
+def kept(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Of a run what reports need."""
+    for name in KEPT:
+        if (folder / name).is_file():
+            yield name, (folder / name).read_bytes()
+    rows = read_metrics(folder)
+    last = rows[-1]["step"] if rows else 0
+    thin = [
+        row
+        for row in rows
+        if row["step"] % THIN == 0
+        or row["step"] in (1, last)
+        or {"heldout_loss", "telemetry"} & row.keys()
+    ]
+    yield METRICS, "".join(json.dumps(row) + "\n" for row in thin).encode()
+
+
+class Measured:
+    """What GPUs got done lately: GPU-seconds a run where at least half of the places are taken."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.before: dict[str | None, tuple[float, dict[Path, int]]] = {}
+        self.done: dict[str | None, list[tuple[float, float]]] = {}
+
+    def look(self, gpus: Sequence[Gpu]) -> None:
+        """Every ten seconds; what is older than 90 seconds counts no more."""
+        now = time.time()
+        for gpu in gpus:
+            then, steps = self.before.get(gpu.name, (0.0, {}))
+            if now - then < 10:
+                continue
+            found = {
+                run.dir: (last_step(run.dir), run.config.train.steps)
+                for run, _ in gpu.runs.values()
+            }
+            at = {path: step for path, (step, _) in found.items()}
+            if (
+                steps.keys() == at.keys()
+                and len(at) >= 4
+                and min(at.values()) > 0
+                and min(steps.values()) > 0
+            ):
+                gained = sum((at[path] - steps[path]) / found[path][1] for path in at)
+                self.done.setdefault(gpu.name, []).append((now - then, gained))
+            self.before[gpu.name] = (now, at)
+        lately = [entry for done in self.done.values() for entry in done[-9:]]
+        if sum(seconds for seconds, _ in lately) >= 30 and sum(runs for _, runs in lately) > 0:
+            self.pace.shared = sum(s for s, _ in lately) / sum(r for _, r in lately)
+
+
+def clean(folder: Path) -> None:
+    """A run that was cut in another call starts anew: its folder has no checkpoint."""
+    for name in (*KEPT, METRICS, "log.txt"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

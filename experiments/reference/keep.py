@@ -1,0 +1,66 @@
+"""Puts what a call brought back to the kept runs: `keep.py OUT...`
+
+OUT is run.sh's folder (or its runs.tar.gz). experiments/reference/runs.tar.xz then has every run
+that ended, which run.sh and the report go by; a run that is there twice must be equal, and all must
+have read the same tokens (../collect.py). RUNS: another archive, such as a rehearsal's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).parent
+KEPT = Path(os.environ.get("RUNS", HERE / "runs.tar.xz"))
+
+
+def main() -> int:
+    given = [Path(word) for word in sys.argv[1:]]
+    archives = [path / "runs.tar.gz" if path.is_dir() else path for path in given]
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary, "study")
+        before = [KEPT] if KEPT.is_file() else []
+        words = [sys.executable, str(HERE.parent / "collect.py"), str(root)]
+        done = subprocess.run(
+            [*words, *map(str, before + archives)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            print(done.stderr, end="", file=sys.stderr)
+            return done.returncode
+        return pack(root)
+
+
+def pack(root: Path) -> int:
+    name = yaml.safe_load((root / "study.yaml").read_text())["name"]
+    part = KEPT.with_suffix(".part")
+    with tarfile.open(part, "w:xz", preset=9) as tar:
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and ended(root, path):
+                tar.add(path, f"{name}/{path.relative_to(root)}", filter=plain)
+    part.replace(KEPT)
+    runs = {path.parent for path in root.glob("*/seed*/*") if ended(root, path)}
+    print(f"{len(runs)} runs, {KEPT}: {KEPT.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+def ended(root: Path, path: Path) -> bool:
+    """Whether the file is the study's own, or of a run that ended."""
+    folder = path.parent
+    ends = (folder / "summary.json", folder / "failure.json")
+    return folder == root or any(end.is_file() for end in ends)
+
+
+def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+if __name__ == "__main__":
+    sys.exit(main())

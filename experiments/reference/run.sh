@@ -1,0 +1,78 @@
+# Fills what a call of a GPU machine leaves with runs of the reference study:
+#     CALL=590 bash experiments/reference/run.sh OUT [OVERRIDES...]
+# One GPU or two, as found. .queue lies beside the project (carry.sh makes it): corpus, kernels,
+# wheels. Runs that experiments/reference/runs.tar.xz has are not trained again, and keep.py puts
+# those of OUT/runs.tar.gz, which is renewed each minute, into it.
+# STUDY: reference_10m, or reference_10m_mini, a rehearsal without a GPU. PER_GPU: runs that share a
+# GPU at most. RUNS: the archive of runs that are there.
+set -u
+out="${1:?name a folder for the results}"
+shift
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+exec > >(tee -a "$out/log.txt") 2>&1
+here=experiments/reference queue=.queue study="${STUDY:-reference_10m}"
+kept="${RUNS:-$here/runs.tar.xz}"
+say() { echo "[$(date +%H:%M:%S)] $* ($SECONDS s)"; }
+die() { say "STOPPED: $*"; exit 1; }
+export CALL="${CALL:-590}"
+source experiments/kernels/env.sh
+unpack "$queue/whl" .site
+zpp="python3 -m zpp_lab.cli"
+gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
+settings=("$@")
+if [ "$gpus" -gt 0 ]; then settings+=(ops.backend=cuda); fi
+case $gpus:$study in 0:*_mini | [1-9]*) ;; *) die "no GPU: only STUDY=reference_10m_mini runs here" ;; esac
+python3 -c 'import hydra, pydantic, torch, tokenizers, zpp_lab.compose' || die "a package is missing"
+say "$gpus GPUs, commit ${ZPP_COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
+
+[ -d .cutlass ] || export ZPP_CUTLASS_INCLUDE="$PWD/.site/cutlass/include"
+
+kernels() {  # those of .queue where they serve, else compiled here
+  [ "$gpus" -gt 0 ] || return 0
+  mkdir -p .site/cutlass
+  if [ -f "$queue/cutlass.tar.xz" ]; then tar xJf "$queue/cutlass.tar.xz" -C .site/cutlass; fi
+  python3 $here/kernels.py use "$queue" || $zpp build
+}
+tokens() {
+  case $study in *_mini) ;; *)
+    python3 $here/corpus.py unpack "$queue/corpus.tar.xz" data_cache/reference_corpus || return 1
+    say "corpus is there" ;;
+  esac
+  $zpp prepare "$study" "${settings[@]}"
+}
+fill() {  # plans while kernels and tokens are made, and begins when they are there
+  local fill=(python3 $here/fill.py "$study" "runs/$study" "$out" "${settings[@]}")
+  export READY="$out/ready" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+  if [ "$gpus" -gt 0 ] && $zpp mps -- true; then
+    exec $zpp mps -- "${fill[@]}"
+  elif [ "$gpus" -gt 0 ]; then
+    say "no MPS: runs take turns, fewer side by side"
+    export PER_GPU=3
+  fi
+  exec "${fill[@]}"
+}
+rm -f "$out/ready"
+mkdir -p data_cache runs
+if [ -f "$kept" ]; then tar xJf "$kept" -C runs || die "$kept is no whole archive"; fi
+kernels > "$out/kernels.log" 2>&1 &
+building=$!
+tokens > "$out/tokens.log" 2>&1 &
+preparing=$!
+fill &
+filling=$!
+failed() { kill $filling; cat "$1"; die "$2"; }
+wait $preparing || failed "$out/tokens.log" "no tokens"
+tail -n 2 "$out/tokens.log"
+wait $building || failed "$out/kernels.log" "no kernels"
+tail -n 1 "$out/kernels.log"
+say "ready"
+touch "$out/ready"
+wait $filling
+code=$?
+for log in "runs/$study"/*/seed*/failure.json; do
+  if [ -f "$log" ] && ! grep -qE 'diverged|interrupted' "$log"; then tail -n 30 "$log"; break; fi
+done
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null
+say "done, code $code"
+exit $code
