@@ -130,6 +130,11 @@ class UnitPlan:
             and (self.forward.stochastic or self.backward != self.forward)
         )
 
+    @property
+    def repeats_forward(self) -> bool:
+        """Whether backward's own gather brings the bits that the forward's brought."""
+        return self.gathers_backward and not self.recipe.config.secondary and not self.own_backward
+
     def forward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster
         if self.recipe.config.shard == "node":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec, SegmentNoise, encode
-from zpp_lab.codecs.errors import SUMS, TILE, ErrorSums, error_sums
+from zpp_lab.codecs.errors import SUMS, TILE, Column, ErrorSums, error_sums, telemetry
 
 CODECS = [
     BlockCodec(2, 64),
@@ -85,10 +85,22 @@ def test_rows_do_not_see_each_other_and_empty_rows_count_nothing() -> None:
     alone = torch.cat([error_sums(codec, x[i : i + 1], payload[i : i + 1]) for i in range(3)])
     assert torch.equal(error_sums(codec, x, payload), alone)
     assert not error_sums(codec, x[:, :0], payload[:, :0]).any()
-    total = ErrorSums()
-    total.add("grads_intra", "norm", error_sums(codec, x[:, :0], payload[:, :0]))
-    total.add("grads_intra", "norm", alone)
-    assert total.telemetry()["grads_intra"]["norm"]["nmse"] > 0
+
+
+def test_telemetry_does_not_depend_on_the_order_in_which_sums_came() -> None:
+    columns = [Column("grads_intra", "mlp", name, micro) for name in "abc" for micro in (0, 1)]
+    sums = torch.randn(2, 6, 9, dtype=torch.float64).abs()
+    found = []
+    for turn in (1, -1):
+        errors = ErrorSums()
+        for rank in (0, 1)[::turn]:
+            for i in range(6)[::turn]:
+                errors.add(columns[i], rank, sums[rank, i])
+        found.append(telemetry(*errors.by_rank()))
+    assert found[0] == found[1]
+    assert found[0]["grads_intra"]["mlp"]["nmse"] > 0
+    errors.drop({("grads_intra", name) for name in "abc"})
+    assert telemetry(*errors.by_rank()) == {}
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 100, 255, 256, 257, 1024, 1025, 5000, TILE - 1])

@@ -96,8 +96,8 @@ def outcome(engine: Any, steps: int = 5) -> Any:
     done = []
     for step in range(steps):
         engine.model.step = step
-        r = engine.step(step, 1e-2, partial(batch, step), telemetry=False)
-        done.append((r.loss, r.grad_norm, dict(r.bytes)))
+        r = engine.step(step, 1e-2, partial(batch, step), telemetry=True)
+        done.append((r.loss, r.grad_norm, dict(r.bytes), r.telemetry))
     held = [engine.evaluate(steps, [batch(9, i, 0) for i in range(5)], wire=True)]
     return done, held, kept(engine)
 

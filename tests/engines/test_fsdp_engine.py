@@ -36,18 +36,12 @@ def test_meta_model_starts_with_the_same_weights(answers: dict[str, Any]) -> Non
     assert answers["meta_start"] is True
 
 
-def test_telemetry(answers: dict[str, Any]) -> None:
-    """Sums over ranks are added in another order, in fp64."""
-    real, virtual = answers["telemetry"]
-    assert real == pytest.approx(virtual, rel=1e-12, abs=0)
-    assert len(real) > 10
-
-
 def test_zero3_leaves_fsdp2_untouched(answers: dict[str, Any]) -> None:
-    installed, far, same_bytes = answers["untouched"]
+    installed, far, same_bytes, telemetry = answers["untouched"]
     assert installed == 0
     assert far < 1e-5
     assert same_bytes
+    assert telemetry == [{}, {}]  # no codec, no error of one, in either engine
 
 
 @pytest.mark.parametrize("job", ["nan_weight", "huge_weight"])

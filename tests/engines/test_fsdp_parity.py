@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.fsdp_parity import CASES, compare, configured
+from tests.engines.fsdp_parity import CASES, SHIPPED, compare, configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import build_uneven
 from zpp_lab.engines.build import build_plan
@@ -43,6 +43,12 @@ def test_every_case_can_be_built_on_every_cluster() -> None:
 @pytest.mark.parametrize("cluster", QUICK, ids=lambda c: f"{c[0]}x{c[1]}")
 def test_quick(cluster: tuple[int, int]) -> None:
     agree(QUICK[cluster], *cluster, steps=3)
+
+
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=lambda c: f"{c[0]}x{c[1]}")
+def test_shipped_recipes(cluster: tuple[int, int]) -> None:
+    """Telemetry too, key by key and bit for bit: `compare` takes it in its second step."""
+    agree(SHIPPED, *cluster, steps=2)
 
 
 @pytest.mark.slow

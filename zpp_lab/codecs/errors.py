@@ -10,6 +10,7 @@ onto 0, neighbouring lanes are added in pairs, then the warps in order, then the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -96,25 +97,57 @@ def _part(numel: int) -> tuple[int, int, int, int]:
     return 1, 1, 1 << (-(-numel // neighbours) - 1).bit_length(), neighbours
 
 
+@dataclass(frozen=True, order=True)
+class Column:
+    """What a sum is of: one parameter, as one micro-step's transfer on a wire brought it."""
+
+    wire: Wire
+    kind: str  # the parameter's class
+    name: str
+    micro: int
+
+
 @dataclass
 class ErrorSums:
-    """fp64 sums over (x, decoded y) pairs, kept by wire and parameter class."""
+    """fp64 sums over (x, decoded y) pairs of a step, by parameter and by the rank that encoded.
 
-    sums: dict[tuple[Wire, str], Tensor] = field(default_factory=dict)
+    They are added up at the step's end alone: engines meet parameters and ranks in orders of
+    their own, and the figures must not tell which engine it was.
+    """
 
-    def add(self, wire: Wire, kind: str, sums: Tensor) -> None:
-        """fp64 [R, 9], as `error_sums` or the `errors` of `ops.encode` give them."""
-        if not sums.shape[0]:
-            return
-        now, key = fold_sum(sums.t()), (wire, kind)
-        self.sums[key] = self.sums[key] + now if key in self.sums else now
+    sums: dict[Column, dict[int, Tensor]] = field(default_factory=dict)
 
-    def telemetry(self) -> Telemetry:
-        """{wire: {class: figures}}; see `figures`."""
-        out: Telemetry = {}
-        for (wire, kind), values in sorted(self.sums.items()):
-            out.setdefault(wire, {})[kind] = figures(dict(zip(SUMS, values.tolist(), strict=True)))
+    def add(self, column: Column, rank: int, sums: Tensor) -> None:
+        """fp64 [9], of all rows that `rank` encoded. Of what was sent twice, alike both times,
+        the first counts."""
+        self.sums.setdefault(column, {}).setdefault(rank, sums)
+
+    def drop(self, unused: Set[tuple[Wire, str]]) -> None:
+        """Forget the parameters on the wires that brought them in vain."""
+        self.sums = {c: of for c, of in self.sums.items() if (c.wire, c.name) not in unused}
+
+    def by_rank(self) -> tuple[list[Column], Tensor | None]:
+        """The columns in order, and their sums, fp64 [ranks, columns, 9]; none where none are."""
+        columns = sorted(self.sums)
+        if not columns:
+            return [], None
+        rows = [torch.stack([of for _, of in sorted(self.sums[c].items())]) for c in columns]
+        return columns, torch.stack(rows, dim=1)
+
+
+def telemetry(columns: Sequence[Column], sums: Tensor | None) -> Telemetry:
+    """`ErrorSums.by_rank` of all ranks → {wire: {class: figures}}; see `figures`. A class's sums
+    are added in an order that its parameters' names and the ranks fix."""
+    out: Telemetry = {}
+    if sums is None:
         return out
+    places: dict[tuple[Wire, str], list[int]] = {}
+    for i, column in enumerate(columns):
+        places.setdefault((column.wire, column.kind), []).append(i)
+    totals = [fold_sum(sums[:, place].flatten(0, 1).t()) for place in places.values()]
+    for (wire, kind), values in zip(places, torch.stack(totals).tolist(), strict=True):
+        out.setdefault(wire, {})[kind] = figures(dict(zip(SUMS, values, strict=True)))
+    return out
 
 
 def figures(s: dict[str, float]) -> dict[str, float]:

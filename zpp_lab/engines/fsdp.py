@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zpp_lab.codecs.errors import ErrorSums
+from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.collectives.choose import connect
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
@@ -39,6 +39,7 @@ from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
 from zpp_lab.engines.units import ROOT, grouped
 from zpp_lab.engines.usage import Usage
+from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.frozen import check_marks
 from zpp_lab.models.start import Start, fill, materialize
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
@@ -139,9 +140,13 @@ class FsdpEngine(Engine):
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
             self._explain(step, batches)
-        errors = merged_telemetry(watch.errors, self.device) if watch and watch.errors else None
+        errors = self._telemetry(watch.errors, use) if watch and watch.errors else None
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
+
+    def _telemetry(self, errors: ErrorSums, use: StepUse) -> Telemetry:
+        errors.drop(gathered_in_vain(self.plan, use.passes))
+        return merged_telemetry(errors, self.device)
 
     def _gradients(
         self, step: int, batches: Batches, watch: RankWatch | None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpp_lab import ops
-from zpp_lab.codecs.errors import ErrorSums, Telemetry
+from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.config import Wire
 from zpp_lab.engines.base import NonFiniteError
@@ -57,18 +57,22 @@ class RankWatch:
         return self.check
 
     def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
-        gathers = wire in ("weights_forward", "weights_backward")
-        return None if gathers and self.micro else self.watch.room(layout, payload)
+        return self.watch.room(layout, payload)
 
     def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
-        self.watch.encoded(wire, layout, errors)
+        if errors is not None:
+            ranks = [self.rank] * len(errors)
+            self.watch.encoded(wire, self._moment(wire), ranks, layout, errors)
+
+    def _moment(self, wire: Wire) -> int:
+        """Every micro-step gathers the same."""
+        return self.micro if wire.startswith("grads") else 0
 
     def weights(self, wire: Wire, layout: Layout, shards: Sequence[Tensor], row: Tensor) -> None:
-        if self.micro == 0:  # every micro-step gathers the same
-            before = [s.view(1, -1) for s in shards]
-            after = _decoded(layout, row, [b.dtype for b in before])
+        if self.micro == 0:
+            after = _decoded(layout, row, [s.dtype for s in shards])
             place = (0, int(wire == "weights_backward"), 0, 0)
-            self._look(place, wire, layout, before, after, row)
+            self._look(place, wire, layout, after)
 
     def gradients(self, layout: Layout, grads: Sequence[Tensor]) -> None:
         for segment, grad in zip(layout.segments, grads, strict=True):
@@ -81,9 +85,13 @@ class RankWatch:
         self, wire: Wire, layout: Layout, before: Sequence[Tensor], payload: Tensor, rank: int
     ) -> None:
         # errors decode for themselves, a piece at a time: this is as large as the unit's gradients
-        after = _decoded(layout, payload, [torch.float32] * len(before)) if self.check else before
-        place = (1, rank, self.micro, 2 if wire == "grads_inter" else 1)
-        self._look(place, wire, layout, before, after, payload, rank)
+        if self.errors is not None:
+            ranks = [self.rank] * len(payload)
+            self.watch.encoded_again(wire, self.micro, ranks, layout, before, payload)
+        if self.check:
+            after = _decoded(layout, payload, [torch.float32] * len(before))
+            place = (1, rank, self.micro, 2 if wire == "grads_inter" else 1)
+            self._look(place, wire, layout, after, rank)
 
     def mean(self, name: str) -> None:
         """This rank's shard of a mean gradient is not finite."""
@@ -95,15 +103,12 @@ class RankWatch:
         place: Place,
         wire: Wire,
         layout: Layout,
-        before: Sequence[Tensor],
         after: Sequence[Tensor],
-        payload: Tensor,
         rank: int | None = None,
     ) -> None:
-        for segment, x, y in zip(layout.segments, before, after, strict=True):
-            one = Layout((segment,))
+        for segment, values in zip(layout.segments, after, strict=True):
             try:
-                self.watch.rows(self.step, wire, one, [x], [y], payload, rank)
+                self.watch.rows(self.step, wire, Layout((segment,)), [values], rank)
             except NonFiniteError as error:
                 self._found(place, segment.name, error)
 
@@ -125,15 +130,11 @@ def _decoded(layout: Layout, payload: Tensor, dtypes: Sequence[torch.dtype]) -> 
 
 
 def merged_telemetry(errors: ErrorSums, device: torch.device) -> Telemetry:
-    """The telemetry of all ranks together, sums added in rank order; alike on every rank."""
-    keys = sorted(errors.sums)
-    if not keys:
+    """The telemetry of all ranks together; alike on every rank."""
+    columns, own = errors.by_rank()
+    if own is None:
         return {}
-    own = torch.stack([errors.sums[k].to(device) for k in keys])
+    own = own[0].to(device)
     every = torch.empty(dist.get_world_size(), *own.shape, dtype=own.dtype, device=device)
     all_gather(every.view(-1), own.view(-1))
-    total = ErrorSums()
-    for rank in every:
-        for key, values in zip(keys, rank, strict=True):
-            total.sums[key] = total.sums[key] + values if key in total.sums else values
-    return total.telemetry()
+    return telemetry(columns, every)

@@ -98,13 +98,8 @@ class Reduction:
         wire = self.recipe.hops[0]
         errors = self.watch.room(layout, payload)
         ops.encode(layout, grads, self._noise(wire, [rank] * world), payload, errors)
-        self.watch.encoded(wire, layout, errors)
-        if self.watch.check:
-            rows = [
-                ops.padded_rows(g, world, s.numel)
-                for g, s in zip(grads, layout.segments, strict=True)
-            ]
-            self._watch(wire, layout, rows, payload, rank)
+        self.watch.encoded(wire, self.key[2], [rank] * world, layout, errors)
+        self._check(wire, layout, payload, rank)
 
     def _end_node(self, node: int) -> None:
         """Second hop: local rank l of the node sends its sum of shard (m, l) to node m."""
@@ -115,8 +110,10 @@ class Reduction:
             first, second, self.sums[0], self._noise(self.recipe.hops[1], senders), payload
         )
         if self.watch.looks:
+            wire = self.recipe.hops[1]
             rows = list(_columns(first, ops.finish_sums(first, self.sums[0])).values())
-            self._watch(self.recipe.hops[1], second, rows, payload, senders[0])
+            self.watch.encoded_again(wire, self.key[2], senders, second, rows, payload)
+            self._check(wire, second, payload, senders[0])
         ops.decode_sum(second, payload[None], self.sums[1])
         self.sums[0].zero_()
 
@@ -124,13 +121,14 @@ class Reduction:
         rows = tuple(range(self.cluster.world))
         return Noise(noise_key(*self.key, wire), tuple(ranks), rows)
 
-    def _watch(
-        self, wire: Wire, layout: Layout, before: list[Tensor], payload: Tensor, rank: int
-    ) -> None:
+    def _check(self, wire: Wire, layout: Layout, payload: Tensor, rank: int) -> None:
+        """Look at every value that the payload brings."""
+        if not self.watch.check:
+            return
         sums = torch.zeros(payload.shape[0], layout.coded_numel, device=self.device)
         ops.decode_sum(layout, payload[None], sums)
         after = list(_columns(layout, ops.finish_sums(layout, sums)).values())
-        self.watch.rows(self.key[1], wire, layout, before, after, payload, rank)
+        self.watch.rows(self.key[1], wire, layout, after, rank)
 
 
 def _columns(layout: Layout, flat: Tensor) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zpp_lab import ops
 from zpp_lab.codecs import Noise, noise_key
-from zpp_lab.codecs.errors import ErrorSums
+from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic
 from zpp_lab.config import Config, Wire
@@ -28,7 +28,7 @@ from zpp_lab.engines.passes import Grads, Passes
 from zpp_lab.engines.reduction import Reduction, together
 from zpp_lab.engines.units import grouped, root_group
 from zpp_lab.engines.usage import Usage
-from zpp_lab.engines.watch import Watch
+from zpp_lab.engines.watch import Watch, gathered_in_vain
 from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, set_rate, update
@@ -109,8 +109,12 @@ class VirtualEngine(Engine):
             torch._foreach_mul_(list(grads.values()), factor)
         self._update(grads, lr, step)
         loss = fold_sum(losses.flatten()) / losses.numel()
-        errors = watch.errors.telemetry() if watch.errors else None
+        errors = self._telemetry(watch.errors) if watch.errors else None
         return StepResult(float(loss), float(norm), dict(self.ledger.step), errors)
+
+    def _telemetry(self, errors: ErrorSums) -> Telemetry:
+        errors.drop(gathered_in_vain(self.plan, self._passes()))
+        return telemetry(*errors.by_rank())
 
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
         """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
@@ -212,11 +216,13 @@ class VirtualEngine(Engine):
                 payload = torch.empty(world, layout.nbytes, dtype=torch.uint8, device=self.device)
                 errors = watch.room(layout, payload)
                 ops.encode(layout, sources, noise, payload, errors)
-                watch.encoded(wire, layout, errors)
+                watch.encoded(wire, 0, ranks, layout, errors)
+                if unit.repeats_forward:  # a real backward gathers the same bits once more
+                    watch.encoded("weights_backward", 0, ranks, layout, errors)
                 outs = [into[s.name].detach() for s in layout.segments]
                 ops.decode(layout, payload, outs)
                 if watch.check:
-                    watch.weights(step, wire, layout, sources, outs, payload)
+                    watch.weights(step, wire, layout, outs, world)
 
     def _round_sources(self) -> None:
         """Master weights in param_dtype, which is what gets encoded."""
@@ -233,10 +239,14 @@ class VirtualEngine(Engine):
                 "real cluster would wait for each other for ever"
             )
 
+    def _passes(self) -> tuple[PassUse, ...]:
+        """What each micro-step of the last step ran."""
+        return tuple(self.used[m] for m in sorted(self.used))
+
     def _check_bytes(self) -> None:
         """Count the gathers of a real run of this step, then compare all bytes with the plan."""
         names = [u.unit.name for u in self.plan.units]
-        passes = tuple(self.used[m] for m in sorted(self.used))
+        passes = self._passes()
         use = StepUse(passes, dict.fromkeys(names, tuple(self.reduced)))
         for unit in self.plan.units:
             forwards, backwards = unit.gathers(passes)

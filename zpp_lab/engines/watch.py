@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs.errors import SUMS, ErrorSums, error_sums
+from zpp_lab.codecs import RawCodec
+from zpp_lab.codecs.errors import SUMS, Column, ErrorSums, error_sums
 from zpp_lab.config import Wire
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.layout import Layout
 from zpp_lab.models.params import param_class
+from zpp_lab.numerics import fold_sum
 from zpp_lab.ops import padded_rows
+from zpp_lab.plan import PassUse, Plan
 
 
 @dataclass(frozen=True)
@@ -35,51 +38,83 @@ class Watch:
         step: int,
         wire: Wire,
         layout: Layout,
-        sources: Sequence[Tensor],
         outs: Sequence[Tensor],
-        payload: Tensor,
+        rows: int,
     ) -> None:
-        """Whole parameters before and after a gather."""
-        rows = payload.shape[0]
-        before = [
-            padded_rows(s, rows, g.numel) for g, s in zip(layout.segments, sources, strict=True)
-        ]
+        """Whole parameters after a gather of so many rows."""
         after = [padded_rows(o, rows, g.numel) for g, o in zip(layout.segments, outs, strict=True)]
-        self.rows(step, wire, layout, before, after, payload)
+        self.rows(step, wire, layout, after)
 
     def rows(
         self,
         step: int,
         wire: Wire,
         layout: Layout,
-        before: Sequence[Tensor],
         after: Sequence[Tensor],
-        payload: Tensor,
         rank: int | None = None,
     ) -> None:
-        """Rows [R, n] of each segment before encoding and after decoding."""
-        for segment, x, y in zip(layout.segments, before, after, strict=True):
+        """Rows [R, n] of each segment after decoding."""
+        for segment, y in zip(layout.segments, after, strict=True):
             if self.check and not bool(torch.isfinite(y).all()):
                 who = "" if rank is None else f" from rank {rank}"
                 raise NonFiniteError(step, f"{wire} brought NaN for {segment.name}{who}")
-            if self.errors is not None:
-                slot = payload[:, segment.offset : segment.offset + segment.nbytes]
-                sums = error_sums(segment.codec, x.float(), slot)
-                self.errors.add(wire, param_class(segment.name), sums)
 
     def room(self, layout: Layout, payload: Tensor) -> Tensor | None:
         """For the `errors` of `ops.encode` of this payload: fp64 [R, segments, 9], when wanted."""
-        if self.errors is None:
+        if self.errors is None or not _coded(layout):
             return None
         shape = (payload.shape[0], len(layout.segments), len(SUMS))
         return torch.empty(shape, dtype=torch.float64, device=payload.device)
 
-    def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:
-        """Take what `ops.encode` has put into `room`, in place of `rows`' own sums."""
-        if self.errors is not None and errors is not None:
-            for segment, sums in zip(layout.segments, errors.unbind(1), strict=True):
-                self.errors.add(wire, param_class(segment.name), sums)
+    def encoded(
+        self, wire: Wire, micro: int, ranks: Sequence[int], layout: Layout, errors: Tensor | None
+    ) -> None:
+        """Take what `ops.encode` has put into `room`; `ranks`: who encoded each row."""
+        if self.errors is None or errors is None:
+            return
+        for rank in sorted(set(ranks)):
+            own = [row for row, r in zip(errors, ranks, strict=True) if r == rank]
+            every = fold_sum(torch.stack(own, dim=-1))  # [segments, 9]
+            for i in _coded(layout):
+                name = layout.segments[i].name
+                self.errors.add(Column(wire, param_class(name), name, micro), rank, every[i])
+
+    def encoded_again(
+        self,
+        wire: Wire,
+        micro: int,
+        ranks: Sequence[int],
+        layout: Layout,
+        before: Sequence[Tensor],
+        payload: Tensor,
+    ) -> None:
+        """The same of sums, rows [R, n] of each segment, for whose encoding there is no `room`."""
+        errors = self.room(layout, payload)
+        if errors is None:
+            return
+        for i in _coded(layout):
+            segment = layout.segments[i]
+            slot = payload[:, segment.offset : segment.offset + segment.nbytes]
+            errors[:, i] = error_sums(segment.codec, before[i].float(), slot)
+        self.encoded(wire, micro, ranks, layout, errors)
 
     @property
     def looks(self) -> bool:
         return self.check or self.errors is not None
+
+
+def gathered_in_vain(plan: Plan, passes: Sequence[PassUse]) -> set[tuple[Wire, str]]:
+    """The parameters, and the wires, that these micro-steps did not need: an engine may have
+    gathered them ahead."""
+    vain: set[tuple[Wire, str]] = set()
+    for unit in plan.units:
+        wires: tuple[Wire, Wire] = ("weights_forward", "weights_backward")
+        for wire, times in zip(wires, unit.gathers(passes), strict=True):
+            vain |= set() if times else {(wire, p.name) for p in unit.unit.parameters}
+    return vain
+
+
+def _coded(layout: Layout) -> list[int]:
+    """The segments that have a codec. What travels as its own bytes has no codec's error, and
+    FSDP2 by itself shows none either."""
+    return [i for i, s in enumerate(layout.segments) if not isinstance(s.codec, RawCodec)]
