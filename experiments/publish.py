@@ -77,7 +77,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     page.mkdir(parents=True, exist_ok=True)
-    rows = export(study, page / "results.csv", steps=True)
+    rows = export([study], page / "results.csv", steps=True)
     for name in ("report.md", "study.yaml"):
         shutil.copy(study / name, page / name)
     shutil.rmtree(page / "figures", ignore_errors=True)

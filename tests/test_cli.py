@@ -88,7 +88,7 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
         (["study", "smoke", "--runs-per-gpu", "-1"], "runs_per_gpu must be 0 or more"),
         (["study", "smoke", "--runs-per-gpu", "2", "--launcher", "slurm"], "runs on this machine"),
         (["study", "smoke", "--jobs", "2", "--launcher", "slurm"], "--jobs is for runs on this"),
-        (["compare", "one"], "zpp-lab compare: give two folders or more"),
+        (["compare", "one", "two"], "compare was removed; use zpp-lab export DIR… --out runs.csv"),
         (["report", "nowhere"], "nowhere"),
     ],
 )

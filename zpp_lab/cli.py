@@ -28,6 +28,7 @@ EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command o
 130 stopped by Ctrl-C (the same command goes on)"""
 
 
+_REMOVED = {"compare": "compare was removed; use zpp-lab export DIR… --out runs.csv"}
 _CHECK = "; check the path, and that its folder can be written"
 _ROOM = "make room, then the same command goes on"
 _WRITABLE = "name a place that you may read and write, or change its permissions"
@@ -98,6 +99,8 @@ def _mistake(command: str, text: str) -> int:
 
 
 def _no_command(word: str, names: list[str]) -> str:
+    if word in _REMOVED:
+        return _REMOVED[word]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"no command {word!r}{hint}; there are: {', '.join(names)}"

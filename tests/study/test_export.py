@@ -50,7 +50,7 @@ def test_one_row_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> None:
     for suffix in ("csv", "parquet"):
-        export(root, tmp_path / f"runs.{suffix}")
+        export([root], tmp_path / f"runs.{suffix}")
     table = pq.read_table(tmp_path / "runs.parquet").to_pylist()
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert [{k: "" if v is None else str(v) for k, v in row.items()} for row in table] == rows
@@ -59,11 +59,21 @@ def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> N
     assert table[0]["recipe.weights.bits"] is None
 
 
+def test_several_studies_share_a_table(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_study_runs(other, fake_study((ARMS[0], ARMS[6]), seeds=2), steps=5)
+    assert export([root, other], tmp_path / "runs.csv") == 10
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert [row["folder"] for row in rows[5:7]] == ["w2/seed2", "zero3/seed1"]
+    assert len({row["study"] for row in rows}) == 2
+    assert [row["recipe.weights.bits"] for row in rows[4:]] == ["2", "", "", "", "2", "2"]
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_one_row_a_step(root: Path, tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"steps.{suffix}"
     expected = 5 * 5 + 100  # the failed run ended after a third of its 300 steps
-    assert export(root, out, steps=True) == expected
+    assert export([root], out, steps=True) == expected
     if suffix == "parquet":
         rows = pq.read_table(out).to_pylist()
         assert (rows[6]["arm"], rows[6]["seed"], rows[6]["step"]) == ("zero3", 2, 2)
@@ -82,10 +92,10 @@ def test_other_endings_and_a_missing_package_are_explained(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"ends with \.csv or \.parquet"):
-        export(root, tmp_path / "runs.xlsx")
+        export([root], tmp_path / "runs.xlsx")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"zpp_lab\[export\].*\.csv"):
-        export(root, tmp_path / "runs.parquet")
-    assert export(root, tmp_path / "runs.csv") == 6
+        export([root], tmp_path / "runs.parquet")
+    assert export([root], tmp_path / "runs.csv") == 6
     with pytest.raises(ValueError, match="no such folder"):
-        export(root / "none", tmp_path / "runs.csv")
+        export([root, root / "none"], tmp_path / "runs.csv")

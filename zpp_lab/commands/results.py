@@ -1,4 +1,4 @@
-"""`zpp-lab report`, `compare`, `batch`, `sync` and `dashboard`."""
+"""`zpp-lab report`, `batch`, `sync` and `dashboard`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ def add_results(add: Add) -> None:
     )
     report.add_argument("--speed", type=Path, metavar="FILE", help=SPEED)
     report.add_argument("--machine", metavar="FILE", help=MACHINE)
-    comparison = add("compare", "show the arms of several studies side by side", _compare)
-    comparison.add_argument("dirs", type=Path, nargs="+", help="the studies' folders")
-    comparison.add_argument(
-        "--out", type=Path, metavar="FILE", help="write a .csv, .md or .html file too"
-    )
     batch = add("batch", "show what text a run read in some of its steps", _batch, BATCH)
     batch.add_argument("dir", type=Path, help="a run's folder")
     batch.add_argument("steps", help="steps, such as 32 or 32,39-41")
@@ -167,18 +162,6 @@ def report_advice(error: ModuleNotFoundError, then: str) -> str:
         f"this needs {error.name}, which is not installed; the runs are safe. Run `pip install "
         f"'zpp_lab[report]'` here or on another machine, then {then}"
     )
-
-
-def _compare(args: argparse.Namespace, _: list[str]) -> int:
-    from zpp_lab.study.compare import compare
-    from zpp_lab.study.comparison_text import console, write_comparison
-
-    found = compare(args.dirs)
-    print(console(found))
-    if args.out:
-        write_comparison(found, args.out)
-        print(f"\nwritten: {args.out}")
-    return 0
 
 
 def _sync(args: argparse.Namespace, _: list[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zpp_lab.commands.adding import Add
 
-EXPORT = """    zpp-lab export runs/smoke --out smoke.csv
+EXPORT = """    zpp-lab export runs/smoke runs/bits --out runs.csv
     zpp-lab export runs/smoke/w4/seed1 --to hf --out my_model --dtype bf16"""
 
 
@@ -20,7 +20,9 @@ def _add_export(add: Add) -> None:
     out = add(
         "export", "write runs as one table, or a run's weights for transformers", _export, EXPORT
     )
-    out.add_argument("dir", type=Path, help="a folder with runs; for hf and peft, a run's own")
+    out.add_argument(
+        "dirs", type=Path, nargs="+", help="folders with runs; for hf and peft, one run's own"
+    )
     out.add_argument(
         "--to", choices=["table", "hf", "peft"], default="table", help="default: table"
     )
@@ -81,6 +83,9 @@ _OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
 
 
 def _export(args: argparse.Namespace, _: list[str]) -> int:
+    args.dir, *others = args.dirs
+    if args.to != "table" and others:
+        raise ValueError(f"--to {args.to} takes one run's folder, not {len(args.dirs)}")
     if args.to == "hf":
         return _export_quantized(args) if args.quantized else _export_hf(args)
     _refuse(args, ("quantized",), "--to hf")
@@ -90,7 +95,7 @@ def _export(args: argparse.Namespace, _: list[str]) -> int:
     _refuse(args, ("dtype",), "--to hf")
     from zpp_lab.study.export import export
 
-    print(f"{export(args.dir, args.out, args.steps)} rows: {args.out}")
+    print(f"{export(args.dirs, args.out, args.steps)} rows: {args.out}")
     return 0
 
 

@@ -29,8 +29,8 @@ _STEP_TYPES |= {"gap": float, "tokens_per_s": float}
 _STEP_TYPES |= {f"bytes_{hop}": int for hop in _HOPS}
 
 
-def export(root: Path, out: Path, steps: bool = False) -> int:
-    """Write the runs below `root` to `out` (.csv or .parquet); returns the number of rows.
+def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
+    """Write the runs below all of `roots` to `out` (.csv or .parquet); returns the number of rows.
 
     steps: one row a step of every run in place of one row a run. ValueError for another ending,
     for a folder without runs, and for Parquet without the package pyarrow.
@@ -38,14 +38,16 @@ def export(root: Path, out: Path, steps: bool = False) -> int:
     if out.suffix not in (".csv", ".parquet"):
         raise ValueError(f"{out}: give a file that ends with .csv or .parquet")
     write = _write_csv if out.suffix == ".csv" else _parquet_writer()
-    result = read_result(root)
+    results = [read_result(root) for root in roots]
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.tmp")
     try:
         if steps:
-            count = write(part, _STEP_TYPES, step_rows(result))
+            count = write(
+                part, _STEP_TYPES, (part for result in results for part in step_rows(result))
+            )
         else:
-            rows = run_rows(result, root)
+            rows = run_rows(results, roots)
             count = write(part, _types(rows), iter([rows]))
         os.replace(part, out)
     except OSError as error:
@@ -55,22 +57,27 @@ def export(root: Path, out: Path, steps: bool = False) -> int:
     return count
 
 
-def run_rows(result: StudyResult, root: Path) -> list[Row]:
-    """One row a run, arms in the study's order, then seeds.
+def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]:
+    """One row a run, folder by folder, arms in the study's order, then seeds.
 
     Losses and gap in nats per token, seconds of training and evaluation, bytes_WIRE_HOP the
     run's total over all ranks. A setting in which runs differ has a column of its own name, a
     factor of the study one called factor.NAME.
     """
-    flat = {run.dir: flat_config(run.config) for run in result.runs if run.config}
+    flat = {
+        run.dir: flat_config(run.config) for result in results for run in result.runs if run.config
+    }
     first = next(iter(flat.values()), {})
     varying = {key for other in flat.values() for key in differing(first, other)}
     settings = sorted(varying - {"seed", "recipe.name"})
-    factors = sorted({name for arm in result.arms for name in arm.arm.factors})
+    factors = sorted(
+        {name for result in results for arm in result.arms for name in arm.arm.factors}
+    )
     return [
         _run_row(result, arm, seed, run, root)
         | {f"factor.{name}": arm.arm.factors.get(name) for name in factors}
         | {key: flat.get(run.dir, {}).get(key) for key in settings}
+        for result, root in zip(results, roots, strict=True)
         for arm in result.arms
         for seed, run in sorted(arm.runs.items())
     ]
