@@ -66,7 +66,7 @@ def test_several_studies_share_a_table(root: Path, tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert [row["folder"] for row in rows[5:7]] == ["w2/seed2", "zero3/seed1"]
     assert len({row["study"] for row in rows}) == 2
-    assert [row["recipe.weights.bits"] for row in rows[4:]] == ["2", "", "", "", "2", "2"]
+    assert [row["recipe.weights.bits"] for row in rows[4:]] == ["2", "2", "", "", "2", "2"]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
