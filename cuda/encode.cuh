@@ -113,13 +113,13 @@ __device__ __forceinline__ void scale_blocks(
     Affine (&affine)[CHUNKS]) {
   int const lane = threadIdx.x % 32, lb = codec.log2_block;
   int const lanes = lb >= 8 ? 32 : 1 << (lb - 3), within = lane & (lanes - 1);
-  float const levels = Grid<BITS, SYM>::levels;
+  float const levels = Grid<BITS, SYM>::levels, reach = float(1 << codec.log2_group);
   bool const bf16 = codec.bf16_scale;
   int const mask = (1 << lb) - 1;
   if (lanes >= 4) {
     int const pick = lane & 3;
     Range const mine = pick == 0 ? r[0] : pick == 1 ? r[1] : pick == 2 ? r[2] : r[3];
-    Scale const s = make_scale(mine.least, mine.most, levels, SYM, bf16);
+    Scale const s = make_scale(mine.least, mine.most, levels, SYM, bf16, reach);
     int const begin = at.within - within * 8 + pick * CHUNK;
     if (within == pick && (begin & mask) == 0 && begin < left) {
       write_scale<SYM>(to, bf16, begin >> lb, s);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void scale_blocks(
   }
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {  // block 16: two lanes
-    Scale const s = make_scale(r[v].least, r[v].most, levels, SYM, bf16);
+    Scale const s = make_scale(r[v].least, r[v].most, levels, SYM, bf16, reach);
     int const begin = at.within + v * CHUNK;
     if (within == 0 && begin < left) write_scale<SYM>(to, bf16, begin >> lb, s);
     affine[v] = {s.inverse, s.zero};

@@ -101,8 +101,10 @@ struct Scale {
   float scale, zero, inverse;  // as stored; inverse is NaN for a block that is not finite
 };
 
-// From a block's range: `least` is unused for symmetric codes, `most` is max|x| or max x.
-ZPP_HD Scale make_scale(float least, float most, float levels, bool symmetric, bool bf16) {
+// From a block's range: `least` is unused for symmetric codes, `most` is max|x| or max x. `reach`:
+// what decoded values must stay finite times, 2^log2_group of the rotation.
+ZPP_HD Scale make_scale(
+    float least, float most, float levels, bool symmetric, bool bf16, float reach) {
   float zero = symmetric ? 0.0f : add(least, 0.0f);
   if (bf16) zero = bf16_down(zero);
   float const span = symmetric ? most : add(most, -zero);
@@ -110,7 +112,8 @@ ZPP_HD Scale make_scale(float least, float most, float levels, bool symmetric, b
   bool const nan = scale != scale;
   scale = scale < TINY ? TINY : scale;
   if (bf16 && !nan) scale = float_of(bf16_nearest(scale) << 16);
-  bool const ok = is_finite(mul(levels, scale)) && is_finite(zero);
+  float const top = add(mul(levels, scale), zero);
+  bool const ok = is_finite(mul(top, reach)) && is_finite(mul(zero, reach));
   float const none = float_of(0x7FC00000u);
   return {ok ? scale : none, ok ? zero : 0.0f, ok ? reciprocal(scale) : none};
 }

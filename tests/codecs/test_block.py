@@ -209,6 +209,41 @@ def test_overflowing_range_is_not_hidden() -> None:
     torch.testing.assert_close(codec.decode(encode(codec, x), 16), x)
 
 
+@st.composite
+def extreme_rows(draw: st.DrawFn) -> Tensor:
+    """Finite fp32 [R, n] whose largest numbers are fp32's, or as near as `below` powers of two."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shape = (draw(st.integers(1, 4)), draw(st.integers(1, 700)))
+    x = torch.rand(shape, generator=generator)
+    kind = draw(st.sampled_from(["any", "positive", "narrow", "ends", "alone"]))
+    if kind == "any":
+        x = 2 * x - 1
+    elif kind == "narrow":
+        x = 1 - x * 2.0 ** -draw(st.integers(1, 24))
+    elif kind == "ends":
+        x = x.round() * draw(st.sampled_from([-1.0, 1.0]))
+    elif kind == "alone":
+        x = (x < 0.01).float()
+    top = torch.finfo(torch.float32).max
+    return (x * top).clamp(-top, top) * 2.0 ** -draw(st.integers(0, 14))
+
+
+@given(codecs(), extreme_rows())
+@settings(max_examples=400, deadline=None)
+def test_finite_blocks_decode_to_finite_values_or_whole_to_nan(codec, x) -> None:  # type: ignore[no-untyped-def]
+    """Never to Inf; and to finite values up to the number that block.py names."""
+    numel = x.shape[1]
+    y = codec.decode(encode(codec, x, noise(x.shape[0])), numel)
+    assert not bool(y.isinf().any())
+    fill = (0, -numel % codec.block_size)
+    blocks = torch.nn.functional.pad(x, fill).view(-1, codec.block_size)
+    nan = torch.nn.functional.pad(y.isnan(), fill, value=False).view(-1, codec.block_size)
+    there = torch.nn.functional.pad(torch.ones_like(x), fill).view(-1, codec.block_size) > 0
+    assert torch.equal(nan, nan[:, :1] & there)
+    promised = 2.0**126 / max(1, codec.hadamard) ** 1.5
+    assert not bool(nan[blocks.abs().amax(1) <= promised].any())
+
+
 @given(codecs(), st.sampled_from([0, 1, 2, 15, 16, 17, 255, 257]))
 @settings(max_examples=80, deadline=None)
 def test_zeros_and_denormals_stay_small(codec: BlockCodec, numel: int) -> None:

@@ -31,6 +31,7 @@ long plane(long n, int width) { return ((n * width + 7) / 8 + 15) / 16 * 16; }
 struct Row {
   long n, block;
   bool bf16, stochastic;
+  float reach;
   uint32_t row, rank, parameter, key0, key1;
   unsigned char *codes, *crumbs, *scales;
 };
@@ -46,7 +47,7 @@ void encode(float const* x, Row const& r) {
       least = lower(least, x[i]), most = upper(most, SYM ? std::fabs(x[i]) : x[i]);
     }
     if (nan) least = most = NAN;
-    Scale const s = make_scale(least, most, Grid<BITS, SYM>::levels, SYM, r.bf16);
+    Scale const s = make_scale(least, most, Grid<BITS, SYM>::levels, SYM, r.bf16, r.reach);
     float const pair[2] = {s.scale, s.zero};
     for (int i = 0; i < (SYM ? 1 : 2); ++i) {
       long const at = b * (SYM ? 1 : 2) + i;
@@ -101,13 +102,13 @@ void run(Row const& r, float* x, bool encoding) {
 
 }  // namespace
 
-// x float32 [n] with room for 8 more, out [nbytes] zeroed; encodes, or decodes out into x.
+// x float32 [n], already rotated in groups of `group` (1: not), with room for 8 more, out [nbytes] zeroed; encodes, or decodes out into x.
 extern "C" void run_row(float* x, long n, int bits, int symmetric, int stochastic, long block,
-                        int bf16, uint32_t const* noise, unsigned char* out, int encoding) {
+                        int bf16, int group, uint32_t const* noise, unsigned char* out, int encoding) {
   long const first = plane(n, bits == 6 ? 4 : bits), second = bits == 6 ? plane(n, 2) : 0;
   std::vector<unsigned char> codes(first + 16), crumbs(second + 16);
   if (!encoding) memcpy(codes.data(), out, first), memcpy(crumbs.data(), out + first, second);
-  Row const r = {n, block, bf16 != 0, stochastic != 0, noise[0], noise[1], noise[2], noise[3],
+  Row const r = {n, block, bf16 != 0, stochastic != 0, float(group), noise[0], noise[1], noise[2], noise[3],
                  noise[4], codes.data(), crumbs.data(), out + first + second};
   switch (bits * 2 + symmetric) {
     case 16: run<8, false>(r, x, encoding); break;

@@ -21,7 +21,7 @@ from zpp_lab.ops.rows import Rows, senders
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HARD = (
     "normal", "outliers", "zeros", "minus zeros", "constant", "denormal", "tiny", "huge",
-    "overflowing range", "ties", "nan", "inf", "mixed",
+    "overflowing range", "beside the end", "below the end", "ties", "nan", "inf", "mixed",
 )  # fmt: skip
 
 
@@ -46,6 +46,10 @@ def hard_rows(name: str, rows: int, numel: int, seed: int = 0) -> Tensor:
         x = x.sign() * 3.4e38 * pick
     elif name == "overflowing range":
         x = x.sign() * 3.4028234e38
+    elif name == "beside the end":  # blocks far from 0, whose rounded ends may lie beyond fp32's
+        x = (3.4028234e38 * (1 - pick * 0.01)).clamp_max(torch.finfo(torch.float32).max)
+    elif name == "below the end":  # where rotations and ranges begin to overflow
+        x = x.sign() * torch.exp2(128 - 14 * pick).clamp_max(3.4028234e38)
     elif name == "ties":  # values on and beside the midpoints of every grid
         x = torch.randint(-255, 256, (rows, numel), generator=draw) / 2.0
         x[:, ::16] = 127.0

@@ -20,9 +20,12 @@ Encode a row of n elements
            q = nearest even of y, or floor(y + u); then clamped to [0, L]; code = q
        2^-126 is the smallest normal number: an all-zero block, a constant block and a block of
        denormals need no case of their own, and 1 / s is always finite.
-    4. A block whose z, or largest level times s, is not finite (a NaN or Inf inside, or a range
-       beyond fp32) stores s = NaN (bits 0x7FC00000, bf16 0x7FC0), z = 0 and codes of all zero
-       bits: it decodes to NaN and is never turned into numbers.
+    4. A block whose z or top = L s + z (symmetric: top = Q s), each times the rotation's size where
+       there is one, is not finite stores s = NaN (bits 0x7FC00000, bf16 0x7FC0), z = 0 and codes of
+       all zero bits: it decodes to NaN. So a NaN or Inf inside is never turned into numbers, and
+       finite values never decode to Inf: every level lies between z and top, and the sums of the
+       inverse rotation stay below its size times the larger of them. Values up to 2^126, with a
+       rotation of size h 2^126 / h^1.5, decode to finite ones.
 
 Decode
     symmetric x = (code - 2^(bits - 1)) * s; asymmetric x = code * s + z, two roundings;
@@ -108,7 +111,8 @@ class BlockCodec(CodecBase):
             x = self.rotation.forward(x)
         blocks = self._blocks(x)
         scale, zero = self._scales(blocks)
-        ok = torch.isfinite(scale * self.levels) & torch.isfinite(zero)
+        top, reach = scale * self.levels + zero, self.hadamard or 1
+        ok = torch.isfinite(top * reach) & torch.isfinite(zero * reach)
         y = (blocks if self.symmetric else blocks - zero) * (1.0 / scale)
         q = self._round(y, x.shape[1], noise)
         codes = torch.where(ok, q + self.offset, 0.0).to(torch.uint8).flatten(1)
