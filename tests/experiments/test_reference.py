@@ -1,0 +1,90 @@
+"""The reference study's queue: what runs first, what is begun, and what a call leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.experiments.scripts import ROOT, loaded
+from zpp_lab.compose import compose, load_study
+from zpp_lab.study.plan import run_overrides
+from zpp_lab.study.runs import find_runs, write_study
+
+fill = loaded("experiments/reference/fill.py")
+STUDY = "reference_10m_mini"
+
+
+def test_main_arms_come_first_and_every_run_once(tmp_path: Path) -> None:
+    study = load_study(STUDY)
+    runs = fill.ordered(study, tmp_path)
+    assert len({run.dir for run in runs}) == len(runs) == len(study.arms) * len(study.seeds)
+    first = runs[: len(fill.MAIN) * len(study.seeds)]
+    assert {run.arm for run in first} == set(fill.MAIN)
+    assert [run.arm for run in first[:2]] == ["zero3", "zero3_reordered"]
+    assert [run.seed for run in first] == sorted(run.seed for run in first)
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [
+        ([], 0),
+        ([1.0], 60),  # alone: as fast as one can be
+        ([1.0] * 8, 240),  # the GPU's time is what they need together
+        ([0.5] * 4 + [1.0] * 4, 4 * 30 + 4 * 30 / 2 + 0.0),
+    ],
+)
+def test_runs_share_a_gpu_evenly(left: list[float], seconds: float) -> None:
+    pace = fill.Pace(start=10, alone=60, shared=30)
+    assert pace.ends(left) == pytest.approx(seconds)
+
+
+def ended(root: Path, arm: str, loss: float) -> Path:
+    """A finished run of the study, as a call leaves it."""
+    study = load_study(STUDY)
+    folder = root / arm / "seed1"
+    folder.mkdir(parents=True)
+    write_study(root, study)
+    own = next(a for a in study.arms if a.name == arm)
+    config = asdict(compose(run_overrides(study, own, 1, folder)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [{"step": step, "loss": loss} for step in range(1, 61)]
+    rows[29]["heldout_loss"] = rows[59]["heldout_loss"] = loss
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {"arm": arm, "seed": 1, "steps": 60, "heldout_loss": loss, "data": {"hash": "h"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def brought(out: Path, root: Path, folders: list[Path]) -> Path:
+    queue = fill.Queue(root, out, [fill.Gpu(None)], 1)
+    queue.finished = folders
+    queue.pack()
+    return out
+
+
+def test_kept_runs_are_thin_grow_by_call_and_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept.tar.xz"
+    monkeypatch.setenv("RUNS", str(kept))
+    for arm, loss in [("zero3", 2.0), ("zeropp", 2.1)]:  # a call each
+        root, out = tmp_path / arm / STUDY, tmp_path / f"{arm}_out"
+        out.mkdir()
+        brought(out, root, [ended(root, arm, loss)])
+        script = str(ROOT / "experiments/reference/keep.py")
+        subprocess.run([sys.executable, script, str(out)], check=True, cwd=ROOT)
+    with tarfile.open(kept) as tar:
+        tar.extractall(tmp_path / "runs", filter="data")
+    runs = {run.arm: run for run in find_runs(tmp_path / "runs" / STUDY)}
+    assert {arm: run.heldout_loss for arm, run in runs.items()} == {"zero3": 2.0, "zeropp": 2.1}
+    rows = (runs["zeropp"].dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 25, 30, 50, 60]
+    todo = fill.ordered(load_study(STUDY), tmp_path / "runs" / STUDY)
+    assert {run.arm for run in todo if fill.ended_before(run)} == {"zero3", "zeropp"}
