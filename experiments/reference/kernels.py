@@ -2,6 +2,7 @@
 
     python experiments/reference/kernels.py make FOLDER   compile for H200 (90a), without a GPU
     python experiments/reference/kernels.py use FOLDER    put them where `zpp-lab build` would
+    python experiments/reference/kernels.py save FOLDER   those that `zpp-lab build` compiled here
 
 The file's name holds a digest of cuda/, so kernels of other sources are not taken. `use` encodes,
 decodes and compares with plain torch to the bit; where that fails it takes the library away again
@@ -30,7 +31,7 @@ NEEDED = ("torch", "torch_cpu", "torch_cuda", "c10")  # a CPU build of torch lac
 def main() -> int:
     command, folder = sys.argv[1], Path(sys.argv[2])
     file = folder / f"kernels-{build.sources().hexdigest()[:16]}.so.xz"
-    return make(file) if command == "make" else use(file)
+    return {"make": make, "use": use, "save": save}[command](file)
 
 
 def make(file: Path) -> int:
@@ -69,6 +70,12 @@ def linked(tools: build.Toolchain, objects: list[Path], out: Path) -> Path:
         [*words, "-Xlinker", "--no-as-needed", *(f"-l{name}" for name in NEEDED)], check=True
     )
     return target
+
+
+def save(file: Path) -> int:
+    path = build.place(build.Toolchain.find(), (build.local_arch(),))
+    file.write_bytes(lzma.compress(path.read_bytes(), preset=6))
+    return 0
 
 
 def use(file: Path) -> int:

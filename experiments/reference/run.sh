@@ -32,7 +32,9 @@ kernels() {  # those of .queue where they serve, else compiled here
   [ "$gpus" -gt 0 ] || return 0
   mkdir -p .site/cutlass
   if [ -f "$queue/cutlass.tar.xz" ]; then tar xJf "$queue/cutlass.tar.xz" -C .site/cutlass; fi
-  python3 $here/kernels.py use "$queue" || $zpp build
+  python3 $here/kernels.py use "$queue" && return
+  $zpp build || return 1
+  python3 $here/kernels.py save "$out" &  # for .queue, so that the next call has them
 }
 tokens() {
   case $study in *_mini) ;; *)
