@@ -24,7 +24,6 @@ from pathlib import Path
 from zpp_lab.compose import compose, load_study
 from zpp_lab.config import StudyConfig
 from zpp_lab.machine import cores
-from zpp_lab.study import sharing
 from zpp_lab.study.launch import ENTRY
 from zpp_lab.study.outcome import ended_run, ending
 from zpp_lab.study.plan import PlannedRun, Planner, check_runs
@@ -211,8 +210,6 @@ class Queue:
         result = ended_run(ended.run, ended.code, False)
         if result.outcome in ("finished", "diverged"):
             self.finished.append(ended.run.dir)
-            if gpu.name is not None:
-                sharing.note(ended.run.dir, 1 / self.per_gpu)
         else:
             self.failed += 1
         say(f"{len(self.finished)} {ended.run}: {ending(result)}; {time.time() - began:.0f} s, "

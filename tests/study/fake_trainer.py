@@ -37,8 +37,6 @@ def run(config: Config) -> None:
     assert config.run.dir is not None
     folder = Path(config.run.dir)
     root = folder.parents[1]
-    if folder.parent.name == ".calibration":
-        return _measured(config, folder)
     with open(root / "started.txt", "a") as file:
         file.write(f"{config.run.arm} {config.seed}\n")
     print("hello from", config.run.arm, flush=True)
@@ -46,18 +44,6 @@ def run(config: Config) -> None:
     if not (root / "healed").exists():
         _fail(config, folder, root)
     _finish(config, folder)
-
-
-def _measured(config: Config, folder: Path) -> None:
-    """Whole, or as many steps as the test's file says, and then no end."""
-    stuck = folder.parents[1] / "stuck_after"
-    if not stuck.exists():
-        return _finish(config, folder)
-    steps = range(1, int(stuck.read_text()) + 1)
-    rows = [{"step": s, "seconds": 3.0 + 0.5 * s} for s in steps]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder.parents[1] / "pid.txt").write_text(str(os.getpid()))
-    time.sleep(600)
 
 
 def _finish(config: Config, folder: Path) -> None:

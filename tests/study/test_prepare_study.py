@@ -11,7 +11,7 @@ import pytest
 from tests.study.fake_trainer import fake_compose
 from zpp_lab.config import ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.study.appendix import Appendix
-from zpp_lab.study.cost import forecast
+from zpp_lab.study.dry_run import forecast
 from zpp_lab.study.foreseen import Foreseen
 from zpp_lab.study.html_table import commands_table
 from zpp_lab.study.launch import run_study
@@ -126,7 +126,7 @@ def test_arms_wait_for_one_that_fails(tmp_path: Path) -> None:
 
 def test_it_costs_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = lambda config: Foreseen(config.train.steps, None)  # noqa: E731
-    monkeypatch.setattr("zpp_lab.study.cost.foresee", seen)
+    monkeypatch.setattr("zpp_lab.study.dry_run.foresee", seen)
     what = study(PrepareConfig("base", ["train.steps=50"]))
     runs = plan_runs(what, tmp_path, fake_compose)
     assert [f.bytes for f in forecast(runs)] == [2500, 9, 9, 9, 9]

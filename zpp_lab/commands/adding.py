@@ -9,6 +9,9 @@ Call = Callable[[argparse.Namespace, list[str]], int]  # options, the other word
 SETTINGS = """Settings are written name=value, such as recipe=zeropp train.steps=100
 recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file of conf/.
 `zpp-lab train --dry-run` prints all of them with their values."""
+REMOVED = {  # options that were, by command
+    ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",
+}
 FORMAT = argparse.RawDescriptionHelpFormatter
 
 
@@ -56,7 +59,8 @@ def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
     for word in rest:
         if word.startswith("-"):
             option = word.split("=")[0]
-            raise ValueError(f"unknown option {option}; see zpp-lab {args.command} --help")
+            unknown = f"unknown option {option}; see zpp-lab {args.command} --help"
+            raise ValueError(REMOVED.get((args.command, option), unknown))
     words = [*(args.settings or []), *rest]
     for word in words:
         if args.settings is None:

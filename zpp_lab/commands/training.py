@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 PER_GPU = "that share a GPU; 0: as many as fit (default: the study's). See zpp-lab mps"
-LIMIT = "with --dry-run: longest measurement of a kind of run (default: 60s; 0: measure nothing)"
-MACHINE = "with --dry-run: predict in place of measuring; a file of `bench calibrate`, or h200"
+MACHINE = "with --dry-run: predict seconds; a file of `bench calibrate`, or h200"
 LINK = "with --machine: Gbit/s of a node's links (default: max, as inside a node)"
 TRAIN = """Into run.dir, or runs/RECIPE/seedN. The same command goes on with an interrupted run; a
 folder that holds a run with other settings is left alone.
@@ -74,7 +73,6 @@ def _add_study(add: Add) -> None:
     study.add_argument(
         "--dry-run", action="store_true", help="show runs, cost and what is done; train nothing"
     )
-    study.add_argument("--limit", metavar="TIME", help=LIMIT)
     study.add_argument("--machine", metavar="FILE", help=MACHINE)
     study.add_argument("--link-gbps", metavar="SPEED", help=LINK)
     study.add_argument(
@@ -181,7 +179,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     own = seeds if args.alone else []
     if args.dry_run:
         return _dry_run(study, root, args, only, own)
-    for name in ("limit", "machine", "link_gbps"):
+    for name in ("machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
     outcome = run_study(
@@ -216,12 +214,8 @@ def _dry_run(
     arms: Sequence[str],
     seeds: Sequence[int],
 ) -> int:
-    from zpp_lab.study.dry_run import LIMIT as USUAL
-    from zpp_lab.study.dry_run import Asked, dry_run
+    from zpp_lab.study.dry_run import Machine, dry_run
 
-    limit = USUAL
-    if args.limit is not None:
-        limit = 0.0 if args.limit.strip() == "0" else seconds(args.limit, "--limit")
     link = None
     if args.link_gbps is not None:
         from zpp_lab.cost.show import links
@@ -231,17 +225,17 @@ def _dry_run(
         (link, *more) = links(args.link_gbps)
         if more:
             raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
-    found = dry_run(
+    dry_run(
         study,
         root,
         args.jobs or 0,
-        Asked(limit, args.machine, link),
+        None if args.machine is None else Machine(args.machine, link),
         launcher=args.launcher,
         arms=arms,
         seeds=seeds,
         until=_until(args.piece),
     )
-    return 130 if found.stopped else int(bool(found.faults))
+    return 0
 
 
 def _numbers(text: str) -> list[int]:

@@ -75,11 +75,6 @@ def _fix(error: OSError) -> str:
     return "make room there, or " if is_full(error) else ""
 
 
-def is_prepared(corpus: Corpus, cfg: DataConfig) -> bool:
-    """Whether `prepared` would find whole token files, and make none."""
-    return _read_meta(Path(cfg.cache_dir) / _key(corpus, cfg)) is not None
-
-
 def _key(corpus: Corpus, cfg: DataConfig) -> str:
     vocab_size = cfg.vocab_size if cfg.tokenizer == "bpe" else 256
     parts: list[Any] = [

@@ -1,77 +1,111 @@
-"""Prints what a study would do: at once what follows from its settings, then seconds.
+"""Prints what a study would do: each run's state, bytes and memory, and seconds on a machine.
 
-Seconds are measured where nothing tells them: announced, in processes that end at a limit.
+Bytes and memory follow from the settings; seconds are predicted where a machine's figures are
+named (`foreseen.py`). Nothing is trained or measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from zpp_lab.config import Config, StudyConfig
-from zpp_lab.locks import held
-from zpp_lab.machine import memory_bytes
-from zpp_lab.study import attempts, calibration
-from zpp_lab.study.calibration import STEPS, Cost, Limits, Tick, Unknown
-from zpp_lab.study.cost import Estimate, Forecast, forecast, known, predicted, side_by_side
-from zpp_lab.study.foreseen import Needed
-from zpp_lab.study.launch import ENTRY, check_time
-from zpp_lab.study.memory import shape
+from zpp_lab.config import StudyConfig
+from zpp_lab.study import attempts
+from zpp_lab.study.foreseen import Foreseen, foresee, predicted_seconds
+from zpp_lab.study.launch import check_time
 from zpp_lab.study.plan import Compose, PlannedRun, check_runs, notes, plan_runs, to_do
 from zpp_lab.study.progress import duration
-from zpp_lab.study.queue import Stop, stop_on_signals
-from zpp_lab.study.sharing import ADDED, AS_THEY_RAN
-from zpp_lab.study.slots import Places, check_jobs, make_places
+from zpp_lab.study.runs import last_step, read_run
+from zpp_lab.study.slots import check_jobs
 
-LIMIT = 60.0  # seconds of one measurement
+ENDED = ("finished", "diverged")
 LEAST = "≥: weights, optimizer and gradients; activations come on top."
 FLOOR = "≥: training steps without evaluation{more}."
 ALONE = ", and of engine=virtual what the ranks compute, without codecs and waiting"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How seconds are found: measured here for at most `limit` seconds each (0: not at all), or
-    predicted for a `machine` whose nodes have links of `link_gbps` (None: as inside a node)."""
+class Machine:
+    """Whose figures predict seconds: a file or a ready one's name; link_gbps of its nodes (None:
+    as inside a node)."""
 
-    limit: float = LIMIT
-    machine: str | None = None
+    name: str
     link_gbps: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One run of a study: its state, and what it needs. step_seconds None: unknown, `reason` says
+    why; else a floor, as evaluations are not in it."""
+
+    run: PlannedRun
+    state: str  # as its folder says: finished, unfinished, diverged, …
+    step: int  # steps done
+    foreseen: Foreseen
+    step_seconds: float | None = None
+    reason: str = ""
+
+    @property
+    def bytes(self) -> int | None:
+        """Of all steps, over all ranks."""
+        each = self.foreseen.step_bytes
+        return None if each is None else self.run.config.train.steps * each
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def whole_seconds(self) -> float | None:
+        """From the first step on."""
+        each = self.step_seconds
+        return None if each is None else self.run.config.train.steps * each
+
+    @property
+    def seconds(self) -> float | None:
+        """Left."""
+        if self.ended:
+            return 0.0
+        left = max(0, self.run.config.train.steps - self.step)
+        return None if self.step_seconds is None else left * self.step_seconds
 
 
 def dry_run(
     study: StudyConfig,
     root: Path,
     jobs: int = 0,
-    asked: Asked | None = None,
+    machine: Machine | None = None,
     *,
     launcher: str | None = None,
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),
     until: float | None = None,
     compose: Compose | None = None,
-    entry: str = ENTRY,
     console: Console | None = None,
-) -> Estimate:
-    """Compose every run, print its bytes and memory, find its seconds, and print the forecast.
+) -> list[Forecast]:
+    """Compose every run, print its bytes and memory, with `machine` its seconds, and a summary.
 
     launcher, arms, seeds, until: as of `run_study`. Raises what that raises before its first run,
-    but looks for the files that runs read only where they would run here; starts no run of the
-    study. SIGINT and SIGTERM end the measuring and not the forecast.
+    but looks for the files that runs read only where they would run here.
     """
     if compose is None:
         from zpp_lab.compose import compose as hydra_compose
 
         compose = hydra_compose
-    console, asked = console or Console(), asked or Asked()
+    console = console or Console()
     runs = plan_runs(study, root, compose, arms, seeds)
-    _check_place(study, root, runs, launcher, until, asked)
+    check_time(until, launcher)
+    if launcher is not None:
+        from zpp_lab.study.batch import check_launcher  # Hydra is slow to import
+
+        check_launcher(launcher, root)
+    elif machine is None:  # elsewhere other folders may be there
+        check_runs(study, runs)
     check_jobs(jobs)
     ended = sum(run.finished for run in runs)
     console.print(
@@ -80,156 +114,43 @@ def dry_run(
     )
     for note in notes(to_do(runs)):
         console.print(note, soft_wrap=True)
-    found = forecast(runs)
+    found = forecast(runs, machine)
     console.print(_plan_table(study, found))
     if any(f.foreseen.memory and f.foreseen.memory.at_least for f in found):
         console.print(LEAST)
-    if asked.machine is not None:
-        costs = predicted(runs, asked.machine, asked.link_gbps)
-        by_arm = [replace(f, cost=costs[f.run.arm, f.run.prepares]) for f in found]
-        result = Estimate(by_arm, max(1, jobs), per_gpu=max(1, study.runs_per_gpu))
-    else:
-        with stop_on_signals() as stop:
-            result = _Measuring(study, root, found, entry, asked.limit, stop, console).run(jobs)
-    _print_times(study, result, asked, console)
+    if machine is not None:
+        _print_times(study, found, console)
+    console.print(_summary(study, found, jobs, machine), soft_wrap=True)
     if study.max_seeds > len(study.seeds) and not (arms or seeds):
         console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
-    return result
+    return found
 
 
-def _check_place(
-    study: StudyConfig,
-    root: Path,
-    runs: Sequence[PlannedRun],
-    launcher: str | None,
-    until: float | None,
-    asked: Asked,
-) -> None:
-    """ValueError for what the runs could not start with."""
-    check_time(until, launcher)
-    if launcher is not None:
-        from zpp_lab.study.batch import check_launcher  # Hydra is slow to import
+def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list[Forecast]:
+    """What each run needs; an arm's plan is made once. ValueError for an unknown machine."""
+    if machine is not None:
+        from zpp_lab.cost.machine import load_machine
 
-        check_launcher(launcher, root)
-    elif asked.machine is None:  # elsewhere other folders may be there
-        check_runs(study, runs)
-
-
-class _Measuring:
-    """Finds the costs of a study's shapes, one after the other, and says what it does."""
-
-    def __init__(
-        self,
-        study: StudyConfig,
-        root: Path,
-        runs: Sequence[Forecast],
-        entry: str,
-        limit: float,
-        stop: Stop,
-        console: Console,
-    ) -> None:
-        self.study, self.root, self.forecast, self.entry = study, root, runs, entry
-        self.runs = [f.run for f in runs]
-        self.limits, self.console = Limits(limit, stop), console
-        self.costs = known(root, self.runs, limit)
-        self.tokens: dict[str, Unknown | None] = {}  # by data settings
-        self.needs = {shape(f.run.config): f.foreseen.memory for f in runs}
-
-    def run(self, jobs: int) -> Estimate:
-        configs = [run.config for run in self.runs]
-        places = make_places(jobs or self.study.jobs, self.study.runs_per_gpu, configs)
-        wanted = {shape(f.run.config): f.run for f in reversed(self.forecast) if not f.ended}
-        wanted = {key: run for key, run in wanted.items() if key not in self.costs}
-        reason = self._not_now()
-        if reason:
-            self.costs |= {key: Unknown(reason) for key in wanted}
-        elif wanted:
-            self._measure(dict(reversed(wanted.items())), places)
-        found = [replace(f, cost=self.costs.get(shape(f.run.config))) for f in self.forecast]
-        side = side_by_side(self.study, places, self.costs, self.runs)
-        return Estimate(found, side, self.limits.stop.requested, len(places.gpus) or None)
-
-    def _not_now(self) -> str | None:
-        if self.limits.seconds <= 0:
-            return "--limit 0 measures nothing"
-        if held(self.root):
-            return "the study is running, which measuring would slow; see --watch"
-        return None
-
-    def _measure(self, wanted: dict[str, PlannedRun], places: Places) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.console.print(
-            f"Measuring {_several(len(wanted), 'shape')} of run, {STEPS} steps each, for at most "
-            f"{self.limits.seconds:g} s each (--limit; --limit 0 measures nothing, --machine "
-            "predicts). Ctrl-C ends it.",
-            soft_wrap=True,
-        )
-        for key, run in wanted.items():
-            self.costs[key] = self._one(run, places)
-            self.console.print(f"  {run.arm}: {_said(self.costs[key])}", soft_wrap=True)
-
-    def _one(self, run: PlannedRun, places: Places) -> Cost | Unknown:
-        if self.limits.stop.requested:
-            return Unknown("stopped before its turn")
-        need = self.needs[shape(run.config)]
-        if need is not None and not places.gpus and _all(need, run.config) > memory_bytes():
-            return Unknown(
-                f"needs {amount(_all(need, run.config))} of memory, and this machine has "
-                f"{amount(memory_bytes())}"
-            )
-        lacking = self._tokens(run, places)
-        if lacking is not None:
-            return lacking
-        with self._ticking(f"{run.arm}: ") as tick:
-            return calibration.calibrate(self.root, run, self.entry, places, self.limits, tick)
-
-    def _tokens(self, run: PlannedRun, places: Places) -> Unknown | None:
-        """Make the token files of `run` if they are not there; a word when that took too long."""
-        key = repr(run.config.data)
-        if key not in self.tokens:
-            self.tokens[key] = self._make_tokens(run, places)
-        return self.tokens[key]
-
-    def _make_tokens(self, run: PlannedRun, places: Places) -> Unknown | None:
-        if calibration.tokens_are_ready(run.config):
-            return None
-        data = run.config.data
-        learnt = f", with a BPE of {data.vocab_size:,}" if data.tokenizer == "bpe" else ""
-        self.console.print(
-            f"  data={data.name} has no token files yet: they are made first{learnt}, for at most "
-            f"{self.limits.seconds:g} s.",
-            soft_wrap=True,
-        )
-        with self._ticking("token files: ") as tick:
-            lacking = calibration.prepare_tokens(self.root, run, places, self.limits, tick)
-        if lacking is None or lacking.fault or self.limits.stop.requested:
-            return lacking
-        return Unknown(
-            f"{lacking.reason}; make them once with `zpp-lab prepare {self.study.name}` and the "
-            "same settings, or give a larger --limit"
-        )
-
-    @contextmanager
-    def _ticking(self, lead: str) -> Iterator[Tick]:
-        """A live line on a terminal, nothing elsewhere."""
-        with self.console.status(lead) as status:
-
-            def tick(seconds: float, steps: int) -> None:
-                done = f", step {steps} of {STEPS}" if steps else ""
-                status.update(f"{lead}{seconds:.0f} s of at most {self.limits.seconds:g}{done}")
-
-            yield tick
+        load_machine(machine.name)
+    seen: dict[tuple[str, bool], tuple[Foreseen, float | None, str]] = {}
+    found = []
+    for run in runs:
+        who = (run.arm, run.prepares)
+        if who not in seen:
+            seen[who] = (foresee(run.config), *_predicted(run, machine))
+        state = read_run(run.dir).outcome if (run.dir / "config.yaml").exists() else "unfinished"
+        found.append(Forecast(run, state, last_step(run.dir), *seen[who]))
+    return found
 
 
-def _all(need: Needed, config: Config) -> int:
-    return need.nbytes * (config.cluster.world if need.each else 1)
-
-
-def _said(found: Cost | Unknown) -> str:
-    if isinstance(found, Unknown):
-        return "not measured, as said below"
-    part = " from the steps that were whole; evaluation is not in it" if found.floor else ""
-    return f"{found.step_seconds:.3g} s a step{part}"
+def _predicted(run: PlannedRun, machine: Machine | None) -> tuple[float | None, str]:
+    """Seconds of a step, or None and why."""
+    if machine is None:
+        return None, ""
+    try:
+        return predicted_seconds(run.config, machine.name, machine.link_gbps), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 # ---------------------------------------------------------------------- shown
@@ -244,51 +165,51 @@ def _plan_table(study: StudyConfig, runs: Sequence[Forecast]) -> Table:
     return _table(study, runs, ("Runs", "Ended", "Begun", "Sent in a run", "Memory"), cells)
 
 
-def _print_times(study: StudyConfig, found: Estimate, asked: Asked, console: Console) -> None:
+def _print_times(study: StudyConfig, found: Sequence[Forecast], console: Console) -> None:
     def cells(own: Sequence[Forecast]) -> list[str]:
-        mark = "≥ " if own[0].floor else ""
-        open_runs = [f for f in own if not f.ended]
-        left = [f.seconds for f in open_runs if f.seconds is not None]
-        whole = next((f.whole_seconds for f in own if f.whole_seconds is not None), None)
+        whole, left = own[0].whole_seconds, sum(f.seconds or 0.0 for f in own)
+        known = all(f.seconds is not None for f in own)
         return [
-            "?" if whole is None else mark + duration(whole),
-            ("" if not open_runs else mark) + duration(sum(left))
-            if len(left) == len(open_runs)
-            else "?",
+            "?" if whole is None else f"≥ {duration(whole)}",
+            f"{'' if all(f.ended for f in own) else '≥ '}{duration(left)}" if known else "?",
         ]
 
-    timed = any(f.whole_seconds is not None or f.ended for f in found.runs)
-    if timed:
-        console.print(_table(study, found.runs, ("Time of a run", "Time left"), cells))
-    if any(f.floor for f in found.runs):
-        virtual = any(isinstance(f.cost, Cost) and f.cost.at_least for f in found.runs)
+    console.print(_table(study, found, ("Time of a run", "Time left"), cells))
+    if any(f.step_seconds is not None for f in found):
+        virtual = any(f.run.config.engine.name == "virtual" for f in found)
         console.print(FLOOR.format(more=ALONE if virtual else ""), soft_wrap=True)
-    for told in [ADDED] * found.added + [AS_THEY_RAN] * found.as_they_ran:
-        console.print(told, soft_wrap=True)
-    for fault in found.faults:
-        console.print(f"no cost for the shape of {fault}", soft_wrap=True)
-    for reason in found.unmeasured:
-        console.print(f"?: {reason}" if timed else f"No times of {reason}", soft_wrap=True)
-    console.print(_summary(found, asked), soft_wrap=True)
+    reasons: dict[str, dict[str, None]] = {}
+    for f in found:
+        if f.seconds is None:
+            reasons.setdefault(f.reason, {})[f.run.arm] = None
+    for reason, names in reasons.items():
+        console.print(f"?: {', '.join(names)}: {reason}", soft_wrap=True)
 
 
-def _summary(found: Estimate, asked: Asked) -> str:
-    ended = sum(f.ended for f in found.runs)
-    sent = [f.bytes for f in found.runs]
-    unknown = sum(f.seconds is None for f in found.runs)
-    about = "at least" if any(f.floor for f in found.runs) else "about"
-    left = f"{about} {duration(found.seconds)} left"
-    if unknown:
-        left = f"{left} without the {_several(unknown, 'run')} marked ?"
-    if unknown == len(found.runs) - ended and unknown:
-        left = "time left unknown"
-    where = f" on {asked.machine}" if asked.machine else ""
+def _summary(
+    study: StudyConfig, found: Sequence[Forecast], jobs: int, machine: Machine | None
+) -> str:
+    ended = sum(f.ended for f in found)
+    sent = [f.bytes for f in found]
+    left = "" if machine is None else f"; {_left(study, found, jobs, machine)}"
     total = amount(sum(n for n in sent if n is not None))
     return (
-        f"{_several(len(found.runs), 'run')}, {ended} ended already; {left}{where} with "
-        f"{found.side_by_side} side by side, without start-up; the ranks send {total} in all"
-        f"{'' if None not in sent else ', those marked ? not counted'}."
+        f"{_several(len(found), 'run')}, {ended} ended already{left}; the ranks send {total} in "
+        f"all{'' if None not in sent else ', those marked ? not counted'}."
     )
+
+
+def _left(study: StudyConfig, found: Sequence[Forecast], jobs: int, machine: Machine) -> str:
+    """Time of all runs, if the places are always busy. GPU time adds up, so runs that share a
+    GPU take as long as one after the other."""
+    unknown = sum(f.seconds is None for f in found)
+    if unknown and unknown == sum(not f.ended for f in found):
+        return "time left unknown"
+    work = [f.seconds or 0.0 for f in found]
+    at_once = max(1.0, jobs / max(1, study.runs_per_gpu))
+    left = f"at least {duration(max(sum(work) / at_once, *work))} left on {machine.name}"
+    without = f" without the {_several(unknown, 'run')} marked ?" if unknown else ""
+    return f"{left}{without} with {max(1, jobs)} side by side, without start-up"
 
 
 def _table(

@@ -76,11 +76,10 @@ def _kept(config: Config) -> int:
     return total
 
 
-def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> tuple[float, bool]:
-    """(seconds of a step on `machine`, whether that is only a floor). ValueError where its file
-    has no figures for `config`.
+def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> float:
+    """Seconds of a step on `machine`. ValueError where its file has no figures for `config`.
 
-    engine=fsdp is predicted, one GPU a rank. Of engine=virtual on one GPU the floor is what all
+    engine=fsdp is predicted, one GPU a rank. Of engine=virtual on one GPU it is a floor, what all
     ranks compute; codecs, and the gaps between a small model's kernels, come on top.
     """
     from zpp_lab.cost.machine import load_machine
@@ -88,7 +87,7 @@ def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> 
 
     figures = load_machine(machine)
     if config.engine.name != "virtual":
-        return predict(config, figures, link_gbps).step_s, False
+        return predict(config, figures, link_gbps).step_s
     alone = replace(config, engine=replace(config.engine, name="fsdp"))
     one = predict(alone, figures)
-    return config.cluster.world * (one.compute_s + one.optimizer_s), True
+    return config.cluster.world * (one.compute_s + one.optimizer_s)

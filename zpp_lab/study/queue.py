@@ -20,7 +20,7 @@ from pathlib import Path
 from zpp_lab.files import FULL
 from zpp_lab.machine import oom_kills
 from zpp_lab.piece import PAUSED, UNFINISHED
-from zpp_lab.study import attempts, sharing
+from zpp_lab.study import attempts
 from zpp_lab.study.memory import Memory
 from zpp_lab.study.outcome import ended_run, ending
 from zpp_lab.study.plan import PlannedRun
@@ -96,8 +96,6 @@ class Queue:
         result = ended_run(ended.run, ended.code, out_of_memory)
         if result.outcome == "finished":
             self._memory.learn(ended.run, result)
-            if self._places.gpus:
-                sharing.note(ended.run.dir, ended.slot.fraction)
         else:
             _check_disk(ended.run.dir, result)
             attempts.note(ended.run.dir, result.failure or {"outcome": result.outcome})
