@@ -6,10 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+from zpp_lab.cli import main
 from zpp_lab.compose import compose, load_study
 from zpp_lab.config import ClusterConfig, Config, StudyConfig, load
 from zpp_lab.paths import conf_dir
@@ -177,6 +179,38 @@ def test_what_extends_wrongly_is_told(tmp_path: Path, more: str, answer: str) ->
     name = written(tmp_path, "mine", f"extends: smoke\nname: mine\n{more}\n")
     with pytest.raises(ValueError, match=answer):
         load_study(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/x", "", ".", "..", ".x", "a/b", "a\\b", "a b", "a\n", "a\tb", "\x1b[2J"]
+)
+def test_no_name_leaves_the_folder_of_all_studies(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a study's own nor one that `extends` gives, and --dir changes nothing; nor an arm's
+    or a prepared run's."""
+    monkeypatch.chdir(tmp_path)
+    short = yaml.safe_dump({"name": name})
+    one = written(tmp_path, "one", f"extends: smoke\n{short}")
+    heir = written(tmp_path, "heir", f"extends: {one}\n")
+    arm = written(tmp_path, "arm", yaml.safe_dump({"extends": "smoke", "arms": [{"name": name}]}))
+    first = {"extends": "smoke", "prepare": [{"name": name}]}
+    for file in (one, heir, arm, written(tmp_path, "first", yaml.safe_dump(first))):
+        for more in ([], ["--dir", "here"], ["--dry-run"], ["--watch"]):
+            assert main(["study", file, *more]) == 2
+            said = capsys.readouterr()
+            (line,) = said.err.splitlines()
+            assert "use letters, digits and _ . , + = -" in line
+            assert line.isprintable()
+            assert not said.out
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".yaml"]
+
+
+def test_an_arm_whose_runs_would_not_be_found_is_refused(tmp_path: Path) -> None:
+    for name in ("figures", "prepare", "wandb", "checkpoints"):
+        text = f"extends: smoke\nname: mine\narms: [{{name: {name}}}]\n"
+        with pytest.raises(ValueError, match=f"arm '{name}': no arm can have this name"):
+            load_study(written(tmp_path, "mine", text))
 
 
 def test_a_study_does_not_extend_itself(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def load_study(
     values["arms"] = expand_arms(values.get("arms"))
     try:
         study = load(StudyConfig, values)
+        study.check_folders()
     except ValueError as error:
         raise ValueError("\n".join(f"{name}: {line}" for line in str(error).split("\n"))) from None
     _check_heard(study, overrides)
@@ -153,14 +154,13 @@ def _study_path(name: str) -> Path:
         if not path.is_file():
             raise ValueError(f"{name}: no such file")
         return path
-    path = conf_dir() / "study" / f"{name}.yaml"
-    if not path.is_file():
+    if name not in study_names():
         near = difflib.get_close_matches(name, study_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )
-    return path
+    return conf_dir() / "study" / f"{name}.yaml"
 
 
 def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-_FOLDER_NAME = re.compile(r"[\w.,+=-]+")
+_FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
 _SHOWN = 5  # names that are listed where none is similar
 
 
@@ -58,9 +58,12 @@ def missing(path: Path, what: str = "folder") -> str:
 
 
 def check_name(name: str) -> None:
-    """ValueError when a run's, arm's or recipe's name cannot be that of a folder."""
-    if not _FOLDER_NAME.fullmatch(name) or name in (".", ".."):
-        raise ValueError("its name is that of a folder; use letters, digits and _ . , + = -")
+    """ValueError when a study's, arm's, run's or recipe's name cannot be that of a folder just
+    below the one for it."""
+    if not _FOLDER_NAME.fullmatch(name):
+        raise ValueError(
+            "its name is that of a folder; use letters, digits and _ . , + = -, no dot first"
+        )
 
 
 def need_folder(named: str, path: Path, fix: str) -> None:

@@ -21,8 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from zpp_lab.compose import explain, to_config
-from zpp_lab.hydra_words import from_home, written
+from zpp_lab.hydra_words import from_home, setting_of, written
 from zpp_lab.paths import conf_dir
+from zpp_lab.runconfig import check_recipe_name
 
 
 def multirun(overrides: list[str]) -> int:
@@ -34,6 +35,7 @@ def multirun(overrides: list[str]) -> int:
         overrides = [*overrides, f"hydra.sweep.dir={folder}"]
     overrides = [from_home(word) for word in overrides]
     try:
+        _check_names(overrides)
         fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
         exclude = ",".join(["seed", "run.dir", *fixed])
         named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
@@ -47,6 +49,16 @@ def multirun(overrides: list[str]) -> int:
         raise
     print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
     return 0
+
+
+def _check_names(overrides: list[str]) -> None:
+    """ValueError, before there is any folder, for a recipe's name that would be a bad one."""
+    for word in overrides:
+        if setting_of(word) == "recipe.name":
+            one = OverridesParser.create().parse_override(word)
+            swept = one.sweep_string_iterator() if one.is_sweep_override() else [one.value()]
+            for name in swept:
+                check_recipe_name(str(name).strip("'\""))
 
 
 def _say_how_to_go_on(folder: Path) -> None:
@@ -76,6 +88,7 @@ def _job(composed: DictConfig) -> float:
     from zpp_lab.launcher import launch
 
     settings = HydraConfig.get()
+    check_recipe_name(str(composed.recipe.name))
     name = settings.job.override_dirname.replace("/", "_") or str(composed.recipe.name)
     with open_dict(composed):
         folder = f"{settings.sweep.dir}/{name}/seed{composed.seed}"

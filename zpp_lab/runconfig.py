@@ -33,11 +33,16 @@ def run_dir(config: Config) -> Path:
     """`run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that name."""
     if config.run.dir:
         return Path(config.run.dir)
-    try:
-        check_name(config.recipe.name)
-    except ValueError as error:
-        raise ValueError(f"recipe.name={config.recipe.name!r}: {error}, or set run.dir") from None
+    check_recipe_name(config.recipe.name)
     return Path("runs") / config.recipe.name / f"seed{config.seed}"
+
+
+def check_recipe_name(name: str) -> None:
+    """ValueError when a run without `run.dir` would leave the folder of all runs by this name."""
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise ValueError(f"recipe.name={name!r}: {error}, or set run.dir") from None
 
 
 def has_ended(config: Config) -> bool:

@@ -9,8 +9,10 @@ from pydantic.dataclasses import dataclass
 
 from zpp_lab.codec_config import STRICT as _STRICT
 from zpp_lab.codec_config import need as _need
+from zpp_lab.folders import check_name
 
 Role = Literal["baseline", "arm", "negative_control", "order_control"]
+NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", "prepare"})  # folders beside runs
 Level = str | int | float | bool | None  # of a factor
 
 
@@ -77,11 +79,26 @@ class StudyConfig:
         self._check_pairs()
         self._check_starts()
 
+    def check_folders(self) -> None:
+        """ValueError where a name cannot be a folder's: the study's below runs/, its arms' below
+        the study's. Not for every study: plain runs that a report groups have other names."""
+        named = [("", self.name), *(("arm", arm.name) for arm in self.arms)]
+        for what, name in [*named, *(("prepare", one.name) for one in self.prepare)]:
+            whose = f"study {self.name!r}{f', {what} {name!r}' if what else ''}"
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise ValueError(f"{whose}: {error}") from None
+            _need(
+                what != "arm" or name not in NOT_RUNS,
+                f"{whose}: no arm can have this name, its folder holds other things: "
+                f"{', '.join(sorted(NOT_RUNS))}",
+            )
+
     def _check_starts(self) -> None:
         known = [one.name for one in self.prepare]
         _need(len(set(known)) == len(known), f"study {self.name}: two prepared runs of one name")
         for arm in self.arms:
-            _need(arm.name != "prepare", f"study {self.name}: no arm can be called prepare")
             _need(
                 arm.start in known or (arm.start is None and len(known) < 2),
                 f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "

@@ -139,7 +139,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         study(starts=("one", None))
     with pytest.raises(ValueError, match="two prepared runs of one name"):
         study(PrepareConfig("one"), PrepareConfig("one"))
-    with pytest.raises(ValueError, match="no arm can be called prepare"):
-        StudyConfig("x", "?", [ArmConfig("prepare")], [1], baseline="prepare")
     with pytest.raises(ValueError, match=r"prepare base: .*no such setting"):
         Planner(study(PrepareConfig("base", ["train.stepz=2"])), tmp_path, fake_compose)

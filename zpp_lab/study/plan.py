@@ -14,7 +14,6 @@ import yaml
 
 from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
-from zpp_lab.folders import check_name
 from zpp_lab.hydra_words import quote, setting_of
 from zpp_lab.inputs import check_inputs
 from zpp_lab.study.runs import read_run, read_study
@@ -58,6 +57,7 @@ class Planner:
 
     def __init__(self, study: StudyConfig, root: Path, compose: Compose) -> None:
         self.study, self.root = study, root
+        study.check_folders()
         check_folder(study, root)
         faults: dict[str, list[str]] = {}
         self._configs: dict[str, Config] = {}
@@ -98,14 +98,12 @@ class Planner:
         return runs
 
     def _prepared(self, one: PrepareConfig, compose: Compose) -> PlannedRun:
-        check_name(one.name)
         _check_own([*self.study.overrides, *one.overrides])
         folder = self.root / PREPARE / one.name
         config = compose(prepare_overrides(self.study, one, folder))
         return PlannedRun(one.name, one.seed, folder, config, prepares=True)
 
     def _compose(self, arm: ArmConfig, compose: Compose) -> Config:
-        check_name(arm.name)
         _check_own([*self.study.overrides, *arm.overrides])
         seed = self.study.seeds[0]
         return compose(run_overrides(self.study, arm, seed, run_folder(self.root, arm.name, seed)))

@@ -22,6 +22,7 @@ from zpp_lab.config import StudyConfig, load
 from zpp_lab.files import read_yaml, write_atomic
 from zpp_lab.folders import missing
 from zpp_lab.locks import held
+from zpp_lab.study_config import NOT_RUNS
 from zpp_lab.tracking.jsonl import read, read_object
 
 STUDY_FILE = "study.yaml"
@@ -29,7 +30,6 @@ METRICS = "metrics.jsonl"
 LOG = "log.txt"  # of the process of a study's run
 _MARKS = ("config.yaml", "summary.json", "failure.json", METRICS)
 _TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
-_NOT_RUNS = {"checkpoints", "wandb", "figures", "prepare"}
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _run_folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         raise ValueError(f"{root}: {missing(root)}; give the folder of a study or of runs")
     for place, folders, files in os.walk(root):
-        folders[:] = sorted(f for f in folders if f not in _NOT_RUNS and not f.startswith("."))
+        folders[:] = sorted(f for f in folders if f not in NOT_RUNS and not f.startswith("."))
         begun = any(mark in files for mark in _MARKS)
         if begun or (LOG in files and _seed_of(Path(place).name) is not None):
             folders.clear()
