@@ -65,23 +65,6 @@ struct Plan {
 };
 static_assert(sizeof(Plan) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
 
-constexpr int MAX_ROWS = 16;  // ranks whose rows one kernel reads where they lie
-
-// Payload rows in memory of this GPU and of others that it reads, in place of Plan::payload.
-struct Rows {
-  char const* base[MAX_ROWS];  // to decode: a row each; to sum: a rank's rows
-  int64_t pitch;               // to sum: bytes from one of a rank's rows to the next
-  cutlass::FastDivmod count;
-  int32_t near;                // to decode: the first so many are in this GPU's memory
-  uint8_t to[MAX_ROWS];        // to decode: which row of the parameters each one is
-};
-
-struct Pulled {
-  Plan plan;
-  Rows rows;
-};
-static_assert(sizeof(Pulled) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
-
 // One a kernel family; `stream` is a cudaStream_t. Return a cudaError_t.
 int launch_encode(Plan&, bool stochastic, bool rotated, void* stream);
 int launch_encode_errors(Plan&, void* stream);
@@ -90,10 +73,5 @@ int launch_decode_sum(Plan&, void* stream);
 int launch_reduce(Plan&, bool rotated, void* stream);
 int launch_decode_sum_encode(Plan&, bool stochastic, bool rotated, void* stream);
 int launch_finish_sums(Plan&, void* stream);
-// These read their payload from `Rows`, on at most so many multiprocessors (0: all).
-int launch_pull_decode(Pulled const&, bool rotated, int multiprocessors, void* stream);
-int launch_pull_reduce(Pulled const&, bool rotated, int multiprocessors, void* stream);
-int launch_pull_reencode(
-    Pulled const&, bool stochastic, bool rotated, int multiprocessors, void* stream);
 
 }  // namespace zpp

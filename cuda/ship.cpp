@@ -1,4 +1,4 @@
-// The operators of shipments over peer memory: their schemas and every check.
+// The operator of shipments over peer memory: its schema and every check.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -27,47 +27,29 @@ char* bytes_of(Tensor const& t, char const* name, int32_t device) {
   return data;
 }
 
-int64_t const* route_of(Tensor const& route) {
-  STD_TORCH_CHECK(route.is_cpu() && route.scalar_type() == ScalarType::Long && route.dim() == 1 &&
-                      route.is_contiguous() && route.size(0) >= ROUTE_COLUMNS &&
-                      (route.size(0) - ROUTE_COLUMNS) % 2 == 0,
-                  "route: must be a contiguous int64 host tensor with two columns a copy");
-  return static_cast<int64_t const*>(route.const_data_ptr());
-}
-
-char const* held_of(std::optional<Tensor> const& held, Shipment const& s, int32_t device) {
-  if (!held) return nullptr;
-  STD_TORCH_CHECK(held->numel() == s.route[ROUTE_OWN] * s.route[ROUTE_ROW],
-                  "held: must fill the room");
-  return bytes_of(*held, "held", device);
-}
-
-template <typename Go>
-void start(Shipment const& s, int32_t device, Go go) {
-  DeviceGuard const guard(device);
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-                  "no current CUDA stream");
-  int const error = go(s, stream);
-  STD_TORCH_CHECK(error == 0, "a shipment could not be started, CUDA error ", error);
-}
-
 // Meets the link's other ranks for the time `meeting` (1, 2, ... on this memory), then copies
 // their rows to `out`. held: what this rank's room shall have before; keep [k, row]: takes every
 // (rows / k)th row of `out`, from this rank's place modulo that step on. watch: a cudaEvent_t or 0.
 void ship_tensors(Tensor out, Tensor route, int64_t meeting, int64_t watch,
                   std::optional<Tensor> held, std::optional<Tensor> keep) {
   STD_TORCH_CHECK(out.is_cuda(), "out: must be on a CUDA device");
+  STD_TORCH_CHECK(route.is_cpu() && route.scalar_type() == ScalarType::Long && route.dim() == 1 &&
+                      route.is_contiguous() && route.size(0) > ROUTE_COLUMNS &&
+                      (route.size(0) - ROUTE_COLUMNS) % 2 == 0,
+                  "route: must be a contiguous int64 host tensor with two columns a copy");
   int32_t const device = out.get_device_index();
   Shipment s = {};
-  s.route = route_of(route);
+  s.route = static_cast<int64_t const*>(route.const_data_ptr());
   s.copies = (route.size(0) - ROUTE_COLUMNS) / 2;
   int64_t const row = s.route[ROUTE_ROW];
   STD_TORCH_CHECK(row % 16 == 0, "rows: must be multiples of 16 bytes");
   s.out = bytes_of(out, "out", device);
   STD_TORCH_CHECK(out.numel() == s.copies * row, "out: needs ", s.copies * row, " bytes, has ",
                   out.numel());
-  s.held = held_of(held, s, device);
+  if (held) {
+    s.held = bytes_of(*held, "held", device);
+    STD_TORCH_CHECK(held->numel() == s.route[ROUTE_OWN] * row, "held: must fill the room");
+  }
   if (keep) {
     s.keep = bytes_of(*keep, "keep", device), s.kept = keep->size(0);
     STD_TORCH_CHECK(s.kept > 0 && s.copies % s.kept == 0 && keep->numel() == s.kept * row,
@@ -75,19 +57,12 @@ void ship_tensors(Tensor out, Tensor route, int64_t meeting, int64_t watch,
   }
   s.meeting = uint32_t(meeting), s.watch = reinterpret_cast<void*>(watch);
   if (row == 0) return;
-  start(s, device, ship);
-}
-
-// The meeting alone: afterwards the ranks' rows may be read where they lie. room: on the device.
-void meet_tensors(Tensor room, Tensor route, int64_t meeting, int64_t watch,
-                  std::optional<Tensor> held) {
-  STD_TORCH_CHECK(room.is_cuda(), "room: must be on a CUDA device");
-  int32_t const device = room.get_device_index();
-  Shipment s = {};
-  s.route = route_of(route);
-  s.held = held_of(held, s, device);
-  s.meeting = uint32_t(meeting), s.watch = reinterpret_cast<void*>(watch);
-  start(s, device, meet);
+  DeviceGuard const guard(device);
+  void* stream = nullptr;
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+                  "no current CUDA stream");
+  int const error = ship(s, stream);
+  STD_TORCH_CHECK(error == 0, "a shipment could not be started, CUDA error ", error);
 }
 
 }  // namespace
@@ -96,10 +71,6 @@ void meet_tensors(Tensor room, Tensor route, int64_t meeting, int64_t watch,
 STABLE_TORCH_LIBRARY_FRAGMENT(zpp_lab, m) {
   m.def("ship(Tensor(a!) out, Tensor route, int meeting, int watch, Tensor? held, "
         "Tensor(b!)? keep) -> ()");
-  m.def("meet(Tensor(a!) room, Tensor route, int meeting, int watch, Tensor? held) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) {
-  m.impl("ship", TORCH_BOX(&zpp::ship_tensors));
-  m.impl("meet", TORCH_BOX(&zpp::meet_tensors));
-}
+STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) { m.impl("ship", TORCH_BOX(&zpp::ship_tensors)); }

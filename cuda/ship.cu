@@ -128,17 +128,13 @@ struct Way {
     return cudaSuccess;
   }
 
-  cudaError_t show() const {
-    if (s.held) {
-      auto room = reinterpret_cast<char*>((*this)[ROUTE_ROOM]);
-      TRY(copy(room, s.held, (*this)[ROUTE_OWN] * (*this)[ROUTE_ROW], stream));
-    }
-    return meet();
-  }
-
   cudaError_t go() const {
     int64_t const row = (*this)[ROUTE_ROW];
-    TRY(show());
+    if (s.held) {
+      auto room = reinterpret_cast<char*>((*this)[ROUTE_ROOM]);
+      TRY(copy(room, s.held, (*this)[ROUTE_OWN] * row, stream));
+    }
+    TRY(meet());
     bool const small = s.copies * row <= KERNEL_BYTES && s.copies <= MAX_COPIES;
     TRY(small ? pull_by_kernel() : pull_by_engines());
     TRY(keep());
@@ -150,10 +146,6 @@ struct Way {
 
 int ship(Shipment const& shipment, void* stream) {
   return Way{shipment, static_cast<cudaStream_t>(stream)}.go();
-}
-
-int meet(Shipment const& shipment, void* stream) {
-  return Way{shipment, static_cast<cudaStream_t>(stream)}.show();
 }
 
 }  // namespace zpp

@@ -36,8 +36,4 @@ struct Shipment {
 // Everything goes to `stream`, a cudaStream_t. Returns a cudaError_t.
 int ship(Shipment const&, void* stream);
 
-// The meeting alone, for rows that kernels read where they lie: `out`, `keep` and the copies of the
-// route are not looked at.
-int meet(Shipment const&, void* stream);
-
 }  // namespace zpp

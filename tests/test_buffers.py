@@ -19,7 +19,6 @@ from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.peer import PeerTransport
-from zpp_lab.collectives.pulls import Pulls
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
@@ -44,11 +43,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 WAYS = {
     "groups": {"transport": "groups"},
-    "peer": {"transport": "peer", "pull": "copy"},
-    "peer, flat": {"transport": "peer", "pull": "copy", "gather": "flat"},
-    "pulled": {"transport": "peer", "pull": "kernel"},
-    "pulled, flat": {"transport": "peer", "pull": "kernel", "gather": "flat"},
-    "auto": {"transport": "auto", "pull": "kernel"},
+    "peer": {"transport": "peer"},
+    "peer, flat": {"transport": "peer", "gather": "flat"},
+    "auto": {"transport": "auto"},
 }
 LEAST = 1500  # for `auto`, so that some of a small model's shipments reach it
 
@@ -106,8 +103,7 @@ class Rank:
         if self.planned.links:
             shared = {k: self._memory(k) for k in self.planned.links}
             least = LEAST if way == "auto" else 0
-            pulls = Pulls(config.engine.pull)
-            self.transport = PeerTransport(self.transport, shared, least, pulls)  # type: ignore[arg-type]
+            self.transport = PeerTransport(self.transport, shared, least)  # type: ignore[arg-type]
 
     def _memory(self, link: Link) -> Any:
         count = len(members(self.plan.recipe.cluster, link, 0))
@@ -188,16 +184,6 @@ def test_slots_are_those_of_the_rings(
         rank.gathered(gather, unit, backward=False)
     rings = getattr(rank.transport, "rings", {}).values()
     assert rank.planned.slots() == sum(ring.slots * ring.size for ring in rings)
-
-
-def test_pulled_rows_need_no_buffer() -> None:
-    copied, pulled = (Rank("one hop", way, 1, 4) for way in ("peer, flat", "pulled, flat"))
-    unit = copied.plan.units[0]
-    assert copied.planned.gathers(unit, 1) == 4 * unit.backward.nbytes
-    assert pulled.planned.gathers(unit, 1) == 0
-    assert copied.planned.reduction(unit) == 4 * unit.hops[0].nbytes
-    assert pulled.planned.reduction(unit) == 0
-    assert pulled.planned.slots() == copied.planned.slots() > 0
 
 
 def test_hosts_apart_share_memory_inside_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from omegaconf import OmegaConf
 
 from zpp_lab.cli import main
 from zpp_lab.compose import compose, load_study
-from zpp_lab.config import ClusterConfig, Config, StudyConfig, load
+from zpp_lab.config import ClusterConfig, Config, StudyConfig, load, unknown_key, valid_names
+from zpp_lab.config_load import REMOVED
+from zpp_lab.cost.machine import Machine, load_machine
 from zpp_lab.paths import conf_dir
-from zpp_lab.runconfig import flatten
+from zpp_lab.runconfig import flat_config, flatten
 
 SAVED = ["model.weights=pretrained", "model.path=somewhere"]
 # what an option cannot do without
@@ -59,6 +62,8 @@ def test_every_option_composes(group: str) -> None:
         ("recipe.weights.bitz=4", "Did you mean bits"),
         ("recipe.weights.rounding=up", "'nearest' or 'stochastic'"),
         ("+recipe.weights.new=4", "no such setting"),
+        ("engine.pull=auto", "^engine.pull was removed in November 2026; leave it out: .*copied"),
+        ("++engine.pull=kernel", "^engine.pull was removed in November 2026; leave it out"),
         ("tarin.steps=3", "Did you mean train"),
         ("cluster.nodes=0", "use 1 or more"),
         ("model.heads=3", "even number"),
@@ -68,6 +73,28 @@ def test_every_option_composes(group: str) -> None:
 def test_mistakes_are_answered(override: str, answer: str) -> None:
     with pytest.raises(ValueError, match=answer):
         compose([override])
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_written_with_a_setting_that_is_gone_is_read(name: str) -> None:
+    """Where it said what is done today; else one line names it."""
+    *groups, key = name.split(".")
+    cls = Config if groups[0] in valid_names(Config, []) else Machine
+    assert key not in valid_names(cls, groups)
+    assert "\n" not in unknown_key(cls, name)
+    if cls is Config:
+        for value in REMOVED[name].kept or ():
+            stored = asdict(Config())
+            stored[groups[0]][key] = value
+            assert load(Config, stored) == Config()
+            assert flat_config(stored) == flat_config({name: value}) == flat_config(Config())
+        stored[groups[0]][key] = "something else"
+        with pytest.raises(ValueError, match=f"^{name} was removed in "):
+            load(Config, stored)
+    else:
+        told = json.loads((conf_dir() / "machine" / "h200.json").read_text())
+        told[groups[0]][key] = [{"anything": 1}]
+        assert load(Machine, told) == load_machine("h200")
 
 
 def test_a_setting_that_the_chosen_files_do_not_list(tmp_path: Path) -> None:

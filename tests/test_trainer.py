@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.engines.fsdp_world import forks
 from tests.runs import small
 from zpp_lab.config import WIRES, Config
 from zpp_lab.divergence import DivergedError
 from zpp_lab.engines.base import NonFiniteError
+from zpp_lab.export.model import run_config as read_config
+from zpp_lab.study.result import read_result
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
@@ -134,6 +137,24 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     run(small(tmp_path, "train.steps=2"))
     with pytest.raises(ValueError, match=r"train\.lr: 0\.003 there, 0\.1 now"):
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
+
+
+def test_a_run_of_a_version_with_more_settings_goes_on_and_is_read(tmp_path: Path) -> None:
+    """One whose value did what is done today; with another it is another run."""
+    config = small(tmp_path, "train.steps=4", "train.checkpoint_every=2", "run.piece_steps=2")
+    assert run(config)["step"] == 2
+    path = tmp_path / "run" / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0}
+    path.write_text(yaml.safe_dump(stored))
+    assert run(config)["steps"] == 4
+    assert read_config(tmp_path / "run") == config
+    result = read_result(tmp_path / "run")
+    assert [(arm.name, len(arm.finished)) for arm in result.arms] == [("zero3", 1)]
+    stored["engine"]["pull"] = "kernel"
+    path.write_text(yaml.safe_dump(stored))
+    with pytest.raises(ValueError, match=r"engine\.pull: 'kernel' there, None now"):
+        run(config)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\0"])

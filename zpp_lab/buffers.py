@@ -1,7 +1,7 @@
 """Buffers of one rank's gathers and reductions, in bytes, as `collectives/` allocates them.
 
-What travels through peers' memory lies in slots; where a kernel reads it there, nothing is
-allocated for what arrives. Process groups need a buffer for what goes out as well.
+What travels through peers' memory lies in slots until it is copied out of them. Process groups need
+a buffer for what goes out as well.
 """
 
 from __future__ import annotations
@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-import torch
-
 from zpp_lab.codecs import RawCodec
 from zpp_lab.collectives.choose import LEAST
-from zpp_lab.collectives.pulls import Pulls
 from zpp_lab.collectives.ring import SLOTS
 from zpp_lab.collectives.transport import LINKS, Kind, Link
 from zpp_lab.config import Config
-from zpp_lab.crossover import measured_here
 from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.layout import Layout
 from zpp_lab.plan import Plan, UnitPlan
@@ -53,7 +49,6 @@ class Buffers:
         self.least = 0 if config.engine.transport == "peer" else LEAST
         on_cpu = config.engine.device.startswith("cpu")
         self.links = () if on_cpu else self._links(config.engine.transport)
-        self.choice = _pulls(config)
 
     def _links(self, transport: str) -> tuple[Link, ...]:
         """Where ranks read each other's memory."""
@@ -71,25 +66,13 @@ class Buffers:
     def _in_slots(self, link: Link, nbytes: int) -> bool:
         return link in self.links and nbytes >= self.least
 
-    def _pulled(self, kind: Kind, link: Link, rows: int, nbytes: int) -> bool:
-        """`rows` that arrive, `nbytes` together: whether a kernel reads them in the slots."""
-        count = self._members(link)
-        return self._in_slots(link, nbytes) and self.choice.by_kernel(kind, count, rows, nbytes)
-
     # ------------------------------------------------------------------ gathers
 
     def gathers(self, unit: UnitPlan, count: int) -> int:
         """`count` gathers of `unit` for backward, none of which is decoded yet."""
         if self.untouched:  # FSDP2's own is flat whatever the cluster's shape
             return count * self.plan.recipe.shards * unit.backward.nbytes
-        held = _held(self.plan, unit, backward=True)
-        payload = payload_bytes(self.plan, unit, backward=True) - held
-        inside = unit.hierarchical or unit.keeps_secondary
-        link: Link = "local" if inside else "world"
-        if self._pulled("gather", link, self.plan.recipe.shards, payload):
-            late = max(0, count - SLOTS["gather"])  # whose slot is wanted before it was read
-            return count * held + late * payload
-        return count * (held + payload)
+        return count * payload_bytes(self.plan, unit, backward=True)
 
     def heldout(self, unit: UnitPlan, count: int) -> int:
         """`count` gathers of `unit` where it is evaluated, also with its master weights."""
@@ -98,9 +81,7 @@ class Buffers:
             return count * shards * unit.forward.nbytes
         row = max(_raw_row(unit), unit.forward.nbytes)
         held = nodes * row if unit.hierarchical else 0
-        link: Link = "local" if unit.hierarchical else "world"
-        pulled = self._pulled("gather", link, shards, shards * row)
-        return count * (held + (0 if pulled else shards * row))
+        return count * (held + shards * row)
 
     # ------------------------------------------------------------------ reductions
 
@@ -117,10 +98,9 @@ class Buffers:
     def _leg(self, link: Link, rows: int, nbytes: int) -> tuple[int, int, int]:
         """Bytes until the reduction's end; of its rows turned round; of its rows in the order of
         their receivers, while process groups send."""
-        out = 0 if self._pulled("exchange", link, self._members(link), nbytes) else nbytes
         if self._in_slots(link, nbytes):
-            return out, out, 0
-        return nbytes + out, out, nbytes if rows > 1 else 0
+            return nbytes, nbytes, 0
+        return 2 * nbytes, nbytes, nbytes if rows > 1 else 0
 
     def _legs(self, unit: UnitPlan) -> Iterator[tuple[Link, int, int]]:
         """Of each hop: its link, how many rows each member gets, and bytes of all rows."""
@@ -131,12 +111,6 @@ class Buffers:
         counts = (nodes * local, nodes)
         for (link, rows), count, hop in zip(ways, counts, unit.hops, strict=False):
             yield link, rows, count * hop.nbytes
-
-    def stacked(self, unit: UnitPlan) -> int:
-        """Telemetry of two hops needs the first one's rows in one tensor: of rows that are read in
-        slots, a copy."""
-        link, _, nbytes = next(self._legs(unit))
-        return nbytes if self._pulled("exchange", link, self._members(link), nbytes) else 0
 
     # ------------------------------------------------------------------ slots
 
@@ -167,17 +141,6 @@ class Buffers:
             yield "gather", "local", nodes * unit.forward.nbytes, world * unit.forward.nbytes
         for link, _, nbytes in self._legs(unit):
             yield "exchange", link, nbytes, nbytes
-
-
-def _pulls(config: Config) -> Pulls:
-    """By what was measured on this machine's GPU, if it has one."""
-    if not kernels_serve(config):
-        return Pulls("copy")
-    wanted = config.engine
-    measured = {}
-    if wanted.pull == "auto" and torch.cuda.is_available():
-        measured = measured_here(torch.cuda.get_device_name())
-    return Pulls(wanted.pull, wanted.pull_multiprocessors, measured)
 
 
 def _raw_row(unit: UnitPlan) -> int:

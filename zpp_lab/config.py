@@ -144,9 +144,6 @@ class EngineConfig:
     timeout_seconds: float = 300.0  # fsdp: for one transfer between ranks
     silence_seconds: float = 40.0  # fsdp under torchrun or srun: then a silent rank is dead
     transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
-    pull: Literal["auto", "copy", "kernel"] = "auto"  # fsdp: how peers' rows are read; auto: by
-    # what was measured on this GPU (conf/machine), copies where nothing was
-    pull_multiprocessors: int = 0  # fsdp: of a kernel that reads them; 0: all, for reductions 32
 
     def __post_init__(self) -> None:
         _need(self.threads >= 0, f"engine.threads={self.threads}: use 0 (torch's choice) or more")
@@ -156,14 +153,6 @@ class EngineConfig:
             f"engine.blocks_per_unit={self.blocks_per_unit}: use 1 (each block a unit) or more",
         )
         _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
-        _need(
-            self.transport != "groups" or self.pull != "kernel",
-            "engine.pull=kernel needs peers' memory: set engine.transport=auto or peer",
-        )
-        _need(
-            self.pull_multiprocessors >= 0,
-            f"engine.pull_multiprocessors={self.pull_multiprocessors}: use 0 (by kind) or more",
-        )
         _need(self.timeout_seconds > 0, "engine.timeout_seconds: use more than 0")
         _need(self.silence_seconds >= 5, "engine.silence_seconds: use 5 or more")
 

@@ -6,7 +6,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,10 +14,42 @@ from pydantic import TypeAdapter, ValidationError
 T = typing.TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Removed:
+    """A setting of former versions. kept: its values that meant what is done without it, which
+    what was written then may still say; None: all."""
+
+    when: str
+    instead: str
+    kept: tuple[Any, ...] | None = ()
+
+
+_COPIED = "leave it out: peers' rows are always copied, which cost no model more at any size"
+REMOVED = {  # by dotted name, of runs and of machines' files
+    "engine.pull": Removed("November 2026", _COPIED, ("auto", "copy")),
+    "engine.pull_multiprocessors": Removed("November 2026", _COPIED, (0,)),
+    "intra.pull": Removed("November 2026", _COPIED, None),
+}
+
+
+def outdated(name: str, value: Any) -> bool:
+    """Whether the setting of this dotted name is gone, and `value` is no reason to stop."""
+    gone = REMOVED.get(name)
+    return gone is not None and (gone.kept is None or value in gone.kept)
+
+
+def _without_outdated(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    return {
+        key: _without_outdated(value, f"{place}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if not outdated(f"{place}{key}", value)
+    }
+
+
 def load(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
     try:
-        return TypeAdapter(cls).validate_python(dict(values))
+        return TypeAdapter(cls).validate_python(_without_outdated(dict(values)))
     except ValidationError as error:
         raise ValueError("\n".join(_explain(cls, e) for e in error.errors())) from None
 
@@ -59,6 +91,8 @@ def _expected(error: Any) -> str:
 def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
     """The message for a dotted key that `cls` does not have. groups: names that stand for settings
     at the top level without being one."""
+    if gone := REMOVED.get(place):
+        return f"{place} was removed in {gone.when}; {gone.instead}"
     *parents, key = place.split(".")
     while parents and not valid_names(cls, parents):  # the group itself is unknown
         *parents, key = parents

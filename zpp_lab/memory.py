@@ -275,7 +275,7 @@ class _Rank:
             widest = max((s.numel for s in second.segments), default=0)
             turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
             sums = FP32 * (nodes * first.coded_numel + turned + widest)
-            return sums + PIECE + self.buffers.stacked(unit)
+            return sums + PIECE
 
         block, root = of(self.unit), of(self.root)
         return moments(root=root) | {"early sent": block, "late sent": block}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import Config
+from zpp_lab.config_load import outdated
 from zpp_lab.files import read_yaml
 from zpp_lab.folders import check_name
 
@@ -68,10 +69,12 @@ def check_same_run(config: Config, folder: Path) -> None:
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """Every setting of `config`; one that a stored mapping lacks has today's default, which is what
-    it did before there was a choice."""
+    it did before there was a choice. One that is gone, with a value that did what is done without
+    it, is left out."""
     if isinstance(config, Config):
         return flatten(asdict(config))
-    return flatten(asdict(Config())) | flatten(dict(config))
+    stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
+    return flatten(asdict(Config())) | stored
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

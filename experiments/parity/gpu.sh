@@ -22,7 +22,6 @@ for part in "$@"; do
   echo "== $part" | tee -a "$out/log.txt"
   began=$SECONDS
   case $part in
-    pull) limited 60 $ranks experiments/collectives/pull.py --out "$out" ;;
     bench) limited "${BENCH:-90}" python3 -m zpp_lab.cli bench collectives --nodes 1,2 \
       --transports "${TRANSPORTS:-groups,peer}" --mib "${MIB:-1,4,16,64,640}" \
       --bits "${BITS:-8,6,4,2}" --calls "${CALLS:-12}" --out "$out/collectives.json" ;;

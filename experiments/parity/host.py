@@ -36,7 +36,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zpp_lab import ops
 from zpp_lab.collectives.express import MOST_SLOTS, Express
 from zpp_lab.collectives.peer import PeerTransport
-from zpp_lab.collectives.pulls import Pull, Pulls
 from zpp_lab.collectives.transport import LINKS, ProcessGroups, members
 from zpp_lab.config import ClusterConfig, ModelConfig
 from zpp_lab.engines.build import build_plan
@@ -67,12 +66,11 @@ class Idle:
 class IdleExpress(Express):
     def __init__(self, place: int, count: int) -> None:
         self.place, self.count, self.pads, self.meetings = place, count, 0, 0
-        self.met: Any = [Idle()] * (MOST_SLOTS + 1)
+        self.met: Any = [Idle()] * MOST_SLOTS
         self.read: Any = Idle()
         self.home: Any = Idle()
         self.lane: Any = Idle()
         self.call = torch.ops.zpp_lab.ship.default
-        self.meeting = torch.ops.zpp_lab.meet.default
 
 
 class IdleMemory:
@@ -115,10 +113,7 @@ def load_stub() -> None:
     ops.use_kernels = lambda tensor: True
 
 
-def engine_of(
-    case: str, cluster: ClusterConfig, stepwise: bool, pull: Pull = "copy", **engine: Any
-) -> Bare:
-    """pull: whether kernels read peers' rows in place."""
+def engine_of(case: str, cluster: ClusterConfig, stepwise: bool, **engine: Any) -> Bare:
     config = configured(
         case, cluster, train={"param_dtype": "bf16"}, engine={"gather": "flat", **engine}
     )
@@ -127,7 +122,7 @@ def engine_of(
     shared: dict[Any, Callable[[], Any]] = {
         link: partial(IdleMemory, len(members(cluster, link, 0)), stepwise) for link in LINKS
     }
-    transport = PeerTransport(groups, shared, 0, Pulls(pull))
+    transport = PeerTransport(groups, shared, 0)
     return Bare(model, build_plan(model, config), config, CPU, transport)
 
 

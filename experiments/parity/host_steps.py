@@ -4,9 +4,9 @@ ours, transfers and NCCL do nothing.
     python experiments/parity/host_steps.py --out host_steps.json [--layers 24] [--turns 12]
 
 Milliseconds of the arms of `zpp-lab bench step`: `compute` (no communication at all), plain FSDP2
-in its own loop, and zeropp as on NVLink, where copies bring peers' rows (`engine.pull=auto` has it
-so on four H200s; `--pull kernel`: kernels read them in place). Weights of 32 columns, activation
-checkpointing, one thread; the rest of torch runs on the CPU. Arms take turns in one process.
+in its own loop, and zeropp as on NVLink, where copies bring peers' rows. Weights of 32 columns,
+activation checkpointing, one thread; the rest of torch runs on the CPU. Arms take turns in one
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from lab import Lab, configured
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zpp_lab.bench.step_engines import ComputeOnly, PlainFsdp2
-from zpp_lab.collectives.pulls import Pull
 from zpp_lab.config import ClusterConfig, Config
 from zpp_lab.garbage import settle
 from zpp_lab.machine import commit, machine_facts, versions
@@ -35,14 +34,14 @@ CLUSTER = ClusterConfig(nodes=1, gpus_per_node=4)
 TIMED = 4  # steps of a turn, after one that is not counted
 
 
-def loops(layers: int, pull: Pull) -> dict[str, Any]:
+def loops(layers: int) -> dict[str, Any]:
     """By name, whatever takes steps."""
     model = replace(host.SHAPE[0], layers=layers, checkpoint_activations=True)
     host.SHAPE = (model, *host.SHAPE[1:])
     made: dict[str, Any] = {"compute": ComputeOnly(plain(1), host.CPU)}
     for blocks in (1, 2):
         made[f"fsdp2, {blocks}"] = PlainFsdp2(plain(blocks), host.CPU)
-        own = host.engine_of("zeropp", CLUSTER, False, pull, blocks_per_unit=blocks)
+        own = host.engine_of("zeropp", CLUSTER, False, blocks_per_unit=blocks)
         made[f"zeropp, {blocks}"] = own
     return made
 
@@ -71,12 +70,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--pull", choices=("copy", "kernel"), default="copy")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     host.load_stub()
-    made = loops(args.layers, args.pull)
+    made = loops(args.layers)
     batch = Lab(host.CPU, Path()).batch(host.SHAPE, 0, 0, 0)
     for loop in made.values():
         timed(loop, batch, 3)
@@ -92,7 +90,7 @@ def main() -> None:
     for name, own in found.items():
         print(f"{name:12s} {own['median']:7.2f} ms, at least {own['least']:7.2f}", flush=True)
     facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
-    facts |= {"layers": args.layers, "pull": args.pull, "ms": found}
+    facts |= {"layers": args.layers, "ms": found}
     args.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -12,9 +12,6 @@ void encode(std::vector<Tensor>, Tensor, int64_t, Maybe, Tensor, Maybe) {}
 void decode(Tensor, Tensor, std::vector<Tensor>) {}
 void reduce(Tensor, Tensor, Tensor) {}
 void again(Tensor, Tensor, int64_t, Maybe, Tensor) {}
-void pull_decode(Tensor, Tensor, std::vector<Tensor>, int64_t) {}
-void pull_reduce(Tensor, Tensor, Tensor, int64_t) {}
-void meet(Tensor, Tensor, int64_t, int64_t, Maybe) {}
 void ship(Tensor, Tensor, int64_t, int64_t, Maybe, Maybe) {}
 
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
@@ -24,9 +21,6 @@ STABLE_TORCH_LIBRARY(zpp_lab, m) {
   m.def("reduce(Tensor payload, Tensor table, Tensor(a!) out) -> ()");
   m.def("decode_sum_encode(Tensor payload, Tensor table, int key, Tensor? noise_rows, "
         "Tensor(a!) out) -> ()");
-  m.def("pull_decode(Tensor rows, Tensor table, Tensor(a!)[] outs, int multiprocessors) -> ()");
-  m.def("pull_reduce(Tensor rows, Tensor table, Tensor(a!) out, int multiprocessors) -> ()");
-  m.def("meet(Tensor(a!) room, Tensor route, int meeting, int watch, Tensor? held) -> ()");
   m.def("ship(Tensor(a!) out, Tensor route, int meeting, int watch, Tensor? held, "
         "Tensor(b!)? keep) -> ()");
 }
@@ -36,8 +30,5 @@ STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CPU, m) {
   m.impl("decode", TORCH_BOX(&decode));
   m.impl("reduce", TORCH_BOX(&reduce));
   m.impl("decode_sum_encode", TORCH_BOX(&again));
-  m.impl("pull_decode", TORCH_BOX(&pull_decode));
-  m.impl("pull_reduce", TORCH_BOX(&pull_reduce));
-  m.impl("meet", TORCH_BOX(&meet));
   m.impl("ship", TORCH_BOX(&ship));
 }

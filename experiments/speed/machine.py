@@ -50,8 +50,7 @@ COMMENT = {
     "before ops/squares.py, with 997 operators",
     "intra": "experiments/collectives/h200.log, 1 x 4: the transfer alone, NCCL below 16 MiB "
     "received, peer memory from there on; before the first point its time is the latency; "
-    "gpu_share: not measured; pull: "
-    "experiments/collectives/beside.json, two GPUs",
+    "gpu_share: not measured",
     "inter": "efficiency: from one figure, plain FSDP2 of 1.35B over 12 Gbit/s of TCP between two "
     "network namespaces (rows.csv), set so that the model meets it; latency_s: not measured, "
     "nothing beside transfers of 10 ms and more",
@@ -62,18 +61,16 @@ COMMENT = {
 
 def main() -> None:
     kernels = json.loads((HERE / "kernels/h200.json").read_text())
-    beside = json.loads((HERE / "collectives/beside.json").read_text())
     rate = kernels["copy_gb_s"] * 1e9
     made = {
         "name": "h200",
-        "gpu": beside["gpu"],
+        "gpu": "NVIDIA H200",
         "compute": {"eager": {"points": compute(rate)}},
         "memory_bytes_per_s": rate,
         "host": host(),
         "intra": {
             **{op: {"points": inside(op)} for op in ("gather", "reduce")},
             "gpu_share": 0.0,
-            "pull": [beside["pull"]],
         },
         "inter": {"latency_s": 0.0, "efficiency": 0.958},
         "codec": {"launch_s": 2.43e-6, "seconds": codecs(kernels["grid"])},

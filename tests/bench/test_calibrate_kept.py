@@ -19,10 +19,9 @@ from tests.waiting import until
 from zpp_lab.bench.calibrate import TINY
 from zpp_lab.bench.calibrate_kept import Kept, place_of
 from zpp_lab.cost.machine import PART, Between, Curve, load_machine
-from zpp_lab.crossover import Crossover
 
 CURVE = Curve(((0.0, 1e-5), (1024.0, 1 / 3)))
-PULL = (Crossover(4, None, 2.0**20),)
+LINKS = Between(2e-6, 0.9)
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +35,10 @@ def kept(out: Path, **changes: Any) -> Kept:
     return Kept(out, {**place_of(TINY, torch.device("cpu")), **changes})
 
 
-def fill(parts: Kept) -> tuple[Curve, tuple[Crossover, ...], float]:
+def fill(parts: Kept) -> tuple[Curve, Between, float]:
     return (
         parts.part("compute", Curve, lambda: CURVE),
-        parts.part("pull", tuple[Crossover, ...], lambda: PULL),
+        parts.part("links", Between, lambda: LINKS),
         parts.part("memory", float, lambda: 4.2e12),
     )
 
@@ -60,10 +59,10 @@ def test_the_next_call_goes_on_with_the_same_figures(
     assert second.calls == 2
     again = (
         second.part("compute", Curve, never),
-        second.part("pull", tuple[Crossover, ...], never),
+        second.part("links", Between, never),
         second.part("memory", float, never),
     )
-    assert again == found == (CURVE, PULL, 4.2e12)
+    assert again == found == (CURVE, LINKS, 4.2e12)
     assert not out.exists()
     second.done()
     assert list(tmp_path.iterdir()) == []
@@ -77,8 +76,8 @@ def test_a_part_that_fails_leaves_those_before_it(tmp_path: Path) -> None:
         raise RuntimeError("no link")
 
     with pytest.raises(RuntimeError):
-        parts.part("links", Between, fails)
-    assert list(kept(tmp_path / "m.json").parts) == ["compute", "pull", "memory"]
+        parts.part("more links", Between, fails)
+    assert list(kept(tmp_path / "m.json").parts) == ["compute", "links", "memory"]
 
 
 @pytest.mark.parametrize(

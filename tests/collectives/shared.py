@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tests.collectives.threads import Post, ThreadTransport
 from zpp_lab.collectives.peer import PeerTransport
-from zpp_lab.collectives.pulls import Pull, Pulls
 from zpp_lab.collectives.transport import LINKS, Link, members
 from zpp_lab.config import ClusterConfig
 
@@ -155,13 +154,7 @@ class ThreadPeers(PeerTransport):
     """A rank's peer transport over `ThreadMemory`, with its streams."""
 
     def __init__(
-        self,
-        cluster: ClusterConfig,
-        rank: int,
-        post: Post,
-        boards: Boards,
-        at_once: bool,
-        pull: Pull = "copy",
+        self, cluster: ClusterConfig, rank: int, post: Post, boards: Boards, at_once: bool
     ) -> None:
         groups = ThreadTransport(cluster, rank, post)
         groups.watched = lambda label, device: contextlib.nullcontext()  # type: ignore[attr-defined]
@@ -169,7 +162,7 @@ class ThreadPeers(PeerTransport):
         self.memories: list[ThreadMemory] = []
         self.boards = boards
         maker = {k: lambda k=k: self._memory(k) for k in LINKS}  # type: ignore[misc]
-        super().__init__(groups, maker, 0, Pulls(pull))  # type: ignore[arg-type]
+        super().__init__(groups, maker, 0)  # type: ignore[arg-type]
 
     def _memory(self, link: Link) -> ThreadMemory:
         ranks = members(self.cluster, link, self.rank)
@@ -179,6 +172,6 @@ class ThreadPeers(PeerTransport):
 
 
 def peers(
-    boards: Boards, at_once: bool = False, pull: Pull = "copy"
+    boards: Boards, at_once: bool = False
 ) -> Callable[[ClusterConfig, int, Post], ThreadPeers]:
-    return lambda cluster, rank, post: ThreadPeers(cluster, rank, post, boards, at_once, pull)
+    return lambda cluster, rank, post: ThreadPeers(cluster, rank, post, boards, at_once)

@@ -187,7 +187,7 @@ def test_a_slow_reader_needs_both_rules(rule: str | None) -> None:
             read_late(transport, overwritten, 0.2 if rule is None else 240)
         for use in range(6):
             if rule is not None:
-                setattr(ring, rule, None if rule == "read" else [None] * (ring.slots + 1))
+                setattr(ring, rule, None if rule == "read" else [None] * ring.slots)
             seen, _ = ship(transport, "gather", "world", 32, use)
             found.append(seen)
             wanted.append(expected(transport, "gather", "world", 32, use))

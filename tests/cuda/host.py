@@ -39,24 +39,3 @@ def compiled(name: str, folder: Path, *, operators: bool = False) -> Path:
 def load_operators(name: str, folder: Path) -> None:
     """Registers the operators of tests/cuda/NAME.cpp as torch.ops.zpp_host's."""
     torch.ops.load_library(str(compiled(name, folder, operators=True)))
-
-
-def load_by_nvcc(name: str, folder: Path) -> None:
-    """The same for a source that needs CUDA's and CUTLASS's headers; skips without them."""
-    try:
-        found = build.Toolchain.find()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    target = folder / f"{name}.so"
-    flags = ["-std=c++17", "-O1", "-Xcompiler", "-fPIC,-fno-strict-aliasing,-ffp-contract=off"]
-    flags += ["-shared", "-cudart", "none", f"-I{cuda_dir()}", "-I", str(found.cutlass)]
-    flags += ["-isystem", str(TORCH / "include"), "-DUSE_CUDA"]
-    flags += [
-        f"-DTORCH_TARGET_VERSION={build.TARGET}",
-        f"-L{TORCH / 'lib'}",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
-    source = str(Path(__file__).with_name(f"{name}.cpp"))
-    subprocess.run([found.nvcc, *flags, source, "-o", str(target)], check=True)
-    torch.ops.load_library(str(target))

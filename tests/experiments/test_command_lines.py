@@ -48,7 +48,7 @@ MORE = [
     "STUDY=finetune_30b_mini GPUS=2 bash experiments/finetune_30b/run.sh OUT base w4",
     "bash experiments/plan/run.sh OUT 32_5b/w8/recompute 6_7b/zero3",
     "PROFILE=1 bash experiments/baseline/first.sh OUT 13b zeropp",
-    "bash experiments/parity/gpu.sh OUT pull bench table cost profile race big kills",
+    "bash experiments/parity/gpu.sh OUT bench table cost profile race big kills",
     "bash experiments/parity/gpu.sh OUT kernels update",
     "bash experiments/speed/run.sh OUT 2x2 1x4 4x1 blocks",
     "bash experiments/bits/controls.sh OUT",
@@ -63,7 +63,6 @@ MORE = [
     "GPUS=2 bash experiments/deepspeed/run.sh OUT check study",
     "GPUS=1 bash experiments/pretrain_350m/run.sh OUT w4:1,2",
     "STUDIES=finetune_1b_mini GPUS=4 bash experiments/finetune_1b/run.sh OUT",
-    "TESTS=no GPUS=2 bash experiments/collectives/run.sh OUT",
     "zpp-lab bench calibrate --out OUT/machine.json",
 ]
 composed = cache(lambda words: compose.compose(list(words)))  # a fifth of a second each

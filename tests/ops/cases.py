@@ -16,7 +16,6 @@ from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
 from zpp_lab.codecs.errors import SUMS
 from zpp_lab.layout import Layout
 from zpp_lab.ops import reference
-from zpp_lab.ops.rows import Rows, senders
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HARD = (
@@ -227,24 +226,6 @@ def _check_encode(case: Case, ops: object, device: str) -> None:
     ops.decode(layout, got, mine)  # type: ignore[attr-defined]
     for i, (a, b) in enumerate(zip(mine, outs, strict=True)):
         same(f"decode {i}", a, b)
-    pulled = [torch.full_like(m, 5.0) for m in mine]
-    ops.decode(layout, scattered(draw, got), pulled)  # type: ignore[attr-defined]
-    for i, (a, b) in enumerate(zip(pulled, outs, strict=True)):
-        same(f"decode {i} of scattered rows", a, b)
-
-
-def scattered(draw: random.Random, payload: Tensor) -> Rows:
-    """The rows uint8 [R, n], each in memory of its own, visited in any order."""
-    order = list(range(payload.shape[0]))
-    draw.shuffle(order)
-    parts = tuple(payload[i].clone() for i in order)
-    return Rows(parts, tuple(order), draw.randint(0, len(order)), draw.choice((0, 1, 5)))
-
-
-def scattered_senders(draw: random.Random, payload: Tensor) -> Rows:
-    """uint8 [K, R, n] as K senders' rows, each a slice of a larger buffer of its own."""
-    parts = [strided(p[None], str(payload.device))[0] for p in payload]
-    return senders(parts, draw.choice((0, 1, 5)))
 
 
 def _payload(draw: random.Random, case: Case) -> Tensor:
@@ -271,15 +252,10 @@ def _check_sums(case: Case, ops: object, device: str) -> None:
     reference.reduce(before, payload, want)
     ops.reduce(before, there, got)  # type: ignore[attr-defined]
     same("reduce", got, want)
-    apart = scattered_senders(draw, there)
-    got = torch.full_like(want, 9.0, device=device)
-    ops.reduce(before, apart, got)  # type: ignore[attr-defined]
-    same("reduce of scattered rows", got, want)
     noise = random_noise(draw, case.rows)
     for name, args in (
         ("encode_sums", (sums, mine)),
         ("decode_sum_encode", (payload, there)),
-        ("decode_sum_encode", (payload, apart)),
     ):
         want, got = (
             poisoned(case.rows, after.nbytes),

@@ -103,21 +103,6 @@ def example_args() -> dict[str, tuple[object, ...]]:
         "encode_sums": (sums, hop, 5, rows, out),
         "finish_sums": (sums, read, plain),
         "decode_sum_encode": (stack, hop, 5, rows, out),
-        **pulled_args(layout, payload, stack, x, plain, out),
-    }
-
-
-def pulled_args(
-    layout: Layout, payload: Tensor, stack: Tensor, x: list[Tensor], plain: Tensor, out: Tensor
-) -> dict[str, tuple[object, ...]]:
-    read, hop = incoming(layout).rows, ops.cuda.hop(layout, layout).rows
-    one = ops.Rows(tuple(payload), (0, 1), 1).table
-    many = ops.senders(tuple(stack)).table
-    noise = noise_rows(NOISE, payload.device)
-    return {
-        "pull_decode": (one, read, [torch.zeros_like(t) for t in x], 0),
-        "pull_reduce": (many, read, plain, 2),
-        "pull_reencode": (many, hop, 5, noise, out, 2),
     }
 
 

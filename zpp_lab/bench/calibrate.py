@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from zpp_lab.bench.calibrate_links import Links, codecs
 from zpp_lab.bench.ranks import join, start
 from zpp_lab.config import ClusterConfig
 from zpp_lab.cost.machine import MODES, Between, Codec, Curve, Host, Inside, Machine
-from zpp_lab.crossover import Crossover
 from zpp_lab.machine import commit, machine_facts, versions
 
 MIB = 2**20
@@ -48,7 +47,7 @@ MIB = 2**20
 class Sizes:
     """How much is measured. widths: dim, ffn, heads, tokens of a block. shipments: bytes that a
     rank receives. numel: elements that a codec kernel takes. layers and width: of the model
-    that shows the host's time. units: MiB of bf16, read by copies and by kernels."""
+    that shows the host's time."""
 
     widths: tuple[tuple[int, int, int, int], ...]
     compiled: tuple[tuple[int, int, int, int], ...]
@@ -58,7 +57,6 @@ class Sizes:
     layers: int
     width: int
     normed: int
-    units: tuple[int, ...]
 
 
 LARGE = Sizes(
@@ -76,7 +74,6 @@ LARGE = Sizes(
     layers=16,
     width=256,
     normed=1024,
-    units=(4, 16, 64, 256),
 )
 TINY = Sizes(
     widths=((32, 64, 2, 16), (64, 128, 2, 32)),
@@ -87,7 +84,6 @@ TINY = Sizes(
     layers=2,
     width=32,
     normed=32,
-    units=(),
 )
 
 
@@ -173,15 +169,12 @@ def _machine(
 ) -> Machine:
     """Part by part; what a part depends on is in its name."""
     bits, part = [int(word) for word in args.bits.split(",")], kept.part
-    every = f"bits {args.bits}"
     shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
     compute = {m: part(f"compute, {m}", Curve, partial(curve, shapes[m], m, device)) for m in modes}
     wanted = partial(host, sizes.layers, sizes.width, sizes.normed, modes, device)
     started = part(f"host, {' and '.join(modes)}", Host, wanted)
     inside = part("links inside nodes", Inside, lambda: links.inside(sizes.shipments))
-    pulls = f"copies and kernels that pull, {every}"
-    pull = part(pulls, tuple[Crossover, ...], lambda: links.pulls(sizes.units, bits))
-    kernels = part(f"codecs, {every}", Codec, lambda: codecs(bits, sizes.numel, device))
+    kernels = part(f"codecs, bits {args.bits}", Codec, lambda: codecs(bits, sizes.numel, device))
     memory = part("memory", float, lambda: copy_rate(sizes.copied, device))
     between, source = _between(args, links, sizes, kept)
     return Machine(
@@ -189,7 +182,7 @@ def _machine(
         compute=compute,
         memory_bytes_per_s=memory,
         host=started,
-        intra=replace(inside, pull=pull),
+        intra=inside,
         inter=between,
         codec=kernels,
         comment=_comment(sizes, source, kept.calls),
@@ -226,8 +219,7 @@ def _comment(sizes: Sizes, between: str, calls: int) -> dict[str, str]:
         "compute": f"{made}: a third of forward and backward of one block, by its FLOPs",
         "memory_bytes_per_s": f"{made}: a copy, read and written",
         "host": f"{made}: a small model alone and under FSDP2, so that the host is the bound",
-        "intra": f"{made}: transfers alone, engine.transport=auto; pull: what copies and kernels "
-        "add to products of matrices",
+        "intra": f"{made}: transfers alone, engine.transport=auto",
         "inter": between,
         "codec": f"{made}: kernels on bf16, blocks of 256; launch_s: an encode of 16 elements",
     }

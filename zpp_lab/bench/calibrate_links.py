@@ -11,18 +11,12 @@ from torch import Tensor
 from zpp_lab import ops
 from zpp_lab.bench.calibrate_compute import device_seconds, rising
 from zpp_lab.bench.collectives import Bench
-from zpp_lab.bench.pulls import KINDS as KINDS_OF_PULLS
-from zpp_lab.bench.pulls import Beside, crossovers
 from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
-from zpp_lab.collectives.choose import connect
-from zpp_lab.collectives.pulls import Pull
-from zpp_lab.collectives.transport import Link, Transport
-from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.collectives.transport import Link
 from zpp_lab.config import ClusterConfig
 from zpp_lab.cost.machine import OPERATORS, Between, Curve, Inside
 from zpp_lab.cost.machine import Codec as CodecSeconds
 from zpp_lab.cost.transfers import codec_key
-from zpp_lab.crossover import Crossover
 from zpp_lab.layout import Layout
 
 CALLS, WARMUP = 8, 3
@@ -72,24 +66,6 @@ class Links:
 
         alone, beside, moved = (self.bench.milliseconds(c) for c in (products, both, gather))
         return min(1.0, max(0.0, (beside - alone) / min(moved, beside)))
-
-    def pulls(self, mib: Sequence[int], bits: Sequence[int]) -> tuple[Crossover, ...]:
-        """From which size on kernels shall read peers' rows in place, for units of such sizes in
-        bf16. Nothing where ranks do not reach each other's memory, or share no host."""
-        if not mib or self.device.type != "cuda" or self.cluster.nodes > 1:
-            return ()
-        ways: tuple[Pull, ...] = ("copy", "kernel")
-        try:
-            transports: dict[str, Transport] = {
-                way: connect(self.cluster, Watchdog(120.0), "peer", self.device, way)
-                for way in ways
-            }
-        except ValueError as problem:  # on all ranks alike
-            print(f"calibrate: no figure for engine.pull: {problem}", flush=True)
-            return ()
-        beside = Beside(transports, self.bench.milliseconds, self.device)
-        rows = [r for k in KINDS_OF_PULLS for m in mib for b in bits for r in beside.rows(k, m, b)]
-        return (crossovers(self.cluster.world, rows),)
 
     def between(self, shipments: Sequence[int], gbps: float) -> Between:
         """From the smallest shipment and the largest, both by all ranks of a node at once.

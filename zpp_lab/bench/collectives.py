@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ from zpp_lab.collectives.choose import Choice, connect
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.pulls import Pull
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.collectives.watchdog import Watchdog
@@ -60,7 +58,6 @@ class Row:
     wire_ms: float  # received bytes at the wire's rate
     memory_ms: float  # bytes read and written at the memory's rate
     stages_ms: tuple[float, ...] = ()  # encode, transfer, decode or sum: each on its own
-    pull: str = "copy"  # of engine.pull
 
 
 class Bench:
@@ -72,11 +69,9 @@ class Bench:
         device: torch.device,
         args: argparse.Namespace,
         choice: Choice,
-        pull: Pull = "copy",
     ):
-        self.cluster, self.device, self.args = cluster, device, args
-        self.choice, self.pull = choice, pull
-        self.transport = connect(cluster, Watchdog(120.0), choice, device, pull)
+        self.cluster, self.device, self.args, self.choice = cluster, device, args, choice
+        self.transport = connect(cluster, Watchdog(120.0), choice, device)
         self.tick = torch.zeros(1, device=device)
         self.rows: list[Row] = []
 
@@ -86,7 +81,7 @@ class Bench:
         rows = max(1, mib * MIB // (2 * COLUMNS * PARTS * world)) * world
         whole = [self._random(rows, COLUMNS) for _ in range(PARTS)]
         shards = [w.view(world, -1)[self.transport.rank].clone() for w in whole]
-        if self.choice == self.args.transports[0] and self.pull == "copy":
+        if self.choice == self.args.transports[0]:
             self._native(mib, whole, shards)
         for name, codec in codecs(self.args.bits):
             numels = [s.numel() for s in shards]
@@ -131,7 +126,7 @@ class Bench:
             gather.unpack(packet, outs)
 
         stages: list[Call] = []
-        if not hierarchical and self.pull == "copy":
+        if not hierarchical:
             row = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=self.device)
             out = row.repeat(self.cluster.world, 1)
             ops.encode(layout, shards, None, row)
@@ -154,8 +149,7 @@ class Bench:
         payload = self.cluster.world * layout.nbytes
         memory = _nbytes(grads) + 2 * payload + out.nbytes
         what = "reduce" if len(hops) == 1 else "reduce in two hops"
-        apart = len(hops) == 1 and self.pull == "copy"  # a kernel that pulls has no stages
-        stages = self._reduce_stages(layout, grads, out) if apart else []
+        stages = self._reduce_stages(layout, grads, out) if len(hops) == 1 else []
         self._keep(what, name, mib, lambda: reduce.run(names, grads, out), payload, memory, stages)
 
     def _reduce_stages(self, layout: Layout, grads: list[Tensor], out: Tensor) -> list[Call]:
@@ -190,14 +184,13 @@ class Bench:
             received / self.args.wire_rate / 1e6,
             memory / self.args.memory_rate / 1e6,
             tuple(self.milliseconds(stage) for stage in stages),
-            self.pull,
         )
         self.rows.append(row)
         if self.transport.rank == 0:
             stages_ms = ", ".join(f"{t:.3f}" for t in row.stages_ms)
             print(
                 f"{what:18s} {codec:12s} {mib:4d} MiB {row.nodes}x{row.gpus_per_node} "
-                f"{row.transport:7s} {row.pull:6s} {row.ms:8.3f} ms  floors: wire "
+                f"{row.transport:7s} {row.ms:8.3f} ms  floors: wire "
                 f"{row.wire_ms:.3f}, memory {row.memory_ms:.3f}  stages: {stages_ms}",
                 flush=True,
             )
@@ -246,9 +239,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
     made.add_argument("--nodes", type=_numbers, default=[1], help="shapes: nodes of the ranks")
     made.add_argument("--transports", type=_words, default=["auto"], help="of engine.transport")
-    made.add_argument(
-        "--pulls", type=_words, default=["copy"], help="of engine.pull; kernel: peers' memory only"
-    )
     made.add_argument("--mib", type=_numbers, default=[16, 64, 640], help="bf16 sizes")
     made.add_argument("--bits", type=_numbers, default=[8, 6, 4, 2])
     made.add_argument("--calls", type=int, default=20)
@@ -280,10 +270,8 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
         if world % nodes:
             raise ValueError(f"--nodes {nodes} does not divide {world} ranks")
         cluster = ClusterConfig(nodes=nodes, gpus_per_node=world // nodes)
-        for choice, pull in product(args.transports, args.pulls):
-            if choice == "groups" and pull != "copy":
-                continue
-            bench = Bench(cluster, device, args, choice, pull)
+        for choice in args.transports:
+            bench = Bench(cluster, device, args, choice)
             for mib in args.mib:
                 bench.size(mib)
             rows += bench.rows

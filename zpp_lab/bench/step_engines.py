@@ -101,11 +101,10 @@ def quick(config: Config, device: torch.device) -> Timed:
     gather = gather_mode(config.engine.gather)
     chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
     cluster, choice = config.cluster, config.engine.transport
-    pull = config.engine.pull, config.engine.pull_multiprocessors
-    key = cluster.nodes, cluster.gpus_per_node, choice, *pull
+    key = cluster.nodes, cluster.gpus_per_node, choice
     if key not in TRANSPORTS:
         watchdog = Watchdog(config.engine.timeout_seconds)
-        TRANSPORTS[key] = connect(cluster, watchdog, choice, device, *pull)
+        TRANSPORTS[key] = connect(cluster, watchdog, choice, device)
     model = meta_model(config)
     return Through(QuickStart(model, build_plan(model, chosen), chosen, device, TRANSPORTS[key]))
 

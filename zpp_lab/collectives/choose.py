@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 
 from zpp_lab.collectives.peer import PeerTransport
-from zpp_lab.collectives.pulls import Pull, Pulls
 from zpp_lab.collectives.ring import MIB, Shared
 from zpp_lab.collectives.transport import LINKS, Link, ProcessGroups, Transport, members
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import ClusterConfig
-from zpp_lab.crossover import measured_here
 from zpp_lab.ops.backend import use_kernels
 
 Choice = Literal["auto", "groups", "peer"]
@@ -33,24 +31,16 @@ LEAST = 16 * MIB  # bytes that a shipment must bring for `auto` to take peer mem
 
 
 def connect(
-    cluster: ClusterConfig,
-    watchdog: Watchdog,
-    choice: Choice,
-    device: torch.device,
-    pull: Pull = "auto",
-    multiprocessors: int = 0,
+    cluster: ClusterConfig, watchdog: Watchdog, choice: Choice, device: torch.device
 ) -> Transport:
     """The transport that `choice` asks for; every rank calls it alike.
 
-    pull: whether kernels read peers' rows in place, on so many multiprocessors (0: by kind).
-    ValueError when the cluster's shape does not fit, and when `peer`, or `pull=kernel`, cannot be
-    had: it names why.
+    ValueError when the cluster's shape does not fit, and when `peer` cannot be had: it names why.
     """
     if choice not in get_args(Choice):
         raise ValueError(f"engine.transport={choice!r}: use one of {', '.join(get_args(Choice))}")
     groups = ProcessGroups(cluster, watchdog)
     if choice == "groups":
-        _need_peers(pull, "engine.transport=groups has process groups only")
         return groups
     problems = _problems(cluster, device)
     usable = [link for link in LINKS if link not in problems]
@@ -61,31 +51,13 @@ def connect(
             "use engine.transport=auto or groups"
         )
     if needed in problems:
-        _need_peers(pull, problems[needed])
         return groups
     at_once = _everywhere(use_kernels(torch.empty(0, device=device)))
-    if not at_once:
-        _need_peers(pull, "not all ranks have the CUDA kernels (`zpp-lab doctor` says why)")
     shared = {link: _maker(groups, link, device, at_once) for link in usable}
-    pulls = _pulls(pull if at_once else "copy", multiprocessors, device)
-    transport = PeerTransport(groups, shared, LEAST if choice == "auto" else 0, pulls)
+    transport = PeerTransport(groups, shared, LEAST if choice == "auto" else 0)
     if transport.rank == 0:
         print(f"zpp_lab: transport: {transport.describe()}", file=sys.stderr)
     return transport
-
-
-def _need_peers(pull: Pull, problem: str) -> None:
-    if pull == "kernel":
-        raise ValueError(
-            f"engine.pull=kernel cannot be had: {problem}; use engine.pull=auto or copy"
-        )
-
-
-def _pulls(pull: Pull, multiprocessors: int, device: torch.device) -> Pulls:
-    """Rank 0's figures count, so that all ranks decide alike."""
-    known = [measured_here(torch.cuda.get_device_name(device)) if pull == "auto" else {}]
-    dist.broadcast_object_list(known, 0)
-    return Pulls(pull, multiprocessors, known[0])
 
 
 def gather_mode(asked: str) -> str:

@@ -27,34 +27,28 @@ class Express:
 
     def __init__(self, place: int, count: int, pads: int, lane: torch.cuda.Stream) -> None:
         self.place, self.count, self.pads, self.lane = place, count, pads, lane
-        self.met = [_event() for _ in range(MOST_SLOTS + 1)]  # the last: without a use
+        self.met = [_event() for _ in range(MOST_SLOTS)]
         self.read, self.home = _event(), _event()
         self.meetings = 0
         self.call = torch.ops.zpp_lab.ship.default
-        self.meeting = torch.ops.zpp_lab.meet.default
-        self.again = torch.tensor(self._columns(self.met[-1], 0, 0, 0), dtype=torch.int64)
 
     def route(self, part: Part) -> Tensor:
         """The columns `Route` of cuda/ship.h, then sources and their rows."""
-        room = part.room
-        columns = self._columns(self.met[part.slot], room.data_ptr(), room.shape[1], part.own)
-        for source, row in zip(part.sources, part.order, strict=True):
-            columns += [source.data_ptr(), row]
-        return torch.tensor(columns, dtype=torch.int64)
-
-    def _columns(self, met: torch.cuda.Event, room: int, nbytes: int, own: int) -> list[int]:
-        return [
+        columns = [
             self.place,
             self.count,
             self.pads,
-            room,
+            part.room.data_ptr(),
             self.read.cuda_event,
-            met.cuda_event,
+            self.met[part.slot].cuda_event,
             self.lane.cuda_stream,
             self.home.cuda_event,
-            nbytes,
-            own,
+            part.room.shape[1],
+            part.own,
         ]
+        for source, row in zip(part.sources, part.order, strict=True):
+            columns += [source.data_ptr(), row]
+        return torch.tensor(columns, dtype=torch.int64)
 
     def ship(
         self, part: Part, out: Tensor, held: Tensor | None, keep: Tensor | None, watch: int
@@ -65,19 +59,6 @@ class Express:
             part.route = self.route(part)
         self.meetings += 1
         self.call(out, part.route, self.meetings, watch, held, keep)
-
-    def meet(self, part: Part, held: Tensor | None, watch: int) -> None:
-        """As `ship`, but the rows stay where they are, and `read` stands for whatever the owner
-        records it behind."""
-        if part.route is None:
-            part.route = self.route(part)
-        self.meetings += 1
-        self.meeting(part.room, part.route, self.meetings, watch, held)
-
-    def meet_again(self, room: Tensor) -> None:
-        """Behind `read`, without a use; afterwards the last of `met` stands for it."""
-        self.meetings += 1
-        self.meeting(room, self.again, self.meetings, 0, None)
 
 
 def _event() -> torch.cuda.Event:

@@ -48,15 +48,13 @@ class GatherSpec:
 
 @dataclass(slots=True)
 class Packet:
-    """A gather under way. `payload` uint8 [W, nbytes], None where the kernel that decodes reads the
-    rows where they were encoded; `held` uint8 [N, nbytes] of the node."""
+    """A gather under way: `payload` uint8 [W, nbytes], `held` uint8 [N, nbytes] of the node."""
 
     wire: Wire
     layout: Layout
-    payload: Tensor | None
+    payload: Tensor
     first: Shipment | None = None  # none where `held` was kept since forward
     held: Tensor | None = None
-    arrived: Shipment | None = None  # the last one, once it was sent
 
     @property
     def kept(self) -> bool:
@@ -97,8 +95,7 @@ class Gather:
         wire: Wire = "weights_backward" if backward else "weights_forward"
         layout = self._layout(wire)
         device = shards[0].device
-        last: Link = "local" if self.spec.hierarchical else "world"
-        packet = self._empty(wire, layout, device, last)
+        packet = self._empty(wire, layout, device)
         packet.first = self._first_leg(packet, device)
         row = packet.first.room
         if self.spec.stored:
@@ -113,10 +110,9 @@ class Gather:
         return packet
 
     def send(self, packet: Packet) -> None:
-        """Move the rows, or let them be read; `packet.payload`, if there is one, is whole."""
+        """Move the rows; `packet.payload` is whole after it."""
         keep = self._keep(packet)
         sent = packet.first.send(keep) if packet.first is not None else NOTHING
-        packet.arrived = packet.first
         if packet.held is not None:
             sent += self._pass_on(packet, packet.held)
         self.ledger.add(packet.wire, sent)
@@ -125,9 +121,7 @@ class Gather:
 
     def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
         """Decode into whole parameters, padded or not, one per segment."""
-        assert packet.arrived is not None, "it was not sent"
-        with packet.arrived.reading() as rows:
-            ops.decode(packet.layout, rows, outs)
+        ops.decode(packet.layout, packet.payload, outs)
 
     # ------------------------------------------------------------------ parts
 
@@ -173,20 +167,14 @@ class Gather:
             nbytes = self.spec.forward.nbytes * self.cluster.nodes
             self.transport.reserve("gather", "local", nbytes)
 
-    def _empty(self, wire: Wire, layout: Layout, device: torch.device, last: Link) -> Packet:
-        """`last`: the link over which the whole payload comes."""
+    def _empty(self, wire: Wire, layout: Layout, device: torch.device) -> Packet:
         shape = (self.cluster.world, layout.nbytes)
-        if self.transport.pulls("gather", last, shape):
-            return Packet(wire, layout, None)
         return Packet(wire, layout, torch.empty(shape, dtype=torch.uint8, device=device))
 
     def _leg(self, packet: Packet, link: Link, held: Tensor | None = None) -> Shipment:
         """The shipment that brings the whole payload."""
         label = self.labels[packet.wire, link]
-        if packet.payload is not None:
-            return self.transport.gathering(packet.payload, link, label, held)
-        shape = (self.cluster.world, packet.layout.nbytes)
-        return self.transport.pulling("gather", link, shape, label, held)
+        return self.transport.gathering(packet.payload, link, label, held)
 
     def _first_leg(self, packet: Packet, device: torch.device) -> Shipment:
         if not self.spec.hierarchical:
@@ -202,14 +190,13 @@ class Gather:
                 f"unit {self.spec.unit}: backward found no secondary shard; run its forward "
                 "with gradients enabled before each backward"
             )
-        packet = self._empty("weights_backward", self.spec.forward, device, "local")
+        packet = self._empty("weights_backward", self.spec.forward, device)
         packet.held = self.secondary
         return packet
 
     def _pass_on(self, packet: Packet, held: Tensor) -> Traffic:
         """The node's rows to the neighbours in it."""
-        packet.arrived = self._leg(packet, "local", held)
-        return packet.arrived.send()
+        return self._leg(packet, "local", held).send()
 
     def _keep(self, packet: Packet) -> Tensor | None:
         """hpZ: of a forward that a backward will follow, this local rank's N rows stay. Where no
@@ -220,8 +207,7 @@ class Gather:
         if packet.held is not None:
             self.secondary = packet.held
             return None
-        assert packet.first is not None, "something is sent"
-        self.secondary = packet.first.room.new_empty(self.cluster.nodes, packet.layout.nbytes)
+        self.secondary = packet.payload.new_empty(self.cluster.nodes, packet.layout.nbytes)
         return self.secondary
 
     def _check(self, packet: Packet, sent: Traffic) -> None:

@@ -67,12 +67,11 @@ class Reduce:
         self._encode(layouts[0], grads, leg.room)
         sent = [leg.send()]
         if len(layouts) > 1:
-            first, leg = leg, self._leg(1, layouts[1], grads[0].device)
-            with first.reading() as rows:
-                self._encode_again(layouts[0], layouts[1], self._in_order(rows), leg.room)
+            rows = self._in_order(leg.out)
+            leg = self._leg(1, layouts[1], grads[0].device)
+            self._encode_again(layouts[0], layouts[1], rows, leg.room)
             sent.append(leg.send())
-        with leg.reading() as rows:
-            ops.reduce(layouts[-1], self._in_order(rows), out[None])
+        ops.reduce(layouts[-1], self._in_order(leg.out), out[None])
         self._account(planned, sent)
 
     # ------------------------------------------------------------------ parts
@@ -97,11 +96,8 @@ class Reduce:
 
     def _leg(self, hop: int, layout: Layout, device: torch.device) -> Shipment:
         link, rows, members = self.ways[hop]
-        shape, label = (members, rows, layout.nbytes), self.labels[hop]
-        if self.transport.pulls("exchange", link, shape):
-            return self.transport.pulling("exchange", link, shape, label)
-        out = torch.empty(shape, dtype=torch.uint8, device=device)
-        return self.transport.exchanging(out, link, label)
+        out = torch.empty(members, rows, layout.nbytes, dtype=torch.uint8, device=device)
+        return self.transport.exchanging(out, link, self.labels[hop])
 
     def _encode(self, layout: Layout, grads: Sequence[Tensor], room: Tensor) -> None:
         """One row for each shard of the cluster, in their order."""
@@ -119,7 +115,7 @@ class Reduce:
             before = [ops.padded_rows(g, world, s.numel) for g, s in pairs]
             observer.rows(wire, layout, before, room, self.rank)
 
-    def _encode_again(self, first: Layout, second: Layout, rows: ops.Payload, room: Tensor) -> None:
+    def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
         """Rows uint8 [L, N, n] → the sums' rows, uint8 [N, m]: the shards that this local rank
         owns on each node."""
         node, local = divmod(self.rank, self.cluster.gpus_per_node)
@@ -136,7 +132,7 @@ class Reduce:
             sender = node * self.cluster.gpus_per_node
             self.clock.observer.rows(self.hops[1], second, before, room, sender)
 
-    def _in_order(self, rows: ops.Payload) -> ops.Payload:
+    def _in_order(self, rows: Tensor) -> Tensor:
         """Rows of K senders in the order in which the recipe adds them."""
         return rows.flip(0) if self.spec.reversed_order else rows
 

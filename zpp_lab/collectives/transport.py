@@ -9,7 +9,6 @@ for ranks that read each other's memory.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.watchdog import Watch, Watchdog
 from zpp_lab.config import ClusterConfig
-from zpp_lab.ops import Payload
 
 Group = dist.ProcessGroup | None
 Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
@@ -48,7 +46,7 @@ class Shipment(Protocol):
 
     @property
     def out(self) -> Tensor:
-        """What arrives; not for `pulling`."""
+        """What arrives."""
         ...
 
     def send(self, keep: Tensor | None = None) -> Traffic:
@@ -57,11 +55,6 @@ class Shipment(Protocol):
 
         keep: see `kept_rows`; for gathers of one row over all ranks.
         """
-        ...
-
-    def reading(self) -> AbstractContextManager[Payload]:
-        """What arrives, for the body to read on the current stream, once: `out`, or rows that
-        stay where they were encoded and may be overwritten after it."""
         ...
 
 
@@ -84,22 +77,6 @@ class Transport(Protocol):
     def exchanging(self, out: Tensor, link: Link, label: str) -> Shipment:
         """`room` uint8 [R · members, n]: rows i, i + members ... go to member i; `out` uint8
         [members, R, n], contiguous: row i came from member i."""
-        ...
-
-    def pulls(self, kind: Kind, link: Link, shape: tuple[int, ...]) -> bool:
-        """Whether kernels shall read what arrives where it was encoded: a shipment whose `out`
-        would be uint8 of this shape is then made by `pulling`."""
-        ...
-
-    def pulling(
-        self,
-        kind: Kind,
-        link: Link,
-        shape: tuple[int, ...],
-        label: str,
-        held: Tensor | None = None,
-    ) -> Shipment:
-        """A gather or an exchange without `out`; `reading` gives the rows."""
         ...
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
@@ -175,12 +152,6 @@ class Collectives:
         count, rows, each = out.shape
         return _Exchanging(self, out.new_empty(rows * count, each), out, link, label)
 
-    def pulls(self, kind: Kind, link: Link, shape: tuple[int, ...]) -> bool:
-        return False
-
-    def pulling(self, *_: Any, **__: Any) -> Shipment:
-        raise AssertionError("process groups copy what arrives")
-
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
         """Nothing is kept between shipments."""
 
@@ -192,9 +163,6 @@ class _Way:
 
     def __init__(self, by: Collectives, room: Tensor, out: Tensor, link: Link, label: str) -> None:
         self.by, self.room, self.out, self.link, self.label = by, room, out, link, label
-
-    def reading(self) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.out)
 
 
 class _Gathering(_Way):

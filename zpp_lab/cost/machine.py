@@ -19,7 +19,6 @@ from pydantic.dataclasses import dataclass as checked
 
 from zpp_lab.codec_config import need
 from zpp_lab.config_load import load
-from zpp_lab.crossover import Crossover
 from zpp_lab.files import write_atomic
 from zpp_lab.paths import conf_dir
 
@@ -121,13 +120,11 @@ class Host:
 @checked(frozen=True, config=_STRICT)
 class Inside:
     """The links inside a node: seconds by bytes that one rank receives. gpu_share: of a transfer's
-    seconds, those that the model loses beside it. pull: from which size on kernels shall read
-    peers' rows in place, by number of ranks; nobody measured others."""
+    seconds, those that the model loses beside it."""
 
     gather: Curve
     reduce: Curve
     gpu_share: float
-    pull: tuple[Crossover, ...] = ()
 
     def __post_init__(self) -> None:
         need(0 <= self.gpu_share <= 1, f"intra.gpu_share={self.gpu_share}: use 0 to 1")
@@ -197,7 +194,7 @@ class Machine:
     inter: Between
     codec: Codec
     comment: Mapping[str, str]  # where each number comes from
-    gpu: str = ""  # its name as torch says it; engine.pull=auto looks for the file by it
+    gpu: str = ""  # its name as torch says it
 
     def __post_init__(self) -> None:
         _modes("compute", self.compute)

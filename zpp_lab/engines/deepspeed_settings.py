@@ -36,8 +36,6 @@ _OURS = (
     "offload",
     "compile",
     "transport",
-    "pull",
-    "pull_multiprocessors",
 )
 
 

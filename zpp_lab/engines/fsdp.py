@@ -111,8 +111,7 @@ class FsdpEngine(Engine):
     def _connect(self) -> Transport:
         wanted = self.config.engine
         watchdog = Watchdog(wanted.timeout_seconds)
-        pull = (wanted.pull, wanted.pull_multiprocessors)
-        return connect(self.cluster, watchdog, wanted.transport, self.device, *pull)
+        return connect(self.cluster, watchdog, wanted.transport, self.device)
 
     def _initialize(self) -> Start | None:
         """Fill this rank's shards; returns where their rows came from."""

@@ -2,8 +2,6 @@
 
 Tensors decide: CUDA tensors take the kernels of cuda/, everything else reference.py. Both give
 the same bits. `configure` forces one of them; `status` says what serves.
-
-A payload that is read is one tensor, or `Rows` that lie in several places.
 """
 
 from __future__ import annotations
@@ -17,12 +15,8 @@ from zpp_lab.layout import Layout
 from zpp_lab.ops import cuda, reference
 from zpp_lab.ops.backend import configure, status, use_kernels
 from zpp_lab.ops.reference import padded_rows
-from zpp_lab.ops.rows import MAX_ROWS, Payload, Rows, one_of, senders, whole
 
 __all__ = [
-    "MAX_ROWS",
-    "Payload",
-    "Rows",
     "configure",
     "decode",
     "decode_sum",
@@ -32,7 +26,6 @@ __all__ = [
     "finish_sums",
     "padded_rows",
     "reduce",
-    "senders",
     "status",
 ]
 
@@ -55,29 +48,22 @@ def encode(
     (cuda if use_kernels(out) else reference).encode(layout, sources, noise, out, errors)
 
 
-def decode(layout: Layout, payload: Payload, outs: Sequence[Tensor]) -> None:
+def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
     """Payload uint8 [R, nbytes] → whole contiguous parameters, rounded once to their dtype."""
-    if use_kernels(one_of(payload)):
-        cuda.decode(layout, payload, outs)
-    else:
-        reference.decode(layout, whole(payload), outs)
+    (cuda if use_kernels(payload) else reference).decode(layout, payload, outs)
 
 
-def decode_sum(layout: Layout, payload: Payload, sums: Tensor) -> None:
+def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
     """Adds payload rows uint8 [K, R, nbytes] to `sums` fp32 [R, coded_numel], k = 0 first."""
-    rows = whole(payload)  # telemetry alone asks for sums of `Rows`
-    (cuda if use_kernels(rows) else reference).decode_sum(layout, rows, sums)
+    (cuda if use_kernels(payload) else reference).decode_sum(layout, payload, sums)
 
 
-def reduce(layout: Layout, payload: Payload, out: Tensor) -> None:
+def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
     """Payload rows uint8 [K, R, nbytes] → `out` fp32 or bf16 [R, numel].
 
     0 + row 0 + row 1 + ... in fp32, then out of the rotated domain, then one rounding.
     """
-    if use_kernels(one_of(payload)):
-        cuda.reduce(layout, payload, out)
-    else:
-        reference.reduce(layout, whole(payload), out)
+    (cuda if use_kernels(payload) else reference).reduce(layout, payload, out)
 
 
 def encode_sums(
@@ -96,13 +82,10 @@ def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
 
 
 def decode_sum_encode(
-    before: Layout, layout: Layout, payload: Payload, noise: Noise | None, out: Tensor
+    before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
     """The middle of a two-hop reduction: uint8 [K, R, before.nbytes] → uint8 [R, nbytes].
 
     Equals `decode_sum` onto zeros, then `encode_sums`, without the sums ever leaving the chip.
     """
-    if use_kernels(out):
-        cuda.decode_sum_encode(before, layout, payload, noise, out)
-    else:
-        reference.decode_sum_encode(before, layout, whole(payload), noise, out)
+    (cuda if use_kernels(out) else reference).decode_sum_encode(before, layout, payload, noise, out)

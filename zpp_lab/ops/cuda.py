@@ -15,7 +15,6 @@ from zpp_lab.codecs.errors import SUMS, TILE
 from zpp_lab.layout import Layout, Segment
 from zpp_lab.numerics import fold_sum
 from zpp_lab.ops import reference
-from zpp_lab.ops.rows import Payload, Rows, cut
 from zpp_lab.ops.table import hop, incoming, noise_rows, outgoing, signed
 
 NAMES = (
@@ -26,9 +25,6 @@ NAMES = (
     "encode_sums",
     "finish_sums",
     "decode_sum_encode",
-    "pull_decode",
-    "pull_reduce",
-    "pull_reencode",
     "adamw",
     "square_sums",
 )
@@ -65,16 +61,11 @@ def encode(
         reference.encode(_alone(layout, i), [sources[i]], noise, _bytes(layout, i, out), part)
 
 
-def decode(layout: Layout, payload: Payload, outs: Sequence[Tensor]) -> None:
+def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
     table = incoming(layout)
     if table.kernel:
         own = [outs[i] for i in table.kernel] if table.others else list(outs)
-        if isinstance(payload, Rows):
-            torch.ops.zpp_lab.pull_decode.default(
-                payload.table, table.rows, own, payload.multiprocessors
-            )
-        else:
-            torch.ops.zpp_lab.decode.default(payload, table.rows, own)
+        torch.ops.zpp_lab.decode.default(payload, table.rows, own)
     for i in table.others:
         reference.decode(_alone(layout, i), _bytes(layout, i, payload), [outs[i]])
 
@@ -87,13 +78,9 @@ def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
         reference.decode_sum(_alone(layout, i), _bytes(layout, i, payload), _sums(layout, i, sums))
 
 
-def reduce(layout: Layout, payload: Payload, out: Tensor) -> None:
+def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
     table = incoming(layout)
-    if table.kernel and isinstance(payload, Rows):
-        torch.ops.zpp_lab.pull_reduce.default(
-            payload.table, table.rows, out, payload.multiprocessors
-        )
-    elif table.kernel:
+    if table.kernel:
         torch.ops.zpp_lab.reduce.default(payload, table.rows, out)
     for i in table.others:
         at = layout.segments[i].offset_numel
@@ -122,15 +109,11 @@ def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
 
 
 def decode_sum_encode(
-    before: Layout, layout: Layout, payload: Payload, noise: Noise | None, out: Tensor
+    before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
     table = hop(before, layout)
-    args = _noise(noise, layout, out)
-    if table.kernel and isinstance(payload, Rows):
-        torch.ops.zpp_lab.pull_reencode.default(
-            payload.table, table.rows, *args, out, payload.multiprocessors
-        )
-    elif table.kernel:
+    if table.kernel:
+        args = _noise(noise, layout, out)
         torch.ops.zpp_lab.decode_sum_encode.default(payload, table.rows, *args, out)
     for i in table.others:
         old, new = _alone(before, i), _alone(layout, i)
@@ -144,10 +127,10 @@ def _alone(layout: Layout, i: int) -> Layout:
     return Layout.build([segment.name], [segment.numel], [segment.codec])
 
 
-def _bytes(layout: Layout, i: int, payload: Payload) -> Tensor:
+def _bytes(layout: Layout, i: int, payload: Tensor) -> Tensor:
     """The segment's bytes in payload rows uint8 [..., nbytes]."""
     segment = layout.segments[i]
-    return cut(payload, segment.offset, segment.nbytes)
+    return payload[..., segment.offset : segment.offset + segment.nbytes]
 
 
 def _sums(layout: Layout, i: int, sums: Tensor) -> Tensor:
