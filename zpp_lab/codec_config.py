@@ -79,8 +79,13 @@ def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | 
 
 @dataclass(frozen=True, config=STRICT)
 class ExemptConfig:
-    """Parameters whose own bytes travel on every wire."""
+    """Parameters whose own bytes travel on every wire.
+
+    A recipe's patterns must each match a parameter of the model; the default, by dimension alone,
+    is the same for every family. Of `model.lora.base_exempt` the default lists what several
+    families call their embeddings and heads, and may match in part.
+    """
 
     max_ndim: int = 1  # norms and biases have one dimension
-    names: list[str] = field(default_factory=list)  # glob patterns, such as "embed*"
+    names: list[str] = field(default_factory=list)  # glob patterns of whole names, such as "embed*"
     below_numel: int = 0

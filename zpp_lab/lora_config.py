@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.codec_config import STRICT, CodecConfig, ExemptConfig, need
 
 # Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them as they are.
+# As the default it may match in part; a list of the user's own must match name by name.
 OUTER = ["*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"]
 
 

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, open_dict
 from zpp_lab.compose import explain, to_config
 from zpp_lab.hydra_words import from_home, setting_of, written
 from zpp_lab.paths import conf_dir
-from zpp_lab.runconfig import check_recipe_name
+from zpp_lab.runconfig import check_recipe_name, has_ended
 
 
 def multirun(overrides: list[str]) -> int:
@@ -86,6 +86,7 @@ def _command_line(*words: str) -> Iterator[None]:
 def _job(composed: DictConfig) -> float:
     """One job; returns the held-out loss, for sweepers that optimize."""
     from zpp_lab.launcher import launch
+    from zpp_lab.preflight import check_run
 
     settings = HydraConfig.get()
     check_recipe_name(str(composed.recipe.name))
@@ -94,7 +95,10 @@ def _job(composed: DictConfig) -> float:
         folder = f"{settings.sweep.dir}/{name}/seed{composed.seed}"
         composed.run.dir = composed.run.dir or folder
         composed.run.name = composed.run.name or f"{name}-seed{composed.seed}"
-    return float(launch(to_config(composed))["heldout_loss"])
+    config = to_config(composed)
+    if not has_ended(config):
+        check_run(config)
+    return float(launch(config)["heldout_loss"])
 
 
 def _sweep_dir(overrides: list[str]) -> str:

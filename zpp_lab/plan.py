@@ -16,10 +16,10 @@ once a micro-step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zpp_lab.codecs import Codec
+from zpp_lab.codecs import Codec, RawCodec, build_codec
 from zpp_lab.collectives.traffic import (
     Traffic,
     gather_traffic,
@@ -30,7 +30,7 @@ from zpp_lab.collectives.traffic import (
 )
 from zpp_lab.config import WIRES, Wire
 from zpp_lab.layout import Layout, Parameter
-from zpp_lab.recipe import Recipe
+from zpp_lab.recipe import Recipe, check_patterns, told_raw
 
 Bytes = dict[Wire, Traffic]
 
@@ -72,15 +72,19 @@ class UnitPlan:
     unit: Unit
     recipe: Recipe
     hierarchical: bool = False  # gathers send each byte between nodes once
+    bits_only: bool = False  # layouts without what travels as its own bytes
 
     def _layout(self, wire: Wire, trainable_only: bool = False) -> Layout:
         chosen = [
-            p for p in self.unit.parameters if not trainable_only or p.name in self.unit.trainable
+            (p, self._codec(wire, p))
+            for p in self.unit.parameters
+            if not trainable_only or p.name in self.unit.trainable
         ]
+        chosen = [(p, c) for p, c in chosen if not (self.bits_only and isinstance(c, RawCodec))]
         return Layout.build(
-            [p.name for p in chosen],
-            [p.shard_numel for p in chosen],
-            [self._codec(wire, p) for p in chosen],
+            [p.name for p, _ in chosen],
+            [p.shard_numel for p, _ in chosen],
+            [codec for _, codec in chosen],
         )
 
     def _codec(self, wire: Wire, parameter: Parameter) -> Codec:
@@ -203,12 +207,18 @@ class Plan:
         accumulate: str = "every",
         gather: str = "auto",
     ) -> Plan:
+        """ValueError where this model would get less than the recipe asks for: a pattern or a rule
+        that matches none of its parameters, a wire that asks for bits and carries none."""
         cluster = recipe.cluster
         several = cluster.nodes > 1 and cluster.gpus_per_node > 1
         hierarchical = several and gather != "flat"
         last = accumulate == "last" or recipe.config.stage == 1
-        plans = tuple(UnitPlan(unit, recipe, hierarchical) for unit in units)
-        return cls(plans, recipe, micro_steps, last)
+        plan = cls(
+            tuple(UnitPlan(unit, recipe, hierarchical) for unit in units), recipe, micro_steps, last
+        )
+        check_patterns(recipe, [p for u in plan.units for p in u.unit.parameters], plan.stored)
+        _check_bits(plan)
+        return plan
 
     @property
     def reductions(self) -> int:
@@ -229,10 +239,57 @@ class Plan:
             add_bytes(total, unit.used_bytes(use))
         return total
 
+    def quantized_share(self) -> dict[Wire, float]:
+        """Of a step's bytes on each wire that sends any, the part that codecs made."""
+        every = self.step_bytes()
+        made = replace(
+            self, units=tuple(replace(u, bits_only=True) for u in self.units)
+        ).step_bytes()
+        return {wire: sum(made[wire]) / sum(sent) for wire, sent in every.items() if sum(sent)}
+
     @cached_property
     def stored(self) -> frozenset[str]:
         """Every parameter of a frozen base."""
         return frozenset().union(*(u.unit.stored for u in self.units))
+
+
+def _check_bits(plan: Plan) -> None:
+    """ValueError for a wire of this plan that asks for bits, and on which nothing travels in any.
+    A frozen base has its own codec, whatever the recipe."""
+    recipe, units = plan.recipe, plan.units
+    if recipe.cluster.world == 1 or recipe.config.shard == "node":
+        return  # which `Recipe` has looked at
+    again = [u for u in units if u.gathers_backward]
+    wires: dict[Wire, list[Layout]] = {
+        "weights_forward": [u.live("weights_forward") for u in units]
+    }
+    if again:
+        wires["weights_backward"] = [u.live("weights_backward") for u in again]
+    wires |= {wire: [u.hops[i] for u in units] for i, wire in enumerate(recipe.hops)}
+    known = {p.name: p for u in units for p in u.unit.parameters}
+    for wire, layouts in wires.items():
+        segments = [s for layout in layouts for s in layout.segments]
+        if recipe.asks(wire) and all(isinstance(s.codec, RawCodec) for s in segments):
+            why = told_raw(recipe, wire, [known[s.name] for s in segments])
+            raise ValueError(
+                f"recipe {recipe.config.name}, {wire}: it asks for bits, but all {len(segments)} "
+                f"parameters of this model would travel there as they are ({why}); exempt less, "
+                "or leave that wire without a codec (recipe=zero3: all wires)"
+            )
+    for wire in WIRES:
+        alike = [w for w in wires if w.split("_")[0] == wire.split("_")[0]]
+        if wire not in wires and recipe.asks(wire) and not any(map(recipe.asks, alike)):
+            raise ValueError(
+                f"recipe {recipe.config.name}, {wire}: it asks for bits, but nothing travels there "
+                f"in this plan, only on {', '.join(wires)}; set the codec or the rule for those"
+            )
+    base = [s for u in units for s in u.stored.segments]
+    asked = not isinstance(build_codec(recipe.lora.base_codec, recipe.weights_dtype), RawCodec)
+    if base and asked and all(isinstance(s.codec, RawCodec) for s in base):
+        raise ValueError(
+            f"model.lora.base_codec: it asks for bits, but all {len(base)} parameters of the base "
+            "are exempt from it (model.lora.base_exempt); exempt less, or take lora=raw"
+        )
 
 
 def no_bytes() -> Bytes:

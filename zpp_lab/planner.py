@@ -27,6 +27,7 @@ from zpp_lab.models import build_model
 from zpp_lab.moments import GIB, MOMENTS, Estimate, Moment
 from zpp_lab.plan import Plan
 from zpp_lab.study.slots import gpu_memory
+from zpp_lab.text import percents
 
 DEFAULT_GIB = 80.0  # of a device where none is seen
 MOST_RANKS = 4096
@@ -244,6 +245,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "batch_size": outlook.config.train.batch_size,
         "seq_len": outlook.config.data.seq_len,
         "wires": {w: t._asdict() for w, t in outlook.plan.step_bytes().items()},
+        "quantized_share": outlook.plan.quantized_share(),
         "items": [
             {
                 "name": i.name,
@@ -339,8 +341,11 @@ def _wire_table(plan: Plan) -> Table:
     table.add_column("wire, GB a step")
     for name in ("inside nodes", "between nodes"):
         table.add_column(name, justify="right")
+    table.add_column("quantized", justify="right")
+    quantized = plan.quantized_share()
     for wire, traffic in plan.step_bytes().items():
-        table.add_row(wire, f"{traffic.intra / 1e9:.3f}", f"{traffic.inter / 1e9:.3f}")
+        share = percents([quantized[wire]] if wire in quantized else [])
+        table.add_row(wire, f"{traffic.intra / 1e9:.3f}", f"{traffic.inter / 1e9:.3f}", share)
     return table
 
 

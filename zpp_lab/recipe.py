@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -20,6 +24,7 @@ from zpp_lab.config import (
     Wire,
 )
 from zpp_lab.layout import Parameter
+from zpp_lab.lora_config import OUTER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
@@ -37,7 +42,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for wire in WIRES:
-            _check_settings(self.config.name, wire, self.wire(wire))
+            for settings in self._settings(wire):
+                _check_settings(self.config.name, wire, settings)
         _check_reduction(self)
         _check_weights(self)
         _check_shard(self)
@@ -76,6 +82,29 @@ class Recipe:
                 codec = build_codec(settings, raw)
         return codec
 
+    def asks(self, wire: Wire) -> bool:
+        """Whether the wire, or a rule for it, has a codec."""
+        return any(
+            not isinstance(build_codec(s, torch.float32), RawCodec) for s in self._settings(wire)
+        )
+
+    def _settings(self, wire: Wire) -> list[CodecConfig]:
+        """The wire's own, and those that rules make of them."""
+        own = self.wire(wire)
+        rules = [r for r in self.config.rules if wire in r.wires and not r.exempt]
+        return [own, *(rule.set.over(own) for rule in rules)]
+
+    def raw_by(self, wire: Wire, parameter: Parameter) -> str:
+        """The setting by which `parameter` travels as it is on a wire that asks for bits."""
+        exempt = self.config.exempt
+        if any(_matches(rule, wire, parameter) for rule in self.config.rules):
+            return "recipe.rules"
+        if len(parameter.shape) <= exempt.max_ndim:
+            return f"recipe.exempt.max_ndim={exempt.max_ndim}"
+        if parameter.numel < exempt.below_numel:
+            return f"recipe.exempt.below_numel={exempt.below_numel}"
+        return "recipe.exempt.names" if _exempt(exempt, parameter) else "no rule that matches"
+
     @cached_property
     def _codecs(self) -> dict[Wire, Codec]:
         """Of the parameters that no exemption and no rule names: built once, not for each."""
@@ -89,6 +118,56 @@ class Recipe:
         if _exempt(self.lora.base_exempt, parameter):
             return RawCodec(self.weights_dtype)
         return build_codec(self.lora.base_codec, self.weights_dtype)
+
+
+def check_patterns(recipe: Recipe, parameters: Sequence[Parameter], stored: Set[str]) -> None:
+    """ValueError for a pattern or rule that matches no parameter of the model, which lists names
+    near it. `stored`: of a frozen base. `model.lora.base_exempt.names` may stay the default, which
+    lists what several families call their embeddings and heads."""
+    names = [p.name for p in parameters]
+    for pattern in recipe.config.exempt.names:
+        _need_match("recipe.exempt.names", pattern, names)
+    for i, rule in enumerate(recipe.config.rules):
+        _need_match(f"recipe.rules[{i}].name", rule.name, names)
+        if not any(_matches(rule, wire, p) for wire in rule.wires for p in parameters):
+            raise ValueError(
+                f"recipe.rules[{i}] (name {rule.name}) matches no parameter of this model: its "
+                "wires, ndim, min_numel and max_numel leave none; widen them, or drop the rule"
+            )
+    if stored and recipe.lora.base_exempt.names != OUTER:
+        for pattern in recipe.lora.base_exempt.names:
+            _need_match("model.lora.base_exempt.names", pattern, [n for n in names if n in stored])
+
+
+def _need_match(setting: str, pattern: str, names: Sequence[str]) -> None:
+    if not any(fnmatchcase(name, pattern) for name in names):
+        raise ValueError(
+            f"{setting}: {pattern!r} matches no parameter of this model; a pattern must match a "
+            "whole name (* stands for anything), and near it there are: "
+            f"{', '.join(near(pattern, names))}"
+        )
+
+
+def near(pattern: str, names: Sequence[str], most: int = 4) -> list[str]:
+    """The names that are most like `pattern`: its longest literal part beside as many dotted parts
+    of each name."""
+    literal = max(re.split(r"[*?\[\]]", pattern), key=len).strip(".").lower()
+    width = literal.count(".") + 1
+
+    def likeness(name: str) -> float:
+        if literal in name.lower():
+            return 2.0
+        parts = name.lower().split(".")
+        windows = [".".join(parts[i : i + width]) for i in range(max(1, len(parts) - width + 1))]
+        return max(SequenceMatcher(None, literal, window).ratio() for window in windows)
+
+    return sorted(names, key=likeness, reverse=True)[:most]
+
+
+def told_raw(recipe: Recipe, wire: Wire, parameters: Sequence[Parameter]) -> str:
+    """Why none of `parameters` travels in bits on a wire that asks for them, in a few words."""
+    why = Counter(recipe.raw_by(wire, p) for p in parameters)
+    return ", ".join(f"{count} by {setting}" for setting, count in why.most_common())
 
 
 def _exempt(exempt: ExemptConfig, parameter: Parameter) -> bool:

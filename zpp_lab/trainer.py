@@ -32,11 +32,11 @@ from zpp_lab.footprint import StartUp, crowded, of_ranks, peak_gib, retries
 from zpp_lab.garbage import settled
 from zpp_lab.heldout import FILE as HELDOUT
 from zpp_lab.heldout import open_heldout
-from zpp_lab.inputs import check_inputs
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece, writing_seconds
 from zpp_lab.plan import Plan
+from zpp_lab.preflight import check_run
 from zpp_lab.resume import open_store, resume
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
@@ -88,7 +88,7 @@ class Trainer:
     def run(self) -> Record:
         tracker: Tracker | None = None
         try:
-            check_inputs(self.config)
+            check_run(self.config, tracked=self.rank == 0)
             self.commit = commit() if self.rank == 0 else None  # now: a checkout may change later
             data = open_data(self.config.data)
             self._look_at(data)
@@ -295,6 +295,7 @@ class Trainer:
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "bytes": totals,
+            "quantized_share": plan.quantized_share() if totals else None,  # by wire, 0 to 1
             "bytes_per_step": _planned_bytes(plan) if totals else None,  # as `bytes`: {} is unknown
             "data": {"name": config.data.name, **_facts(data)},
             "peak_memory_bytes": self._peak_memory(),

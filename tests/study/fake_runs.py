@@ -202,6 +202,10 @@ def _summary(arm: FakeArm, config: Config, rows: list[dict[str, Any]]) -> dict[s
         "tokens": last["tokens"],
         "seconds": last["seconds"],
         "bytes": {w: {h: b * steps for h, b in hops.items()} for w, hops in sent.items()},
+        "quantized_share": {
+            wire: 0.987 if (arm.weight_bits if "weights" in wire else arm.grad_bits) else 0.0
+            for wire in FULL_BYTES
+        },
         "bytes_per_step": sum(b for hops in sent.values() for b in hops.values()),
         "data": {"name": "stdlib", "hash": "5f1a" * 16, "tokens": 12_345_678},
         "model_parameters": 542_336,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from zpp_lab.commands.results import finish
 from zpp_lab.piece import PAUSED, UNFINISHED, seconds
 
 if TYPE_CHECKING:
-    from zpp_lab.config import StudyConfig
+    from zpp_lab.config import Config, StudyConfig
 
 ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
@@ -100,14 +101,16 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = compose([*overrides, *([] if until is None else [f"run.until={until!r}"])])
     if args.dry_run:
-        print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+        _show_settings(config)
         return 0
-    from zpp_lab.inputs import check_inputs
-    from zpp_lab.launcher import launch, leave
+    from zpp_lab.place import placed
+    from zpp_lab.preflight import check_run
 
     folder, ended = run_dir(config), has_ended(config)
-    if not ended:
-        check_inputs(config)
+    if not ended:  # ranks that somebody else started end together, so rank 0 is not looked at apart
+        check_run(config, tracked=not placed(os.environ))
+    from zpp_lab.launcher import launch, leave
+
     try:
         summary = launch(config)
     except _ends() as error:
@@ -119,6 +122,19 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
     leave()  # ends a rank with 0: torchrun and srun take anything else for a failure
     return PAUSED if paused else 0
+
+
+def _show_settings(config: Config) -> None:
+    """Every setting as YAML, and as its comment what of a step's bytes travels in bits."""
+    from zpp_lab.preflight import check_recipe, planned
+    from zpp_lab.text import shares
+
+    check_recipe(config)
+    plan = planned(config)
+    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+    if plan is not None and config.engine.name != "deepspeed":
+        weights, grads = shares(plan.quantized_share())
+        print(f"# quantized, of a step's bytes: weights {weights}, gradients {grads}")
 
 
 def _result(summary: dict[str, Any]) -> str:

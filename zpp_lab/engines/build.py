@@ -12,6 +12,7 @@ from torch import nn
 from zpp_lab.config import Config, EngineConfig
 from zpp_lab.engines.base import Engine
 from zpp_lab.engines.units import cut_units, grouped
+from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.models import build_model
 from zpp_lab.models.lora import frozen_base
 from zpp_lab.plan import Plan, Unit
@@ -47,6 +48,7 @@ def _own_gpu(device: torch.device) -> torch.device:
 
 def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engine:
     """The engine that `config` asks for, with its model on `device`."""
+    check_engine(config)
     if config.engine.name == "fsdp":
         from zpp_lab.collectives.choose import gather_mode
         from zpp_lab.engines.fsdp import FsdpEngine
@@ -60,17 +62,35 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
 
         whole = build_model(config.model, vocab_size, device=device, seed=config.seed)
         return DeepSpeedEngine(whole, build_plan(whole, config), config, device)
-    if config.recipe.shard == "node":
-        raise ValueError(
-            "recipe.shard=node runs on engine=fsdp alone; for the virtual engine take "
-            "recipe.hops=2 without codecs, which adds up in the same groups"
-        )
     from zpp_lab.engines.virtual import VirtualEngine
 
     if config.engine.deterministic:  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     model = _model(config, vocab_size, str(device))
     return VirtualEngine(model, build_plan(model, config), config)
+
+
+def check_engine(config: Config) -> None:
+    """ValueError where recipe and cluster do not go together, or the engine has no such recipe.
+    Builds no model."""
+    recipe = recipe_of(config)
+    if config.engine.name == "virtual" and config.recipe.shard == "node":
+        raise ValueError(
+            "recipe.shard=node runs on engine=fsdp alone; for the virtual engine take "
+            "recipe.hops=2 without codecs, which adds up in the same groups"
+        )
+    if config.engine.name == "fsdp":
+        is_untouched(Plan((), recipe), config.engine.ordered)
+    if config.engine.name == "deepspeed":
+        from zpp_lab.engines.deepspeed_settings import deepspeed_settings
+
+        deepspeed_settings(config)
+
+
+def recipe_of(config: Config) -> Recipe:
+    """The recipe on the configured cluster, checked; ValueError names what does not fit."""
+    sent = DTYPES[config.train.param_dtype], DTYPES[config.train.reduce_dtype]
+    return Recipe(config.recipe, config.cluster, *sent, lora=config.model.lora)
 
 
 def _model(config: Config, vocab_size: int, device: str) -> Any:
@@ -84,14 +104,7 @@ def _model(config: Config, vocab_size: int, device: str) -> Any:
 
 def build_plan(model: nn.Module, config: Config) -> Plan:
     """The recipe's data movement for this model on the configured cluster."""
-    train = config.train
-    recipe = Recipe(
-        config.recipe,
-        config.cluster,
-        DTYPES[train.param_dtype],
-        DTYPES[train.reduce_dtype],
-        config.model.lora,
-    )
+    train, recipe = config.train, recipe_of(config)
     return Plan.build(
         units_of(model, recipe.shards, config.engine.blocks_per_unit),
         recipe,

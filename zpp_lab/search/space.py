@@ -20,10 +20,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from zpp_lab.config import WIRES, CodecConfig, Config, RecipeConfig, TrainConfig, load
-from zpp_lab.engines.untouched import is_untouched
+from zpp_lab.engines.build import check_engine
 from zpp_lab.paths import conf_dir
-from zpp_lab.plan import Plan
-from zpp_lab.recipe import DTYPES, Recipe
 
 BITS: tuple[int | None, ...] = (None, 8, 6, 4, 2)
 ROTATION = 64  # of the gradients, as in the recipe g8_4_hadamard
@@ -152,16 +150,8 @@ def named_recipes() -> tuple[RecipeConfig, ...]:
 
 def runs(recipe: RecipeConfig, base: Config) -> bool:
     """Whether configs and engine take `recipe` with the other settings of `base`."""
-    train = base.train
     try:
-        made = Recipe(
-            recipe,
-            base.cluster,
-            DTYPES[train.param_dtype],
-            DTYPES[train.reduce_dtype],
-            base.model.lora,
-        )
-        is_untouched(Plan((), made), base.engine.ordered)
+        check_engine(replace(base, recipe=recipe))
     except ValueError:
         return False
     return True

@@ -22,8 +22,10 @@ from zpp_lab.study.plan import Compose, PlannedRun, check_runs, notes, plan_runs
 from zpp_lab.study.progress import duration
 from zpp_lab.study.runs import last_step, read_run
 from zpp_lab.study.slots import check_jobs
+from zpp_lab.text import shares
 
 ENDED = ("finished", "diverged")
+BITS = "Quantized: of a step's bytes of weights and of gradients; a/b: of their two wires."
 LEAST = "≥: weights, optimizer and gradients; activations come on top."
 FLOOR = "≥: training steps without evaluation{more}."
 ALONE = ", and of engine=virtual what the ranks compute, without codecs and waiting"
@@ -104,8 +106,7 @@ def dry_run(
         from zpp_lab.study.batch import check_launcher  # Hydra is slow to import
 
         check_launcher(launcher, root)
-    elif machine is None:  # elsewhere other folders may be there
-        check_runs(study, runs)
+    check_runs(study, runs, here=launcher is None and machine is None)
     check_jobs(jobs)
     ended = sum(run.finished for run in runs)
     console.print(
@@ -116,6 +117,8 @@ def dry_run(
         console.print(note, soft_wrap=True)
     found = forecast(runs, machine)
     console.print(_plan_table(study, found))
+    if any(f.foreseen.quantized for f in found):
+        console.print(BITS)
     if any(f.foreseen.memory and f.foreseen.memory.at_least for f in found):
         console.print(LEAST)
     if machine is not None:
@@ -160,9 +163,12 @@ def _plan_table(study: StudyConfig, runs: Sequence[Forecast]) -> Table:
     def cells(own: Sequence[Forecast]) -> list[str]:
         begun = sum(f.step > 0 and f.state == "unfinished" for f in own)
         sent = "?" if own[0].bytes is None else amount(own[0].bytes)
-        return [str(len(own)), _ended(study, own), str(begun), sent, _memory(own[0])]
+        share = own[0].foreseen.quantized
+        bits = "?" if share is None else ", ".join(shares(share))
+        return [str(len(own)), _ended(study, own), str(begun), sent, bits, _memory(own[0])]
 
-    return _table(study, runs, ("Runs", "Ended", "Begun", "Sent in a run", "Memory"), cells)
+    names = ("Runs", "Ended", "Begun", "Sent in a run", "Quantized w, g", "Memory")
+    return _table(study, runs, names, cells)
 
 
 def _print_times(study: StudyConfig, found: Sequence[Forecast], console: Console) -> None:

@@ -61,7 +61,8 @@ def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]
     """One row a run, folder by folder, arms in the study's order, then seeds.
 
     Losses and gap in nats per token, seconds of training and evaluation, bytes_WIRE_HOP the
-    run's total over all ranks. A setting in which runs differ has a column of its own name, a
+    run's total over all ranks, quantized_WIRE the part of a step's
+    bytes there that codecs made. A setting in which runs differ has a column of its own name, a
     factor of the study one called factor.NAME.
     """
     flat = {
@@ -101,6 +102,7 @@ def _run_row(result: StudyResult, arm: ArmResult, seed: int, run: Run, root: Pat
         "gap": arm.gaps.get(seed),
         **{f"bytes_{w}_{h}": sent.get(w, {}).get(h) for w in WIRES for h in _HOPS},
         "bytes_per_step": summary.get("bytes_per_step"),
+        **{f"quantized_{wire}": run.quantized.get(wire) for wire in WIRES},
         "peak_memory_bytes": summary.get("peak_memory_bytes"),
         "model_parameters": summary.get("model_parameters"),
         "data": data.get("name"),

@@ -5,9 +5,10 @@ Everything is a formula over the plan; the model is on the meta device and no to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zpp_lab.config import Config
+from zpp_lab.config import Config, Wire
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -30,10 +31,11 @@ class Foreseen:
 
     step_bytes: int | None  # all ranks together
     memory: Needed | None
+    quantized: Mapping[Wire, float] | None = None  # of each wire's bytes
 
 
 def foresee(config: Config) -> Foreseen:
-    return Foreseen(step_bytes(config), memory_need(config))
+    return Foreseen(step_bytes(config), memory_need(config), quantized(config))
 
 
 def step_bytes(config: Config) -> int | None:
@@ -44,6 +46,15 @@ def step_bytes(config: Config) -> int | None:
     from zpp_lab.cost.model import plan_of  # torch comes with it
 
     return sum(sum(traffic) for traffic in plan_of(config).step_bytes().values())
+
+
+def quantized(config: Config) -> Mapping[Wire, float] | None:
+    """Of a step's bytes on each wire the part that codecs make; None with engine=deepspeed."""
+    if config.engine.name == "deepspeed":
+        return None
+    from zpp_lab.cost.model import plan_of
+
+    return plan_of(config).quantized_share()
 
 
 def memory_need(config: Config) -> Needed | None:

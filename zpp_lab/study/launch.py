@@ -65,8 +65,7 @@ def run_study(
     check_time(until, launcher)
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
-    if launcher is None:  # elsewhere other folders may be there
-        check_runs(study, runs)
+    check_runs(study, runs, here=launcher is None)
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)

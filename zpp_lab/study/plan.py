@@ -6,18 +6,20 @@ run starts, and a folder that holds other settings is never mixed with new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from zpp_lab.config import ArmConfig, Config, PrepareConfig, StudyConfig
+from zpp_lab.config import ArmConfig, Config, LoraConfig, PrepareConfig, StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.hydra_words import quote, setting_of
 from zpp_lab.inputs import check_inputs
+from zpp_lab.preflight import check_recipe, planned
 from zpp_lab.study.runs import read_run, read_study
 from zpp_lab.study.settings import differences, fingerprint
+from zpp_lab.tracking.wandb_mode import resolve
 
 Compose = Callable[[list[str]], Config]
 PREPARE = "prepare"  # the folder of the runs that arms start from
@@ -262,23 +264,34 @@ def _conflict(shown: str, runs: Sequence[PlannedRun]) -> str:
     )
 
 
-def check_runs(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
-    """ValueError for what the runs that have not finished read and is not there: once, before the
-    first of them starts. What a run of the study itself prepares comes later."""
+def check_runs(study: StudyConfig, runs: Sequence[PlannedRun], here: bool = True) -> None:
+    """ValueError for what would end runs that have not finished before their first step: once,
+    before the first of them starts. What a run of the study itself prepares comes later.
+    here: on this machine; elsewhere other files may be there."""
+    if here and runs:
+        resolve(runs[0].config.tracking.wandb)
     prepared = {str(run.dir) for run in runs if run.prepares}
     faults: dict[str, dict[str, None]] = {}
     for run in runs:
-        config = run.config
-        if config.model.start in prepared:
-            config = replace(config, model=replace(config.model, start=None))
         try:
             if not run.finished:
-                check_inputs(config)
+                _check_run(run.config, prepared, here)
         except ValueError as error:
             faults.setdefault(str(error), {})[run.arm] = None
     if faults:
         told = [f"study {study.name}, {', '.join(arms)}: {text}" for text, arms in faults.items()]
         raise ValueError("\n".join(told))
+
+
+def _check_run(config: Config, prepared: Container[str], here: bool) -> None:
+    if here:
+        read = config
+        if config.model.start in prepared:
+            read = replace(config, model=replace(config.model, start=None, lora=LoraConfig()))
+        check_inputs(read)
+    check_recipe(config)
+    if here or config.model.name == "llama":
+        planned(config)
 
 
 def notes(runs: Sequence[PlannedRun]) -> list[str]:

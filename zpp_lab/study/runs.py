@@ -75,6 +75,11 @@ class Run:
         value = (self.summary or {}).get("heldout_loss")
         return float(value) if value is not None and math.isfinite(value) else None
 
+    @property
+    def quantized(self) -> Mapping[str, float]:
+        """Of each wire's bytes the part that codecs made, 0 to 1; {} when it is unknown."""
+        return (self.summary or {}).get("quantized_share") or {}
+
     def bytes_per_step(self, hop: str | None = None) -> float | None:
         """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both).
 

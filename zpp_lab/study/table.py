@@ -13,7 +13,7 @@ from zpp_lab.study.band import beside, noise_bands, one_seed
 from zpp_lab.study.looks import look_sizes
 from zpp_lab.study.runs import Run
 from zpp_lab.study.verdict import ArmResult, StudyResult
-from zpp_lab.text import text_table
+from zpp_lab.text import shares, text_table
 
 _HOPS = ("intra", "inter")
 _NOTES = 20  # on runs that have not finished, for a terminal
@@ -30,6 +30,7 @@ _FIELDS = (
     "heldout_loss_master",
     "gap",
     *(f"bytes_{wire}_{hop}" for wire in WIRES for hop in _HOPS),
+    *(f"quantized_{wire}" for wire in WIRES),
 )
 P_VALUE_COLUMNS = (
     "Arm",
@@ -50,6 +51,7 @@ COLUMNS = (
     "Seeds",
 )
 BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
+QUANTIZED = "Quantized (weights, gradients)"  # of their bytes, where runs tell it
 NOTHING = "–"
 
 
@@ -57,7 +59,8 @@ def results_csv(result: StudyResult) -> str:
     """One line a run, arms in the study's order, then seeds. The same runs give the same bytes.
 
     `steps` is a finished run's; `last_step` how far any run came.
-    Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks.
+    Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
+    quantized_WIRE the part of a step's bytes there that codecs made (0 to 1).
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, _FIELDS, lineterminator="\n")
@@ -77,24 +80,37 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
     if wires:
         row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
-    return row
+    return row | {f"quantized_{wire}": run.quantized.get(wire) for wire in WIRES}
 
 
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
-    """The verdict table's cells as text, one row an arm; the keys are COLUMNS, and with one seed
-    BAND_COLUMN after the gap."""
+    """The verdict table's cells as text, one row an arm; the keys are COLUMNS, with one seed
+    BAND_COLUMN after the gap, and QUANTIZED after the bytes where runs tell it (older ones do
+    not)."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
+    quantized = [_quantized(arm) for arm in result.arms]
+    if any(cell != NOTHING for cell in quantized):
+        told = zip(rows, quantized, strict=True)
+        rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in told]
     bands = noise_bands(result) if one_seed(result) else {}
     if not bands:
         return rows
     placed = [band_cell(result, arm, bands) for arm in result.arms]
-    return [_with_band(row, cell) for row, cell in zip(rows, placed, strict=True)]
+    told = zip(rows, placed, strict=True)
+    return [_with(row, "Gap (nats)", BAND_COLUMN, cell) for row, cell in told]
 
 
-def _with_band(row: dict[str, str], cell: str) -> dict[str, str]:
-    place = list(row).index("Gap (nats)") + 1
+def _with(row: dict[str, str], before: str, column: str, cell: str) -> dict[str, str]:
+    """`row` with one cell more, in the column after `before`."""
+    place = list(row).index(before) + 1
     items = list(row.items())
-    return dict([*items[:place], (BAND_COLUMN, cell), *items[place:]])
+    return dict([*items[:place], (column, cell), *items[place:]])
+
+
+def _quantized(arm: ArmResult) -> str:
+    """Of the bytes of an arm's weights and gradients the part that codecs made."""
+    share = next((run.quantized for run in arm.runs.values() if run.quantized), None)
+    return NOTHING if share is None else ", ".join(shares(share))
 
 
 def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> str:
