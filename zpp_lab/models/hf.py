@@ -20,6 +20,7 @@ from zpp_lab import hub
 from zpp_lab.config import ModelConfig
 from zpp_lab.folders import missing
 from zpp_lab.inputs import DOWNLOAD, check_model_path
+from zpp_lab.models.hf_causal import check_causal
 from zpp_lab.models.hf_loss import check_head, head_losses
 from zpp_lab.models.hf_start import RandomStart, SavedStart
 from zpp_lab.models.loss import mean_of, times
@@ -34,13 +35,15 @@ def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:
     """The model that `cfg` names, fp32, parameters on the meta device; not initialised.
 
     ValueError when transformers is not installed or does not know the model, when the
-    vocabulary is smaller than the tokenizer's, and for dropout, which no run could repeat.
+    vocabulary is smaller than the tokenizer's, for dropout, which no run could repeat, and for a
+    model that sees the tokens which it shall predict.
     """
     settings = read_config(cfg)
     _check_vocabulary(cfg, settings, vocab_size)
     _check_dropout(settings)
     model = _meta_model(settings)
     units = find_units(model, cfg.units)
+    check_causal(settings, units[0][0].rpartition(".")[0], _meta_model)
     if cfg.checkpoint_activations:
         for _, unit in units:
             unit.forward = partial(_checkpointed, unit.forward)  # type: ignore[method-assign]
