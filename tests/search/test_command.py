@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from zpp_lab import planner
 from zpp_lab.cli import main
 from zpp_lab.compose import compose, load_study
-from zpp_lab.config import CodecConfig, ExemptConfig, RecipeConfig, RuleConfig
+from zpp_lab.config import WIRES, CodecConfig, ExemptConfig, RecipeConfig, RuleConfig
 from zpp_lab.hydra_words import written
 from zpp_lab.moments import GIB
 from zpp_lab.search import fastest
@@ -39,8 +39,35 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
+def test_without_evidence_the_bits_stay_mild(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights at 8 bits or more and gradients at 4, whatever would be faster or the user has."""
+    bits = (None, 8, 4, 2)
+    monkeypatch.setattr(fastest, "Space", lambda b, extra, studied, _: Space(b, extra, False, bits))
+    found = planned(capsys, "recipe=w2")
+    recipe = compose(found["chosen"]["overrides"]).recipe
+    assert {recipe.wire(w).bits for w in WIRES[:2]} == {8}
+    assert {recipe.wire(w).bits for w in WIRES[2:]} <= {None, 8, 4}
+    (said,) = [note for note in found["notes"] if "--allow untested" in note]
+    assert "weights keep 8 bits or more and gradients 4" in said
+    fewer = [row for row in found["rows"] if row["kind"] == "not measured"]
+    assert fewer
+    assert all("fewer than 8 bits" in row["why"] for row in fewer)
+    faster = planned(capsys, "recipe=w2", "--allow", "untested")
+    assert compose(faster["chosen"]["overrides"]).recipe.wire("weights_forward").bits == 2
+    assert "--allow untested" not in " ".join(faster["notes"])
+    assert faster["chosen"]["time"]["step_s"] < found["chosen"]["time"]["step_s"]
+
+
+def test_untested_bits_are_not_for_a_study(capsys, tmp_path: Path) -> None:
+    words = [*WORDS, *LIMITS, "--study", str(study(tmp_path / "study")), "--allow", "untested"]
+    assert main(words) == 2
+    assert "--allow untested is for a search without --study" in capsys.readouterr().err
+
+
 def test_the_plan_can_be_pasted(capsys) -> None:
-    found = planned(capsys)
+    found = planned(capsys, "--allow", "untested")
     chosen = found["chosen"]
     config = compose(chosen["overrides"])
     assert config.engine.name == "fsdp"

@@ -17,6 +17,7 @@ MEMORY = "memory of a GPU in GiB (default: this machine's, or 80)"
 TIMES = "predict times: a file of `bench calibrate`, or a name such as h200"
 LINKS = "with --machine: Gbit/s of a node's links, such as 12,25,max (default: max)"
 GAP = "share of the baseline's loss, such as 0.01 (default: the study's margin)"
+ALLOW = "undecided: arms of the study too; untested: without --study, any bits"
 NEXT = "write a study of the faster recipes that the study did not measure"
 BENCHES = {
     "kernels": "encode, decode and sum of every codec on a GPU",
@@ -50,7 +51,7 @@ def _add_plan(add: Add) -> None:
     search = plan.add_argument_group("with --fastest")
     search.add_argument("--study", type=Path, metavar="DIR", help="only recipes on par in it")
     search.add_argument("--max-gap", type=float, metavar="SHARE", help=GAP)
-    search.add_argument("--allow", choices=["undecided"], help="undecided arms of the study too")
+    search.add_argument("--allow", choices=["undecided", "untested"], help=ALLOW)
     search.add_argument("--next-study", type=Path, metavar="FILE", help=NEXT)
     takes_settings(plan)
 

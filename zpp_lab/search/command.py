@@ -61,7 +61,9 @@ def _problem(config: Config, wanted: Wanted) -> Problem:
             "of one in conf/machine, such as h200"
         )
     machine, link = load_machine(wanted.machine), _link(base, wanted.link_gbps)
-    return Problem(base, machine, link, device, _limit(wanted), assumed=assumed)
+    untested = wanted.allow == "untested"
+    limit = _limit(wanted)
+    return Problem(base, machine, link, device, limit, assumed=assumed, untested=untested)
 
 
 def _link(base: Config, text: str | None) -> float | None:
@@ -84,9 +86,14 @@ def _link(base: Config, text: str | None) -> float | None:
 
 def _limit(wanted: Wanted) -> LossLimit | None:
     if wanted.study is not None:
+        if wanted.allow == "untested":
+            raise ValueError(
+                "--allow untested is for a search without --study: what a study has not measured "
+                "is never chosen by it; --next-study FILE writes the study that would measure it"
+            )
         return read_limit(wanted.study, wanted.max_gap, wanted.allow == "undecided")
     for name in ("max_gap", "allow", "next_study"):
-        if getattr(wanted, name) is not None:
+        if getattr(wanted, name) not in (None, "untested"):
             raise ValueError(f"--{name.replace('_', '-')} goes with --study, a study's folder")
     return None
 
@@ -107,7 +114,8 @@ def _nothing_fits(problem: Problem, error: NothingFits) -> str:
         f"{closest.peak / GIB:.1f} GiB ({label(closest.candidate)})"
     )
     if error.others:
-        text += f", and {error.others:,} plans fit that the study does not allow"
+        who = "need --allow untested" if problem.limit is None else "the study does not allow"
+        text += f", and {error.others:,} plans fit that {who}"
     found = _way_out(closest.candidate.config(problem.base), problem.device)
     way = f"Add {found}" if found else "Take a smaller model, shorter sequences"
     told = f"{text}. {way}, or give a larger --memory-gib"

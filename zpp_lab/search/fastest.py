@@ -22,7 +22,7 @@ from zpp_lab.cost.model import plan_of, vocabulary
 from zpp_lab.cost.step import StepTime, predict
 from zpp_lab.memory import estimate
 from zpp_lab.moments import MOMENTS
-from zpp_lab.search.limits import LossLimit, Ruling
+from zpp_lab.search.limits import UNLIMITED, LossLimit, Ruling, without_evidence
 from zpp_lab.search.parts import Figures, Parts
 from zpp_lab.search.sameness import STATES, Numbers
 from zpp_lab.search.space import (
@@ -39,14 +39,14 @@ from zpp_lab.search.space import (
 TIE = 0.01  # of a step: predictions are not better than that
 TRIES = 40
 PROMISING = 0.98  # of the chosen plan's time: worth a study
-UNLIMITED = Ruling("allowed", "loss was not considered")
 
 
 @dataclass(frozen=True)
 class Problem:
     """What to plan. link_gbps: of a node, None where nodes are joined as GPUs inside one are.
     device: a GPU's memory in bytes; assumed: nobody gave it, and no GPU is seen here.
-    limit: None leaves the loss out. bits: to choose from."""
+    limit: None where there is no study; then untested says whether wires may have fewer bits than
+    `LEAST_BITS`. bits: to choose from."""
 
     base: Config
     machine: Machine
@@ -55,6 +55,7 @@ class Problem:
     limit: LossLimit | None = None
     bits: tuple[int | None, ...] = BITS
     assumed: bool = False
+    untested: bool = False
 
     @cached_property
     def space(self) -> Space:
@@ -184,7 +185,7 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
 def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, Ruling]:
     """By the optimizer's states."""
     if problem.limit is None:
-        return dict.fromkeys(STATES, UNLIMITED)
+        return dict.fromkeys(STATES, UNLIMITED if problem.untested else without_evidence(recipe))
     own = Numbers.of(replace(problem.base, recipe=recipe))
     return {s: problem.limit.rule(replace(own, optimizer_state=s)) for s in STATES}
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from zpp_lab.config import Config, RecipeConfig, StudyConfig, load
+from zpp_lab.config import WIRES, Config, RecipeConfig, StudyConfig, Wire, load
 from zpp_lab.search.sameness import Numbers
 from zpp_lab.study.result import read_result
 from zpp_lab.study.states import NO_ANSWER
 from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult, judge_study
 
+# Where no study says more: the bits of ZeRO++ as published.
+LEAST_BITS: dict[Wire, int] = {wire: 8 if wire.startswith("weights") else 4 for wire in WIRES}
 Kind = Literal["allowed", "loss", "not measured"]
 
 
@@ -31,6 +33,9 @@ class Ruling:
     kind: Kind
     why: str
     arm: str | None = None
+
+
+UNLIMITED = Ruling("allowed", "loss was not considered")
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,25 @@ class LossLimit:
         if arm.verdict == "undecided" and self.undecided and arm.gap.mean < arm.margin:
             return Ruling("allowed", f"{text}: allowed by --allow undecided", name)
         return Ruling("loss", f"{text}, limit {limit}", name)
+
+
+def without_evidence(recipe: RecipeConfig) -> Ruling:
+    """What is allowed where no study is at hand: `LEAST_BITS` or more on each wire, and codecs of
+    the family `block` alone."""
+    fewer = [wire for wire in WIRES if _fewer(recipe, wire)]
+    if not fewer:
+        return UNLIMITED
+    why = f"{' and '.join(fewer)}: fewer than 8 bits for weights or 4 for gradients"
+    return Ruling("not measured", f"{why}, or a codec of another package, without a study")
+
+
+def _fewer(recipe: RecipeConfig, wire: Wire) -> bool:
+    own = recipe.wire(wire)
+    rules = [r.set.over(own) for r in recipe.rules if wire in r.wires and not r.exempt]
+    return any(
+        settings.codec not in (None, "none", "block") or (settings.bits or 16) < LEAST_BITS[wire]
+        for settings in (own, *rules)
+    )
 
 
 def read_limit(folder: Path, max_gap: float | None = None, undecided: bool = False) -> LossLimit:

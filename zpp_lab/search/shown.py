@@ -15,7 +15,8 @@ from zpp_lab.cost.show import host_lacks
 from zpp_lab.cost.step import BOUNDS
 from zpp_lab.moments import GIB
 from zpp_lab.planner import NO_GPU, sequences
-from zpp_lab.search.fastest import TIE, UNLIMITED, Answer, Timed
+from zpp_lab.search.fastest import TIE, Answer, Timed
+from zpp_lab.search.limits import UNLIMITED
 from zpp_lab.search.next_study import tempting
 from zpp_lab.search.overrides import plan_overrides
 from zpp_lab.search.space import Candidate
@@ -33,6 +34,11 @@ VERDICTS = {
 NO_LOSS = (
     "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
     "that it has shown to learn the same."
+)
+MILD = (
+    "Without --study nothing says what bits cost here, so weights keep 8 bits or more and "
+    "gradients 4, as in ZeRO++; --study DIR goes by a finished study, --allow untested lifts the "
+    "bound."
 )
 
 
@@ -53,7 +59,7 @@ def _all(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
     for timed in answer.too_lossy:
         yield timed, "loss", timed.option.ruling.why
     for timed in tempting(answer):
-        yield timed, "not measured", "no arm of the study trains so"
+        yield timed, "not measured", timed.option.ruling.why
     yield answer.chosen, "chosen", answer.chosen.option.ruling.why
     for timed in answer.next_best:
         yield timed, "allowed", timed.option.ruling.why
@@ -106,7 +112,10 @@ def notes(answer: Answer, written: str | None) -> list[str]:
     """What a reader must know beside the table."""
     limit = answer.problem.limit
     said = [NO_GPU] * answer.problem.assumed
-    said += [NO_LOSS] if limit is None else _loss_notes(answer)
+    if limit is not None:
+        said += _loss_notes(answer)
+    else:
+        said.append(NO_LOSS if answer.problem.untested else MILD)
     lacks = host_lacks(answer.problem.machine)
     if lacks and answer.chosen.time.bound == BOUNDS["host"]:
         said.append(lacks)
@@ -171,6 +180,7 @@ def as_dict(
         "link_gbps": answer.problem.link_gbps,
         "device": answer.problem.device,
         "loss_considered": answer.problem.limit is not None,
+        "untested": answer.problem.untested,
         "max_gap": answer.problem.limit.share if answer.problem.limit else None,
         "plans": answer.plans,
         "predicted": answer.predicted,
