@@ -75,13 +75,14 @@ def fits(page: Any) -> None:
 
 def legends_answer(page: Any) -> int:
     """Clicks the ends of every legend, as a hand would: each singles out marks of its chart, which
-    stay bright, and others fade. Returns how many legends there are."""
+    stay bright, and others fade; a click beside the panels takes it back. Returns how many
+    legends there are."""
     legends = page.locator(".chart .role-legend")
     for legend in legends.all():
         every = legend.locator(".role-legend-label text").all()
         assert every
         entries = [every[0], *every[1:][-1:]]
-        before = legend.evaluate(OPACITIES)
+        first = before = legend.evaluate(OPACITIES)
         for entry in entries:
             entry.evaluate("text => text.scrollIntoView({block: 'center'})")
             box = entry.bounding_box()
@@ -93,4 +94,11 @@ def legends_answer(page: Any) -> int:
             before = legend.evaluate(OPACITIES)
             if len(entries) > 1:
                 assert {"1"} < set(before), entry.text_content()
+        legend.evaluate("legend => legend.closest('svg').scrollIntoView({block: 'end'})")
+        edge = legend.locator("xpath=ancestor::*[name()='svg'][last()]").bounding_box()
+        page.mouse.click(edge["x"] + 2, edge["y"] + edge["height"] - 2)
+        page.wait_for_function(
+            f"([legend, first]) => String(({OPACITIES})(legend)) === String(first)",
+            arg=[legend.element_handle(), first],
+        )
     return legends.count()

@@ -99,7 +99,7 @@ def test_tables_are_sorted_by_keyboard(page: Any) -> None:
 def test_every_legend_singles_out_what_is_clicked(page: Any) -> None:
     page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
     page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
-    assert legends_answer(page) == 12  # one of bytes, three of pairs, one of each over training
+    assert legends_answer(page) == 13  # two of bytes, three of pairs, one of each over training
 
 
 def test_it_prints_without_cut_tables(page: Any, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from zpp_lab.study.figure_rows import (
     speed_rows,
 )
 from zpp_lab.study.gap_figures import GAP, NOISE, Spec, gap_tooltip, margin_layers
-from zpp_lab.study.label_rows import Costs, name_rows
 from zpp_lab.study.style import POINTS, GapAxis, Style, beside, chart, finish, legend_pick
 from zpp_lab.study.verdict import StudyResult
 
@@ -36,15 +35,6 @@ class _Panel:
     rows: Sequence[Row]
     x: alt.X
     sign: int = 1
-
-    @property
-    def axis(self) -> Any:
-        return self.x.to_dict()
-
-    @property
-    def told(self) -> list[str]:
-        """The arms that get a name."""
-        return [row["arm"] for row in self.rows if row["look"] == row["arm"]]
 
 
 def bytes_figure(result: StudyResult, style: Style) -> Spec:
@@ -92,15 +82,13 @@ def speed_figure(
 
 
 def _figure(result: StudyResult, style: Style, panels: Sequence[_Panel]) -> Spec:
-    """The panels with their data; where names are missing, for want of room, a legend has all."""
+    """The panels with their data, and one legend of arms and verdicts."""
     data: dict[str, Sequence[Row]] = {}
     for panel in panels:
         data |= _data(result, panel)
-    missing = any("x" not in row for panel in panels for row in data[f"{panel.key}_names"])
-    legend = POINTS if missing else None
-    drawn = [_draw(result, style, p, legend, data, first=p is panels[0]) for p in panels]
-    longest = max(len(arm) for panel in panels for arm in panel.told)
-    return finish(beside(drawn, 2), data, side=70, legend=45 + 7 * longest if missing else 110)
+    drawn = [_draw(result, style, p, data, first=p is panels[0]) for p in panels]
+    longest = max(len(row["look"]) for panel in panels for row in panel.rows)
+    return finish(beside(drawn, 2), data, side=70, legend=max(110, 45 + 7 * longest))
 
 
 def _gaps(result: StudyResult, panel: _Panel) -> GapAxis:
@@ -111,13 +99,11 @@ def _gaps(result: StudyResult, panel: _Panel) -> GapAxis:
 def _data(result: StudyResult, panel: _Panel) -> dict[str, Sequence[Row]]:
     """With one seed the noise band and no front: gaps inside the noise have no order."""
     assert result.margin is not None
-    key, (start, end) = panel.key, panel.axis["scale"]["domain"]
+    key = panel.key
     best = [] if one_seed(result) else front_rows(result, panel.rows, key, panel.sign)
     noise = lone_bands(result).get(result.study.baseline)
-    costs = Costs(key, (start, end), _gaps(result, panel), panel.sign)
     data: dict[str, Sequence[Row]] = {
         key: panel.rows,
-        f"{key}_names": name_rows(panel.rows, panel.told, best, costs),
         f"{key}_margin": margin_rows(result.margin),
     }
     data |= {f"{key}_noise": [{"low": -noise, "high": noise}]} if noise else {}
@@ -128,21 +114,17 @@ def _draw(
     result: StudyResult,
     style: Style,
     panel: _Panel,
-    legend: alt.Legend | None,
     data: Mapping[str, Sequence[Row]],
     first: bool,
 ) -> Any:
     """One panel; the first has what a click in the legends of all picks."""
     key, gaps = panel.key, _gaps(result, panel)
     y: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(PANEL[1]), "title": GAP}
-    color, title = style.color(panel.rows, legend), panel.axis["title"]
     layers = [
         *margin_layers("y", gaps, GAP, PANEL[1], f"{key}_margin"),
         *([_noise(f"{key}_noise", y)] if f"{key}_noise" in data else []),
         *([_front(f"{key}_front", panel, y)] if f"{key}_front" in data else []),
-        _leaders(key, color, title, y),
-        *_points(panel, style, color, y, ["verdict", *(["look"] if legend else [])], first),
-        _names(key, title, y),
+        *_points(panel, style, y, first),
     ]
     return alt.layer(*layers).properties(width=PANEL[0], height=PANEL[1])
 
@@ -160,16 +142,10 @@ def _front(data: str, panel: _Panel, y: dict[str, Any]) -> alt.Chart:
     return line.encode(x=panel.x, y=alt.Y("mean:Q", **y))
 
 
-def _points(
-    panel: _Panel,
-    style: Style,
-    color: alt.Color,
-    y: dict[str, Any],
-    legends: Sequence[str],
-    first: bool,
-) -> list[alt.Chart]:
-    """Intervals and means. legends: their fields."""
-    picks = [legend_pick(field, f"pick_{field}") for field in legends]
+def _points(panel: _Panel, style: Style, y: dict[str, Any], first: bool) -> list[alt.Chart]:
+    """Intervals and means."""
+    picks = [legend_pick(field, f"pick_{field}") for field in ("verdict", "look")]
+    color = style.color(panel.rows, POINTS)
     seen = alt.condition(reduce(and_, picks), alt.value(1), alt.value(0.1))
     base = chart(panel.key).encode(x=panel.x, color=color, opacity=seen)
     point = base.mark_point(size=80, filled=True, opacity=1).encode(
@@ -181,24 +157,3 @@ def _points(
         base.mark_rule(strokeWidth=1.5, clip=True).encode(y=alt.Y("low:Q", **y), y2="high:Q"),
         point.add_params(*picks) if first else point,
     ]
-
-
-def _names(key: str, title: str, y: dict[str, Any]) -> alt.Chart:
-    labels = chart(f"{key}_names").mark_text(
-        align="center", fontSize=10.5, color="#374151", invalid="filter"
-    )
-    return labels.encode(x=alt.X("x:Q", title=title), y=alt.Y("y:Q", **y), text="arm:N").properties(
-        name=f"names_{key}"
-    )
-
-
-def _leaders(key: str, color: alt.Color, title: str, y: dict[str, Any]) -> alt.Chart:
-    """From a point to its name, where that does not stand beside it, in the point's colour."""
-    lines = chart(f"{key}_names").mark_rule(strokeWidth=1, invalid="filter")
-    return lines.encode(
-        x=alt.X("from_x:Q", title=title),
-        x2="to_x:Q",
-        y=alt.Y("from_y:Q", **y),
-        y2="to_y:Q",
-        color=color,
-    ).properties(name=f"names_{key}_leaders")

@@ -12,7 +12,6 @@ from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult
 
 PANEL = (355, 340)  # pixels of a panel of the cost figures
-NARROW = 265  # its width on a phone, about
 
 
 def margin_rows(margin: float) -> list[Row]:

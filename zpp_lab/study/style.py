@@ -217,11 +217,5 @@ class GapAxis:
         low, high = self._log(self.low), self._log(self.high)
         return (self._log(value) - low) / (high - low)
 
-    def value(self, place: float) -> float:
-        """The inverse of `place`."""
-        low, high = self._log(self.low), self._log(self.high)
-        power = low + place * (high - low)
-        return math.copysign(math.expm1(abs(power)) * self.margin / 2, power)
-
     def _log(self, value: float) -> float:
         return math.copysign(math.log1p(abs(value) / (self.margin / 2)), value)

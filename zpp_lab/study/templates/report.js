@@ -33,12 +33,6 @@ function fit(spec, room) {
       if (typeof title === "string" && 7 * title.length > panel.width) {
         layer.encoding.x.title = title.split(/ (?=\()/);  // its unit goes to a second line
       }
-      if (layer.name?.startsWith("names_") && panel.width < 300) {
-        for (const channel of ["x", "y", "x2", "y2"]) {
-          const own = layer.encoding[channel];
-          if (own) own.field = "narrow_" + own.field;
-        }
-      }
     }
   }
   return spec;
