@@ -42,7 +42,7 @@ def test_no_torch_for_help_settings_and_mistakes(tmp_path: Path) -> None:
 
 def test_torch_alone_for_plans(tmp_path: Path) -> None:
     plan = "plan model=125m cluster=2x2 recipe=zeropp train.param_dtype=bf16 --machine h200"
-    lines, _ = ran(HEAVY, tmp_path, plan, "study bits --dry-run --limit 0")
+    lines, _ = ran(HEAVY, tmp_path, plan, "study bits --dry-run")
     assert lines == ["ended with 0", "ended with 0", "found []"]
 
 

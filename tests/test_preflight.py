@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from torch import nn
 
+from tests.models.hf_cases import settings as hf_settings
 from tests.runs import SHAPE, corpus, small
 from zpp_lab import api, trainer
 from zpp_lab.cli import main
+from zpp_lab.codecs import RawCodec
 from zpp_lab.compose import compose
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config import ClusterConfig, CodecConfig, Config, ExemptConfig, LoraConfig
 from zpp_lab.cost.model import plan_of
+from zpp_lab.models import param_class
 from zpp_lab.paths import conf_dir
 from zpp_lab.trainer import run
 
@@ -142,6 +146,25 @@ def test_what_is_quantized_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["train", *settings("recipe=w4"), "--dry-run"]) == 0
     *_, last = capsys.readouterr().out.strip().splitlines()
     assert re.fullmatch(r"# quantized, .*: weights [\d./]+%, gradients 0%", last)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "opt", "qwen2", "gpt2"])
+def test_default_exemptions_serve_every_family(kind: str) -> None:
+    """Of a frozen base the embeddings and heads, whatever they are called, though no family has all
+    of the default's names; a list of one's own must match name by name."""
+    pytest.importorskip("transformers")
+    q4 = LoraConfig(rank=2, base_codec=CodecConfig(bits=4))
+    config = replace(Config(), model=hf_settings(kind, {"vocab_size": 256}, lora=q4, start="a"))
+    units = plan_of(config).units
+    raw = {s.name for u in units for s in u.stored.segments if isinstance(s.codec, RawCodec)}
+    matrices = {p.name for u in units for p in u.unit.parameters if len(p.shape) > 1}
+    outer = {n for n in matrices if param_class(n) in ("embedding", "head")}
+    assert len(outer) >= 1
+    assert raw & matrices == outer
+    mine = replace(q4, base_exempt=ExemptConfig(names=["embed*"]))
+    config = replace(config, model=replace(config.model, lora=mine))
+    with pytest.raises(ValueError, match=r"base_exempt.names: 'embed\*' matches no parameter"):
+        plan_of(config)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (conf_dir() / "recipe").glob("*.yaml")))

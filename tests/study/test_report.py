@@ -120,6 +120,26 @@ def test_markdown_has_the_same_verdicts(report: Report) -> None:
     assert "two one-sided paired t tests" in text
 
 
+def test_what_was_quantized_stands_beside_the_bytes(report: Report) -> None:
+    """Of an arm's weights and gradients; older runs, which do not tell it, have no such column."""
+    assert "Quantized (weights, gradients)" in report.html.read_text()
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")]
+        for line in report.markdown.read_text().splitlines()
+        if line.startswith("| ")
+    )
+    at = head.index("Quantized (weights, gradients)")
+    assert {row[1]: row[at] for row in rows[:9]}["w4"] == "98.7%, 0%"
+    assert (
+        report.csv.read_text()
+        .splitlines()[0]
+        .endswith(
+            "quantized_weights_forward,quantized_weights_backward,"
+            "quantized_grads_intra,quantized_grads_inter"
+        )
+    )
+
+
 def test_figures_are_svg_and_pdf(report: Report) -> None:
     assert {path.stem for path in report.figures} == FIGURES
     for path in report.figures:
