@@ -7,7 +7,8 @@ start=$SECONDS
 say() { echo "[$((SECONDS - start)) s] $*"; }
 python3 -c "from zpp_lab.ops import build; build.main(['--arch', 'local'])" 2>&1 | tail -20
 say built
-timeout "$(within 120)" python3 experiments/kernels/check.py --cases "${CASES:-10000}" > "$out/check.log" 2>&1
+timeout "$(within 120)" python3 experiments/kernels/check.py --cases "${CASES:-10000}" \
+  --start ${STARTS:-1000} --seconds 100 > "$out/check.log" 2>&1
 tail -3 "$out/check.log" | cut -c1-400
 say compared
 OMP_NUM_THREADS=8 timeout "$(within 150)" python3 -m pytest tests/ops -q -p no:hydra_pytest > "$out/pytest.log" 2>&1 &

@@ -1,6 +1,6 @@
 """A layout as kernels see it: one int64 row a segment, made once and kept with the layout.
 
-The columns are the enum `Column` of cuda/bindings.cpp. Segments whose codec comes from another
+The columns are the enum `Column` of cuda/fill.h. Segments whose codec comes from another
 package have no row: `others` lists them, and their own torch code runs them.
 """
 
