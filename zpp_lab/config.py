@@ -34,6 +34,12 @@ from zpp_lab.study_config import StudyConfig as StudyConfig
 Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
+# Held-out tokens below which no verdict is given, and below which there is a warning. All seeds
+# share the held-out text, so no interval shows what other text would have said. By the documents
+# of w4 and zeropp (`tiny`, 150 steps, gaps 0.063 and 0.022) that is 0.9 to 1.0 / sqrt(tokens) nats:
+# 0.03 at 1,000 tokens, more than the smaller gap; 0.01 at 10,000, two margins.
+LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
+
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
 
 
@@ -167,6 +173,29 @@ class OpsConfig:
     backend: Literal["auto", "cuda", "reference"] = "auto"
 
 
+def heldout_notes(tokens: int, eval_tokens: int) -> tuple[str, ...]:
+    """What to say of losses over so few held-out tokens, of at most `eval_tokens`; none where they
+    are enough."""
+    if tokens >= FEW_HELDOUT:
+        return ()
+    least = tokens < LEAST_HELDOUT
+    said = "get no verdict" if least else "say little of other text, which no interval shows"
+    return (
+        f"losses over {tokens:,} held-out tokens, fewer than "
+        f"{LEAST_HELDOUT if least else FEW_HELDOUT:,}, {said}: {more_heldout(eval_tokens)}",
+    )
+
+
+def more_heldout(eval_tokens: int) -> str:
+    """What to set for more held-out tokens than there were with `eval_tokens`."""
+    if eval_tokens < FEW_HELDOUT:
+        return f"set train.eval_tokens={TrainConfig.eval_tokens} or more"
+    return (
+        "hold out more text (a smaller data.heldout_every, or more documents), with "
+        "train.eval_tokens to match"
+    )
+
+
 @dataclass(frozen=True, config=_STRICT)
 class TrainConfig:
     steps: int = 180
@@ -231,7 +260,11 @@ class TrainConfig:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user must know before the first step. No errors: a trial of a few steps keeps the
-        warm-up of the run that it tries."""
+        warm-up of the run that it tries, and its short evaluation."""
+        return (*self._warm_up, *heldout_notes(self.eval_tokens, self.eval_tokens))
+
+    @property
+    def _warm_up(self) -> tuple[str, ...]:
         if self.warmup_steps <= self.steps:
             return ()
         return (

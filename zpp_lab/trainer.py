@@ -21,7 +21,7 @@ from torch.utils import deterministic
 
 from zpp_lab import ops
 from zpp_lab.commits import note_commit
-from zpp_lab.config import Config
+from zpp_lab.config import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.divergence import DivergedError, DivergenceRule
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
@@ -107,6 +107,7 @@ class Trainer:
                 note_data(self.folder, self.config.data, data)
                 self.made = note_commit(self.folder, self.step, self.commit)
             self.heldout = open_heldout(self.config, data)
+            self._warn_of_few()
             with settled():
                 last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
@@ -144,6 +145,12 @@ class Trainer:
         if self.config.model.start:
             check_start(Path(self.config.model.start), data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
+            print(note, file=sys.stderr)
+
+    def _warn_of_few(self) -> None:
+        """Where the text holds fewer tokens than `train.eval_tokens` asks for."""
+        asked, there = self.train.eval_tokens, len(self.heldout.documents)
+        for note in heldout_notes(there, asked) if self.rank == 0 and asked >= FEW_HELDOUT else ():
             print(note, file=sys.stderr)
 
     # ------------------------------------------------------------------ the loop
@@ -290,6 +297,7 @@ class Trainer:
             "steps": self.step,
             "loss": last["loss"],
             "heldout_loss": last["heldout_loss"],
+            "heldout_tokens": len(self.heldout.documents),
             "heldout_loss_master": master,
             "perplexity": perplexity(last["heldout_loss"]),
             "tokens": last["tokens"],

@@ -9,10 +9,10 @@ import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
 from zpp_lab.study.certainty import COLUMNS, certainty
-from zpp_lab.study.documents import FILE, document_gaps, read_documents
+from zpp_lab.study.documents import document_gaps, read_documents
 from zpp_lab.study.noise import noise_floors
 from zpp_lab.study.result import read_result
-from zpp_lab.study.runs import find_runs, write_study
+from zpp_lab.study.runs import HELDOUT, find_runs, write_study
 
 KEPT = (ARMS[0], ARMS[1], ARMS[5])  # zero3, zero3_reordered, w4
 
@@ -33,7 +33,7 @@ def add_documents(root: Path, count: int = 40, name: str = "same") -> None:
         noise = rng.normal(0, 0.01, count)
         loss = run.heldout_loss + noise - noise @ tokens / tokens.sum()
         found = {"hash": name, "documents": list(range(count)), "tokens": tokens.tolist()}
-        (run.dir / FILE).write_text(json.dumps(found | {"nats": (loss * tokens).tolist()}))
+        (run.dir / HELDOUT).write_text(json.dumps(found | {"nats": (loss * tokens).tolist()}))
 
 
 def test_gaps_over_documents(tmp_path: Path) -> None:
@@ -58,21 +58,21 @@ def test_runs_without_documents_are_left_out(tmp_path: Path) -> None:
     assert document_gaps(result) == {}
     assert [row[-1] for row in certainty(result).rows()] == ["–", "–"]
     add_documents(tmp_path)
-    (tmp_path / "w4" / "seed2" / FILE).unlink()
+    (tmp_path / "w4" / "seed2" / HELDOUT).unlink()
     assert document_gaps(read_result(tmp_path))["w4"].seeds == 2
 
 
 def test_other_tokens_are_never_compared(tmp_path: Path) -> None:
     add_documents(folder(tmp_path))
     for seed in (1, 2, 3):
-        path = tmp_path / "w4" / f"seed{seed}" / FILE
+        path = tmp_path / "w4" / f"seed{seed}" / HELDOUT
         path.write_text(path.read_text().replace('"same"', '"other"'))
     assert list(document_gaps(read_result(tmp_path))) == ["zero3_reordered"]
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     for text in ("{", '{"hash": "a"}', '{"hash":"a","documents":[1],"tokens":[],"nats":[]}'):
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / HELDOUT).write_text(text)
         with pytest.raises(ValueError, match=r"heldout\.json is damaged"):
             read_documents(tmp_path)
 

@@ -8,6 +8,7 @@ import pytest
 
 from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.study.runs import Run
+from zpp_lab.study.sequential import next_seeds
 from zpp_lab.study.verdict import ArmResult, StudyResult, judge_study
 
 STUDY = StudyConfig(
@@ -54,6 +55,40 @@ def shifted(*gaps: float) -> list[Run]:
 )
 def test_constructed_gaps(gaps: list[float], verdict: str) -> None:
     assert judged(*shifted(*gaps))[1].verdict == verdict  # the margin is 0.006
+
+
+@pytest.mark.parametrize(
+    ("tokens", "verdict", "warned"),
+    [
+        (71, "not judged", "fewer than 1,000"),
+        (999, "not judged", "fewer than 1,000"),
+        (1000, "worse", "fewer than 10,000"),
+        (9999, "worse", "fewer than 10,000"),
+        (10_000, "worse", ""),
+        (None, "worse", ""),  # a run of a version that wrote no number, nor heldout.json
+    ],
+)
+def test_few_heldout_tokens_give_no_verdict(tokens: int | None, verdict: str, warned: str) -> None:
+    """Of whichever run of a pair, however clear the gap over seeds; more of these are no help."""
+    control = ArmConfig("arm", role="negative_control")
+    more = replace(STUDY, arms=[STUDY.arms[0], control], max_seeds=9)
+    for side in ("arm", "zero3"):
+        runs = [*shifted(0.5, 0.51, 0.52), run("zero3", 1, BASE[1])]
+        for one in runs:
+            if one.arm == side and tokens is not None:
+                assert isinstance(one.summary, dict)
+                one.summary["heldout_tokens"] = tokens
+        result, arm = judged(*runs, study=more)
+        assert arm.verdict == verdict
+        assert arm.gap is not None
+        told = [note for note in result.notes if "held-out tokens" in note]
+        assert [warned in note for note in told] == [True] * bool(warned)
+        (shown,) = result.controls
+        assert shown.unanswered == (verdict == "not judged")
+        if verdict == "not judged":
+            assert arm.note.startswith(f"{tokens} held-out tokens, 1,000 are the least: ")
+            assert arm.tests.differs is arm.tests.equal is None
+            assert next_seeds(more, result) == {}
 
 
 def test_undecided_says_how_many_seeds() -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from zpp_lab.config import WIRES, Config, RecipeConfig, StudyConfig, Wire, load
 from zpp_lab.search.sameness import Numbers
 from zpp_lab.study.result import read_result
-from zpp_lab.study.states import NO_ANSWER
+from zpp_lab.study.states import NO_ANSWER, NOT_JUDGED
 from zpp_lab.study.table import gap_text
 from zpp_lab.study.verdict import ArmResult, StudyResult, judge_study
 
@@ -143,6 +143,7 @@ def _check(folder: Path, result: StudyResult) -> None:
     judged = [a for a in result.arms if a.verdict not in (*NO_ANSWER, "baseline")]
     if result.margin is None or not judged:
         what = "its baseline has no finished run" if result.margin is None else "no arm has one"
+        what = next((a.text for a in result.arms if a.verdict == NOT_JUDGED), what)
         raise ValueError(
             f"{folder}: no verdicts yet ({what}); finish the study with `zpp-lab study "
             f"{result.study.name} --dir {folder}`, or leave --study out"

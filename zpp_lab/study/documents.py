@@ -12,10 +12,8 @@ import numpy as np
 
 from zpp_lab.files import damaged
 from zpp_lab.study.bootstrap import DocumentGap, document_gap
-from zpp_lab.study.runs import Run, read_json
+from zpp_lab.study.runs import HELDOUT, Run, read_json
 from zpp_lab.study.verdict import StudyResult, is_baseline
-
-FILE = "heldout.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Documents:
 
 def read_documents(folder: Path) -> Documents | None:
     """heldout.json of a run folder; None when there is none, ValueError when it is damaged."""
-    found = read_json(folder / FILE)
+    found = read_json(folder / HELDOUT)
     if found is None:
         return None
     try:
@@ -45,9 +43,9 @@ def read_documents(folder: Path) -> Documents | None:
             raise ValueError("its lists differ in length")
         return Documents(str(found["hash"]), places, tokens, nats)
     except KeyError as error:
-        raise damaged(folder / FILE, f"no {error}") from None
+        raise damaged(folder / HELDOUT, f"no {error}") from None
     except (TypeError, ValueError) as error:
-        raise damaged(folder / FILE, error) from None
+        raise damaged(folder / HELDOUT, error) from None
 
 
 def document_gaps(result: StudyResult) -> dict[str, DocumentGap]:

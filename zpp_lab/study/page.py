@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zpp_lab.config import LEAST_HELDOUT
 from zpp_lab.study.band import one_seed
 from zpp_lab.study.band_text import band_width, conclusion
 from zpp_lab.study.effects import MainEffect
@@ -68,6 +69,8 @@ def decision(result: StudyResult) -> list[str]:
         "Undecided: neither; more seeds would tell. Intervals are not corrected for the number of "
         "arms; the tests are.",
         *([lone] if one_seed(result) else []),
+        f"An arm whose losses are means over fewer than {LEAST_HELDOUT:,} held-out tokens is not "
+        "judged: all seeds share them, so no test over seeds knows what other text would say.",
         "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
         "however far it came; curves over training show what it has.",
     ]

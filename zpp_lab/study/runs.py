@@ -13,13 +13,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from zpp_lab.config import StudyConfig, load
-from zpp_lab.files import read_yaml, write_atomic
+from zpp_lab.files import damaged, read_yaml, write_atomic
 from zpp_lab.folders import missing
 from zpp_lab.locks import held
 from zpp_lab.study_config import NOT_RUNS
@@ -27,6 +28,7 @@ from zpp_lab.tracking.jsonl import read, read_object
 
 STUDY_FILE = "study.yaml"
 METRICS = "metrics.jsonl"
+HELDOUT = "heldout.json"
 LOG = "log.txt"  # of the process of a study's run
 _MARKS = ("config.yaml", "summary.json", "failure.json", METRICS)
 _TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
@@ -79,6 +81,19 @@ class Run:
     def quantized(self) -> Mapping[str, float]:
         """Of each wire's bytes the part that codecs made, 0 to 1; {} when it is unknown."""
         return (self.summary or {}).get("quantized_share") or {}
+
+    @cached_property
+    def heldout_tokens(self) -> int | None:
+        """Over how many tokens that loss is a mean; None where no file tells."""
+        if self.summary is None:
+            return None
+        if "heldout_tokens" in self.summary:
+            return int(self.summary["heldout_tokens"])
+        found = read_json(self.dir / HELDOUT)  # of older versions
+        try:
+            return None if found is None else sum(map(int, found["tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(self.dir / HELDOUT, error) from None
 
     def bytes_per_step(self, hop: str | None = None) -> float | None:
         """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both).

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from zpp_lab.study.runs import Run
 
-NO_ANSWER = ("no baseline", "not run", "unfinished", "failed")  # verdicts that say nothing of loss
+NOT_JUDGED = "not judged"
+# verdicts that say nothing of loss
+NO_ANSWER = ("no baseline", "not run", "unfinished", "failed", NOT_JUDGED)
 NOT_STARTED = "not started"
 _STATES = {"unfinished": "stopped", "out_of_memory": "out of memory"}
 _PREDICATES = {  # of one run, of several

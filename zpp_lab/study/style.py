@@ -23,6 +23,7 @@ SHAPES = {
     "diverged": "cross",
     "failed": "cross",
     "no baseline": "cross",
+    "not judged": "cross",
     "unfinished": "cross",
     "not run": "cross",
 }

@@ -9,6 +9,8 @@ seed), a margin in nats and alpha = 1 − confidence:
 - **worse** / **better**: not on par, and the two-sided t test of "gap = 0", corrected, is below
   alpha; the mean gap is above / below 0.
 - **undecided**: neither. More seeds decide it; the text says about how many.
+- **not judged**: a run of a pair was evaluated on fewer than `config.LEAST_HELDOUT` held-out
+  tokens, which seeds share: no test over seeds knows what other text would have said.
 - **diverged**: the loss of a seed was lost where the baseline's was not.
 - **failed**: no pair of finished runs, and a run of the arm failed.
 - **no baseline**: runs of the arm finished, their baseline's have not.
@@ -31,11 +33,18 @@ later seeds cannot move it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from zpp_lab.config import ArmConfig, StudyConfig
+from zpp_lab.config import (
+    FEW_HELDOUT,
+    LEAST_HELDOUT,
+    ArmConfig,
+    StudyConfig,
+    heldout_notes,
+    more_heldout,
+)
 from zpp_lab.study import stats
 from zpp_lab.study.controls import EXPECTED, Control
 from zpp_lab.study.family import Entry, PValues
@@ -43,7 +52,7 @@ from zpp_lab.study.family import replay as replay_looks
 from zpp_lab.study.looks import look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.runs import Run
 from zpp_lab.study.seed_notes import seed_notes
-from zpp_lab.study.states import failures, standing
+from zpp_lab.study.states import NOT_JUDGED, failures, standing
 from zpp_lab.study.stats import Gap
 
 
@@ -149,6 +158,9 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
     tests = replay_looks(study, entries(study, arms)).tests
     arms = _noted(study, [_decide(study, arm, tests.get(arm.name, PValues())) for arm in arms])
     notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
+    few = _fewest(run for arm in arms for run in arm.finished)
+    told = heldout_notes(*few) if few is not None else ()
+    notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in told)]
     for result in arms:
         notes += seed_notes(study, result)
     return StudyResult(study, arms, _margin(study, arms), notes)
@@ -170,7 +182,7 @@ def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
             base = runs[arm.arm.against or study.baseline]
             both = arm.runs.keys() & base.keys()
             ended = {s for s in both if "unfinished" not in (arm.runs[s].outcome, base[s].outcome)}
-            judged = arm.verdict not in ("diverged", "failed")
+            judged = arm.verdict not in ("diverged", "failed", NOT_JUDGED)
             member = arm.arm.role == "arm"
             found[arm.name] = Entry(arm.gaps, frozenset(ended), arm.margin, member, judged)
     return found
@@ -240,7 +252,11 @@ def _outcome(
     elif diverged:
         return "diverged", f"{len(diverged)} of {max(len(study.seeds), len(runs))} seeds"
     elif gaps:
-        return "undecided", ""
+        few = _fewest(run for seed in gaps for run in (runs[seed], base[seed]))
+        if few is None or few[0] >= LEAST_HELDOUT:
+            return "undecided", ""
+        least = f"{few[0]:,} held-out tokens, {LEAST_HELDOUT:,} are the least"
+        return NOT_JUDGED, f"{least}: {more_heldout(few[1])}"
     if failed:
         return "failed", failures(failed)
     if "finished" in outcomes.values():
@@ -248,6 +264,16 @@ def _outcome(
     if runs:
         return "unfinished", standing(runs, study.seeds)
     return "not run", "never started"
+
+
+def _fewest(runs: Iterable[Run]) -> tuple[int, int] | None:
+    """(held-out tokens, train.eval_tokens) of the run with the fewest; None where none is known."""
+    known = [
+        (run.heldout_tokens, int((run.config.get("train") or {}).get("eval_tokens", FEW_HELDOUT)))
+        for run in runs
+        if run.heldout_tokens is not None
+    ]
+    return min(known, default=None)
 
 
 def _lone_gap(arm: ArmResult) -> float | None:
