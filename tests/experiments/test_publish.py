@@ -58,7 +58,7 @@ def test_a_page_has_curves_table_and_figures(
     assert w4[5].startswith("above, ")  # the noise band
     assert any(line.startswith("- Commit: 0123456789") for line in table)
     assert {p.name for p in (page / "figures").iterdir()} >= {"gap_steps.svg", "loss.svg"}
-    assert "one seed, so nothing is tested" in (page / "report.md").read_text()
+    assert "With one seed an arm nothing is tested" in (page / "report.md").read_text()
     assert not list((page / "figures").glob("*.pdf"))
 
 

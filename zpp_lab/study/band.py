@@ -2,8 +2,7 @@
 
 A study with one seed has no test and no interval. Its order control says at least what nothing
 looks like: an arm whose gap is no larger shows nothing, one far beyond it shows something. One draw
-of the noise is little; several seeds have a noise floor of their own (`noise.py`). What follows
-from the band in words is in `band_text.py`.
+of the noise is little; several seeds have a noise floor of their own (`noise.py`).
 """
 
 from __future__ import annotations

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zpp_lab.study.apart import ApartStep, apart_lines, apart_steps
 from zpp_lab.study.band import one_seed
-from zpp_lab.study.band_text import band_lines
 from zpp_lab.study.bootstrap import DocumentGap
 from zpp_lab.study.documents import document_gaps
-from zpp_lab.study.noise import NoiseFloor, noise_floors
-from zpp_lab.study.quiet import Quiet, quiet_parts
+from zpp_lab.study.noise import (
+    NAMED,
+    TIMES,
+    ApartStep,
+    NoiseFloor,
+    Quiet,
+    apart_steps,
+    noise_floors,
+    quiet_parts,
+)
 from zpp_lab.study.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
 from zpp_lab.study.verdict import StudyResult
 
@@ -37,7 +43,11 @@ class Certainty:
 
     def rows(self) -> list[list[str]]:
         """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
-        quiet = {arm.arm: arm.text for part in self.quiet for arm in part.arms}
+        quiet = {
+            arm: f"{signed(mean)}, at most {largest:.4f}"
+            for part in self.quiet
+            for arm, (mean, largest) in part.arms.items()
+        }
         rows = [
             [*row, *self._intervals(row[0]), quiet.get(row[0], NOTHING)]
             for row in p_value_rows(self.result)
@@ -47,8 +57,21 @@ class Certainty:
 
     def lines(self) -> list[str]:
         """Sentences on the intervals, on the noise floor, on the quiet part, on steps apart."""
-        noise = [line for floor in self.floors for line in floor.lines] + band_lines(self.result)
-        noise += [part.text for part in self.quiet] + apart_lines(self.apart)
+        noise = [line for floor in self.floors for line in floor.lines]
+        noise += [
+            f"Quiet part of {part.baseline}: steps 1 to {part.end}, in which the training loss of "
+            f"{' and '.join(part.controls)} stays within {part.noise:.1e} nats of it. Gaps there: "
+            "mean and largest amount over steps and seeds."
+            for part in self.quiet
+        ]
+        if self.apart:
+            told = ", ".join(one.text for one in self.apart[:NAMED])
+            noise.append(
+                f"Steps apart, {len(self.apart)}, in which a gradient's norm was at least "
+                f"{TIMES:g} times what the other runs of its seed say: {told}"
+                f"{', …' if len(self.apart) > NAMED else ''}. `zpp-lab batch RUN STEP` shows the "
+                "text."
+            )
         if not self.documents:
             return noise
         return [self._on_documents(), *noise]

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from zpp_lab.config import LEAST_HELDOUT
 from zpp_lab.study.band import one_seed
-from zpp_lab.study.band_text import band_width, conclusion
 from zpp_lab.study.effects import MainEffect
 from zpp_lab.study.levels import level_text
-from zpp_lab.study.table import margin_nats
+from zpp_lab.study.table import band_widths, margin_nats
 from zpp_lab.study.verdict import StudyResult
+
+LONE = "With one seed an arm nothing is tested. Inside the noise band a gap shows nothing; without "
+LONE += "a band, nothing says how large a gap noise makes."
 
 
 def opening(result: StudyResult) -> list[tuple[str, str]]:
@@ -24,11 +26,12 @@ def opening(result: StudyResult) -> list[tuple[str, str]]:
     if result.margin is not None:
         margin += f", here {margin_nats(result)}"
     controls = [control.text for control in result.controls]
+    lone = one_seed(result)
     told = [
-        ("What it shows", conclusion(result)),
+        ("What it shows", LONE if lone else ""),
         ("Baseline", _baseline(result)),
         ("Margin", f"{margin}. A gap inside it does not matter to this study."),
-        ("Noise band", band_width(result)),
+        ("Noise band", band_widths(result) if lone else ""),
         ("Stopping rule", _stopping(result)),
         ("Controls", " ".join(controls) or "None: nothing shows that this study can see a gap."),
     ]

@@ -230,17 +230,22 @@ def _one_seed_line(result: StudyResult) -> str:
         "loss is lower. One seed an arm: no interval, and nothing is tested, so what has run is "
         "undecided."
     )
-    bands = noise_bands(result)
-    if not bands:
+    widths = band_widths(result)
+    if not widths:
         return text
-    widths = ", ".join(
-        f"±{nats(noise)} nats" + (f" around {base}" if len(bands) > 1 else "")
-        for base, noise in bands.items()
-    )
     return (
         f"{text} Noise band: {widths}, as far as the order of sums alone moved the loss (one "
         "draw). Above it a loss is higher than that explains, below it lower; ×: the gap in units "
         "of the band."
+    )
+
+
+def band_widths(result: StudyResult) -> str:
+    """Of each baseline's noise band; "" without one."""
+    bands = noise_bands(result)
+    return ", ".join(
+        f"±{nats(noise)} nats" + (f" around {base}" if len(bands) > 1 else "")
+        for base, noise in bands.items()
     )
 
 
