@@ -2,7 +2,14 @@
 
 A block of 128 bits is a pure function of a counter and a key, so any part of a stream can be made
 anywhere, by itself, on any device (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there).
+easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). With counter (c0, c1, c2, c3) and key
+(k0, k1), all 32-bit words, k0 the key's low one, each round does at once
+
+    c0, c1 = high(c2 * M1) ^ c1 ^ k0, low(c2 * M1)
+    c2, c3 = high(c0 * M0) ^ c3 ^ k1, low(c0 * M0)
+
+with the halves of 64-bit products; between rounds W0 and W1 are added to k0 and k1 modulo 2^32.
+The output is the counter after the last round.
 """
 
 from __future__ import annotations

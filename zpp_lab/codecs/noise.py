@@ -3,13 +3,33 @@
 A draw is a pure function of (seed, step, micro-step, wire, parameter, encoding rank, row,
 element), so runs, resumes, devices and engines reproduce it without any state.
 
-Bits come from Philox4x32 with 7 rounds (`philox.py`). One block of 128 bits serves 8
+Key, 64 bits: BLAKE2s with a digest of 8 bytes (RFC 7693, without a key), read as a little-endian
+number, of four numbers of 64 bits each, little-endian, one after the other:
+
+    seed          of the run
+    step          from 0; of weights that are evaluated or exported after s steps: s
+    micro-step    from 0; 0 for weights, which every micro-step of a step gathers alike; the last
+                  one for gradients that several micro-steps have added up
+    wire          0 weights_forward, 1 weights_backward, 2 grads_intra, 3 grads_inter
+
+Backward has noise of its own unless it uses what forward gathered (hpZ, stages 1 and 2). A
+reduction of one hop is on grads_intra, or with one GPU a node on grads_inter.
+
+Parameter id, 32 bits: BLAKE2s with a digest of 4 bytes of the parameter's name, as
+`model.named_parameters()` gives it, in UTF-8, read as a little-endian number.
+
+Bits come from Philox4x32 with 7 rounds (`philox.py` says how). One block of 128 bits serves 8
 neighbouring elements of a segment, 16 bits each:
 
     counter = (element // 8, row, rank, parameter id)      four 32-bit words
-    key     = (low word, high word) of a 64-bit key made from seed, step, micro-step and wire
+    key     = (low word, high word) of the key
     element e takes word (e % 8) // 2 of the output, its low half when e is even
-    u       = (16 bits + 0.5) / 65536                       exact in fp32, inside (0, 1)
+    u       = (16 bits + 0.5) / 65536                      exact in fp32, inside (0, 1)
+
+element: its place in the row that is quantized, from 0; with a rotation in the rotated row, filling
+included. rank: who encodes; in the second hop of a reduction that is the rank of the sending node
+with the owner's place in its own. row: whose shard the payload row carries, a rank of the cluster:
+of weights the encoding rank, of gradients the one that will own the sum.
 """
 
 from __future__ import annotations

@@ -73,13 +73,16 @@ def moment_bytes(shape: Sequence[int], kind: StateKind) -> tuple[int, ...]:
 
 
 def noise_key(seed: int, step: int) -> int:
-    """The 64-bit Philox key of a step's noise."""
+    """The 64-bit Philox key of a step's noise: as `codecs/noise.py` makes one, but of the nine
+    letters "optimizer", the seed and the step from 0 on."""
     data = b"optimizer" + seed.to_bytes(8, "little") + step.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
 
 
 def row_noise(seed: int, step: int, numel: int, device: torch.device) -> Tensor:
-    """int32 [numel] of 16 random bits each, a pure function of seed, step and place."""
+    """int32 [numel] of 16 random bits each, a pure function of seed, step and place: element e has
+    word (e % 8) // 2 of Philox4x32-7 for the counter (e // 8, 0, 0, 0), its low half when e is
+    even."""
     key = noise_key(seed, step)
     groups = torch.arange(-(-numel // LANES), dtype=torch.int64, device=device)
     zero = torch.zeros_like(groups)
