@@ -114,6 +114,10 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
         (["trian"], "did you mean train?"),
         (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
         (["bench", "everything"], "there are: kernels, collectives"),
+        (
+            ["bench", "virtual"],
+            "bench virtual was removed; use python experiments/virtual/bench.py",
+        ),
         (["study", "nothing"], "there are:"),
         (["study", "smoke", "seed=3"], "every arm: seed=3: a study sets seed of each run itself"),
         (["study", "smoke", "recipe=w4"], "every arm of study smoke sets recipe itself"),

@@ -45,9 +45,9 @@ print(open_data(compose(['data=stdlib']).data).tokens)" &
 part 75 passes python3 -m pytest tests/engines/test_passes.py -q -x -p no:cacheprovider
 wait $build
 echo "build: exit $?, at $SECONDS s"; tail -n 3 "$out/build.log"
-part "${BIG_SECONDS:-80}" 350m python3 -m zpp_lab.cli bench virtual --recipes $recipes \
+part "${BIG_SECONDS:-80}" 350m python3 experiments/virtual/bench.py --recipes $recipes \
   --steps 2 --out "$out/350m.json" $big train.batch_size=4
-part 40 10m python3 -m zpp_lab.cli bench virtual --recipes w4 --steps 5 --warm-up 2 \
+part 40 10m python3 experiments/virtual/bench.py --recipes w4 --steps 5 --warm-up 2 \
   --variants engine.graph=false engine.lanes=1 engine.lanes=4 engine.lanes=8 \
   --out "$out/10m.json" $small
 export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)

@@ -205,9 +205,6 @@ def check_bench(what: str, words: list[str]) -> None:
     if what == "step":
         module.links(asked.link_gbps, asked.nodes)
         step_arms.arms([w for w in asked.recipes.split(",") if w] + asked.arm, asked.overrides)
-    elif what == "virtual":
-        for recipe in asked.recipes.split(","):
-            check_config([f"recipe={recipe}", *asked.overrides])
 
 
 def check_tests(words: list[str]) -> None:
@@ -238,6 +235,8 @@ def settings_of(path: str, script: ModuleType, asked: argparse.Namespace) -> Ite
         yield [*list(script.cumulative(asked.model))[-1][1], *asked.overrides]  # all settings
     elif name == "baseline/first.py":
         yield [*script.DEFAULTS, *asked.overrides]
+    elif name == "virtual/bench.py":
+        yield from ([f"recipe={recipe}", *asked.overrides] for recipe in asked.recipes.split(","))
     elif name == "plan/compare.py":
         yield ["engine=fsdp", *asked.overrides]
     elif name == "deepspeed/gradient.py":

@@ -22,17 +22,19 @@ NEXT = "write a study of the faster recipes that the study did not measure"
 BENCHES = {
     "kernels": "encode, decode and sum of every codec on a GPU",
     "collectives": "gather and reduction of one unit, encode and decode included",
-    "virtual": "a step of the virtual engine beside plain gradient accumulation",
-    "deterministic": "what deterministic mode costs",
     "step": "training steps of several recipes over links of several speeds",
     "calibrate": "the figures that `zpp-lab plan --machine` takes",
+}
+REMOVED = {
+    "virtual": "use python experiments/virtual/bench.py",
+    "deterministic": "train twice, with engine.deterministic=true and false",
 }
 
 
 def add_machine(add: Add) -> None:
     _add_plan(add)
     add("doctor", "what this machine can do, and what to install for the rest", _doctor)
-    text = "measure kernels, collectives, engines or training steps"
+    text = "measure kernels, collectives or training steps"
     bench = add("bench", text, _bench, passes_on=True)
     bench.add_argument("what", nargs="?")
     add("emulate", "run a command on emulated nodes of this host", _emulate, passes_on=True)
@@ -88,6 +90,8 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
             print(f"usage: zpp-lab bench WHAT [option ...]\n\n{_benches()}")
             return 0
         raise ValueError(f"say what to measure: zpp-lab bench WHAT\n{_benches()}")
+    if args.what in REMOVED:
+        raise ValueError(f"bench {args.what} was removed; {REMOVED[args.what]}")
     if args.what not in BENCHES:
         raise ValueError(f"no bench {args.what!r}; there are: {', '.join(BENCHES)}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""`zpp-lab bench virtual` at a tiny size: both sides train, and the numbers are written down."""
+"""experiments/virtual/bench.py at a tiny size: both sides train, and numbers are written."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tests.engines.test_passes import tokens
-from zpp_lab.bench.virtual import Plain, main
+from tests.experiments.scripts import loaded
 from zpp_lab.compose import compose
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.models import build_model
 
+BENCH = loaded("experiments/virtual/bench.py")
 SMALL = ["engine.device=cpu", "model.dim=32", "model.ffn=48", "cluster=2x2", "data.seq_len=8"]
 
 
@@ -27,7 +28,10 @@ def _settings():
 def test_rows_and_ratios_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bench.json"
     arguments = ["--recipes", "zero3,zeropp", "--steps", "2", "--out", str(out)]
-    assert main([*arguments, "--variants", "engine.lanes=1", "engine.lanes=2", "--", *SMALL]) == 0
+    assert (
+        BENCH.main([*arguments, "--variants", "engine.lanes=1", "engine.lanes=2", "--", *SMALL])
+        == 0
+    )
     found = json.loads(out.read_text())
     names = [f"{r} engine.lanes={n}" for r in ("zero3", "zeropp") for n in (1, 2)]
     assert [row["what"] for row in found["results"]] == ["plain", *names]
@@ -43,7 +47,7 @@ def test_rows_and_ratios_are_written(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_plain_accumulation_is_the_training_that_the_cluster_does() -> None:
     """zero3 in fp32 and plain accumulation differ by rounding only."""
     config = compose(["recipe=zero3", *SMALL])
-    plain = Plain(build_model(config.model, 61, seed=1), config)
+    plain = BENCH.Plain(build_model(config.model, 61, seed=1), config)
     model = build_model(config.model, 61, seed=1)
     engine = VirtualEngine(model, build_plan(model, config), config)
     for step in range(3):
@@ -54,4 +58,4 @@ def test_plain_accumulation_is_the_training_that_the_cluster_does() -> None:
 
 def test_a_setting_that_it_cannot_measure_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train\.micro_steps=1"):
-        main(["train.micro_steps=2"])
+        BENCH.main(["train.micro_steps=2"])

@@ -1,4 +1,4 @@
-"""`zpp-lab bench virtual`: what a virtual cluster costs over plain gradient accumulation.
+"""What a virtual cluster costs over plain gradient accumulation.
 
 Both train the same model on the same micro-batches: forward, backward, and one AdamW step once
 all have come. `plain` is one rank that adds its micro-batches' gradients in fp32; the virtual
@@ -6,7 +6,7 @@ cluster takes each micro-batch for a rank's and runs the recipe's gathers and re
 of them. Both run their passes as `engine.graph` and `engine.lanes` say. A step's time runs until
 its loss is known to the host. Takes Hydra overrides:
 
-    zpp-lab bench virtual --recipes zero3,zeropp model=350m cluster=8x8 train.param_dtype=bf16
+    python experiments/virtual/bench.py --recipes zero3,zeropp model=350m cluster=8x8
 
 `--variants` repeats each recipe with other settings: `--variants engine.lanes=1 engine.lanes=4`.
 """
@@ -167,7 +167,7 @@ def _configs(args: argparse.Namespace) -> dict[str, Config]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("zpp-lab bench virtual", description=__doc__)
+    made = argparse.ArgumentParser("bench.py", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--recipes", default="zero3,zeropp,qsdp,g8_4_hadamard")
     made.add_argument("--steps", type=int, default=3, help="timed steps; the median counts")
@@ -184,7 +184,7 @@ def main(argv: list[str]) -> int:
     configs = _configs(args)
     config = next(iter(configs.values()))
     if config.train.micro_steps != 1:
-        raise ValueError("bench virtual: each rank has one micro-batch; leave train.micro_steps=1")
+        raise ValueError("each rank has one micro-batch; leave train.micro_steps=1")
     if config.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.engine.deterministic)
