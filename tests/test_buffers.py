@@ -19,6 +19,7 @@ from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.peer import PeerTransport
+from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
@@ -30,7 +31,6 @@ from zpp_lab.models import build_model
 from zpp_lab.ops import squares as kernels
 from zpp_lab.optimizers import CompactAdamW
 from zpp_lab.optimizers.host import pinned_bytes, pinned_state_bytes
-from zpp_lab.plan import UnitPlan
 
 SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=23, vocab_size=37)
 Q8, Q4 = ({"bits": b, "block_size": 16} for b in (8, 4))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from zpp_lab.codecs import BlockCodec, RawCodec
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.compose import compose
 from zpp_lab.config import ClusterConfig, RecipeConfig, load
 from zpp_lab.layout import Parameter
 from zpp_lab.paths import conf_dir
-from zpp_lab.recipe import Recipe
 
 MATRIX = Parameter("layers.0.mlp.up.weight", (64, 32), 4)
 BIAS = Parameter("layers.0.mlp.up.bias", (64,), 4)

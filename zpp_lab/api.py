@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.collectives.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.plan import Bytes, Plan, no_bytes
+from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.compose import compose
@@ -37,8 +39,6 @@ from zpp_lab.engines.norm import squares
 from zpp_lab.engines.units import Block, cut_units, grouped
 from zpp_lab.numerics import clip_factor, total_norm
 from zpp_lab.place import enter, placed
-from zpp_lab.plan import Bytes, Plan, no_bytes
-from zpp_lab.recipe import DTYPES, Recipe
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from zpp_lab.codecs import RawCodec
 from zpp_lab.collectives.choose import LEAST
+from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.collectives.ring import SLOTS
 from zpp_lab.collectives.transport import LINKS, Kind, Link
 from zpp_lab.config import Config
 from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.layout import Layout
-from zpp_lab.plan import Plan, UnitPlan
 
 ALIGN = 256  # of a slot
 

@@ -16,6 +16,7 @@ from typing import Literal
 from zpp_lab.activations import FP32, Activations
 from zpp_lab.buffers import Buffers, kernels_serve
 from zpp_lab.codecs.errors import AT_ONCE
+from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config import Config
 from zpp_lab.engines.losses import heldout_size
 from zpp_lab.engines.norm import square_bytes
@@ -26,7 +27,6 @@ from zpp_lab.models.lora import A as LORA_A
 from zpp_lab.moments import GIB, MOMENTS, NOT_EVALUATED, Estimate, Item, Moment, always, moments
 from zpp_lab.optimizers import BATCH, SCRATCH, StateKind, state_bytes
 from zpp_lab.optimizers.host import LANES, STAGE, pinned_state_bytes
-from zpp_lab.plan import Plan, UnitPlan
 
 Acts = Activations | TracedActivations
 

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from zpp_lab.collectives.plan import Plan
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.cost import show as time_shown
@@ -25,7 +26,6 @@ from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
 from zpp_lab.moments import GIB, MOMENTS, Estimate, Moment
-from zpp_lab.plan import Plan
 from zpp_lab.study.slots import gpu_memory
 from zpp_lab.text import percents
 

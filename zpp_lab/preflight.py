@@ -13,7 +13,7 @@ from zpp_lab.inputs import check_inputs
 from zpp_lab.tracking.wandb_mode import resolve
 
 if TYPE_CHECKING:
-    from zpp_lab.plan import Plan
+    from zpp_lab.collectives.plan import Plan
 
 
 def check_run(config: Config, tracked: bool = True) -> None:

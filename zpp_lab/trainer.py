@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab import ops
+from zpp_lab.collectives.plan import Plan
 from zpp_lab.commits import note_commit
 from zpp_lab.config import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
@@ -35,7 +36,6 @@ from zpp_lab.heldout import open_heldout
 from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.optim import learning_rate
 from zpp_lab.piece import UNFINISHED, Piece, writing_seconds
-from zpp_lab.plan import Plan
 from zpp_lab.preflight import check_run
 from zpp_lab.resume import open_store, resume
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir

@@ -19,11 +19,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import CodecConfig, Config
 from zpp_lab.evaluate import evaluate
 from zpp_lab.export.model import run_config
 from zpp_lab.export.wire import codec_text
-from zpp_lab.recipe import Recipe
 
 BASE = "zero3"
 COLUMNS = ["arm", "seed", "codec", "heldout_loss", "rounded_loss", "baseline_loss"]

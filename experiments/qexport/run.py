@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.compose import load_study
 from zpp_lab.config import CodecConfig, StudyConfig
 from zpp_lab.evaluate import Row, evaluate
@@ -25,7 +26,6 @@ from zpp_lab.export import export_quantized
 from zpp_lab.export.model import open_run
 from zpp_lab.export.packed import compressed_tensors
 from zpp_lab.export.wire import codec_text
-from zpp_lab.recipe import Recipe
 
 COLUMNS = ["seed", "model", "of", "codec", "measured_by", "heldout_loss", "perplexity", "bytes"]
 Record = dict[str, Any]

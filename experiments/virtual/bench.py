@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab import ops
+from zpp_lab.collectives.plan import PassUse
+from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.engines.base import Batch
@@ -39,8 +41,6 @@ from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.models import build_model
 from zpp_lab.numerics import clip_factor
 from zpp_lab.optim import adamw
-from zpp_lab.plan import PassUse
-from zpp_lab.recipe import DTYPES
 
 BYTES = 259  # vocabulary of the byte tokenizer, for presets that take the tokenizer's
 NO_UNITS = PassUse({}, {})  # plain accumulation gathers none

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tests.engines.uneven import batch, build_uneven
 from tests.test_numerics import by_halves
 from zpp_lab.codecs import Codec, Noise, SegmentNoise, encode, noise_key, parameter_id
+from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config import Config
 from zpp_lab.engines.build import build_plan
 from zpp_lab.layout import Parameter
 from zpp_lab.optim import adamw
-from zpp_lab.recipe import DTYPES, Recipe
 
 
 def cut(whole: Tensor, world: int) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 
 from tests.engines.test_virtual_naive import configured
 from zpp_lab import ops
+from zpp_lab.collectives.plan import PassUse
 from zpp_lab.config import Config, EngineConfig, ModelConfig
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import build_plan
@@ -20,7 +21,6 @@ from zpp_lab.engines.passes import Passes, take_grads
 from zpp_lab.engines.reduction import together
 from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.models import build_model
-from zpp_lab.plan import PassUse
 
 MODEL = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn=96)
 Q4 = {"bits": 4, "block_size": 64}

@@ -26,8 +26,8 @@ import pytest
 from tests.experiments.scripts import ROOT, loaded
 from zpp_lab import cli, compose
 from zpp_lab.bench import step_arms
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.commands.adding import check_words
-from zpp_lab.recipe import Recipe
 from zpp_lab.study.plan import run_overrides
 from zpp_lab.study.selection import matching
 

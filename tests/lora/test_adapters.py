@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from tests.engines.uneven import batch, build_uneven
 from tests.lora.models import VOCAB, build, lora, on_base, save_base, with_lora
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.compose import compose
 from zpp_lab.config import Config, load
 from zpp_lab.engines.build import build_engine, build_plan
@@ -19,7 +20,6 @@ from zpp_lab.engines.virtual import VirtualEngine
 from zpp_lab.models import build_model
 from zpp_lab.models.lora import adapter_value, adapters_of, frozen_base, merged
 from zpp_lab.ops import padded_rows
-from zpp_lab.recipe import Recipe
 
 ON = ["lora=q4", "model.weights=pretrained", "model.path=x"]
 

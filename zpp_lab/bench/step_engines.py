@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.collectives.choose import connect, gather_mode
+from zpp_lab.collectives.plan import Bytes
+from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
@@ -29,8 +31,6 @@ from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
 from zpp_lab.numerics import clip_factor
 from zpp_lab.optim import adamw
-from zpp_lab.plan import Bytes
-from zpp_lab.recipe import DTYPES
 
 VOCABULARY = 32000  # where the model takes the tokenizer's
 LR = 1e-4

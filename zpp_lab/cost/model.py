@@ -10,12 +10,12 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
+from zpp_lab.collectives.plan import Plan, Unit, UnitPlan
+from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config import ClusterConfig, Config, ModelConfig, RecipeConfig, load
 from zpp_lab.data.outside_tokenizer import open_outside
 from zpp_lab.engines.build import units_of
 from zpp_lab.models import build_model
-from zpp_lab.plan import Plan, Unit, UnitPlan
-from zpp_lab.recipe import DTYPES, Recipe
 
 
 def vocabulary(config: Config) -> int:

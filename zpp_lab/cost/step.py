@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.collectives.recipe import quantizes_any
 from zpp_lab.config import Config, Wire
 from zpp_lab.cost.machine import Machine
 from zpp_lab.cost.model import Work, block_work, head_work, plan_of, vocabulary
 from zpp_lab.cost.schedule import Timeline
 from zpp_lab.cost.transfers import Collective, Transfers
 from zpp_lab.engines.untouched import is_untouched
-from zpp_lab.plan import Plan, UnitPlan
-from zpp_lab.recipe import quantizes_any
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
 NORM = 4  # gradients read once, by ours (ops/squares.py) and by torch's

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
+from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.traffic import Traffic, hop_traffic
 from zpp_lab.config import Wire
 from zpp_lab.cost.machine import Machine
 from zpp_lab.layout import Layout
-from zpp_lab.plan import UnitPlan
 
 LinkName = Literal["intra", "inter"]
 SEGMENTS = 20  # of one launch of a codec kernel

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zpp_lab.codecs.errors import Telemetry
+from zpp_lab.collectives.plan import Bytes, Plan
 from zpp_lab.engines.losses import mean_loss
-from zpp_lab.plan import Bytes, Plan
 
 # Inputs and targets, int64 [B, T]; where some targets are IGNORED also their share, int64 [2], see
 # models/loss.py.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zpp_lab.collectives.plan import Plan, Unit
+from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config import Config, EngineConfig
 from zpp_lab.engines.base import Engine
 from zpp_lab.engines.units import cut_units, grouped
 from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.models import build_model
 from zpp_lab.models.lora import frozen_base
-from zpp_lab.plan import Plan, Unit
-from zpp_lab.recipe import DTYPES, Recipe
 
 
 def pick_device(engine: EngineConfig) -> torch.device:

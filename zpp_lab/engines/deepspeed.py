@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.config import Config
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
@@ -34,7 +35,6 @@ from zpp_lab.engines.deepspeed_state import load_states, own_part, states
 from zpp_lab.engines.losses import token_losses
 from zpp_lab.numerics import fold_sum
 from zpp_lab.optim import adamw, set_rate
-from zpp_lab.plan import Plan
 
 _LOWEST_SCALE = "loss scale already at minimum"
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import CodecConfig, Config, EngineConfig, ExemptConfig, Wire
-from zpp_lab.recipe import Recipe
 
 WEIGHT_BITS, GRAD_BITS = 8, 4
 # What a codec may say beside its bits: DeepSpeed's own values, or nothing.

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.collectives.choose import connect
+from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
@@ -51,7 +52,6 @@ from zpp_lab.optim import (
     set_rate,
     zero_state,
 )
-from zpp_lab.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 
 
 class FsdpEngine(Engine):

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.engines.fsdp_comm import Installed, managed
 from zpp_lab.frozen import Marks, decode_shards, encode_shards, mark
-from zpp_lab.plan import Plan
 
 Rows = Callable[[str, int, int], Tensor]  # parameter, first row, last + 1 → fp32
 

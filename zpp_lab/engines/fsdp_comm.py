@@ -37,6 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from zpp_lab.collectives.clock import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
 from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import Unit, UnitPlan
 from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Transport, all_gather, peers
@@ -45,7 +46,6 @@ from zpp_lab.engines.fsdp_landing import LandedReduce, Landing
 from zpp_lab.engines.fsdp_packed import Box, Fallbacks, Packed
 from zpp_lab.engines.fsdp_present import Present
 from zpp_lab.engines.in_turn import in_backward
-from zpp_lab.plan import Unit, UnitPlan
 
 # What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
 LEANS_ON = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 
 from zpp_lab.collectives.ledger import LedgerError
+from zpp_lab.collectives.plan import Bytes
 from zpp_lab.engines.fsdp_comm import Installed
-from zpp_lab.plan import Bytes
 
 
 def check_unit(unit: Installed, sent: Bytes, planned: Bytes, present: Set[str]) -> None:

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import (
 )
 
 from zpp_lab.collectives.clock import Clock
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp_comm import Installed, install, land
 from zpp_lab.engines.fsdp_packed import Fallbacks
 from zpp_lab.engines.units import ROOT, Group, root_group
 from zpp_lab.engines.untouched import is_untouched
-from zpp_lab.plan import Plan
-from zpp_lab.recipe import Recipe
 
 
 @dataclass

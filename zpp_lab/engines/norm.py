@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zpp_lab.collectives.plan import Plan
 from zpp_lab.numerics import left_at_top, square_norms
 from zpp_lab.ops import padded_rows
 from zpp_lab.ops import squares as kernels
-from zpp_lab.plan import Plan
 
 FP32, FP64 = 4, 8
 FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64

@@ -15,9 +15,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.collectives.plan import PassUse
 from zpp_lab.config import EngineConfig
 from zpp_lab.engines.base import Batch
-from zpp_lab.plan import PassUse
 
 Grads = dict[str, Tensor]
 # One rank's batch → its loss (fp32 scalar, detached) and the units that ran; gradients are left

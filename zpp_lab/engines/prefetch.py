@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch.distributed.fsdp import FSDPModule
 
+from zpp_lab.collectives.plan import Bytes, UnitPlan, add_bytes
 from zpp_lab.engines.usage import Usage
-from zpp_lab.plan import Bytes, UnitPlan, add_bytes
 
 Ahead = dict[str, list[str]]  # unit → the units gathered while it computes
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from zpp_lab import ops
 from zpp_lab.codecs import Noise, noise_key
 from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import Unit, UnitPlan
 from zpp_lab.collectives.traffic import hop_traffic
 from zpp_lab.config import Wire
 from zpp_lab.engines.watch import Watch
 from zpp_lab.layout import Layout
-from zpp_lab.plan import Unit, UnitPlan
 
 TOGETHER = 2**24  # elements of units that are reduced together at most
 

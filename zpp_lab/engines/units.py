@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zpp_lab.collectives.plan import Unit
 from zpp_lab.layout import Parameter
-from zpp_lab.plan import Unit
 
 ROOT = "root"
 Block = tuple[str, nn.Module]  # its name in the model

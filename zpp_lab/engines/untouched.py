@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zpp_lab.plan import Plan
-from zpp_lab.recipe import quantizes_any
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.recipe import quantizes_any
 
 
 def is_untouched(plan: Plan, ordered: bool) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.collectives.plan import PassUse
 from zpp_lab.engines.in_turn import InTurn, grad_outputs, when_reached
-from zpp_lab.plan import PassUse
 
 
 class Usage:

@@ -19,6 +19,8 @@ from zpp_lab import ops
 from zpp_lab.codecs import Noise, noise_key
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import PassUse, Plan, StepUse
+from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic
 from zpp_lab.config import Config, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
@@ -32,8 +34,6 @@ from zpp_lab.engines.watch import Watch, gathered_in_vain
 from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.numerics import clip_factor, fold_sum, total_norm
 from zpp_lab.optim import adamw, load_optimizer_state, optimizer_state, set_rate, update
-from zpp_lab.plan import PassUse, Plan, StepUse
-from zpp_lab.recipe import DTYPES
 
 
 class VirtualEngine(Engine):

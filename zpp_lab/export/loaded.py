@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.export.card import RECORD
 from zpp_lab.export.instructions import rounded_to
-from zpp_lab.recipe import DTYPES
 
 
 def load_folder(path: Path, dtype: torch.dtype | None = None) -> Any:

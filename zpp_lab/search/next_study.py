@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.compose import compose
 from zpp_lab.config import ArmConfig, ClusterConfig, Config, StudyConfig
 from zpp_lab.files import write_atomic
-from zpp_lab.recipe import Recipe
 from zpp_lab.runconfig import differing, flat_config
 from zpp_lab.search.fastest import Answer, Timed
 from zpp_lab.search.limits import LossLimit

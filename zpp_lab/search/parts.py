@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import Config, RecipeConfig
 from zpp_lab.engines.untouched import is_untouched
-from zpp_lab.plan import Plan
-from zpp_lab.recipe import Recipe
 from zpp_lab.search.space import Candidate, Knobs, grads_part, weights_part, wire_bits
 
 Figures = tuple[float, ...]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec, build_codec
+from zpp_lab.collectives.recipe import Recipe, quantizes_any
 from zpp_lab.config import Config, Wire
-from zpp_lab.recipe import Recipe, quantizes_any
 
 STATES = ("fp32", "bf16", "8bit")  # of the optimizer, coarser to the right
 

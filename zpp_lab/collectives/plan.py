@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zpp_lab.codecs import Codec, RawCodec, build_codec
+from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
 from zpp_lab.collectives.traffic import (
     Traffic,
     gather_traffic,
@@ -30,7 +31,6 @@ from zpp_lab.collectives.traffic import (
 )
 from zpp_lab.config import WIRES, Wire
 from zpp_lab.layout import Layout, Parameter
-from zpp_lab.recipe import Recipe, check_patterns, told_raw
 
 Bytes = dict[Wire, Traffic]
 

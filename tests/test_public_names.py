@@ -1,0 +1,47 @@
+"""What `zpp_lab` gives to other programs: the same objects whatever was imported before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import zpp_lab
+
+BEFORE = [
+    "",
+    "from zpp_lab import recipe",
+    "import zpp_lab.trainer",
+]
+CODE = """
+import types, zpp_lab
+{before}
+config = zpp_lab.recipe("zeropp", "recipe.weights.bits=6")
+assert (config.name, config.weights.bits) == ("zeropp", 6)
+import zpp_lab.engines.build, zpp_lab.study.launch
+from zpp_lab import init, recipe, shard
+from zpp_lab import api
+for name in zpp_lab.__all__:
+    found = getattr(zpp_lab, name)
+    assert isinstance(found, types.FunctionType), (name, found)
+    assert found is getattr(api, name)
+"""
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_public_names_are_functions_in_every_order_of_imports(before: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(before=before)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_public_name_is_a_modules() -> None:
+    """Python would put the module in the function's place when it is first imported."""
+    from importlib.util import find_spec
+
+    assert [name for name in zpp_lab.__all__ if find_spec(f"zpp_lab.{name}")] == []
