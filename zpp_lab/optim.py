@@ -1,4 +1,9 @@
-"""AdamW and the learning-rate schedule."""
+"""AdamW and the learning-rate schedule.
+
+Projections into the residual stream may learn at a multiple of the rate (`train.residual_lr`), as
+what they give adds up over depth. `set_rate` applies it in every step, so checkpoints hold no
+rates and a run goes on with its config's.
+"""
 
 from __future__ import annotations
 

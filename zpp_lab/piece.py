@@ -2,6 +2,9 @@
 
 The same command then goes on, here or on another machine that has the run's folder, and ends with
 the bytes of a run that was never stopped.
+
+Rank 0's clock decides for all ranks. A run that a piece has ended leaves neither summary nor
+failure.
 """
 
 from __future__ import annotations

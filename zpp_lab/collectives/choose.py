@@ -3,6 +3,10 @@
 groups  NCCL or gloo everywhere
 peer    ranks of a host read each other's memory; process groups between hosts
 auto    peer where it can be had and pays, by the size of a shipment
+
+`engine.gather=auto` looks at the real hosts. So a cluster of 2 × 2 on one host gathers flat
+and moves other bytes between its "nodes" than the virtual one, with the same numbers;
+`engine.gather=hierarchical` makes the bytes equal too.
 """
 
 from __future__ import annotations

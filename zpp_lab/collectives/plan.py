@@ -11,6 +11,9 @@ A reduction happens at every micro-step, or at the last only (`accumulate`).
 A unit that a step does not run (an unused module, a branch not taken) moves nothing in it; one
 that runs twice is gathered twice. `StepUse` says what a step ran; without it every unit counts
 once a micro-step.
+
+A pattern that matches nothing, and a wire whose bits are all exempted, are errors of `Plan.build`:
+so of every engine, plan and dry run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A recipe made concrete: the codec of every parameter on every wire of a cluster."""
+"""A recipe made concrete: the codec of every parameter on every wire of a cluster.
+
+On one node a two-hop recipe has one hop, and one that would then carry nothing is an error. With
+one hop both gradient wires have one codec: rows that stay in the node count for `grads_intra`, the
+others for `grads_inter`. `shard=node` (HSDP) is a baseline that FSDP2 runs by itself; its sums over
+nodes have no fixed order.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 One hop: all-to-all over the cluster, then the W rows for this rank's shard are decoded and
 added, 0 + row 0 + row 1 + ... Two hops: the same inside the node for the N shards that ranks
 of this local rank own, the sums are encoded again, cross between nodes, and are added there.
+
+Hops that share their rotation keep its domain between them: sums are linear, so one inverse at the
+end suffices.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ while somebody still reads it:
     it writes use k only after the meeting of use k - s + 1, hence after all reads of use k - s.
 
 All ranks make the same shipments in the same order, as with any collective.
+
+Units travel whole: pieces overlap, but put ranks out of step, and lost time.
 """
 
 from __future__ import annotations

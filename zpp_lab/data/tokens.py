@@ -2,6 +2,9 @@
 
 A batch depends on nothing but its arguments, so every arm of a study, every
 engine and a resumed run see the same tokens.
+
+A batch follows from its rank's number. So half the ranks with twice the batch see other text,
+unless `data.draw_ranks` draws for as many ranks as there were.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ payload, so one copy serves all. Then each rank's gradient (`passes.py`) is enco
 added to running sums, rank by rank and node by node (`reduction.py`), so memory does not grow with
 the number of nodes. Sums, division, norm and update follow the order of a real run to the bit.
 Between its first and its last rank a step never waits for the device.
+
+Where backward gathers other weights than forward (another codec, fresh noise) they take the place
+of the forward's after it, as a second gather would bring them.
 """
 
 from __future__ import annotations

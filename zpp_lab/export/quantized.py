@@ -3,6 +3,9 @@
 By default the numbers are exactly those that the weights' wire brought at the checkpoint's step.
 With a codec they are the master weights rounded to nearest after training, which is what the
 claim "usable without post-training quantization" has to be compared with.
+
+What does not fit the format is refused: other numbers than the wire's come only where --requantize
+or --codec asks for them.
 """
 
 from __future__ import annotations

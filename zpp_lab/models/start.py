@@ -2,6 +2,9 @@
 
 A sharded engine fills its own rows only, so nothing here builds a whole model: `Start.rows`
 gives any rows of any parameter, and `materialize` makes room for them.
+
+A start takes weights and no optimizer. A run's folder (`model.start`) is one more source of rows
+beside a seed and safetensors: each rank reads the parts of files that hold its rows.
 """
 
 from __future__ import annotations

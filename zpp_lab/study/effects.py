@@ -3,6 +3,8 @@
 Only arms that are alike in every other factor are compared, so that an effect is never that of
 another setting which happened to change too. A mean over such matched groups is taken within
 each seed; its interval is Student's over the seeds, which are the independent observations.
+
+An arm that has no like is drawn as a dot and named, never averaged.
 """
 
 from __future__ import annotations

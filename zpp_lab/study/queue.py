@@ -2,6 +2,9 @@
 
 Runs start in order. One that does not fit yet holds back those behind it, so that a run which
 needs all GPUs comes to its turn.
+
+A study's prepared runs go through the same queue. Its arms wait for them, and their folder is no
+arm's.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ NOTHING = "–"
 
 
 def results_csv(result: StudyResult) -> str:
-    """One line a run, arms in the study's order, then seeds. The same runs give the same bytes.
+    """One line a run, arms in the study's order, then seeds. The same runs give the same bytes:
+    no column holds wall-clock values, so a killed study's equals an undisturbed one's.
 
     `steps` is a finished run's; `last_step` how far any run came.
     Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
