@@ -52,3 +52,25 @@ def small(folder: Path, *overrides: str) -> Config:
             *overrides,
         ]
     )
+
+
+def newest(folder: Path) -> Path:
+    """A run's newest checkpoint."""
+    return sorted((folder / "checkpoints").glob("step-*"))[-1]
+
+
+def tensor_file(checkpoint: Path) -> Path:
+    """The first of a checkpoint's files with tensors."""
+    return min(checkpoint.glob("*.safetensors"))
+
+
+def tear(path: Path, size: int = 1000) -> None:
+    """Cut a file, or a checkpoint's tensors, short."""
+    file = tensor_file(path) if path.is_dir() else path
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file in a folder, by its place there."""
+    files = (p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}

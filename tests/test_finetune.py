@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ import pytest
 import torch
 
 from tests.engines.fsdp_world import run_world
-from tests.runs import small
-from zpp_lab import stream
+from tests.runs import newest as newest_of
+from tests.runs import small, tear
+from zpp_lab.checkpoint.read import Saved, newest, open_saved
 from zpp_lab.config import Config
-from zpp_lab.dcp_read import RowReader
 from zpp_lab.models import build_model
-from zpp_lab.saved import newest, open_saved
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
@@ -98,23 +98,14 @@ def _rows_are_those_of_the_whole(folder: Path) -> None:
             assert torch.equal(shards.rows(name, first, last), wanted), name
 
 
-def test_only_the_parts_with_wanted_rows_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = pretrained(tmp_path, "fsdp")
-    run_world(2, in_each_rank, config)
-    path = next((tmp_path / "fsdp" / "checkpoints").glob("step-*"))
-    reader, seen = RowReader(path), []
-    mapped = stream._mapped
-
-    def spy(file: Path) -> Any:
-        seen.append(file.name)
-        return mapped(file)
-
-    monkeypatch.setattr(stream, "_mapped", spy)
-    rows = reader.rows("weights.embed.weight", 3, 9)
-    assert rows.shape == (6, 16)
-    assert [name[:4] for name in seen] == ["__0_"], "the first rank has rows 0 to 127"
+def test_only_the_parts_with_wanted_rows_are_read(tmp_path: Path) -> None:
+    """Nothing else is looked at, so nothing else can be found damaged."""
+    run_world(2, in_each_rank, pretrained(tmp_path, "fsdp"))
+    saved = open_saved(tmp_path / "fsdp")
+    (saved.path / "rank-00001-0.safetensors").unlink()
+    assert saved.rows("embed.weight", 3, 9).shape == (6, 16), "the first rank has rows 0 to 127"
+    with pytest.raises(ValueError, match=r"rank-00001-0\.safetensors: weights\.embed.*: missing"):
+        saved.rows("embed.weight", 127, 129)
 
 
 def test_the_start_is_the_checkpoints_weights_and_no_optimizer(tmp_path: Path) -> None:
@@ -122,9 +113,10 @@ def test_the_start_is_the_checkpoints_weights_and_no_optimizer(tmp_path: Path) -
     config = tuning(tmp_path, "tuned")
     model = replace(config.model, start=str(tmp_path / "virtual"))
     made = dict(build_model(model, 256, seed=5).named_parameters())
-    saved = torch.load(tmp_path / "virtual" / "checkpoints" / "step-00000003.pt")
-    assert all(torch.equal(made[n], w) for n, w in saved["weights"].items())
-    older = str(tmp_path / "virtual" / "checkpoints" / "step-00000003.pt")
+    path = tmp_path / "virtual" / "checkpoints" / "step-00000003"
+    saved = Saved(path).state()["weights"]
+    assert all(torch.equal(made[n], w) for n, w in saved.items())
+    older = str(path)
     again = dict(build_model(replace(model, start=older), 256).named_parameters())
     assert all(torch.equal(again[n], p) for n, p in made.items())
     first = run(replace(config, model=model, train=replace(config.train, steps=1, lr=0.0)))
@@ -144,8 +136,8 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         build_model(shallow, 256)
     with pytest.raises(ValueError, match=r"model\.start=.*nowhere: .* is no run's folder"):
         build_model(replace(config.model, start=str(tmp_path / "nowhere")), 256)
-    torn = tmp_path / "virtual" / "checkpoints" / "step-00000003.pt"
-    torn.write_bytes(torn.read_bytes()[:500])
+    torn = tmp_path / "virtual" / "checkpoints" / "step-00000003"
+    tear(torn)
     with pytest.raises(ValueError, match="is damaged"):
         open_saved(torn)
     with pytest.raises(ValueError, match="two starts"):
@@ -177,7 +169,7 @@ def test_a_cut_is_said_and_resume_changes_nothing(
     folder = tmp_path / "whole"
     before = lines(config)
     (folder / "summary.json").unlink()
-    sorted((folder / "checkpoints").glob("*.pt"))[-1].unlink()
+    shutil.rmtree(newest_of(folder))
     assert run(replace(config, data=data))["heldout_loss"] == summary["heldout_loss"]
     assert lines(config) == before
 

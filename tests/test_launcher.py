@@ -20,8 +20,8 @@ import torch
 import yaml
 
 from tests.runs import small
+from zpp_lab.checkpoint.read import Saved
 from zpp_lab.config import Config
-from zpp_lab.dcp_read import read_whole
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
@@ -177,7 +177,7 @@ def test_kills_of_single_ranks_change_no_bit(tmp_path: Path) -> None:
     assert started(configs["killed"], killed, log=log).wait(timeout=LIMIT) == 0
     assert without_times(killed) == without_times(tmp_path / "whole")
     newest = "checkpoints/step-00000060"
-    a, b = (read_whole(tmp_path / n / newest) for n in ("whole", "killed"))
+    a, b = (Saved(tmp_path / n / newest).state() for n in ("whole", "killed"))
     assert bits(a) == bits(b)
 
 
@@ -190,7 +190,7 @@ def wait_for_ranks(process: subprocess.Popen[bytes], count: int) -> None:
 
 
 def bits(checkpoint: dict[str, Any]) -> dict[str, bytes]:
-    """Weights and optimizer by name, of `read_whole`."""
+    """Weights and optimizer by name, of a checkpoint."""
     every = {"weights": checkpoint["weights"], **checkpoint["optimizer"]}
     return {
         f"{key} of {name}": tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -17,6 +17,7 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.activations import Activations
 from zpp_lab.buffers import payload_bytes
+from zpp_lab.checkpoint.write import parts_of
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
@@ -27,7 +28,6 @@ from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses
 from zpp_lab.models.shape_run import Live
 from zpp_lab.moments import GIB, MOMENTS, Estimate
-from zpp_lab.stream import local_bytes
 
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
@@ -67,7 +67,7 @@ def counted(config: Config) -> dict[str, Any]:
         engine.step(0, 1e-2, partial(batch, 0), telemetry=False)
     finally:
         Gather._empty, Reduce._leg = empty, leg  # type: ignore[method-assign]
-    found["saved"] = local_bytes(engine.state_dict())
+    found["saved"] = sum(p.nbytes for p in parts_of(engine.state_dict()))
     found["weights"] = nbytes(engine.parameters.values())
     state = engine.optimizer.state.values()
     found["optimizer"] = sum(

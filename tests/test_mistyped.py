@@ -6,12 +6,13 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.runs import small
+from tests.runs import small, tear
 from zpp_lab.cli import main
 from zpp_lab.locks import hold
 from zpp_lab.trainer import run
@@ -30,8 +31,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "empty").mkdir()
     (place / "afile").write_text("hello\n")
     (place / "cut").mkdir()
-    whole = (place / "runs/good/checkpoints/step-00000003.pt").read_bytes()
-    (place / "cut" / "step-00000003.pt").write_bytes(whole[:5000])
+    cut = shutil.copytree(
+        place / "runs/good/checkpoints/step-00000003", place / "cut/step-00000003"
+    )
+    tear(Path(cut))
     return place
 
 
@@ -59,10 +62,10 @@ TRAIN = [
     ("model=hf model.path=~/no/such/model", "no such folder"),
     ("model.start=runs/goood", "did you mean runs/good?"),
     ("model.start=runs", "did you mean runs/good?"),
-    ("run.start_from=runs/good", "did you mean runs/good/checkpoints/step-00000003.pt?"),
+    ("run.start_from=runs/good", "did you mean runs/good/checkpoints/step-00000003?"),
     ("run.start_from=runs/good/checkpoints/step-3", "no such checkpoint"),
     ("run.start_from=afile", "is no checkpoint"),
-    ("run.start_from=cut/step-00000003.pt", "is damaged or not whole"),
+    ("run.start_from=cut/step-00000003", "is damaged or not whole"),
     ("run.dir=afile", "a file of that name is there: name another one"),
     ("run.dir=afile/x", "a part of this path is a file: name another one"),
 ]
@@ -145,11 +148,10 @@ def test_what_a_run_no_longer_reads_may_be_gone(capsys: pytest.CaptureFixture[st
     words = [f"model.{word}" for word in words]
     words += ["data.seq_len=16", "data.heldout_every=2", "train.steps=2", "train.batch_size=2"]
     words += [*sorted(HERE), "train.eval_tokens=64", "run.dir=runs/second", "engine.threads=1"]
-    first = Path("first.pt")
-    first.write_bytes(Path("runs/good/checkpoints/step-00000003.pt").read_bytes())
-    assert main(["train", *words, "run.start_from=first.pt"]) == 0
-    first.unlink()
-    assert main(["train", *words, "run.start_from=first.pt"]) == 0
+    first = shutil.copytree("runs/good/checkpoints/step-00000003", "first")
+    assert main(["train", *words, "run.start_from=first"]) == 0
+    shutil.rmtree(first)
+    assert main(["train", *words, "run.start_from=first"]) == 0
     assert "trained before" in capsys.readouterr().out
 
 

@@ -12,19 +12,17 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
-from tests.runs import small
-from tests.test_dcp import engine_of, same, train, whole
+from tests.runs import small, tear
+from tests.test_checkpoint import engine_of, same, train, whole
 from tests.test_trainer import last_checkpoint, without_times
 from zpp_lab import trainer
-from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
+from zpp_lab.checkpoint.read import Saved
+from zpp_lab.checkpoint.write import Checkpoints, Saving
 from zpp_lab.config import Config
-from zpp_lab.dcp import Saving, ShardedCheckpoints
-from zpp_lab.dcp_read import read_whole
 from zpp_lab.resume import resume
 from zpp_lab.tracking import read
 
 LIGHT = "train.checkpoint_weights_only=true"
-CPU = torch.device("cpu")
 
 
 class Killed(BaseException):
@@ -76,8 +74,8 @@ def test_a_killed_run_goes_on_from_the_whole_state_that_is_there(
     killed(small(tmp_path, LIGHT), 5)
     assert [row["step"] for row in read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     said = capsys.readouterr()
-    assert said.err.count("step-00000006.pt holds weights only (train.checkpoint_weights") == 1
-    assert "going on from step-00000004.pt, the newest whole state" in said.err
+    assert said.err.count("step-00000006 holds weights only (train.checkpoint_weights") == 1
+    assert "going on from step-00000004, the newest whole state" in said.err
     assert "goes on after step 4 of 12" in said.out
     assert trainer.run(small(tmp_path, LIGHT))["steps"] == 12
     assert kept(run) == [9, 12]
@@ -110,11 +108,11 @@ def test_without_a_whole_state_no_run_goes_on(
     killed(small(tmp_path, LIGHT, *settings), 10)
     files = tmp_path / "run" / "checkpoints"
     if damaged:
-        (files / "step-00000004.pt").write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"0009\.pt holds weights only .*run\.resume=false"):
+        tear(files / "step-00000004")
+    with pytest.raises(ValueError, match=r"0009 holds weights only .*run\.resume=false"):
         trainer.run(small(tmp_path, LIGHT, *settings))
     said = capsys.readouterr().err
-    assert ("step-00000004.pt is damaged" in said) == damaged
+    assert ("step-00000004 is damaged" in said) == damaged
     assert "going on from" not in said
     assert "starts over" not in said
     assert kept(tmp_path / "run") == ([4, 6, 9] if damaged else [6, 9])
@@ -123,8 +121,8 @@ def test_without_a_whole_state_no_run_goes_on(
 
 def of_ranks(folder: str) -> dict[str, Any]:
     """A whole state, then weights alone: what every rank goes on from, and what each said."""
-    root, config = Path(folder), small(Path(folder) / str(dist.get_rank()))
-    store = ShardedCheckpoints(root, 3, Saving(weights_only=True))
+    root, config = Path(folder), small(Path(folder) / str(dist.get_rank()), "engine=fsdp")
+    store = Checkpoints(root, 3, Saving(weights_only=True), shared=True)
     engine = engine_of("zero3", 1, 2)
     train(engine, 0, 1)
     store.save(1, engine.state_dict(), to_go_on=True)
@@ -135,10 +133,10 @@ def of_ranks(folder: str) -> dict[str, Any]:
     store.wait()
     other = engine_of("zero3", 1, 2)
     with redirect_stderr(io.StringIO()) as said:
-        step = resume(config, other, store, CPU)
+        step = resume(config, other, store)
     every: list[Any] = [None, None]
     dist.all_gather_object(every, said.getvalue())
-    state = same(whole(other.state_dict()), {k: read_whole(store.path(1))[k] for k in KEYS})
+    state = same(whole(other.state_dict()), {k: Saved(store.path(1)).state()[k] for k in KEYS})
     found = {"step": step, "said": every, "state": state}
     found["goes on"] = train(other, 1, 3) == undisturbed
     store.keep = 1
@@ -148,7 +146,7 @@ def of_ranks(folder: str) -> dict[str, Any]:
     store.save(3, other.state_dict())
     store.wait()
     with pytest.raises(ValueError, match=r"step-00000003 holds weights only"):
-        resume(config, other, store, CPU)
+        resume(config, other, store)
     return found
 
 
@@ -175,16 +173,25 @@ class Loaded:
         self.state = state
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_one_file_hear_it_once(
-    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer = Checkpoints(tmp_path / "checkpoints", 3, weights_only=True)
-    state = {"weights": {"a": torch.ones(2)}, "optimizer": {"exp_avg": {"a": torch.zeros(2)}}}
-    writer.save(1, state, to_go_on=True)
-    writer.save(2, state)
+def rank_0_has_all(folder: str) -> list[Any]:
+    """As DeepSpeed's engine: whole tensors on rank 0, which every rank reads again."""
+    root, rank = Path(folder), dist.get_rank()
+    every: Any = {"weights": {"a": torch.ones(2)}, "optimizer": {"exp_avg": {"a": torch.zeros(2)}}}
+    store = Checkpoints(root / "c", 3, Saving(host=None, weights_only=True), shared=True)
+    for step in (1, 2):
+        store.save(step, {} if rank else every, to_go_on=step == 1)
     engine: Any = Loaded()
-    store = SharedCheckpoints(writer.folder, 3, rank)
-    assert resume(small(tmp_path), engine, store, CPU) == 1
-    assert set(engine.state) == {"weights", "optimizer"}
-    assert ("going on from step-00000001.pt" in capsys.readouterr().err) == (rank == 0)
+    with redirect_stderr(io.StringIO()) as said:
+        step = resume(small(root / str(rank)), engine, store)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, [step, same(every, engine.state), said.getvalue()])
+    return found
+
+
+def test_every_rank_reads_what_rank_0_has_written(tmp_path: Path) -> None:
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    first, second = run_world(2, rank_0_has_all, str(tmp_path))
+    assert first[:2] == second[:2] == [1, True]
+    assert "going on from step-00000001" in first[2]
+    assert second[2] == ""

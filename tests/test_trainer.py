@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from tests.engines.fsdp_world import forks
-from tests.runs import small
+from tests.runs import contents, newest, small, tear
 from zpp_lab.config import WIRES, Config
 from zpp_lab.divergence import DivergedError
 from zpp_lab.engines.base import NonFiniteError
@@ -23,8 +23,9 @@ from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
 
-def last_checkpoint(folder: Path) -> bytes:
-    return sorted((folder / "checkpoints").glob("step-*.pt"))[-1].read_bytes()
+def last_checkpoint(folder: Path) -> dict[str, bytes]:
+    """The newest one's files."""
+    return contents(newest(folder))
 
 
 def without_times(folder: Path) -> list[dict]:
@@ -75,8 +76,7 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     run(whole)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "summary.json").unlink()
-    newest = sorted((tmp_path / "cut" / "checkpoints").glob("*.pt"))[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])  # torn: the one before it is used
+    tear(newest(tmp_path / "cut"))  # the one before it is used
     written = tmp_path / "cut" / "config.yaml"  # by a version without this setting
     older = [line for line in written.read_text().splitlines() if "bpe_every" not in line]
     written.write_text("\n".join(older))
@@ -90,7 +90,7 @@ def test_a_run_may_go_on_with_other_units(tmp_path: Path) -> None:
     run(small(tmp_path, *whole))
     end, lines = last_checkpoint(tmp_path / "run"), without_times(tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
-    sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))[-1].unlink()
+    shutil.rmtree(newest(tmp_path / "run"))
     run(small(tmp_path, *whole, "engine.blocks_per_unit=2"))
     assert last_checkpoint(tmp_path / "run") == end
     assert without_times(tmp_path / "run") == lines
@@ -188,16 +188,15 @@ def test_a_checkpoint_without_memory_to_read_it_is_not_damaged(
     (folder / "summary.json").unlink()
     for error in (torch.OutOfMemoryError("full"), PermissionError(13, "may not be read")):
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "load", raiser(error))
+            patch.setattr("zpp_lab.checkpoint.read.Saved.state", raiser(error))
             with pytest.raises(type(error)):
                 run(config)
     assert "damaged" not in capsys.readouterr().err
-    for path in (folder / "checkpoints").iterdir():
-        path.write_text("x")
-    assert run(config)["steps"] == 3
-    said = capsys.readouterr().err
-    assert said.count("is damaged") == 1
-    assert "has no whole checkpoint: the run starts over" in said
+    tear(newest(folder))
+    with pytest.raises(ValueError, match=r"no whole checkpoint .*\(run\.resume=false\)"):
+        run(config)
+    assert capsys.readouterr().err.count("is damaged") == 1
+    assert run(small(tmp_path, "train.steps=3", "run.resume=false"))["steps"] == 3
 
 
 def raiser(error: Exception):

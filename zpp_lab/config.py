@@ -222,7 +222,7 @@ class TrainConfig:
     keep_checkpoints: int = 2  # 0: none once the run has finished
     checkpoint_weights_only: bool = False  # weights alone, in bf16: to export, not to resume
     checkpoint_host_gib: float = 8.0  # fsdp: a rank's copy up to so large is written meanwhile
-    checkpoint_staging_mib: int = 1024  # fsdp: a rank's buffers on the way to the disk
+    checkpoint_staging_mib: int = 64  # a rank's buffers on the way to the disk; more is not used
     checkpoint_full_disk: Literal["stop", "skip"] = "stop"  # skip: train on without a checkpoint
     diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
     diverge_steps: int = 50  # so many steps in a row above it end the run as diverged

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.checkpoint.read import SavedWeights
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config import CodecConfig, Config, DataConfig, EngineConfig
 from zpp_lab.data import PackedData, TokenData, open_data
@@ -39,7 +40,6 @@ from zpp_lab.models import build_model
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.start import Start, fill, materialize, whole
 from zpp_lab.rundata import check_reads, warn_of_change
-from zpp_lab.saved import SavedWeights
 from zpp_lab.text import text_table
 from zpp_lab.tracking.folder import CONFIG
 

@@ -10,8 +10,6 @@ import contextlib
 import errno
 import os
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +82,3 @@ def need_space(folder: Path, nbytes: int) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, was full, or a file at its limit (ulimit -f)."""
     return isinstance(error, OSError) and error.errno in FULL
-
-
-def say_damaged(path: Path, why: object) -> None:
-    """Tell stderr of a checkpoint that is passed over."""
-    first = str(why).partition("\n")[0]  # torch goes on with advice on foreign files
-    print(f"checkpoint {path} is damaged ({first}); trying an older one", file=sys.stderr)
-
-
-def say_none_whole(folder: Path, tried: Sequence[Path]) -> None:
-    """Tell stderr that a run begins anew; nothing where there was no checkpoint to try."""
-    if tried:
-        print(f"{folder} has no whole checkpoint: the run starts over", file=sys.stderr)

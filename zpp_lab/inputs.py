@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from zpp_lab.checkpoint.index import INDEX, DamagedError, check_format, listed, open_index
 from zpp_lab.config import Config, DataConfig, ModelConfig
 from zpp_lab.folders import below, looks_like_folder, missing, need_folder
 from zpp_lab.machine import check_commit
 from zpp_lab.runconfig import run_dir
 
 _CHECKPOINT = "name one of a run's folder, RUN/checkpoints/step-…"
-_WHOLE = "whole.json"  # of a checkpoint that is a folder (dcp.py)
 DOWNLOAD = "download the model first (hf download NAME --local-dir FOLDER), or mend the path"
 
 
@@ -86,13 +85,17 @@ def _start(config: Config) -> None:
 def _check_checkpoint(named: str, path: Path) -> None:
     if not path.exists():
         raise ValueError(f"{named}: {missing(path, 'checkpoint')}; {_CHECKPOINT}")
-    whole = zipfile.is_zipfile(path) if path.is_file() else (path / _WHOLE).is_file()
-    if not whole:
-        written = [*path.glob("checkpoints/step-*"), *path.glob("step-*")]
-        newest = max((p for p in written if p.suffix in ("", ".pt")), default=None)
-        hint = f" (did you mean {newest}?)" if newest else ""
-        what = "is damaged or not whole" if path.name.startswith("step-") else "is no checkpoint"
-        raise ValueError(f"{named} {what}{hint}; {_CHECKPOINT}")
+    check_format(path)
+    if path.name.startswith("step-") or (path / INDEX).exists():
+        try:
+            open_index(path)
+        except DamagedError as error:
+            text = f"{named} is damaged or not whole ({error.why}); {_CHECKPOINT}"
+            raise ValueError(text) from None
+        return
+    newest = [*listed(path), *listed(path / "checkpoints")][-1:]
+    hint = f" (did you mean {newest[0]}?)" if newest else ""
+    raise ValueError(f"{named} is no checkpoint{hint}; {_CHECKPOINT}")
 
 
 def _data(config: Config) -> None:

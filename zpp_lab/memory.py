@@ -156,7 +156,7 @@ class _Rank:
         ]
 
     def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
-        """In host memory (`dcp.py`): a copy of what is small enough, and pieces on their way."""
+        """In host memory: a copy of what is small enough, and pieces on their way to the disk."""
         train = self.config.train
         if not (train.checkpoint_every or train.keep_checkpoints):
             return 0

@@ -3,75 +3,75 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from zpp_lab.checkpoint import Checkpoints, SharedCheckpoints
+from zpp_lab.checkpoint.index import DamagedError, check_format
+from zpp_lab.checkpoint.read import Saved
+from zpp_lab.checkpoint.write import Checkpoints, Saving
 from zpp_lab.config import Config
-from zpp_lab.dcp import Saving, ShardedCheckpoints
-from zpp_lab.dcp_read import holds_weights_only, read_whole
 from zpp_lab.engines.base import Engine
 
 if TYPE_CHECKING:
     from zpp_lab.engines.fsdp import FsdpEngine
 
-Store = Checkpoints | ShardedCheckpoints
 
-
-def open_store(config: Config, folder: Path, device: torch.device, rank: int) -> Store:
-    """The checkpoints in `folder`, as the engine writes them."""
-    train = config.train
-    keep = max(1, train.keep_checkpoints)  # 0: none after the end
-    skip = train.checkpoint_full_disk == "skip"
-    if config.engine.name == "deepspeed":
-        return SharedCheckpoints(folder, keep, rank, train.checkpoint_weights_only, skip)
-    if config.engine.name != "fsdp":
-        return Checkpoints(folder, keep, train.checkpoint_weights_only, skip)
+def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoints:
+    """The checkpoints in `folder`, as the engine writes them: of several processes all do."""
+    train, engine = config.train, config.engine
     saving = Saving(
-        int(train.checkpoint_host_gib * 2**30),
+        int(train.checkpoint_host_gib * 2**30) if engine.name == "fsdp" else None,
         train.checkpoint_staging_mib * 2**20,
         train.checkpoint_weights_only,
-        skip,
+        train.checkpoint_full_disk == "skip",
     )
-    where = "cpu" if config.engine.offload else str(device)
-    return ShardedCheckpoints(folder, keep, saving, where)
+    keep = max(1, train.keep_checkpoints)  # 0: none after the end
+    on_host = engine.offload or engine.name == "deepspeed"
+    where = "cpu" if on_host else device
+    return Checkpoints(folder, keep, saving, engine.name in ("fsdp", "deepspeed"), where)
 
 
-def resume(config: Config, engine: Engine, store: Store, device: torch.device) -> int:
+def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
     """Go on from the run's own newest whole state, else begin with `run.start_from`'s state.
 
-    Returns how many steps are done. Checkpoints of weights only are passed over, which is said;
-    ValueError where there is no other.
+    Returns how many steps are done. Damaged checkpoints and those of weights only are passed over,
+    which is said; ValueError where there is no other.
     """
-    done = _load_newest(engine, store, device) if config.run.resume else None
+    done = _load_newest(config, engine, store) if config.run.resume else None
     if done is None and config.run.start_from:
-        _start_from(config, engine, Path(config.run.start_from))
+        _start_from(config, engine, store, Path(config.run.start_from))
     return done or 0
 
 
-def _load_newest(engine: Engine, store: Store, device: torch.device) -> int | None:
+def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | None:
     """Its step; None: there is no checkpoint."""
     passed: Path | None = None  # the newest of those that hold weights only
-    if isinstance(store, ShardedCheckpoints):
-        for path in store.whole():
-            if not holds_weights_only(path):
-                _say_passed(passed, path, store.rank)
-                return cast("FsdpEngine", engine).load_checkpoint(path)
-            passed = passed or path
-    else:
-        for path, state in store.whole(device):
-            if "optimizer" in state:
-                _say_passed(passed, path, store.rank)
-                step = int(state.pop("step"))
-                engine.load_state_dict(state)
-                return step
-            passed = passed or path
-            del state  # before the next one is read
+    for saved in store.newest_first():
+        if saved.weights_only:
+            passed = passed or saved.path
+        elif store.checked(saved.path, partial(_load, config, engine, store, saved)):
+            _say_passed(passed, saved.path, store.rank)
+            return saved.step
     if passed is not None:
         raise _no_way_on(passed)
+    if store.damaged:
+        raise ValueError(
+            f"{store.folder} has no whole checkpoint to go on from: restore one from a copy, or "
+            "start over (run.resume=false)"
+        )
     return None
+
+
+def _load(config: Config, engine: Engine, store: Checkpoints, saved: Saved) -> bool:
+    """Give the engine the state; DamagedError on all ranks where one of them finds damage."""
+    if config.engine.name == "fsdp":
+        store.ranks.all(lambda: cast("FsdpEngine", engine).load_checkpoint(saved))
+    else:
+        engine.load_state_dict(store.ranks.all(saved.state))
+    return True
 
 
 def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
@@ -84,22 +84,16 @@ def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
         )
 
 
-def _start_from(config: Config, engine: Engine, path: Path) -> None:
+def _start_from(config: Config, engine: Engine, store: Checkpoints, path: Path) -> None:
     """Weights and optimizer of any engine and cluster; steps count from 0."""
-    if path.is_dir():
-        _check_resumes(not holds_weights_only(path), path)
-    if path.is_dir() and config.engine.name == "fsdp":
-        cast("FsdpEngine", engine).load_checkpoint(path)
-        return
-    whole = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
-    state = whole or read_whole(path)
-    _check_resumes("optimizer" in state, path)
-    engine.load_state_dict({"weights": state["weights"], "optimizer": state["optimizer"]})
-
-
-def _check_resumes(whole: bool, path: Path) -> None:
-    if not whole:
-        raise _no_way_on(path)
+    check_format(path)
+    try:
+        saved = store.ranks.all(lambda: Saved(path))
+        if saved.weights_only:
+            raise _no_way_on(path)
+        _load(config, engine, store, saved)
+    except DamagedError as error:
+        raise ValueError(f"run.start_from: {error}; use another checkpoint") from None
 
 
 def _no_way_on(path: Path) -> ValueError:

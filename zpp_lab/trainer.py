@@ -77,7 +77,7 @@ class Trainer:
         ops.configure(config.ops.backend)
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = pick_device(config.engine)
-        self.checkpoints = open_store(config, folder / "checkpoints", self.device, rank)
+        self.checkpoints = open_store(config, folder / "checkpoints", self.device)
         self.piece = Piece(config.run.until, config.run.piece_steps)
         self.start_up = start_up or StartUp()
         self.step = self.began = 0  # steps done; done when this process began
@@ -95,7 +95,7 @@ class Trainer:
             self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
             self.start_up.parted("engine", engine.built)
-            self.step = resume(self.config, engine, self.checkpoints, self.device)
+            self.step = resume(self.config, engine, self.checkpoints)
             self.saved = self.began = self.step
             self.start_up.done("checkpoint")
             check_same_data(self.folder, data, resumed=self.step > 0)

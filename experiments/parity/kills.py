@@ -102,12 +102,11 @@ def ranks_of(parent: int) -> list[int]:
 
 def outcome(folder: Path, steps: int) -> tuple[list[dict[str, object]], dict[str, object]]:
     """Metrics without times, and the last checkpoint's tensors."""
-    from zpp_lab.dcp_read import read_whole
 
     drop = ("seconds", "telemetry")
     lines = read(folder / "metrics.jsonl")
     metrics = [{k: v for k, v in line.items() if k not in drop} for line in lines]
-    return metrics, read_whole(folder / f"checkpoints/step-{steps:08d}")
+    return metrics, Saved(folder / f"checkpoints/step-{steps:08d}").state()
 
 
 def same(a: object, b: object) -> bool:

@@ -19,8 +19,8 @@ from tests.engines.test_branches import Branches, every, through, twice, unused
 from tests.engines.test_fsdp_node import node
 from tests.engines.uneven import Uneven, batch
 from zpp_lab.bench.step_engines import PlainFsdp2
+from zpp_lab.checkpoint.write import Checkpoints
 from zpp_lab.config import ModelConfig
-from zpp_lab.dcp import ShardedCheckpoints
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.in_turn import InTurn
 from zpp_lab.engines.units import grouped
@@ -196,15 +196,13 @@ def resumed(folder: str) -> list[str]:
         "node": lambda n: node(blocks_per_unit=n),
     }.items():
         engine = real(make(1), uneven())
-        stored = ShardedCheckpoints(Path(folder, name), keep=1)
+        stored = Checkpoints(Path(folder, name), 1, shared=True)
         for step in range(2):
             engine.step(step, 1e-2, partial(batch, step), telemetry=False)
         stored.save(2, engine.state_dict())
         stored.wait()
         other = real(make(2), uneven())
-        newest = stored.newest()
-        assert newest is not None
-        other.load_checkpoint(newest)
+        other.load_checkpoint(next(stored.newest_first()))
         ends = []
         for each in (engine, other):
             r = each.step(2, 1e-2, partial(batch, 2), telemetry=False)

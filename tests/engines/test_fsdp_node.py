@@ -13,10 +13,10 @@ from tests.engines.fsdp_jobs import CPU, real, steps, virtual
 from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch, build_uneven
+from zpp_lab.checkpoint.read import Saved
+from zpp_lab.checkpoint.write import Checkpoints
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.config import Config, load
-from zpp_lab.dcp import ShardedCheckpoints
-from zpp_lab.dcp_read import read_whole
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
 
@@ -43,14 +43,12 @@ def trained(folder: str) -> list[Any]:
         every: list[Any] = [None] * 4
         torch.distributed.all_gather_object(every, own)
         alike &= torch.equal(every[0], every[2]) and torch.equal(every[1], every[3])
-    checkpoints = ShardedCheckpoints(Path(folder), keep=1)
+    checkpoints = Checkpoints(Path(folder), 1, shared=True)
     checkpoints.save(3, engine.state_dict())
     checkpoints.wait()
     after = engine.step(3, 1e-2, partial(batch, 3), telemetry=False)
     other = real(node())
-    newest = checkpoints.newest()
-    assert newest is not None
-    other.load_checkpoint(newest)
+    other.load_checkpoint(next(checkpoints.newest_first()))
     again = other.step(3, 1e-2, partial(batch, 3), telemetry=False)
     return [far, alike, len(engine.wrapped.installed), after == again, ordered()]
 
@@ -68,7 +66,7 @@ def test_it_trains_as_two_hops_do_and_resumes(tmp_path: Path) -> None:
     assert installed == 0
     assert resumed
     assert "engine.ordered=true with recipe.shard=node" in said, "its sums cannot be ordered"
-    whole = read_whole(tmp_path / "step-00000003")["weights"]
+    whole = Saved(tmp_path / "step-00000003").state()["weights"]
     assert {n: t.shape for n, t in whole.items()} == {
         n: p.shape for n, p in build_uneven().named_parameters()
     }

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runs import small
+from tests.runs import newest, small, tear, tensor_file
+from zpp_lab.checkpoint.tensor_file import read_layout
 from zpp_lab.cli import main
 from zpp_lab.export import export_hf
 from zpp_lab.export.shards import cut, write_safetensors
@@ -48,17 +49,18 @@ def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(small(tmp_path))
-    newest = tmp_path / "run" / "checkpoints" / "step-00000012.pt"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    newest.with_name("step-00000015.partial").write_bytes(b"half")  # a kill left it
+    file = tensor_file(newest(tmp_path / "run"))
+    place = read_layout(file)["weights.norm.weight"]
+    content = bytearray(file.read_bytes())
+    content[place.start] ^= 1
+    file.write_bytes(content)
+    (tmp_path / "run" / "checkpoints" / ".partial-00000015").mkdir()  # a kill left it
     assert export_hf(tmp_path / "run", tmp_path / "out").step == 9
     said = capsys.readouterr().err
-    assert "step-00000012.pt is damaged" in said
+    assert "step-00000012 is damaged" in said
     assert "partial" not in said
-    for path in newest.parent.iterdir():
-        path.write_bytes(path.read_bytes()[:100])
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        tear(path)
     with pytest.raises(ValueError, match="has no whole checkpoint"):
         export_hf(tmp_path / "run", tmp_path / "again")
     assert not list(tmp_path.glob("*again*"))

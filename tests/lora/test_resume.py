@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
 from tests.lora.models import lora, on_base, save_base
-from tests.runs import small
-from tests.test_dcp import same
+from tests.runs import newest, small
+from tests.test_checkpoint import same
 from tests.test_trainer import last_checkpoint, without_times
+from zpp_lab.checkpoint.read import Saved
 from zpp_lab.config import Config
-from zpp_lab.dcp_read import read_whole
 from zpp_lab.engines.build import build_engine
 from zpp_lab.export import export_hf
 from zpp_lab.trainer import run
@@ -42,7 +42,7 @@ def cut_off(done: Path, cut: Path) -> None:
     (cut / "summary.json").unlink()
     (cut / "heldout.json").unlink()
     for path in (cut / "checkpoints").glob("step-00000006*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path)
 
 
 def test_a_resumed_run_is_an_undisturbed_one(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_resumed_run_is_an_undisturbed_one(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_no_base(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run(config)
-    state = torch.load(last(tmp_path / "run"), weights_only=True)
+    state = Saved(newest(tmp_path / "run")).state()
     assert all(n.endswith(("lora_A", "lora_B")) for n in state["weights"])
     assert all(m.dtype == torch.int64 and m.numel() <= 3 for m in state["base"].values())
     other = save_base(tmp_path / "other", vocab=256)
@@ -67,7 +67,6 @@ def test_a_checkpoint_holds_no_base(tmp_path: Path) -> None:
     data[-2] ^= 1
     file.write_bytes(data)
     engine = build_engine(changed, 256, torch.device("cpu"))
-    state.pop("step")
     with pytest.raises(ValueError, match=r"another frozen base; it differs in \S+weight"):
         engine.load_state_dict(state)
 
@@ -94,16 +93,16 @@ def test_ranks_resume_and_equal_the_virtual_engine(tmp_path: Path) -> None:
     undisturbed = without_times(tmp_path / "run")
     assert without_times(tmp_path / "cut") == undisturbed
     path = tmp_path / "run" / "checkpoints" / "step-00000006"
-    resumed = read_whole(tmp_path / "cut" / "checkpoints" / "step-00000006")
-    assert same(resumed["weights"], read_whole(path)["weights"])
+    resumed = Saved(tmp_path / "cut" / "checkpoints" / "step-00000006").state()
+    assert same(resumed["weights"], Saved(path).state()["weights"])
 
     virtual = config_of(tmp_path, f"run.dir={tmp_path / 'virtual'}")
     run(virtual)
     errors = "telemetry"  # its sums are added in another order
     for there, here in zip(undisturbed, without_times(tmp_path / "virtual"), strict=True):
         assert {**there, errors: 0} == {**here, errors: 0}
-    one = torch.load(last(tmp_path / "virtual"), weights_only=True)
-    several = read_whole(path)
+    one = Saved(newest(tmp_path / "virtual")).state()
+    several = Saved(path).state()
     assert all(torch.equal(one["base"][n], m) for n, m in several["base"].items())
     assert same(one["weights"], several["weights"])
 
@@ -114,10 +113,5 @@ def test_ranks_resume_and_equal_the_virtual_engine(tmp_path: Path) -> None:
 
     three = replace(virtual, cluster=replace(config.cluster, gpus_per_node=3))
     engine = build_engine(three, 256, torch.device("cpu"))
-    several.pop("step")
     engine.load_state_dict(several)
     assert same(engine.state_dict()["weights"], several["weights"])
-
-
-def last(folder: Path) -> Path:
-    return sorted((folder / "checkpoints").glob("*.pt"))[-1]

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zpp_lab import ops
+from zpp_lab.checkpoint.read import Saved
+from zpp_lab.checkpoint.write import Checkpoints, Saving
 from zpp_lab.config import TrainConfig
-from zpp_lab.dcp import Saving, ShardedCheckpoints
-from zpp_lab.dcp_read import read_whole
 from zpp_lab.optim import adamw, optimizer_state, update
 from zpp_lab.optimizers import StateKind, state_bytes
 
@@ -113,13 +113,13 @@ def save(folder: Path, millions: int) -> None:
     before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
     for weights_only in (False, True):
         saving = Saving(host=0, weights_only=weights_only)
-        checkpoints = ShardedCheckpoints(folder / "saved", 1, saving, str(DEVICE))
+        checkpoints = Checkpoints(folder / "saved", 1, saving, device=DEVICE)
         began = time.perf_counter()
         checkpoints.save(1, {"weights": weights})
         seconds = time.perf_counter() - began
         size = sum(f.stat().st_size for f in checkpoints.path(1).iterdir())
         more = torch.cuda.max_memory_allocated() - before if DEVICE.type == "cuda" else None
-        kept = read_whole(checkpoints.path(1))["weights"]
+        kept = Saved(checkpoints.path(1)).state()["weights"]
         same = all(torch.equal(weights[n].to(t.dtype).cpu(), t) for n, t in kept.items())
         say(saved=size, seconds=seconds, gb_s=size / seconds / 1e9, more_gpu=more, equal=same)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from zpp_lab.checkpoint.read import Saved
 from zpp_lab.compose import compose, load_study
 from zpp_lab.config import StudyConfig
 from zpp_lab.study.launch import run_study
@@ -90,8 +90,7 @@ def test_it_pretrains_once_and_finetunes_from_there(tmp_path: Path) -> None:
     root = tmp_path / "study"
     study = shorter(tmp_path)
     assert run_study(study, root, 2).exit_code == 0
-    saved = torch.load(root / "prepare" / "base" / "checkpoints" / "step-00000004.pt")
-    assert saved["step"] == 4
+    assert Saved(root / "prepare" / "base" / "checkpoints" / "step-00000004").step == 4
     firsts, held = {}, {}
     for arm in ("zero3", "w2"):
         folder = root / arm / "seed1"

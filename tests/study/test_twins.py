@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
 from tests.study.test_studies import study_of
+from zpp_lab.checkpoint.read import Saved
 from zpp_lab.compose import compose
 from zpp_lab.config import Config
 from zpp_lab.data import open_data
 from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.dcp_read import holds_weights_only
 from zpp_lab.tracking import read
 from zpp_lab.trainer import run
 
@@ -80,7 +80,7 @@ def test_every_arm_trains(study: str, trained: Path) -> None:
 
 def test_arms_go_on_from_the_bases_weights(trained: Path) -> None:
     (saved,) = (trained / "base" / "checkpoints").glob("step-*")
-    assert holds_weights_only(saved)
+    assert Saved(saved).weights_only
     before, after = (lines(trained / name) for name in ("base", f"{FINETUNE}/zero3"))
     assert after[0]["loss"] < before[0]["loss"] - 0.1, "other text, but not from random weights"
     assert lines(trained / "virtual") == lines(trained / FINETUNE / "w4")

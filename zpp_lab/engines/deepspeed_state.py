@@ -44,18 +44,16 @@ def states(
                 into[name] = whole.cpu()
         if counts:
             found["optimizer"]["step"][name] = torch.tensor(counts[0])
-    found["scaler"] = {k: v for k in SCALER if (v := _scale(optimizer, k)) is not None}
+    scaler = {k: getattr(optimizer.loss_scaler, k, None) for k in SCALER}
+    found["scaler"] = {
+        k: torch.tensor(v, dtype=torch.float64) for k, v in scaler.items() if v is not None
+    }
     return found if rank == 0 else {}
 
 
 def _counts(optimizer: Any) -> list[float]:
     """Updates of each flat group; [] before the first."""
     return [float(s["step"]) for s in optimizer.optimizer.state.values() if "step" in s]
-
-
-def _scale(optimizer: Any, key: str) -> float | None:
-    value = getattr(optimizer.loss_scaler, key, None)
-    return None if value is None else float(value)
 
 
 def _whole(part: Tensor, p: Any, world: int) -> Tensor:
@@ -85,7 +83,7 @@ def load_states(
     for key, value in state.get("scaler", {}).items():
         now = getattr(optimizer.loss_scaler, key, None)
         if now is not None:
-            setattr(optimizer.loss_scaler, key, type(now)(value))
+            setattr(optimizer.loss_scaler, key, type(now)(float(value)))
     _to_training_dtype(optimizer)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zpp_lab.checkpoint.read import Saved
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.collectives.choose import connect
 from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import Config
-from zpp_lab.dcp_read import read_into, saved_marks, saved_names, saved_states, saved_step
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.fsdp_base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp_ledger import check_unit
@@ -336,23 +335,22 @@ class FsdpEngine(Engine):
                 for name, value in values.items():
                     self._put(self.optimizer.state[self.parameters[name]][key], value)
 
-    def load_checkpoint(self, path: Path) -> int:
+    def load_checkpoint(self, saved: Saved) -> int:
         """Read this rank's part of a checkpoint that any cluster wrote; returns its step.
 
-        ValueError when the checkpoint is another model's, or keeps optimizer states otherwise.
+        ValueError when the checkpoint is another model's, or keeps optimizer states otherwise;
+        DamagedError, half-way, when this rank's part is not what was written.
         """
-        names = saved_names(path)
-        own = {f"weights.{n}" for n in self.parameters}
-        differing = sorted(own ^ {n for n in names if n.startswith("weights.")})
+        differing = sorted(set(self.parameters) ^ set(saved.shapes))
         if differing:
-            raise ValueError(f"{path} is of another model; it differs in {differing[0]}")
-        check_marks(self.base.marks, saved_marks(path))
-        states = saved_states(path)
+            raise ValueError(f"{saved.path} is of another model; it differs in {differing[0]}")
+        check_marks(self.base.marks, saved.marks)
+        states = saved.states()
         check_state(self.optimizer, self.parameters, states)
         self._make_optimizer_state(states.get("step", {}))
         self.wrapped.reshard()
-        read_into(path, {k: v for k, v in self.state_dict().items() if k != "base"})
-        return saved_step(path)
+        saved.read_into({k: v for k, v in self.state_dict().items() if k != "base"})
+        return saved.step
 
     def _make_optimizer_state(self, names: Iterable[str]) -> None:
         """Zeros in place of the optimizer's state: for the named parameters, none for others."""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zpp_lab.checkpoint.read import SavedWeights, newest
 from zpp_lab.config import Config
 from zpp_lab.export.model import Exported, new_folder, run_config
 from zpp_lab.export.shards import write_safetensors
 from zpp_lab.models.build import build_model
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.models.lora import A, inputs_first, is_adapter
-from zpp_lab.saved import SavedWeights, newest
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 

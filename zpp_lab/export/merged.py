@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zpp_lab.checkpoint.read import SavedWeights
 from zpp_lab.config import CodecConfig, Config, LoraConfig, RecipeConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.export.wire import WireWeights
@@ -20,7 +21,6 @@ from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mar
 from zpp_lab.models.build import build_model
 from zpp_lab.models.lora import adapters_of, inputs_first, merged
 from zpp_lab.models.start import whole
-from zpp_lab.saved import SavedWeights
 
 
 def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWeights]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zpp_lab.checkpoint.read import SavedWeights, newest
 from zpp_lab.config import Config, load
 from zpp_lab.export.merged import merge_adapters
 from zpp_lab.export.shards import LIMIT, write_safetensors
@@ -25,7 +26,6 @@ from zpp_lab.export.target import Target, target_of
 from zpp_lab.export.tokenizer import write_tokenizer
 from zpp_lab.files import read_yaml
 from zpp_lab.folders import below, missing
-from zpp_lab.saved import SavedWeights, newest
 from zpp_lab.tracking.folder import CONFIG
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zpp_lab.checkpoint.read import SavedWeights
 from zpp_lab.config import Config
 from zpp_lab.export.packed import linear_weights
 from zpp_lab.export.tokenizer import closing_token
 from zpp_lab.models.build import build_model
 from zpp_lab.models.llama_hf import hf_config, hf_name, to_halves, turned
-from zpp_lab.saved import SavedWeights
 
 
 @dataclass(frozen=True)

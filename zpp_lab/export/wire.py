@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from zpp_lab import ops
+from zpp_lab.checkpoint.read import SavedWeights
 from zpp_lab.codecs import Codec, Noise, RawCodec, noise_key
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config import ClusterConfig, CodecConfig, Config, RecipeConfig, load
 from zpp_lab.layout import Layout, Parameter
-from zpp_lab.saved import SavedWeights
 
 _CPU = torch.device("cpu")
 

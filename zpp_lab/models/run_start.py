@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from zpp_lab.saved import open_saved
+from zpp_lab.checkpoint.read import open_saved
 
 
 class RunStart:
