@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
 from tests.runs import small
+from zpp_lab.checkpoint.tensor_file import read_layout
 from zpp_lab.compose import compose
 from zpp_lab.config import ModelConfig
 from zpp_lab.models import build_model
@@ -123,22 +124,19 @@ def test_tied_weights_stay_one_parameter(tmp_path: Path) -> None:
         build_model(cfg, VOCAB)
 
 
-def test_only_the_rows_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
+    """The file may end after them."""
     saved("llama", tmp_path)
     start = build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB, "meta")
-    made = start.start(0)
+    made, name = start.start(0), "model.embed_tokens.weight"
     assert isinstance(made, SavedStart)
-
-    class NoWhole:
-        def __init__(self, file: Any) -> None:
-            self.get_slice = file.get_slice
-
-    handles = {path: NoWhole(safe_open(path, "pt")) for path in set(made.stored.files.values())}
-    monkeypatch.setattr(made.stored, "handles", handles)
-    rows = made.rows("model.embed_tokens.weight", 3, 7)
-    assert torch.equal(
-        rows, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7]
-    )
+    file = tmp_path / "model.safetensors"
+    wanted, place = load_file(file)[name][3:7], read_layout(file)[name]
+    made.rows(name, 0, 1)
+    os.truncate(file, place.start + 7 * place.row)
+    assert torch.equal(made.rows(name, 3, 7), wanted)
+    with pytest.raises(OSError, match="shorter"):
+        made.rows(name, 3, 8)
 
 
 def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from zpp_lab.checkpoint.index import (
     listed,
     open_index,
 )
-from zpp_lab.checkpoint.tensor_file import torch_dtype
+from zpp_lab.checkpoint.tensor_file import read_exactly, torch_dtype
 
 State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
 THREADS = 4  # tensors that are read side by side
@@ -164,23 +164,12 @@ class Saved:
             file.seek(shard.place.start + first * BLOCK)
             for i in range(first, -(-end // BLOCK)):
                 block = buffer[: min(BLOCK, size - i * BLOCK)]
-                if not _read(file, block) or _hash(block) != shard.hashes[i]:
+                if not read_exactly(file, block) or _hash(block) != shard.hashes[i]:
                     what = f"{name}, in rows {shard.first} to {shard.last - 1}"
                     raise DamagedError(
                         self.path, f"{shard.file}: {what}: not the bytes that were written"
                     )
                 yield block[max(0, start - i * BLOCK) : end - i * BLOCK]
-
-
-def _read(file: Any, into: Tensor) -> bool:
-    """False where the file ends before."""
-    view = memoryview(into.numpy().data)
-    while view:
-        count = file.readinto(view)
-        if not count:
-            return False
-        view = view[count:]
-    return True
 
 
 def _hash(data: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Safetensors files: the bytes before the data, as they are written and read. No torch is needed.
+"""Safetensors files: the bytes before the data, which need no torch, and rows of tensors.
 
     8 bytes          length of the header, little-endian
     header           JSON: each tensor's dtype, shape and place in the data
@@ -97,6 +97,30 @@ def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, d
     begin = len(text).to_bytes(8, "little") + text
     places = {n: Place(p.dtype, p.shape, p.start + len(begin)) for n, p in found.items()}
     return begin, places
+
+
+def read_rows(path: Path, place: Place, first: int, last: int) -> torch.Tensor:
+    """Rows [first, last) of a tensor of a file, on the CPU; no others are read."""
+    import torch
+
+    shape = (last - first, *place.shape[1:]) if place.shape else ()
+    out = torch.empty(shape, dtype=torch_dtype(place.dtype))
+    with path.open("rb", buffering=0) as file:
+        file.seek(place.start + first * place.row)
+        if not read_exactly(file, out.view(-1).view(torch.uint8)):
+            raise OSError(f"{path} has become shorter")
+    return out
+
+
+def read_exactly(file: Any, into: torch.Tensor) -> bool:
+    """Fill a tensor of bytes; False where the file ends before."""
+    view = memoryview(into.numpy().data)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            return False
+        view = view[count:]
+    return True
 
 
 def read_layout(path: Path) -> dict[str, Place]:

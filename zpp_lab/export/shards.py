@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zpp_lab.checkpoint.tensor_file import dtype_name, layout
 from zpp_lab.files import need_space
 from zpp_lab.models.weight_files import INDEX
 
-LIMIT = 4 << 30  # bytes of a file; as much is in memory while it is written
+LIMIT = 4 << 30  # bytes of a file
 
 
 def write_safetensors(
@@ -31,14 +32,13 @@ def write_safetensors(
     """
     dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
     sizes = {n: math.prod(shape) * dtypes[n].itemsize for n, shape in shapes.items()}
-    _need_library()
     need_space(folder, sum(sizes.values()))
     files = cut(sizes, limit)
     where: dict[str, str] = {}
     for i, names in enumerate(files, 1):
         one = len(files) == 1
         file = "model.safetensors" if one else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        _write(folder / file, names, read, dtypes)
+        _write(folder / file, names, read, shapes, dtypes)
         where |= dict.fromkeys(names, file)
     total = sum(sizes.values())
     if len(files) > 1:
@@ -47,33 +47,24 @@ def write_safetensors(
     return total
 
 
-def _need_library() -> None:
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "this needs the `safetensors` package: pip install 'zpp_lab[hf]'"
-        ) from None
-
-
 def _write(
     path: Path,
     names: list[str],
     read: Callable[[str], Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    part = {n: _as(read(n), dtypes[n], n) for n in names}
-    path.touch()
-    mode = path.stat().st_mode
+    begin, places = layout({n: (dtype_name(dtypes[n]), shapes[n]) for n in names})
     try:
-        save_file(part, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # whatever the disk said
+        with path.open("wb") as file:
+            file.write(begin)
+            for name in places:
+                value = _as(read(name), dtypes[name], name)
+                assert tuple(value.shape) == shapes[name]
+                file.write(value.cpu().view(-1).view(torch.uint8).numpy().data)
+    except OSError as error:
         fix = "make room there, or name another --out"
-        raise OSError(f"cannot write {path}: {error}; {fix}") from error
-    path.chmod(mode)  # some versions leave a file that its owner alone can read
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}; {fix}") from error
 
 
 def cut(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -93,4 +84,4 @@ def _as(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     made = value.to(dtype).contiguous()
     if dtype == torch.float16 and not bool((made.isfinite() | ~value.isfinite()).all()):
         raise ValueError(f"{name} has numbers beyond {dtype}: export with --dtype bf16 or fp32")
-    return made.clone() if made.data_ptr() == value.data_ptr() else made
+    return made

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
+
+from zpp_lab.checkpoint.tensor_file import Place, read_layout, read_rows
 
 INDEX = "model.safetensors.index.json"
 
@@ -25,21 +26,19 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = _listed(folder)
-        self.handles: dict[Path, Any] = {}
+        self.layouts: dict[Path, dict[str, Place]] = {}
 
     def shape(self, name: str) -> list[int]:
-        shape: list[int] = self._slice(name).get_shape()
-        return shape
+        return list(self._place(name).shape)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows [first, last) of a tensor, fp32; no others are read."""
-        part: Tensor = self._slice(name)[first:last]
-        return part.float()
+        return read_rows(self.files[name], self._place(name), first, last).float()
 
     def whole(self, name: str) -> Tensor:
         """A tensor as it was saved."""
-        value: Tensor = self._handle(name).get_tensor(name)
-        return value
+        place = self._place(name)
+        return read_rows(self.files[name], place, 0, place.shape[0] if place.shape else 1)
 
     def complain(self, faults: Mapping[str, Sequence[str]]) -> None:
         """ValueError that lists the tensors of every fault, if there are any."""
@@ -47,14 +46,11 @@ class WeightFiles:
         if said:
             raise ValueError(f"{self.folder}: {'; '.join(said)}")
 
-    def _slice(self, name: str) -> Any:
-        return self._handle(name).get_slice(name)
-
-    def _handle(self, name: str) -> Any:
+    def _place(self, name: str) -> Place:
         path = self.files[name]
-        if path not in self.handles:
-            self.handles[path] = _opened(path)
-        return self.handles[path]
+        if path not in self.layouts:
+            self.layouts[path] = _opened(path)
+        return self.layouts[path][name]
 
 
 def _listed(folder: Path) -> dict[str, Path]:
@@ -79,7 +75,7 @@ def _by_index(folder: Path, index: Path) -> dict[str, Path]:
     absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
     if absent:
         raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
-    there = {f: set(_opened(folder / f).keys()) for f in sorted(set(listed.values()))}
+    there = {f: set(_opened(folder / f)) for f in sorted(set(listed.values()))}
     wrong = sorted(f"{name} in {file}" for name, file in listed.items() if name not in there[file])
     if wrong:
         raise ValueError(f"{index} names tensors that are not there: {', '.join(wrong)}")
@@ -89,7 +85,7 @@ def _by_index(folder: Path, index: Path) -> dict[str, Path]:
 def _in_each(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= dict.fromkeys(_opened(path).keys(), path)
+        found |= dict.fromkeys(_opened(path), path)
     if not found:
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         hint = f" but {pickles[0]}: save the model again as safetensors" if pickles else ""
@@ -98,17 +94,11 @@ def _in_each(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _opened(path: Path) -> Any:
-    """A file whose header fits its size. ValueError when it is cut short or something else."""
+def _opened(path: Path) -> dict[str, Place]:
+    """Of a file whose header fits its size. ValueError when it is cut short or something else."""
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ValueError(
-            "model.weights=pretrained needs the `safetensors` package: pip install 'zpp_lab[hf]'"
-        ) from None
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        return read_layout(path)
+    except (ValueError, OSError) as error:
         with path.open("rb") as file:
             pointer = file.read(20).startswith(b"version https://git")
         fix = "git lfs pull fetches what it points to" if pointer else "download it again"
