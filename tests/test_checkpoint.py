@@ -297,6 +297,17 @@ def test_a_run_goes_on_from_the_state_before_a_flip(
     assert contents(folder / "checkpoints") == before
 
 
+def test_a_kill_before_old_ones_are_removed_leaves_none_behind(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    run(config)
+    folder, there = tmp_path / "run", contents(tmp_path / "run" / "checkpoints")
+    (folder / "summary.json").unlink()
+    shutil.copytree(newest(folder), folder / "checkpoints" / "step-00000006")
+    shutil.copytree(newest(folder), folder / "checkpoints" / ".partial-00000015")
+    run(config)
+    assert contents(folder / "checkpoints") == there
+
+
 def test_nothing_else_takes_a_flip_either(tmp_path: Path) -> None:
     config = small(tmp_path, "train.keep_checkpoints=1")
     run(config)

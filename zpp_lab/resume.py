@@ -54,6 +54,7 @@ def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | No
             passed = passed or saved.path
         elif store.checked(saved.path, partial(_load, config, engine, store, saved)):
             _say_passed(passed, saved.path, store.rank)
+            store.prune(saved.path)  # a kill may have come before it
             return saved.step
     if passed is not None:
         raise _no_way_on(passed)

@@ -27,7 +27,7 @@ from zpp_lab.checkpoint.index import (
     listed,
     open_index,
 )
-from zpp_lab.checkpoint.tensor_file import read_exactly, torch_dtype
+from zpp_lab.checkpoint.tensor_file import torch_dtype
 
 State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
 THREADS = 4  # tensors that are read side by side
@@ -159,12 +159,15 @@ class Saved:
         first = start // BLOCK
         with (
             intact(self.path, f"{shard.file}: {name}"),
-            (self.path / shard.file).open("rb", buffering=0) as file,
+            (self.path / shard.file).open("rb") as file,
         ):
             file.seek(shard.place.start + first * BLOCK)
             for i in range(first, -(-end // BLOCK)):
                 block = buffer[: min(BLOCK, size - i * BLOCK)]
-                if not read_exactly(file, block) or _hash(block) != shard.hashes[i]:
+                if (
+                    file.readinto(block.numpy().data) < len(block)
+                    or _hash(block) != shard.hashes[i]
+                ):
                     what = f"{name}, in rows {shard.first} to {shard.last - 1}"
                     raise DamagedError(
                         self.path, f"{shard.file}: {what}: not the bytes that were written"

@@ -105,22 +105,11 @@ def read_rows(path: Path, place: Place, first: int, last: int) -> torch.Tensor:
 
     shape = (last - first, *place.shape[1:]) if place.shape else ()
     out = torch.empty(shape, dtype=torch_dtype(place.dtype))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(place.start + first * place.row)
-        if not read_exactly(file, out.view(-1).view(torch.uint8)):
+        if file.readinto(out.view(-1).view(torch.uint8).numpy().data) < out.nbytes:
             raise OSError(f"{path} has become shorter")
     return out
-
-
-def read_exactly(file: Any, into: torch.Tensor) -> bool:
-    """Fill a tensor of bytes; False where the file ends before."""
-    view = memoryview(into.numpy().data)
-    while view:
-        count = file.readinto(view)
-        if not count:
-            return False
-        view = view[count:]
-    return True
 
 
 def read_layout(path: Path) -> dict[str, Place]:

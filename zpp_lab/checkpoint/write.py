@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -81,30 +81,17 @@ class Ranks:
 
     def all(self, job: Callable[[], Any]) -> Any:
         """The job's value; where it fails on some rank, all raise what the first of them met."""
-        value = fault = None
+        value = fault = told = None
         try:
             value = job()
         except Exception as error:
-            fault = error
-        for rank, said in enumerate(self.gather(fault and _told(fault))):
-            if said is not None:
-                own = fault is not None and (rank == self.rank or said[0] is RuntimeError)
-                raise fault if fault is not None and own else _heard(rank, *said)
+            fault = told = error
+            if not isinstance(error, OSError | ValueError):  # others may not survive the way
+                told = RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")
+        first = next((f for f in self.gather(told) if f is not None), None)
+        if first is not None:
+            raise first if fault is None or isinstance(first, OSError | ValueError) else fault
         return value
-
-
-def _told(error: Exception) -> tuple[Any, ...]:
-    if isinstance(error, DamagedError):
-        return DamagedError, str(error.path), error.why
-    if isinstance(error, OSError):
-        return OSError, error.errno, error.strerror or str(error)
-    if isinstance(error, ValueError):
-        return ValueError, str(error)
-    return RuntimeError, f"{type(error).__name__}: {error}"
-
-
-def _heard(rank: int, kind: Callable[..., Exception], *said: Any) -> Exception:
-    return RuntimeError(f"rank {rank}: {said[0]}") if kind is RuntimeError else kind(*said)
 
 
 @dataclass(frozen=True)
@@ -263,17 +250,17 @@ class Checkpoints:
     ) -> dict[str, Held]:
         """Write this rank's files; what each of them holds."""
         lanes, stop = _lanes(parts), threading.Event()
-        each = self.saving.staging // max(1, len(lanes))
-        made = [
-            _Lane(unsealed / f"rank-{self.rank:05d}-{i}.safetensors", own, each, device, stop)
-            for i, own in enumerate(lanes)
-        ]
+        names = [f"rank-{self.rank:05d}-{i}.safetensors" for i in range(len(lanes))]
+        nbytes = self.saving.staging // max(1, len(lanes))
         with ThreadPoolExecutor(LANES, thread_name_prefix="checkpoint") as pool:
-            jobs = [pool.submit(lane.write) for lane in made]
+            jobs = [
+                pool.submit(_write_file, unsealed / name, lane, nbytes, device, stop)
+                for name, lane in zip(names, lanes, strict=True)
+            ]
         faults = [e for e in (job.exception() for job in jobs) if e is not None]
         for fault in sorted(faults, key=lambda e: isinstance(e, _StoppedError)):
             raise fault
-        return {lane.path.name: job.result() for lane, job in zip(made, jobs, strict=True)}
+        return dict(zip(names, (job.result() for job in jobs), strict=True))
 
     def _seal(self, step: int, unsealed: Path, every: list[Any], light: bool) -> None:
         """Write the index, and give the folder its name."""
@@ -288,9 +275,14 @@ class Checkpoints:
             self._remove(path)
         unsealed.rename(path)
         sync_folder(self.folder)
-        # later ones are those of a former start that this one has gone back behind
-        for old in [p for p in listed(self.folder) if p.stem <= path.stem][: -self.keep]:
-            self._remove(old)
+        self.prune(path)
+
+    def prune(self, newest: Path) -> None:
+        """Remove all but the `keep` newest up to `newest`, on rank 0. Later ones are those of a
+        former start that this one has gone back behind."""
+        for old in [p for p in listed(self.folder) if p.stem <= newest.stem][: -self.keep]:
+            if self.rank == 0:
+                self._remove(old)
 
     def _remove(self, path: Path) -> None:
         """A kill meanwhile leaves no half of it under its name."""
@@ -352,79 +344,58 @@ class _StoppedError(Exception):
     """Another file could not be written."""
 
 
-class _Lane:
-    """One file and the staging memory on the way to it."""
+def _write_file(
+    path: Path, parts: list[Part], nbytes: int, device: torch.device | None, stop: threading.Event
+) -> Held:
+    """Write one file through `nbytes` of staging memory, unless `stop` says that another failed."""
+    try:
+        cuda = device is not None and device.type == "cuda"
+        nbytes = max(8, min(nbytes, BLOCK, max(p.nbytes for p in parts)))
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda)
+        begin, places = layout({p.name: part_of(p.kind, p.first, p.last) for p in parts})
+        named, held, flushed = {p.name: p for p in parts}, {}, 0
+        with (
+            path.open("wb") as file,
+            torch.cuda.stream(torch.cuda.Stream(device)) if cuda else nullcontext(),
+        ):
+            file.write(begin)
+            for part in map(named.__getitem__, places):
+                hashes = []
+                for block in part.tensor.reshape(-1).split(BLOCK // part.dtype.itemsize):
+                    digest = hashlib.sha256()
+                    for piece in block.split(nbytes // part.dtype.itemsize):
+                        if stop.is_set():
+                            raise _StoppedError
+                        data = _staged(piece, buffer, part.dtype, cuda)
+                        digest.update(data)
+                        file.write(data)
+                    hashes.append(digest.hexdigest())
+                    if file.tell() - flushed >= FLUSH:
+                        flushed = _flush(file)
+                held[part.name] = (part.first, part.last, hashes)
+            _flush(file)
+        return held
+    except BaseException:
+        stop.set()  # the other files need not go on
+        raise
 
-    def __init__(
-        self,
-        path: Path,
-        parts: list[Part],
-        nbytes: int,
-        device: torch.device | None,
-        stop: threading.Event,
-    ) -> None:
-        self.path, self.device, self.stop = path, device, stop
-        self.parts = {p.name: p for p in parts}
-        self.nbytes = max(8, min(nbytes, BLOCK, max(p.nbytes for p in parts)))
-        self.size = self.flushed = 0
 
-    def write(self) -> Held:
-        cuda = self.device is not None and self.device.type == "cuda"
-        self.buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=cuda)
-        kinds = {n: part_of(p.kind, p.first, p.last) for n, p in self.parts.items()}
-        begin, places = layout(kinds)
-        self.stream = torch.cuda.Stream(self.device) if cuda else None
-        try:
-            with (
-                self.path.open("wb", buffering=0) as self.file,
-                torch.cuda.stream(self.stream) if cuda else nullcontext(),
-            ):
-                self._put(memoryview(begin))
-                held = {}
-                for part in map(self.parts.__getitem__, places):
-                    held[part.name] = (part.first, part.last, self._data(part))
-                self._flush()
-            return held
-        except BaseException:
-            self.stop.set()  # the other lanes need not go on
-            raise
+def _staged(source: Tensor, buffer: Tensor, dtype: torch.dtype, cuda: bool) -> memoryview:
+    size = source.numel() * dtype.itemsize
+    buffer[:size].view(dtype).copy_(source, non_blocking=True)
+    if cuda:
+        torch.cuda.current_stream().synchronize()
+    return buffer[:size].numpy().data
 
-    def _data(self, part: Part) -> list[str]:
-        """Write a part; the hash of each of its blocks."""
-        source, hashes = part.tensor.reshape(-1), []
-        block = BLOCK // part.dtype.itemsize
-        each = self.nbytes // part.dtype.itemsize
-        for start in range(0, source.numel(), block):
-            digest, end = hashlib.sha256(), min(start + block, source.numel())
-            for at in range(start, end, each):
-                data = self._staged(source[at : min(at + each, end)], part.dtype)
-                digest.update(data)
-                self._put(data)
-            hashes.append(digest.hexdigest())
-        return hashes
 
-    def _staged(self, source: Tensor, dtype: torch.dtype) -> memoryview:
-        size = source.numel() * dtype.itemsize
-        self.buffer[:size].view(dtype).copy_(source, non_blocking=True)
-        if self.stream is not None:
-            self.stream.synchronize()
-        return self.buffer[:size].numpy().data
-
-    def _put(self, data: memoryview) -> None:
-        if self.stop.is_set():
-            raise _StoppedError
-        while data:
-            written = self.file.write(data)
-            self.size, data = self.size + written, data[written:]
-        if self.size - self.flushed >= FLUSH:
-            self._flush()
-
-    def _flush(self) -> None:
-        """What is on the disk need not stay in the page cache, which may count as ours."""
-        os.fsync(self.file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file.fileno(), 0, self.size, os.POSIX_FADV_DONTNEED)
-        self.flushed = self.size
+def _flush(file: BinaryIO) -> int:
+    """Put what is written on the disk, and return its size. It need not stay in the page cache,
+    which may count as ours."""
+    file.flush()
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, file.tell(), os.POSIX_FADV_DONTNEED)
+    return file.tell()
 
 
 def _lanes(parts: list[Part]) -> list[list[Part]]:
