@@ -76,6 +76,7 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     run(whole)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "summary.json").unlink()
+    (tmp_path / "cut" / ".failure.json.1.tmp").write_text("{")  # a kill while it was written
     tear(newest(tmp_path / "cut"))  # the one before it is used
     written = tmp_path / "cut" / "config.yaml"  # by a version without this setting
     older = [line for line in written.read_text().splitlines() if "bpe_every" not in line]
@@ -83,6 +84,8 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     run(small(tmp_path, "recipe=qsdp", f"run.dir={tmp_path / 'cut'}"))
     assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    names = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("cut", "whole")]
+    assert names[0] == names[1]
 
 
 def test_a_run_may_go_on_with_other_units(tmp_path: Path) -> None:

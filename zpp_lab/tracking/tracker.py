@@ -44,6 +44,8 @@ class Tracker:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (SUMMARY, FAILURE):
             (self.folder / name).unlink(missing_ok=True)
+        for left in self.folder.glob(".*.tmp"):  # half written, by a process that was killed
+            left.unlink(missing_ok=True)
         write_atomic(self.folder / CONFIG, _yaml(config))
         self._metrics = MetricsLog(self.folder / METRICS)
         self.last: Record | None = None  # the last step's record
