@@ -145,6 +145,24 @@ def _gone(pids: Sequence[int]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
+def test_a_rank_that_stands_still_is_named_in_one_line(tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log.txt"
+    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=100000")
+    config = fsdp(tmp_path, *settings, "engine.silence_seconds=10")
+    process = started(config, folder, log=log)
+    wait_for_lines(folder, 8, process)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert process.wait(timeout=LIMIT) != 0
+    last = log.read_text().strip().splitlines()[-1]
+    waits = r"rank 0: (\w+ of unit \S+ \(\w+\)|losses and gradient norm \(world\))( failed)?"
+    assert re.search(rf"{waits}: rank 1 is silent, .*; the same command goes on", last), last
+    assert json.loads((folder / "failure.json").read_text())["rank"] == 1
+    assert _gone(ranks)
+
+
+@pytest.mark.slow
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     config = fsdp(tmp_path, "engine=fsdp", "engine.device=cpu", "train.steps=500")
     process = started(config, tmp_path / "run", log=tmp_path / "log.txt")

@@ -1,50 +1,69 @@
-"""Ranks notice when one of them fails, or falls silent."""
+"""Ranks notice when one of them fails, falls silent, ends, or falls behind."""
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
 from zpp_lab import pulse as pulses
-from zpp_lab.pulse import Pulse
+from zpp_lab.pulse import Pulse, told
 
 NEVER = 600.0  # seconds
 
 
 def heard(how: str) -> list[Any]:
-    """What ranks 0 and 2 heard of rank 1, which fails, falls silent, is missed or just leaves.
+    """What ranks 0 and 2 heard of rank 1, which fails, falls silent, ends or hangs, of ranks that
+    just leave, or of rank 0, whose thread stands still.
 
-    Only rank 0, which watches rank 1, loses its patience: the others may be slow machines.
+    Where nothing else must tell, only the rank that must lose its patience has little: the others
+    may be slow machines.
     """
+    pulses.BEAT = 0.25
     said: list[Any] = []
-    event = threading.Event()
+    event, rank = threading.Event(), dist.get_rank()
+    begun = 7 if how == "hangs" and rank != 1 else 3
 
-    def note(rank: int, text: str) -> None:
-        said.append([rank, text.splitlines()[-1]])
+    def note(lost: int | None, text: str) -> None:
+        said.append([lost, text])
         event.set()
 
-    rank = dist.get_rank()
-    pulses.PATIENCE = 5 * pulses.BEAT if rank == 0 else NEVER
-    pulse = Pulse(3.0 if rank == 0 and how == "silent" else NEVER, note)
-    if rank == 1:
+    def doing() -> tuple[int, str]:
+        if still.is_set():
+            time.sleep(NEVER)
+        if ending.is_set():
+            raise SystemExit
+        known.release()
+        return begun, f"a transfer of rank {rank}"
+
+    still, ending, known = threading.Event(), threading.Event(), threading.Semaphore(0)
+    lost = 0 if how == "rank 0 is silent" else 1
+    hurried = (how == "silent" and rank == 0) or (how == "rank 0 is silent" and rank == 2)
+    pulse = Pulse(3.0 if hurried else NEVER, note, doing)
+    if rank == lost:
         if how == "fails":
             pulse.fail("Traceback\nKeyError: 'a'")
-        elif how in ("silent", "missed"):
-            pulse.left.set()  # its thread ends without a word
-        else:
+        elif how in ("silent", "rank 0 is silent", "missed"):
+            still.set()
+        elif how == "ends":
+            for _ in range(2):
+                known.acquire()  # the first beat has been answered
+            ending.set()
+    if how == "leave":
+        if rank != 0:
             pulse.leave()
-    if how == "leaves":
-        dist.barrier()  # from here on rank 1 gives no sign of life
+        dist.barrier()  # from here on these give no sign of life
         if rank == 0:
             pulse.silence = 0.5
-            event.wait(3 * pulses.BEAT)
-    elif how == "missed" and rank == 2:
-        pulse.lost_a_peer("Connection closed by peer")
-    elif rank != 1:
+            event.wait(3.0)
+            pulse.leave()
+    elif how in ("missed", "hangs", "alike") and rank == 2:
+        pulse.missing("Connection closed by peer")
+    elif rank == 2 or (rank == 0 and lost == 1):
         event.wait(NEVER)
     every: list[Any] = [None] * 3
     dist.all_gather_object(every, said)
@@ -52,15 +71,36 @@ def heard(how: str) -> list[Any]:
     return [every[0], every[2]]
 
 
-def both(*jobs: str) -> list[Any]:
+def each(*jobs: str) -> list[Any]:
     return [heard(job) for job in jobs]
 
 
 def test_the_others_hear_of_it() -> None:
-    fails, silent, missed, leaves = run_world(3, both, "fails", "silent", "missed", "leaves")
-    assert fails == [[[1, "KeyError: 'a'"]]] * 2
-    for rank_0, rank_2 in (silent, missed):
+    jobs = ("fails", "silent", "missed", "ends", "hangs", "alike", "leave", "rank 0 is silent")
+    found = dict(zip(jobs, run_world(3, each, *jobs), strict=True))
+    fault = "ended the run: KeyError: 'a'\nTraceback\nKeyError: 'a'"
+    assert found["fails"] == [[[1, fault]]] * 2
+    for how in ("silent", "missed"):
+        rank_0, rank_2 = found[how]
         assert rank_0 == rank_2
         assert [rank for rank, _ in rank_0] == [1]
-        assert re.fullmatch(r"no sign of life for \d+ s: killed, .*", rank_0[0][1])
-    assert leaves == [[], []]
+        assert re.match(r"is silent, no sign of life for \d+ s: it was stopped", rank_0[0][1])
+    assert found["ends"] == [[[1, "is gone: its process has ended"]]] * 2
+    behind = "hangs: it lives, but has not begun what others wait for, and itself waits for a tra"
+    for ((rank, text),) in found["hangs"]:
+        assert rank == 1
+        assert text.startswith(behind)
+    nobody = "no rank is silent or behind: Connection closed by peer"
+    assert found["alike"] == [[[None, nobody]]] * 2
+    assert found["leave"] == [[], []]
+    none, ((lost, text),) = found["rank 0 is silent"]
+    assert (none, lost) == ([], 0)
+    assert text.startswith("is silent, no sign of life for")
+
+
+def test_the_line_has_the_place_the_rank_and_why() -> None:
+    assert told(2, "grads_intra of unit a", 1, "is silent\nmore") == (
+        "rank 2: grads_intra of unit a: rank 1 is silent"
+    )
+    assert told(1, "", 1, "hangs") == "rank 1: rank 1, this one, hangs"
+    assert told(0, "x failed", None, "no rank is silent") == "rank 0: x failed: no rank is silent"

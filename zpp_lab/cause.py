@@ -14,6 +14,8 @@ USER_ERROR = 2  # exit code of a rank that met a user's mistake
 _ENDED_BY_OTHERS = (-6, -15)  # SIGABRT: a library gave up on its peers; SIGTERM: the launcher
 _LOST = (
     "CollectiveError",  # ours: names the wire and the unit
+    "LostRank",  # ours: names the rank
+    "Timed out waiting",  # gloo
     "closed by peer",  # gloo
     "reset by peer",
     "remote worker",

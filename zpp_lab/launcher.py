@@ -6,7 +6,7 @@ and its rank and traceback are reported. Under torchrun, or srun with one task a
 processes are there already, and each joins with the rank that its environment gives.
 
 Ranks of our own are ended with this process, however it ends: the kernel kills them (Linux).
-Ranks that somebody else started watch each other (`pulse.py`).
+All ranks watch each other (`pulse.py`): a launcher sees processes that end, and no others.
 
 A run's folder is held meanwhile (`locks.py`): by the launcher, or by rank 0 of ranks that somebody
 else started.
@@ -16,6 +16,8 @@ The trainer takes seconds to import; a process that only starts ranks does witho
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import logging
 import os
 import signal
@@ -36,6 +38,7 @@ import torch.distributed as dist
 import yaml
 
 from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer
+from zpp_lab.collectives import watchdog
 from zpp_lab.config import Config, load
 from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM, check_client
@@ -53,15 +56,15 @@ from zpp_lab.place import (
     placed,
     see_own_gpus,
 )
-from zpp_lab.pulse import Pulse, end_process
+from zpp_lab.pulse import LOST, Pulse, told
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY, write_failure
 from zpp_lab.tracking.jsonl import Record, read_object
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
-_LINGER = 5.0  # seconds: the launcher looks several times a second for ranks that have ended
 _ALONE = "; engine=virtual is one process, engine=fsdp one for each that torchrun or srun starts"
-PULSES: list[Pulse] = []  # this process's, when it joined as a rank
+_AGAIN = "the same command goes on from the newest checkpoint"
+PULSES: list[Pulse] = []  # this process's, when it is a rank
 
 
 class RankFailed(RuntimeError):
@@ -183,6 +186,9 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
     """
     rank, failure = first_cause(error.failures)
     said, text = failure.message, failure.message
+    if isinstance(said, Mapping) and "lost" in said:  # who it was, seen by a rank that waited
+        _write_failure(folder, said["lost"], str(said["why"]), str(said["message"]))
+        raise RankFailed(str(said["message"]).partition(": ")[2]) from None
     if isinstance(said, Mapping):  # an exception that the rank could still write down
         text = said.get("extraInfo", {}).get("py_callstack") or said.get("message")
         said = said.get("message")
@@ -190,14 +196,14 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
         raise ValueError(str(said).partition(": ")[2]) from None
     killed = failure.exitcode < 0
     how = failure.signal_name() if killed else f"exit code {failure.exitcode}"
-    more = "\nThe same command goes on from the newest checkpoint" if killed else ""
+    more = f"\n{_AGAIN[0].upper()}{_AGAIN[1:]}" if killed else ""
     if out_of_memory and failure.exitcode == -signal.SIGKILL:
         text, more = f"{text}. {KILLED}", ""
     _write_failure(folder, rank, how, str(text))
     raise RankFailed(f"rank {rank} ended the run ({how}):\n{text}{more}") from None
 
 
-def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
+def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
     """Rank 0 has written what it saw; when another rank was first, that is only a consequence."""
     path, seen = folder / FAILURE, {}
     if path.is_file():
@@ -206,7 +212,8 @@ def _write_failure(folder: Path, rank: int, how: str, text: str) -> None:
         return
     lacked = "OutOfMemoryError" in text or KILLED in text
     outcome = "out_of_memory" if lacked else "crashed"
-    failure: dict[str, Any] = {"outcome": outcome, "error": f"rank {rank}: {how}", "rank": rank}
+    who = "" if rank is None else f"rank {rank}: "
+    failure: dict[str, Any] = {"outcome": outcome, "error": f"{who}{how}", "rank": rank}
     failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}
     write_failure(folder, failure)
 
@@ -219,11 +226,12 @@ def join(config: Config, start_up: StartUp) -> Record:
     enter(os.environ)
     rank = connect(config)
     start_up.done("ranks meet")
+    _watch(config, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
     return run(config, rank, start_up)
 
 
 def join_watched(config: Config) -> Record:
-    """`join` without a launcher of ours: the ranks watch each other, and end together."""
+    """`join` without a launcher of ours: the ranks tell each other of failures too."""
     import zpp_lab.trainer  # noqa: F401  # belongs to the imports, before ranks meet
 
     start_up = StartUp.of_process()
@@ -261,24 +269,46 @@ def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
 
 
 def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
-    def lost(other: int, text: str) -> None:
-        if rank == 0:
-            _write_failure(run_dir(config), other, text.splitlines()[0], text)
-        end_process(other, text)
-
-    pulse = Pulse(config.engine.silence_seconds, lost)
-    PULSES.append(pulse)
+    pulse = _watch(config, rank)
     try:
         return run(config, rank, start_up)
     except BaseException as error:
         user = isinstance(error, ValueError | FileNotFoundError)
         text = str(error) if user else traceback.format_exc()
+        if lost_a_peer(text):
+            pulse.missing(last_line(text))
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-        if lost_a_peer(text):  # who watches that one will name it, and `lost` ends this process
-            pulse.lost_a_peer(text)
-        else:
-            pulse.fail(text)
+        pulse.fail(text)
         os._exit(USER_ERROR if user else 1)  # an orderly end would wait for the others
+
+
+def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
+    """From now on this rank ends when another one is lost, with one line on stderr, or in the file
+    from which the launcher takes it."""
+
+    def lost(other: int | None, why: str) -> None:
+        line = f"{told(rank, watchdog.under_way()[1], other, why)}; {_AGAIN}"
+        first = why.splitlines()[0]
+        if for_launcher is not None:
+            when = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            said = {"message": f"{LOST}: {line}", "extraInfo": when, "lost": other, "why": first}
+            Path(for_launcher).write_text(json.dumps({"message": said}))
+        else:
+            if rank == 0:
+                _write_failure(run_dir(config), other, first, why)
+            print(line, file=sys.stderr, flush=True)
+        if other == rank:  # alone it can show where it hangs
+            faulthandler.dump_traceback(all_threads=True)
+        _end_now(1)
+
+    pulse = Pulse(config.engine.silence_seconds, lost, watchdog.under_way)
+    watchdog.when_late(pulse.missing)
+    PULSES.append(pulse)
+    return pulse
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
 
 
 def connect(config: Config) -> int:
@@ -323,10 +353,12 @@ def main(parent: str, path: str) -> None:
         record(join)(config, start_up)  # it notes the message for the launcher
     except Exception as error:
         user = isinstance(error, ValueError | FileNotFoundError)
-        if not user:
-            traceback.print_exc()
-            if lost_a_peer(traceback.format_exc()):  # which has closed its files, but not yet ended
-                time.sleep(_LINGER)  # the launcher finds that one, and ends this process
+        text = "" if user else traceback.format_exc()
+        if lost_a_peer(text):  # the launcher may find that one first, and end this process
+            for pulse in PULSES:
+                pulse.missing(last_line(text))
+        if text:
+            print(text, file=sys.stderr, flush=True)
         _end_now(USER_ERROR if user else 1)
     leave()
 

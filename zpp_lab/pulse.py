@@ -1,106 +1,340 @@
-"""Signs of life between ranks that somebody else started, so that none waits for a dead one.
+"""Signs of life between ranks, so that none waits for a dead one.
 
-torchrun and srun end a job when a process fails, if they are told to and if they notice. This
-does not rely on them: a thread of each rank counts up in a small store of rank 0's, and watches
-the next rank. A rank that fails says so there; one that has been silent too long is taken for
-dead, and sooner if some rank has lost a peer. Every rank then says which it was and why, and ends.
+Every second a thread of each rank tells rank 0 that it lives, how many transfers it has begun and
+which one it waits for; the answer says whether the run is lost, and through whom. Rank 0 judges:
+a rank is lost that has been silent too long, whose process has ended, or that says so itself; and
+where a transfer has failed or is late although all live, the rank that has begun fewer of them.
+Who gets no answer takes rank 0 for lost. So ranks that a link no longer joins come to their ends
+each by themselves. Then every rank says which rank it was and why, and ends.
+
+Each wait has an end, and a connection that gets no answer is made anew: after an outage TCP would
+wait as long again before it tries. That is why this is no store of torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
-import sys
+import selectors
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
-FAILED, SUSPECT = "failed", "suspect"
 BEAT = 1.0  # seconds
-NO_STORE = (RuntimeError, OSError)  # DistNetworkError and its kin: rank 0 does not answer
-PATIENCE = 5 * BEAT  # with a rank that is silent after another has lost a peer
+PATIENCE = 5 * BEAT  # with a rank that is silent after a transfer has failed or is late
+LOST = "LostRank"  # an error's name: this rank ends because of another one
+_ANSWER = 3  # beats without one: the connection is made anew
+_MOST = 2**16  # bytes of a message
+_RESET = struct.pack("ii", 1, 0)  # close without a word that would go on trying to arrive
+Doing = Callable[[], tuple[int, str]]  # transfers begun; the one that is waited for, or ""
+End = tuple[int | None, str]  # the rank that ended the run, if it was one, and why
+
+
+class Lived:
+    """Seconds that this process ran: a stop of its own, or of its machine, is no one's silence."""
+
+    def __init__(self) -> None:
+        self.seconds, self.last = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """To be asked every few beats at least."""
+        clock = time.monotonic()
+        self.seconds += min(clock - self.last, 4 * BEAT)
+        self.last = clock
+        return self.seconds
+
+
+@dataclass
+class _Seen:
+    """What rank 0 knows of a rank; times of its `Lived`."""
+
+    heard: float
+    begun: int = 0
+    at: str = ""
+    left: bool = False
+    knows: bool = False  # of the run's end
+    link: socket.socket | None = None
+    gone: float | None = None  # since when nothing joins it any more
+    missing: float | None = None  # since when a transfer of its has failed or is late
+    reason: str = ""  # what that looked like
+
+
+@dataclass
+class _Link:
+    """A connection as it is read."""
+
+    rank: int | None = None
+    read: bytearray = field(default_factory=bytearray)
+
+
+class Hub:
+    """Rank 0's part: hears the ranks, and judges how the run ended."""
+
+    def __init__(self, world: int, silence: float) -> None:
+        self.silence, self.lived = silence, Lived()
+        self.seen = [_Seen(self.lived.now()) for _ in range(world)]
+        self.ended: End | None = None
+        self.listener = _listener(world)
+        self.listener.setblocking(False)
+        self.port: int = self.listener.getsockname()[1]
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+
+    def look(self, seconds: float) -> None:
+        """Hear what comes within `seconds`, answer, and judge."""
+        for key, _ in self.selector.select(seconds):
+            if key.fileobj is self.listener:
+                self._accept()
+            else:
+                self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+        if self.ended is None:
+            self.ended = self._judged(self.lived.now())
+
+    def hear(self, rank: int, said: dict[str, Any]) -> None:
+        seen, now = self.seen[rank], self.lived.now()
+        seen.heard, seen.gone = now, None
+        seen.begun, seen.at, seen.left = said["begun"], said["at"], said["left"]
+        if said["missing"] and seen.missing is None:
+            seen.missing, seen.reason = now, said["missing"]
+        if said["failed"] and self.ended is None:
+            self.ended = rank, said["failed"]
+
+    def all_know(self) -> bool:
+        """Whether everyone who can be told has been told of the end."""
+        now = self.lived.now()
+        return all(
+            s.knows or s.left or s.gone is not None or now - s.heard > 3 * BEAT
+            for s in self.seen[1:]
+        )
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            link, _ = self.listener.accept()
+            link.setblocking(False)
+            self.selector.register(link, selectors.EVENT_READ, _Link())
+
+    def _read(self, link: socket.socket, of: _Link) -> None:
+        try:
+            came = link.recv(_MOST)
+        except BlockingIOError:
+            return
+        except OSError:
+            came = b""
+        of.read += came
+        if not came or len(of.read) > 2 * _MOST:
+            return self._close(link, of)
+        while b"\n" in of.read:
+            line, _, rest = of.read.partition(b"\n")
+            of.read = bytearray(rest)
+            self._answer(link, of, bytes(line))
+
+    def _answer(self, link: socket.socket, of: _Link, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            of.rank = rank = int(said["rank"])
+            self.seen[rank].link = link
+            self.hear(rank, said)
+            link.sendall(json.dumps({"ended": self.ended}).encode() + b"\n")
+            self.seen[rank].knows = self.ended is not None
+        except (OSError, ValueError, KeyError, TypeError, IndexError):  # it will try again
+            self._close(link, of)
+
+    def _close(self, link: socket.socket, of: _Link) -> None:
+        self.selector.unregister(link)
+        link.close()
+        if of.rank is not None and self.seen[of.rank].link is link:
+            self.seen[of.rank].link, self.seen[of.rank].gone = None, self.lived.now()
+
+    def _judged(self, now: float) -> End | None:
+        there = [(rank, seen) for rank, seen in enumerate(self.seen) if not seen.left]
+        missing = [(seen.missing, rank) for rank, seen in there if seen.missing is not None]
+        limit = min(self.silence, PATIENCE) if missing else self.silence
+        for rank, seen in there:
+            if seen.gone is not None and now - seen.gone > (2 * BEAT if missing else PATIENCE):
+                return rank, "is gone: its process has ended"
+        # beside the one over the limit, all that fell silent about when it did
+        quiet = [rank for rank, seen in there if rank and now - seen.heard > limit - 2 * BEAT]
+        longest = max((now - self.seen[rank].heard for rank in quiet), default=0.0)
+        if longest > limit:
+            return quiet[0], silent(longest, quiet[1:])
+        if not missing or now - min(missing)[0] < PATIENCE + 3 * BEAT:
+            return None
+        most = max(self.seen[rank].begun for _, rank in missing)
+        behind = [rank for rank, seen in there if seen.begun < most]
+        if behind:
+            at = self.seen[behind[0]].at
+            its = f", and itself waits for {at}" if at else ""
+            return behind[0], f"hangs: it lives, but has not begun what others wait for{its}"
+        return None, f"no rank is silent or behind: {self.seen[min(missing)[1]].reason}"
+
+
+def silent(seconds: float, more: list[int] | None = None) -> str:
+    beside = f" (nor have ranks {', '.join(map(str, more))})" if more else ""
+    return (
+        f"is silent, no sign of life for {seconds:.0f} s{beside}: it was stopped or killed, or its "
+        "machine or link is gone"
+    )
 
 
 class Pulse:
-    """This rank's thread. `act(rank, text)` is called once, in it, when some rank is lost."""
+    """This rank's thread. `act(rank, text)` is called once, in it, when a rank is lost; the first
+    line of `text` says why. `doing`: see there."""
 
-    def __init__(self, silence: float, act: Callable[[int, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        silence: float,
+        act: Callable[[int | None, str], None],
+        doing: Doing = lambda: (0, ""),
+    ) -> None:
         """Every rank of the default process group must build one, at the same time."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.silence, self.act = silence, act or end_process
-        self.store = self._store()
-        self.left = threading.Event()
-        self.thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self.silence, self.act, self.doing = silence, act, doing
+        self.left, self.failed, self.reason = False, "", ""
+        self.wake, self.told, self.over = (threading.Event() for _ in range(3))
+        self.wake.set()
+        self.hub = Hub(self.world, silence) if self.rank == 0 else None
+        port = [self.hub.port if self.hub else 0]
+        dist.broadcast_object_list(port)
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        self.address = (host, 0) if self.hub else _resolved(host, port[0])
+        work = self._judge if self.hub else self._beat
+        self.thread = threading.Thread(target=work, name="pulse", daemon=True)
         self.thread.start()
 
-    def _store(self) -> dist.TCPStore:
-        host, wait = os.environ.get("MASTER_ADDR", "localhost"), timedelta(seconds=60)
-        port = [0]
-        if self.rank == 0:
-            store = dist.TCPStore(host, 0, None, True, timeout=wait, wait_for_workers=False)
-            port[0] = store.port
-        dist.broadcast_object_list(port)
-        if self.rank != 0:
-            store = dist.TCPStore(host, port[0], None, False, timeout=wait, wait_for_workers=False)
-        return store
-
     def fail(self, text: str) -> None:
-        """Tell the others that this rank is ending, and why."""
-        self.left.set()
-        self.thread.join(5.0)
-        with contextlib.suppress(*NO_STORE):  # then rank 0 is gone, and the others see it
-            if not self.store.check([FAILED]):
-                self.store.set(FAILED, f"{self.rank}\n{text}")
-        if self.rank == 0:
-            time.sleep(3 * BEAT)  # the store goes with this process: let the others read it
-
-    def lost_a_peer(self, text: str) -> None:
-        """Tell the others that some rank is gone, and wait for `act`; fail if nobody is silent."""
-        with contextlib.suppress(*NO_STORE):  # this rank's own thread says so
-            self.store.set(SUSPECT, str(self.rank))
-        self.thread.join(2 * PATIENCE)
-        self.fail(text)
+        """Tell the others that this rank is ending, and why; `act` is not called."""
+        self._say(failed=f"ended the run: {text.strip().splitlines()[-1]}\n{text}")
 
     def leave(self) -> None:
         """This rank is done; the others need not watch it any more."""
-        self.store.set(f"left/{self.rank}", "")  # first: no moment in which it is only silent
-        self.left.set()
-        self.thread.join(5.0)
+        self._say(left=True)
+
+    def missing(self, reason: str) -> None:
+        """A transfer has failed or is late, so some rank is lost: wait for `act`. It comes even
+        if none is found; then it is told the `reason`."""
+        self.reason = reason
+        self.wake.set()
+        self.over.wait(4 * PATIENCE)
+
+    def _say(self, left: bool = False, failed: str = "") -> None:
+        self.left, self.failed = left, failed
+        self.told.clear()
+        self.wake.set()
+        self.told.wait(5.0)
+
+    def _state(self) -> dict[str, Any]:
+        begun, at = self.doing()
+        said = {"rank": self.rank, "begun": begun, "at": at, "missing": self.reason[:1000]}
+        return {**said, "left": self.left, "failed": self.failed[: _MOST // 2]}
+
+    def _lost(self, rank: int | None, text: str) -> None:
+        if not self.left and not self.failed:
+            self.act(rank, text)
+        self.told.set()
+        self.over.set()
+
+    # ------------------------------------------------------------------ rank 0
+
+    def _judge(self) -> None:
+        hub = self.hub
+        assert hub is not None
+        end = math.inf  # of the time in which the others may ask: answers go with this process
+        while not (hub.ended and (hub.all_know() or time.monotonic() > end)) or self.left:
+            hub.silence = self.silence
+            hub.hear(0, self._state())
+            hub.look(BEAT / 2)
+            if self.left:
+                self.told.set()
+            if hub.ended and end == math.inf:
+                end = time.monotonic() + PATIENCE
+        self._lost(*hub.ended)
+
+    # ------------------------------------------------------------------ the others
 
     def _beat(self) -> None:
-        watched, seen, changed = (self.rank + 1) % self.world, -1, time.monotonic()
-        while not self.left.wait(BEAT):
+        lived, refused = Lived(), 0
+        link: socket.socket | None = None
+        answered = lived.now()
+        while True:
+            self.wake.wait(BEAT)
+            self.wake.clear()
+            final = self.left or bool(self.failed)
             try:
-                self.store.add(f"beat/{self.rank}", 1)
-                lost = self._failed()
-                count = self.store.add(f"beat/{watched}", 0)
-                if count != seen or self.store.check([f"left/{watched}"]):
-                    seen, changed = count, time.monotonic()
-                elif (silent := time.monotonic() - changed) > self._limit():
-                    text = f"no sign of life for {silent:.0f} s: killed, or its machine is gone"
-                    self.store.set(FAILED, f"{watched}\n{text}")
-                    lost = watched, text
-            except NO_STORE:
-                lost = 0, "it no longer answers: killed, or its machine is gone"
-            if lost is not None and not self.left.is_set():
-                self.act(*lost)
-                return
-
-    def _limit(self) -> float:
-        return min(self.silence, PATIENCE) if self.store.check([SUSPECT]) else self.silence
-
-    def _failed(self) -> tuple[int, str] | None:
-        if not self.store.check([FAILED]):
-            return None
-        rank, _, text = self.store.get(FAILED).decode().partition("\n")
-        return int(rank), text
+                link = link or socket.create_connection(self.address, 2 * BEAT)
+                ended = _asked(link, self._state(), lived)
+                answered, refused = lived.now(), 0
+                if ended is not None:
+                    return self._lost(*ended)
+                if final:
+                    return self.told.set()
+            except (OSError, ValueError) as error:
+                _reset(link)
+                link = None
+                refused += isinstance(error, ConnectionError)
+            quiet = lived.now() - answered
+            limit = min(self.silence, PATIENCE) if self.reason else self.silence
+            if refused > 2:
+                return self._lost(0, "is gone: its process has ended")
+            if quiet > limit:
+                return self._lost(0, silent(quiet))
 
 
-def end_process(rank: int, text: str) -> None:
-    """Say which rank was lost, and end this one."""
-    own = os.environ.get("RANK", "0")
-    print(f"rank {own}: rank {rank} ended the run: {text}", file=sys.stderr, flush=True)
-    os._exit(1)
+def _asked(link: socket.socket, state: dict[str, Any], lived: Lived) -> End | None:
+    """Say `state`; what rank 0 says of the run's end. OSError without an answer."""
+    link.settimeout(BEAT)
+    link.sendall(json.dumps(state).encode() + b"\n")
+    came, waited = bytearray(), 0
+    while b"\n" not in came:
+        lived.now()
+        try:
+            more = link.recv(_MOST)
+        except TimeoutError:
+            waited += 1
+            if waited == _ANSWER:
+                raise
+            continue
+        if not more:
+            raise ConnectionResetError("rank 0 has closed the connection")
+        came += more
+    ended = json.loads(bytes(came))["ended"]
+    return (ended[0], str(ended[1])) if ended else None
+
+
+def _reset(link: socket.socket | None) -> None:
+    if link is not None:
+        with contextlib.suppress(OSError):
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        link.close()
+
+
+def _listener(world: int) -> socket.socket:
+    """A socket on a free port of all addresses."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be turned off
+            family = socket.AF_INET6
+            return socket.create_server(
+                ("", 0), family=family, backlog=world + 16, dualstack_ipv6=True
+            )
+    return socket.create_server(("", 0), backlog=world + 16)
+
+
+def _resolved(host: str, port: int) -> tuple[str, int]:
+    """With the host's address, since asking for it again could take long."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # rank 0 may listen without IPv6, and `localhost` has both
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
+    return str(found[0][4][0]), port
+
+
+def told(own: int, at: str, rank: int | None, text: str) -> str:
+    """The one line that says how rank `own` ended: where it waited, and which rank was lost."""
+    which = "" if rank is None else f"rank {rank}, this one, " if rank == own else f"rank {rank} "
+    return f"rank {own}: {f'{at}: ' if at else ''}{which}{text.splitlines()[0]}"

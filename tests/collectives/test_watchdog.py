@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zpp_lab.collectives.watchdog import CollectiveError, Watchdog
+from zpp_lab.collectives.watchdog import CollectiveError, Watchdog, under_way
 
 CPU = torch.device("cpu")
 
@@ -40,3 +40,17 @@ def test_zero_watches_nothing() -> None:
     watchdog = Watchdog(0.0)
     with watchdog.watch("one", CPU):
         assert not watchdog.flying
+
+
+def test_others_learn_how_far_this_process_is_and_what_it_waits_for() -> None:
+    before = under_way()[0]
+    watchdog = Watchdog(600.0, lambda message: None)
+    with watchdog.watch("one", CPU):
+        assert under_way() == (before + 1, "one")
+        with watchdog.watch("two", CPU):
+            assert under_way() == (before + 2, "one")  # the oldest
+    assert under_way() == (before + 2, "")
+    with pytest.raises(CollectiveError), watchdog.watch("three", CPU):
+        raise RuntimeError("gone")
+    assert under_way() == (before + 3, "three failed")  # also when it is over
+    watchdog.close()

@@ -1,8 +1,8 @@
 """A program in place of nvidia-cuda-mps-control: a daemon that writes down what it is asked.
 
 Beside the program lie `calls` (what it was told, a line each), `seen` (variables of the daemon),
-`clients` (what it answers) and, where they are, `refuses` (it fails, and says that), `no_server`
-and `stubborn` (its server does not heed `quit`).
+`clients` (what it answers) and, where they are, `refuses` (it fails, and says that), `no_server`,
+`stubborn` (its server does not heed `quit`) and `busy` (it refuses a question for each line).
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ if [ "$1" = -d ]; then
 fi
 read -r command
 echo "$command" >> "$place/calls"
+if [ "$command" != quit ] && [ -s "$place/busy" ]; then
+  sed -i 1d "$place/busy"
+  echo "not now" >&2
+  exit 1
+fi
 case $command in
   get_server_list) [ -f "$place/no_server" ] || tail -n 1 "$place/server" ;;
   get_client_list*) cat "$place/clients" ;;

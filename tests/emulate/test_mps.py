@@ -120,6 +120,26 @@ def test_a_rank_that_is_no_client_is_found_out(control: Path) -> None:
         check_client(environment, 12)
 
 
+def test_a_daemon_that_refuses_at_first_is_asked_again(
+    control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NVIDIA's does with `get_client_list` of a server that has just started."""
+    busy = control / "busy"
+    busy.write_text("\n" * 2)  # for the keeper's first questions
+    with Mps() as mps:
+        assert busy.read_text() == ""
+        environment = {**os.environ, **mps.environment}
+        (control / "clients").write_text("12\n")
+        busy.write_text("\n" * 3)
+        check_client(environment, 12)
+        assert busy.read_text() == ""
+        monkeypatch.setattr("zpp_lab.emulate.mps.SETTLING", 0.1)
+        busy.write_text("\n" * 99)  # not for ever
+        with pytest.raises(EmulationError, match="refuses get_server_list: not now"):
+            check_client(environment, 12)
+    assert of(marks.mark()) == []
+
+
 def test_only_ranks_that_share_by_it_are_served(control: Path) -> None:
     from zpp_lab.config import ClusterConfig
 

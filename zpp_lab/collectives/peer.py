@@ -8,7 +8,10 @@ on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from zpp_lab.collectives.ring import MIB, Ring, Shared
@@ -56,6 +59,9 @@ class PeerTransport:
         if link in self.links and len(self.links[link]) > 1:
             ring = self.ring(kind, link)
             ring.wanted = max(ring.wanted, nbytes)
+
+    def watched(self, label: str, device: torch.device) -> AbstractContextManager[Any]:
+        return self.groups.watched(label, device)
 
     def ring(self, kind: Kind, link: Link) -> Ring:
         if (kind, link) not in self.rings:

@@ -83,6 +83,10 @@ class Transport(Protocol):
         """Shipments of up to `nbytes` in one rank's room will come."""
         ...
 
+    def watched(self, label: str, device: torch.device) -> AbstractContextManager[Any]:
+        """The body starts a transfer of its own: it is timed, and an error names it."""
+        ...
+
 
 def peers(cluster: ClusterConfig, link: Link) -> tuple[int, int]:
     """How many other members a link has inside a rank's node, and on other nodes."""
@@ -154,6 +158,9 @@ class Collectives:
 
     def reserve(self, kind: Kind, link: Link, nbytes: int) -> None:
         """Nothing is kept between shipments."""
+
+    def watched(self, label: str, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class _Way:

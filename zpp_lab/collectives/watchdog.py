@@ -1,7 +1,8 @@
-"""Ends a process whose collective hangs, and says which one: the wire, the unit and the rank.
+"""Notices a collective that hangs, and says which one: the wire and the unit.
 
 NCCL's own watchdog knows sequence numbers, not wires. This thread looks at every transfer in
-flight; the first that outlives the limit is named on stderr with the stacks of all threads.
+flight; the first that outlives the limit is named, and ends the process. Where ranks watch each
+other (`pulse.py`), they ask here what this one waits for, and hear of a transfer that is late.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 
@@ -37,6 +39,7 @@ class Watch:
         self.own: torch.cuda.Event | None = None
 
     def __enter__(self) -> Watch:
+        self.by.begun += 1
         if self.by.seconds > 0:
             self.began = time.monotonic()
             self.by.flying.append(self)
@@ -57,6 +60,7 @@ class Watch:
     ) -> None:
         if isinstance(error, (RuntimeError, ValueError)):
             self.ended = True
+            self.by.failed = f"{self.label} failed"
             raise CollectiveError(f"rank {self.rank}: {self.label} failed: {error}") from error
         if kind is not None or self.by.seconds <= 0 or self.device.type != "cuda":
             self.ended = True
@@ -74,10 +78,12 @@ class Watchdog:
     """Watches transfers; `seconds` = 0 watches nothing. `act` is called with the message."""
 
     def __init__(self, seconds: float, act: Callable[[str], None] | None = None) -> None:
-        self.seconds, self.act = seconds, act or _end_process
+        self.seconds, self.act = seconds, act or (lambda message: on_late(message))
+        self.begun, self.failed = 0, ""  # transfers so far; what befell the first that failed
         self.flying: deque[Watch] = deque()
         self.spare: deque[torch.cuda.Event] = deque()  # of transfers that have finished
         self.stop = threading.Event()
+        _ALL.add(self)
         if seconds > 0:
             threading.Thread(target=self._look, name="collectives", daemon=True).start()
 
@@ -94,6 +100,7 @@ class Watchdog:
 
     def close(self) -> None:
         self.stop.set()
+        _ALL.discard(self)
 
     def _look(self) -> None:
         while not self.stop.wait(min(1.0, self.seconds / 4)):
@@ -104,9 +111,10 @@ class Watchdog:
             late = self.late()
             if late is not None:
                 self.stop.set()
+                self.failed = f"{late} has not finished after {self.seconds:g} s"
                 self.act(
-                    f"{late} has not finished after {self.seconds:g} s: another rank hangs or is "
-                    "gone; engine.timeout_seconds is the limit"
+                    f"{self.failed}: another rank hangs or is gone; engine.timeout_seconds is the "
+                    "limit"
                 )
 
     def late(self) -> str | None:
@@ -117,8 +125,31 @@ class Watchdog:
         return oldest.label if time.monotonic() - oldest.began > self.seconds else None
 
 
+_ALL: WeakSet[Watchdog] = WeakSet()
+
+
+def under_way() -> tuple[int, str]:
+    """How many transfers this process has begun, and what it waits for: the one that failed or
+    is late, or the oldest that has not finished; "" for none."""
+    every = list(_ALL)
+    begun = sum(watchdog.begun for watchdog in every)
+    failed = [watchdog.failed for watchdog in every if watchdog.failed]
+    waiting = [w for watchdog in every for w in list(watchdog.flying) if not w.finished()]
+    oldest = min(waiting, key=lambda w: w.began, default=None)
+    return begun, failed[0] if failed else oldest.label if oldest else ""
+
+
+def when_late(act: Callable[[str], None]) -> None:
+    """What a late transfer leads to from now on in this process, in place of its end."""
+    global on_late
+    on_late = act
+
+
 def _end_process(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     os._exit(1)
+
+
+on_late: Callable[[str], None] = _end_process

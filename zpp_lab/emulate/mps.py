@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ PROGRAM = "ZPP_LAB_MPS_CONTROL"  # tells ranks that they must be clients, and wh
 READY = "ready"
 QUEUES = "8"  # as many as a process has without MPS; fewer let one stream hold up another
 PATIENCE = 30.0  # seconds for an answer
+SETTLING = 30.0  # seconds in which a server that has just started may refuse to answer
 WITHOUT = (
     "or share them in time slices, which is slow: --share-gpus=time-slices, or leave out "
     "`zpp-lab mps`"
@@ -137,6 +139,18 @@ def ask(program: str, command: str, environment: Mapping[str, str]) -> str:
     return done.stdout
 
 
+def patient(program: str, command: str, environment: Mapping[str, str], seconds: float) -> str:
+    """As `ask`, of a daemon or server that has just started: so long it may refuse."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ask(program, command, environment)
+        except EmulationError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
 def numbers(text: str) -> list[int]:
     """The process ids of an answer."""
     return [int(word) for word in text.split() if word.isdigit()]
@@ -147,11 +161,11 @@ def check_client(environment: Mapping[str, str], pid: int) -> None:
     program = environment.get(PROGRAM)
     if program is None:
         return
-    servers = numbers(ask(program, "get_server_list", environment))
+    servers = numbers(patient(program, "get_server_list", environment, SETTLING))
     clients = [
         client
         for server in servers
-        for client in numbers(ask(program, f"get_client_list {server}", environment))
+        for client in numbers(patient(program, f"get_client_list {server}", environment, SETTLING))
     ]
     if pid not in clients:
         raise EmulationError(

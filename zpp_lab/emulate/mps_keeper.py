@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zpp_lab.emulate import marks
-from zpp_lab.emulate.mps import OWNER, READY, ask, directories, numbers
+from zpp_lab.emulate.mps import OWNER, READY, ask, directories, numbers, patient
 from zpp_lab.emulate.tools import EmulationError
 
 START = 20.0  # seconds until a server must be there
@@ -92,9 +92,9 @@ def start(program: str, folder: Path) -> None:
         )
     if begun.returncode:
         raise EmulationError(said.read_text().strip() or f"exit code {begun.returncode}")
-    ask(program, f"start_server -uid {os.getuid()}", environment)
+    patient(program, f"start_server -uid {os.getuid()}", environment, START)
     deadline = time.monotonic() + START
-    while not numbers(ask(program, "get_server_list", environment)):
+    while not numbers(patient(program, "get_server_list", environment, START)):
         if time.monotonic() > deadline:
             raise EmulationError(f"no server within {START:.0f} s: {last_words(folder)}")
         time.sleep(0.1)

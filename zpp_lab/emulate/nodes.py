@@ -174,7 +174,7 @@ class EmulatedNodes(_Owner):
         self.network = Network(nodes, os.getpid(), congestion_control())
         self.interface: str | None = self.network.interface
         self.places: dict[int, int] = {}  # node, or HUB → the process that holds its namespace
-        self.limited = False
+        self.gbps: float | None = None  # the limit of each link
         self.in_order = False  # whether no packet overtakes another
         self.windows_kept = False  # whether a stream that was idle goes on as fast as it was
 
@@ -211,8 +211,28 @@ class EmulatedNodes(_Owner):
         return self.network.address(node)
 
     def limit(self, gbps: float | None) -> None:
-        self._run(self.network.limit(gbps, self.limited))
-        self.limited = gbps is not None
+        self._run(self.network.limit(gbps, self.gbps is not None))
+        self.gbps = gbps
+
+    def cut(self, node: int, told: bool = False) -> None:
+        """Nothing passes a node's link until `mend`. told: its ends notice, as of a cable that is
+        pulled; else packets vanish, as in a switch that fails."""
+        self._run(self.network.cut(node, told))
+
+    def mend(self, node: int, told: bool = False) -> None:
+        self._run(self.network.mend(node, told, self.gbps))
+
+    def lose(self, share: float) -> str:
+        """From now on each link drops this share of packets at random; by what. EmulationError
+        where the kernel has nothing that does."""
+        try:
+            self._run(self.network.lose(share, "bpf"))
+            return "bpf"
+        except EmulationError:
+            if self.gbps is not None:
+                raise
+        self._run(self.network.lose(share, "netem"))
+        return "netem"
 
     def sent(self, node: int) -> int:
         lines = Path(f"/proc/{self.places[node]}/net/dev").read_text().splitlines()

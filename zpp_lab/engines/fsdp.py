@@ -211,7 +211,8 @@ class FsdpEngine(Engine):
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
         own = torch.cat((losses, squares(grads, self.plan, self.device).view(1)))
         every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
-        all_gather(every.view(-1), own)
+        with self.transport.watched("losses and gradient norm (world)", self.device):
+            all_gather(every.view(-1), own)
         return every[:, :-1].t().contiguous(), total_norm(every[: self.shards, -1])
 
     def _read(self, *scalars: Tensor) -> list[float]:
@@ -302,7 +303,8 @@ class FsdpEngine(Engine):
         self.wrapped.reshard()
         self.clock.master = False
         every = torch.empty(world, *own.shape, dtype=own.dtype, device=self.device)
-        all_gather(every.view(-1), own.view(-1))
+        with self.transport.watched("held-out losses (world)", self.device):
+            all_gather(every.view(-1), own.view(-1))
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
         return torch.cat([row[:size] for row, size in zip(in_order, sizes, strict=False)])
 
