@@ -147,8 +147,10 @@ class EngineConfig:
     emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
     # on one host with fewer GPUs than ranks: its nodes share them (emulate/gpus.py)
     share_gpus: Literal["mps", "time-slices"] | None = None
-    timeout_seconds: float = 300.0  # fsdp: for one transfer between ranks
-    silence_seconds: float = 40.0  # fsdp under torchrun or srun: then a silent rank is dead
+    # fsdp: a transfer that takes longer, or a rank that is silent so long, ends the run on all
+    # ranks, within 15 seconds more. To outlast an outage both must be more than twice as long.
+    timeout_seconds: float = 300.0
+    silence_seconds: float = 40.0
     transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
 
     def __post_init__(self) -> None:

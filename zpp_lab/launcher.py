@@ -224,6 +224,7 @@ def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
 def join(config: Config, start_up: StartUp) -> Record:
     """Run as one of the ranks that are there already."""
     enter(os.environ)
+    _leave_errors_to_us(config)
     rank = connect(config)
     start_up.done("ranks meet")
     _watch(config, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
@@ -236,6 +237,7 @@ def join_watched(config: Config) -> Record:
 
     start_up = StartUp.of_process()
     enter(os.environ)
+    _leave_errors_to_us(config)
     rank = connect(config)
     start_up.done("ranks meet")
     with _held_by_rank_0(config, rank):
@@ -309,6 +311,13 @@ def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
 
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
+
+
+def _leave_errors_to_us(config: Config) -> None:
+    """Where our watchdog sees every transfer: else torch's aborts the process at an error of NCCL,
+    as of a peer that has ended, before anyone can say which wire waited for whom."""
+    if config.engine.name == "fsdp":
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def connect(config: Config) -> int:

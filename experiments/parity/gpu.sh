@@ -1,7 +1,7 @@
 # Checks of the real engine on one machine with four GPUs: bash experiments/parity/gpu.sh OUT PART...
 # Each part has its own time limit, so that one that hangs costs no other its turn. OUT/log.txt has
 # what every part said, to its end; the screen the last lines. Without GPUs it runs over gloo: make
-# it small with TABLE_SIZE, RACE_ARGS, SIZE, SIZES, KILL_ARGS.
+# it small with TABLE_SIZE, RACE_ARGS, SIZE, SIZES, KILL_ARGS; links with LINK_ARGS=--cpu.
 set -u
 out=$1
 shift
@@ -36,6 +36,11 @@ for part in "$@"; do
         --sizes 125m ;;
     kills) limited "${KILLS:-150}" python3 experiments/parity/kills.py --out "$out" \
       ${KILL_ARGS:-} ;;
+    links)  # two GPUs, root; iproute2 comes from ../speed/iproute.sh where it is not installed
+      if [ -z "${ZPP_LAB_IPROUTE:-}" ] && [ -d .iproute ]; then
+        export ZPP_LAB_IPROUTE="$PWD/.iproute"
+      fi
+      limited "${LINKS:-420}" python3 experiments/parity/links.py --out "$out" ${LINK_ARGS:-} ;;
     kernels)  # the tests that need a GPU and have not been run on one with all else
       for tests in "tests/ops/test_kernels.py -k beside" tests/cuda/test_adamw.py \
         "tests/cuda/test_compile.py -k bindings"; do  # the kernels' own build was the first line

@@ -49,7 +49,7 @@ MORE = [
     "bash experiments/plan/run.sh OUT 32_5b/w8/recompute 6_7b/zero3",
     "PROFILE=1 bash experiments/baseline/first.sh OUT 13b zeropp",
     "bash experiments/parity/gpu.sh OUT bench table cost profile race big kills",
-    "bash experiments/parity/gpu.sh OUT kernels update",
+    "bash experiments/parity/gpu.sh OUT kernels update links",
     "bash experiments/speed/run.sh OUT 2x2 1x4 4x1 blocks",
     "bash experiments/bits/controls.sh OUT",
     "STUDY=reference_10m_mini bash experiments/reference/run.sh OUT",

@@ -9,6 +9,7 @@ for ranks that read each other's memory.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch

@@ -71,7 +71,10 @@ class Watch:
         self.event = self.own
 
     def finished(self) -> bool:
-        return self.ended or (self.event is not None and self.event.query())
+        try:
+            return self.ended or (self.event is not None and self.event.query())
+        except RuntimeError:  # the device has failed, and finishes nothing any more
+            return False
 
 
 class Watchdog:

@@ -217,7 +217,8 @@ class FsdpEngine(Engine):
 
     def _read(self, *scalars: Tensor) -> list[float]:
         """The step's one wait for the device, when everything has been started."""
-        values: list[float] = torch.stack(scalars).tolist()
+        with self.transport.watched("the end of the step", torch.device("cpu")):
+            values: list[float] = torch.stack(scalars).tolist()
         return values
 
     def _sent(self, use: StepUse, present: frozenset[str], as_planned: bool) -> Bytes:
