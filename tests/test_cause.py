@@ -20,6 +20,9 @@ CLOSED = Failed(1, {"message": "RuntimeError: [gloo/pair.cc] Connection closed b
 OURS = Failed(1, {"message": "CollectiveError: rank 0: grads_intra of blocks.3 failed: reset"}, 6)
 KILLED, ABORTED, ENDED = Failed(-9), Failed(-6), Failed(-15)
 RAISED = Failed(1, {"message": "KeyError: 'a'", "extraInfo": {"py_callstack": "KeyError: 'a'"}})
+LOST = "LostRank: rank 0: weights_forward of unit root (world): rank 1 is silent, no sign of life"
+SILENT = Failed(1, {"message": LOST, "lost": 1, "why": "is silent, no sign of life for 9 s"}, 6)
+GONE = Failed(1, {"message": "LostRank: rank 0: rank 1 is gone", "lost": 1, "why": "is gone"}, 6)
 MISTAKE = Failed(USER_ERROR, {"message": "ValueError: no such file"}, 8)
 
 
@@ -35,6 +38,9 @@ MISTAKE = Failed(USER_ERROR, {"message": "ValueError: no such file"}, 8)
         ((RAISED, RAISED), 0),
         ((RAISED, Failed(1, "KeyError: 'b'", 6)), 1),
         ((CLOSED,), 0),
+        ((SILENT, KILLED), 0),  # by the launcher, as it did not end
+        ((GONE, KILLED), 1),
+        ((SILENT, ENDED, RAISED), 2),
     ],
 )
 def test_the_cause_comes_before_what_follows_from_it(

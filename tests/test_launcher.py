@@ -156,7 +156,8 @@ def test_a_rank_that_stands_still_is_named_in_one_line(tmp_path: Path) -> None:
     os.kill(ranks[1], signal.SIGSTOP)
     assert process.wait(timeout=LIMIT) != 0
     last = log.read_text().strip().splitlines()[-1]
-    waits = r"rank 0: (\w+ of unit \S+ \(\w+\)|losses and gradient norm \(world\))( failed)?"
+    wires = r"\w+ of unit \S+ \(\w+\)"
+    waits = rf"rank 0: ({wires}|losses and gradient norm \(world\)|the checkpoint of step \d+)"
     assert re.search(rf"{waits}: rank 1 is silent, .*; the same command goes on", last), last
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
     assert _gone(ranks)

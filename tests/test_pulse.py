@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -96,6 +100,34 @@ def test_the_others_hear_of_it() -> None:
     none, ((lost, text),) = found["rank 0 is silent"]
     assert (none, lost) == ([], 0)
     assert text.startswith("is silent, no sign of life for")
+
+
+ORDINARY = """
+import os, sys, time
+import torch.distributed as dist
+from zpp_lab import pulse
+pulse.BEAT = 1e-4
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+pulse.Pulse(600.0, lambda rank, text: None)
+time.sleep(0.3)
+dist.barrier()
+"""
+
+
+def test_a_rank_that_ends_in_the_ordinary_way_does_not_abort(tmp_path: Path) -> None:
+    """As it did while its thread was in a call of torch's store: the interpreter ends such a
+    thread, and C++ then the process."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ORDINARY, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=240)[1].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
 
 
 def test_the_line_has_the_place_the_rank_and_why() -> None:

@@ -41,10 +41,19 @@ def first_cause(failures: Mapping[int, FailureT]) -> tuple[int, FailureT]:
     """The rank whose end explains the others', and its failure.
 
     A user's mistake comes before what a rank met on its own (its exception, or the signal that
-    killed it), and that before the loss of a peer; then the earlier, then the lower rank.
+    killed it), and that before the loss of a peer; then the earlier, then the lower rank. A rank
+    that others found silent was killed for it.
     """
     assert failures
-    return min(failures.items(), key=lambda item: (*_order(item[1]), item[0]))
+    notes = [f.message for f in failures.values() if isinstance(f.message, Mapping)]
+    silent = [note.get("lost") for note in notes if str(note.get("why")).startswith("is silent")]
+
+    def order(item: tuple[int, FailureT]) -> tuple[int, int, int]:
+        rank, failure = item
+        kind, when = _order(failure)
+        return (3 if rank in silent and failure.exitcode == -9 else kind), when, rank
+
+    return min(failures.items(), key=order)
 
 
 def lost_a_peer(text: str) -> bool:

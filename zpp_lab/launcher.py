@@ -31,7 +31,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -240,8 +240,12 @@ def join_watched(config: Config) -> Record:
     _leave_errors_to_us(config)
     rank = connect(config)
     start_up.done("ranks meet")
-    with _held_by_rank_0(config, rank):
-        return _run_watched(config, rank, start_up)
+    try:
+        with _held_by_rank_0(config, rank):
+            return _run_watched(config, rank, start_up)
+    except BaseException:
+        traceback.print_exc()
+        _end_now(1)
 
 
 @contextmanager
@@ -341,11 +345,15 @@ def connect(config: Config) -> int:
 
 
 def leave() -> None:
-    """End this process if it is a rank: gloo's groups may abort when they are torn down."""
+    """End this process if it is a rank, in one way or another."""
     if dist.is_available() and dist.is_initialized():
-        for pulse in PULSES:
-            pulse.leave()
-        dist.barrier()
+        try:
+            for pulse in PULSES:
+                pulse.leave()
+            dist.barrier()
+        except BaseException:
+            traceback.print_exc()
+            _end_now(1)
         _end_now(0)
 
 
@@ -360,7 +368,7 @@ def main(parent: str, path: str) -> None:
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:
         record(join)(config, start_up)  # it notes the message for the launcher
-    except Exception as error:
+    except BaseException as error:
         user = isinstance(error, ValueError | FileNotFoundError)
         text = "" if user else traceback.format_exc()
         if lost_a_peer(text):  # the launcher may find that one first, and end this process
@@ -372,8 +380,10 @@ def main(parent: str, path: str) -> None:
     leave()
 
 
-def _end_now(code: int) -> None:
-    """End this process at once: an orderly end would let the others fail, and exit, first."""
+def _end_now(code: int) -> NoReturn:
+    """End this process at once: an orderly end would let the others fail, and exit, first. It
+    would also abort where a thread is in a call of torch then, as gloo's groups may when they are
+    torn down ("terminate called without an active exception")."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

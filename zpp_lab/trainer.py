@@ -21,6 +21,7 @@ from torch.utils import deterministic
 
 from zpp_lab import ops
 from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.watchdog import meeting
 from zpp_lab.commits import note_commit
 from zpp_lab.config import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
@@ -203,7 +204,8 @@ class Trainer:
     def _save(self, engine: Engine, tracker: Tracker | None, to_go_on: bool = False) -> None:
         if tracker is not None:
             tracker.sync()  # a checkpoint never knows more steps than the metrics
-        self.checkpoints.save(self.step, engine.state_dict(), to_go_on)
+        with meeting(f"the checkpoint of step {self.step}"):
+            self.checkpoints.save(self.step, engine.state_dict(), to_go_on)
         if to_go_on or not self.train.checkpoint_weights_only:
             self.saved = self.step
 

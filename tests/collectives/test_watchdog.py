@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zpp_lab.collectives.watchdog import CollectiveError, Watchdog, under_way
+from zpp_lab.collectives.watchdog import CollectiveError, Watchdog, meeting, under_way
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,8 @@ def test_others_learn_how_far_this_process_is_and_what_it_waits_for() -> None:
         with watchdog.watch("two", CPU):
             assert under_way() == (before + 2, "one")  # the oldest
     assert under_way() == (before + 2, "")
+    with meeting("a checkpoint"):
+        assert under_way() == (before + 2, "a checkpoint")
     with pytest.raises(CollectiveError), watchdog.watch("three", CPU):
         raise RuntimeError("gone")
     assert under_way() == (before + 3, "three failed")  # also when it is over

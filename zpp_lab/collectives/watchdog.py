@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from weakref import WeakSet
 
@@ -129,17 +130,26 @@ class Watchdog:
 
 
 _ALL: WeakSet[Watchdog] = WeakSet()
+_MEETINGS: list[str] = []  # what the main thread is in
+
+
+@contextmanager
+def meeting(label: str) -> Iterator[None]:
+    """In the body ranks meet in ways that nobody times: their backend's limit holds."""
+    _MEETINGS.append(label)
+    yield
+    _MEETINGS.pop()  # an error leaves it, as what ended the run
 
 
 def under_way() -> tuple[int, str]:
     """How many transfers this process has begun, and what it waits for: the one that failed or
-    is late, or the oldest that has not finished; "" for none."""
+    is late, or the oldest that has not finished, or a meeting; "" for none."""
     every = list(_ALL)
     begun = sum(watchdog.begun for watchdog in every)
     failed = [watchdog.failed for watchdog in every if watchdog.failed]
     waiting = [w for watchdog in every for w in list(watchdog.flying) if not w.finished()]
     oldest = min(waiting, key=lambda w: w.began, default=None)
-    return begun, failed[0] if failed else oldest.label if oldest else ""
+    return begun, next(iter([*failed, *([oldest.label] if oldest else []), *_MEETINGS]), "")
 
 
 def when_late(act: Callable[[str], None]) -> None:
