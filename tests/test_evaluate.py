@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.export.checkpoints import leave
 from tests.models.hf_cases import settings
-from tests.runs import CORPUS, small
+from tests.runs import CORPUS, newest, small
 from zpp_lab.cli import main
 from zpp_lab.evaluate import evaluate, table
 from zpp_lab.export import export_hf
@@ -97,8 +98,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().err
     assert "ends with .csv or .json" in said
     assert "use auto, cpu, cuda" in said
-    for path in (own / "checkpoints").iterdir():
-        path.unlink()
+    shutil.rmtree(newest(own))
     with pytest.raises(ValueError, match="has no whole checkpoint"):
         evaluate([own])
 

@@ -337,7 +337,7 @@ def test_offload_leaves_the_state_in_host_memory() -> None:
     here, there = big("13b", 2), big("13b", 2, engine={"offload": True})
     state = sum(i.most for i in here.items if i.name.endswith("fp32"))
     staging = there.item("checkpoint, on its way").most
-    assert staging == GIB  # too large for a copy
+    assert staging == 64 * 2**20  # too large for a copy
     assert there.host == state + staging
     assert state > 48 * GIB
     assert there.peak < here.peak - 40 * GIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,9 @@ from tests.engines.fsdp_world import run_world
 from tests.export.checkpoints import gathered, heldout_losses, leave
 from tests.export.test_model import heldout_loss, llama, loaded
 from tests.models.hf_cases import settings
-from tests.runs import small
+from tests.runs import newest, small
+from zpp_lab.checkpoint.read import Saved
+from zpp_lab.checkpoint.write import Checkpoints, Saving
 from zpp_lab.config import Config
 from zpp_lab.evaluate import evaluate
 from zpp_lab.export import export_hf, export_quantized
@@ -194,8 +197,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         export_quantized(source, out)
     with pytest.raises(ValueError, match=r"bits=5: use one of"):
         export_quantized(source, tmp_path / "again", codec=parse_codec("bits=5"))
-    for path in (source / "checkpoints").iterdir():
-        path.unlink()
+    shutil.rmtree(newest(source))
     with pytest.raises(ValueError, match="has no whole checkpoint"):
         export_quantized(source, tmp_path / "again")
     assert not list(tmp_path.glob("*again*"))
@@ -211,10 +213,9 @@ def test_how_a_codec_is_written() -> None:
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     left(tmp_path, "recipe=w4")
-    path = next((tmp_path / "run" / "checkpoints").iterdir())
-    state = torch.load(path, weights_only=True)
+    state = Saved(newest(tmp_path / "run")).state()
     state["weights"]["head.weight"][3, 3] = torch.nan
-    torch.save(state, path)
+    Checkpoints(tmp_path / "run" / "checkpoints", 1, Saving(host=None)).save(3, state)
     with pytest.raises(ValueError, match=r"head\.weight has numbers that are not finite"):
         export_quantized(tmp_path / "run", tmp_path / "out")
 
