@@ -122,7 +122,7 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
         (["study", "smoke", "seed=3"], "every arm: seed=3: a study sets seed of each run itself"),
         (["study", "smoke", "recipe=w4"], "every arm of study smoke sets recipe itself"),
         (["study", "smoke", "run.dir=x"], "name the study's folder with --dir"),
-        (["study", "smoke", "--runs-per-gpu", "-1"], "runs_per_gpu must be 0 or more"),
+        (["study", "smoke", "--runs-per-gpu", "-1"], "--runs-per-gpu: -1: use 0 or more"),
         (["study", "smoke", "--runs-per-gpu", "2", "--launcher", "slurm"], "runs on this machine"),
         (["study", "smoke", "--jobs", "2", "--launcher", "slurm"], "--jobs is for runs on this"),
         (["compare", "one", "two"], "compare was removed; use zpp-lab export DIR… --out runs.csv"),
@@ -139,7 +139,7 @@ def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["bench", "kernels"], "zpp-lab bench kernels needs an NVIDIA GPU"),
+        (["bench", "kernels"], "bench kernels needs an NVIDIA GPU"),
         (["mps", "--", "true"], "sharing GPUs needs nvidia-cuda-mps-control"),
         (["build"], "zpp-lab build: torch sees no GPU here: say what to compile for"),
     ],

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from zpp_lab.commands.adding import FORMAT, Add, check_words
+from zpp_lab.cause import FULL_MEMORY, memory_is_full, mistake
+from zpp_lab.commands.adding import Add, check_words
 from zpp_lab.commands.machine import add_machine
 from zpp_lab.commands.results import add_results, report_advice
 from zpp_lab.commands.training import add_training
 from zpp_lab.commands.weights import add_weights
-from zpp_lab.folders import missing
+from zpp_lab.parser import Parser
 
 ABOUT = """Train with quantized collectives, judge what that costs, plan and measure runs.
 
@@ -29,21 +29,6 @@ EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command o
 
 
 _REMOVED = {"compare": "compare was removed; use zpp-lab export DIR… --out runs.csv"}
-_CHECK = "; check the path, and that its folder can be written"
-_ROOM = "make room, then the same command goes on"
-_WRITABLE = "name a place that you may read and write, or change its permissions"
-_FIXES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: f"a file may not grow so large here (ulimit -f): raise the limit or {_ROOM}",
-    errno.ENOTDIR: "a part of this path is a file: name another one",
-    errno.EEXIST: "a file of that name is there: name another one, or delete it",
-    errno.EISDIR: "this is a folder: name a file",
-    errno.EACCES: _WRITABLE,
-    errno.EPERM: _WRITABLE,
-    errno.EROFS: _WRITABLE,
-    errno.ENOENT: "check the path, and that its folder is there",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, add = _parser()
     if words and not words[0].startswith("-") and words[0] not in add.names:
         return _mistake("", _no_command(words[0], add.names))
-    known, rest = parser.parse_known_args(words)
+    try:
+        known, rest = parser.parse_known_args(words)
+    except ValueError as error:
+        return _mistake(words[0], str(error))
     if known.command is None:
         if rest:
             return _mistake("", f"unknown option {rest[0]}; see zpp-lab --help")
@@ -62,12 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Add]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "zpp-lab",
         usage="zpp-lab [-h] COMMAND ...",
         description=ABOUT,
         epilog=EXIT_CODES,
-        formatter_class=FORMAT,
         allow_abbrev=False,
     )
     add = Add(parser)
@@ -79,12 +66,19 @@ def _parser() -> tuple[argparse.ArgumentParser, Add]:
 def _call(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         return int(args.call(args, check_words(args, rest)) or 0)
-    except OSError as error:
-        return _mistake(args.command, _told(error))
-    except ValueError as error:
-        return _mistake(args.command, _explained(error))
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
+    except BrokenPipeError:  # who read the output has enough of it
+        _close_output()
+        return 0
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:
+        if memory_is_full(error):
+            _mistake(args.command, FULL_MEMORY)
+            return 1
+        text = mistake(error)
+        if text is None:
+            raise
+        return _mistake(args.command, text)
     except KeyboardInterrupt:
         alone = args.command in ("train", "study") and not args.dry_run
         goes_on = alone and not getattr(args, "multirun", False)  # a sweep has said how
@@ -98,35 +92,17 @@ def _mistake(command: str, text: str) -> int:
     return 2
 
 
+def _close_output() -> None:
+    """Python's end would try to write what is left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _no_command(word: str, names: list[str]) -> str:
     if word in _REMOVED:
         return _REMOVED[word]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"no command {word!r}{hint}; there are: {', '.join(names)}"
-
-
-def _explained(error: ValueError) -> str:
-    """The text of an error; of a setting's own check without pydantic's frame."""
-    from pydantic import ValidationError
-
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "\n".join(str(one.get("ctx", {}).get("error", one["msg"])) for one in error.errors())
-
-
-def _told(error: OSError) -> str:
-    """The file and what is wrong with it, without Python's error number."""
-    if error.strerror is None:
-        return str(error)
-    text = error.strerror[:1].lower() + error.strerror[1:]
-    if error.filename is not None:
-        text = f"{error.filename}: {text}"
-    if isinstance(error.filename, str) and error.errno == errno.ENOENT:
-        return f"{error.filename}: {missing(Path(error.filename), 'file or folder')}{_CHECK}"
-    fix = _FIXES.get(error.errno or 0, "")
-    told = error.filename is None and "; " in text  # whoever raised it has named one
-    return text if told or not fix else f"{text}; {fix}"
 
 
 if __name__ == "__main__":

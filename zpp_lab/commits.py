@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import damaged, write_atomic
+from zpp_lab.files import damaged, parse_json, write_atomic
 
 FILE = "commits.json"
 
@@ -32,11 +32,9 @@ def note_commit(folder: Path, step: int, commit: str | None) -> list[dict[str, A
 def _read(path: Path) -> list[dict[str, Any]]:
     """What it says, [] where there is no file; ValueError that names a damaged one."""
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
+        made = parse_json(path)
     except FileNotFoundError:
         return []
-    except ValueError as error:
-        raise damaged(path, error) from None
     if not isinstance(made, list) or not all(isinstance(one, dict) for one in made):
         raise damaged(path, "no list of steps and commits")
     return made

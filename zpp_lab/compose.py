@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,18 +18,28 @@ from omegaconf import DictConfig, OmegaConf
 
 from zpp_lab.config import Config, StudyConfig, load, unknown_key, valid_names
 from zpp_lab.factors import expand_arms
-from zpp_lab.hydra_words import from_home, setting_of
+from zpp_lab.files import parse_yaml
+from zpp_lab.folders import missing
+from zpp_lab.hydra_words import readable, setting_of
 from zpp_lab.paths import conf_dir
 
+_ELSEWHERE = {
+    "engine": " (engine=fsdp for those of real ranks)",
+    "model": " (model=hf for those of transformers, model=tiny … for the decoder's)",
+}
 GROUPS = ("lora",)  # of conf/, whose settings lie deeper in `Config`
 
 
 def compose(overrides: list[str]) -> Config:
     """The run that `zpp-lab train <overrides>` would do; ValueError lists the valid names."""
+    overrides = [readable(word) for word in overrides]
+    for word in overrides:
+        if word.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
+            raise ValueError(f"{word}: settings of Hydra's own go with -m; leave it out")
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = hydra_compose("config", [from_home(word) for word in overrides])
-    except HydraException as error:
+            composed = hydra_compose("config", overrides)
+    except (HydraException, ValueError) as error:
         raise ValueError(explain(error, overrides)) from None
     return to_config(composed)
 
@@ -54,9 +63,10 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return unknown_key(Config, key, GROUPS)
     unlisted = re.search(r"Could not override '([\w.]+)'", str(error))
     if unlisted is not None:
+        other = _ELSEWHERE.get(unlisted[1].partition(".")[0], "")
         return (
             f"{unlisted[1]} is a setting, but what was chosen from conf/ does not list it: write "
-            f"++{unlisted[1]}=VALUE, or choose what does (engine=fsdp for those of real ranks)"
+            f"++{unlisted[1]}=VALUE, or choose what does{other}"
         )
     several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
     if several is not None:
@@ -64,8 +74,15 @@ def explain(error: Exception, overrides: list[str]) -> str:
     missing = re.search(r"Could not find '(\w+)/([^']*)'", str(error))
     if missing is not None:
         return _unknown_option(*missing.groups())
+    for override in overrides:
+        parsed = _parsed(override)
+        if parsed is not None and parsed.value() is None and _is_group(parsed.key_or_group):
+            return _unknown_option(parsed.key_or_group, "null")
+    again = re.search(r"An item is already at '([\w.]+)'", str(error))
+    if again is not None:
+        return f"+{again[1]}: the setting is there already; leave out the +"
     text = str(error).split("\nConfig search path")[0]
-    return re.sub(r"\n\s*\n", "\n", text).strip()
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _unknown_option(group: str, name: str) -> str:
@@ -92,9 +109,14 @@ def _unknown_key(overrides: list[str]) -> str | None:
         key = parsed.key_or_group.split("@")[0]
         parents, _, last = key.rpartition(".")
         names = valid_names(Config, parents.split(".") if parents else [])
-        if last not in names and not (conf_dir() / key).is_dir():  # a group, such as lora
+        if last not in names and not _is_group(key):
             return key
     return None
+
+
+def _is_group(key: str) -> bool:
+    """Whether files of conf/ have the settings, as of lora."""
+    return (conf_dir() / key).is_dir()
 
 
 def study_names() -> list[str]:
@@ -103,12 +125,12 @@ def study_names() -> list[str]:
 
 def _mapping(path: Path) -> dict[str, Any]:
     """What a study's file holds; ValueError that names the file when that is no study."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    values = parse_yaml(path, "mend it, or name another file")
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    for name in ("overrides", "without"):
+        if not isinstance(values.get(name, []), list):
+            raise ValueError(f"{path}: {name}={values[name]!r}: use a list, such as [a, b]")
     return values
 
 
@@ -152,9 +174,11 @@ def _study_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
-            raise ValueError(f"{name}: no such file")
+            raise ValueError(f"{name}: {missing(path, 'file')}; name a study's YAML file")
         return path
     if name not in study_names():
+        if Path(name).is_file():
+            raise ValueError(f"{name}: a study's file ends with .yaml; rename it, or name another")
         near = difflib.get_close_matches(name, study_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
@@ -171,7 +195,11 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if path in heirs:
         raise ValueError(f"{path}: extends itself, by way of {heirs[-1].name}")
-    base = _inherited(_study_path(str(values.pop("extends"))), (*heirs, path))
+    try:
+        extended = _study_path(str(values.pop("extends")))
+    except ValueError as error:
+        raise ValueError(f"{path}: extends: {error}") from None
+    base = _inherited(extended, (*heirs, path))
     arms = _by_name(path, base.get("arms"))
     without = values.pop("without", [])
     unknown = [name for name in without if name not in arms]

@@ -9,6 +9,7 @@ and the valid choices.
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Literal, get_args
 
@@ -154,15 +155,23 @@ class EngineConfig:
     transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
 
     def __post_init__(self) -> None:
-        _need(self.threads >= 0, f"engine.threads={self.threads}: use 0 (torch's choice) or more")
+        _need(
+            0 <= self.threads <= 4096,
+            f"engine.threads={self.threads}: use 0 (torch's choice) to 4096",
+        )
+        _need(
+            bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)),
+            f"engine.device={self.device!r}: use auto, cpu, cuda or cuda:N",
+        )
         _need(self.lanes >= 0, f"engine.lanes={self.lanes}: use 0 (by the size of a pass) or more")
         _need(
             self.blocks_per_unit >= 1,
             f"engine.blocks_per_unit={self.blocks_per_unit}: use 1 (each block a unit) or more",
         )
         _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
-        _need(self.timeout_seconds > 0, "engine.timeout_seconds: use more than 0")
-        _need(self.silence_seconds >= 5, "engine.silence_seconds: use 5 or more")
+        timeout, silence = self.timeout_seconds, self.silence_seconds
+        _need(timeout > 0, f"engine.timeout_seconds={timeout}: use more than 0")
+        _need(silence >= 5, f"engine.silence_seconds={silence}: use 5 or more")
 
     @property
     def ranked(self) -> bool:
@@ -242,7 +251,10 @@ class TrainConfig:
         ):
             _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
         _need(self.residual_lr > 0, f"train.residual_lr={self.residual_lr}: use more than 0")
-        _need(self.keep_checkpoints >= 0, "train.keep_checkpoints: use 0 or more")
+        _need(
+            self.keep_checkpoints >= 0,
+            f"train.keep_checkpoints={self.keep_checkpoints}: use 0 or more",
+        )
         _need(
             self.optimizer_place == "device" or self.optimizer_state != "fp32",
             "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: moments cross "
@@ -253,9 +265,10 @@ class TrainConfig:
             "train.checkpoint_staging_mib: use 1 or more; train.checkpoint_host_gib: 0 (never "
             "copy) or more",
         )
-        _need(self.diverge_steps >= 1, "train.diverge_steps: use 1 or more")
+        _need(self.diverge_steps >= 1, f"train.diverge_steps={self.diverge_steps}: use 1 or more")
         for key in ("beta1", "beta2"):
-            _need(0 <= getattr(self, key) < 1, f"train.{key} must lie in [0, 1)")
+            value = getattr(self, key)
+            _need(0 <= value < 1, f"train.{key}={value}: use 0 or more, and less than 1")
         _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
         _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
 
@@ -289,9 +302,10 @@ class TrackingConfig:
     wait_seconds: float = 0.0  # at a run's end for wandb; a batch system may kill what stays behind
 
     def __post_init__(self) -> None:
-        _need(self.telemetry_every >= 0, "tracking.telemetry_every: use 0 (off) or more")
-        _need(self.timeout_seconds > 0, "tracking.timeout_seconds: use more than 0")
-        _need(self.wait_seconds >= 0, "tracking.wait_seconds: use 0 (do not wait) or more")
+        every, timeout, wait = self.telemetry_every, self.timeout_seconds, self.wait_seconds
+        _need(every >= 0, f"tracking.telemetry_every={every}: use 0 (off) or more")
+        _need(timeout > 0, f"tracking.timeout_seconds={timeout}: use more than 0")
+        _need(wait >= 0, f"tracking.wait_seconds={wait}: use 0 (do not wait) or more")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -304,6 +318,11 @@ class RunConfig:
     until: float | None = None  # unix time before which to stop with a checkpoint; see --for
     piece_steps: int = 0  # steps of this start, after which to stop alike; 0: any number
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
+
+    def __post_init__(self) -> None:
+        _need(self.dir != "", "run.dir='': name a folder, or null (runs/RECIPE/seedN)")
+        _need(self.until is None or self.until > 0, f"run.until={self.until}: use a unix time")
+        _need(self.piece_steps >= 0, f"run.piece_steps={self.piece_steps}: use 0 (all) or more")
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args
 
@@ -48,10 +48,54 @@ def _without_outdated(values: Mapping[str, Any], place: str = "") -> dict[str, A
 
 def load(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"no mapping of names to values: {str(values)[:40]!r}")
+    flags = [f"{place}={_spelt(flag)}: use a number" for place, flag in _misplaced(cls, values)]
     try:
-        return TypeAdapter(cls).validate_python(_without_outdated(dict(values)))
+        made = TypeAdapter(cls).validate_python(_without_outdated(dict(values)))
     except ValidationError as error:
-        raise ValueError("\n".join(_explain(cls, e) for e in error.errors())) from None
+        faults = [_explain(cls, e) for e in error.errors() if e["type"] != "missing"]
+        if absent := _absent(cls, error):
+            faults.append(f"{', '.join(absent)}: missing")
+        raise ValueError("\n".join([*flags, *faults])) from None
+    if flags:
+        raise ValueError("\n".join(flags))
+    return made
+
+
+def _absent(cls: type, error: ValidationError) -> list[str]:
+    """What is missing, apart from what an unknown name beside it was meant to be."""
+    faults = error.errors()
+    unknown = [e["loc"] for e in faults if e["type"] == "unexpected_keyword_argument"]
+    absent = []
+    for place in (e["loc"] for e in faults if e["type"] == "missing"):
+        beside = [str(u[-1]) for u in unknown if u[:-1] == place[:-1]]
+        if not difflib.get_close_matches(str(place[-1]), beside, n=1):
+            absent.append(".".join(map(str, place)))
+    return absent
+
+
+def _misplaced(cls: type, values: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, bool]]:
+    """Every true or false where a number belongs, which Python takes for 1 or 0."""
+    if isinstance(values, Mapping):
+        inner = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list):
+        inner = [(str(i), value) for i, value in enumerate(values)]
+    else:
+        inner = []
+        hint = _hint(cls, list(place))
+        taken = get_args(hint) or (hint,)
+        if isinstance(values, bool) and bool not in taken and {int, float} & set(taken):
+            yield ".".join(place), values
+    for key, value in inner:
+        yield from _misplaced(cls, value, (*place, key))
+
+
+def _spelt(value: Any) -> str:
+    """As a file or a command line has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
 
 
 def _explain(cls: type, error: Any) -> str:
@@ -60,9 +104,7 @@ def _explain(cls: type, error: Any) -> str:
         return unknown_key(cls, place)
     if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
         return str(error["ctx"]["error"])
-    if error["type"] == "missing":
-        return f"{place}: missing"
-    given = "null" if error["input"] is None else repr(error["input"])
+    given = _spelt(error["input"])
     if error["type"] == "dataclass_type":  # a group of settings
         names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
         return f"{place}={given}: has settings of its own, so set those: {names}"

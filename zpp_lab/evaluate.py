@@ -255,11 +255,10 @@ def evaluate_command(
     """`zpp-lab evaluate`: a table, and a file."""
     if out is not None and out.suffix not in (".csv", ".json"):
         raise ValueError(f"{out}: give a file that ends with .csv or .json")
-    if out is not None:  # before the work, not after it
-        out.parent.mkdir(parents=True, exist_ok=True)
     rows = evaluate(paths, data, [parse_codec(c) for c in codecs], tokens, device, dtype)
     print(table(rows))
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_rows(rows, out)
         print(f"\nwritten: {out}")
     return 0

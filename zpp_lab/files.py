@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -39,24 +40,59 @@ def write_atomic(path: Path | str, text: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, {} of an empty one. FileNotFoundError, or ValueError that names a
-    damaged file and the way out."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a study has many
-    try:
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise damaged(path, error) from None
-    if found is not None and not isinstance(found, dict):
+    """The mapping in a YAML file of ours. FileNotFoundError, or ValueError that names a damaged
+    file and the way out."""
+    found = parse_yaml(path)
+    if not isinstance(found, dict):
         raise damaged(path, "no mapping")
-    return found or {}
+    return found
 
 
-def damaged(path: Path, why: object) -> ValueError:
-    """What to raise for a file of ours that does not hold what was written. Each is whole or
-    absent, so this is the disk's or somebody's doing; without it a run goes on or starts over."""
-    return ValueError(
-        f"{path} is damaged ({' '.join(str(why).split())}): restore it from a copy, or delete it"
-    )
+RESTORE = "restore it from a copy, or delete it"
+
+
+def read_text(path: Path, fix: str = RESTORE) -> str:
+    """A file's text. OSError, or ValueError that names the file and `fix` where it is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged(
+            path, f"no text in UTF-8: {error.reason} at byte {error.start}", fix
+        ) from None
+
+
+def parse_json(path: Path, fix: str = RESTORE) -> Any:
+    """What a JSON file holds. OSError, or ValueError that names the file and `fix`."""
+    try:
+        return json.loads(read_text(path, fix))
+    except json.JSONDecodeError as error:
+        raise damaged(path, f"no JSON: {error}", fix) from None
+
+
+def parse_yaml(path: Path, fix: str = RESTORE) -> Any:
+    """What a YAML file holds, whose mappings name nothing twice. Errors as of `parse_json`."""
+    try:
+        return yaml.load(read_text(path, fix), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise damaged(path, f"no YAML: {error}", fix) from None
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses what YAML forbids and its loader takes: of two equal names, the second silently."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if key.tag.endswith(":str")]
+        for name in {n for n in names if names.count(n) > 1}:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{name!r} is there twice", node.start_mark
+            )
+        return dict(super().construct_mapping(node, deep))
+
+
+def damaged(path: Path, why: object, fix: str = RESTORE) -> ValueError:
+    """What to raise for a file that does not hold what it should. One of ours is whole or absent,
+    so this is the disk's or somebody's doing; without it a run goes on or starts over."""
+    return ValueError(f"{path} is damaged ({' '.join(str(why).split())}): {fix}")
 
 
 def sync_folder(folder: Path) -> None:

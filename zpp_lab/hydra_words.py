@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_BARE = re.compile(r"[\w./-]*[A-Za-z_/][\w./-]*")
+_BARE = re.compile(r"[\w./-]*[A-Za-z_/][\w./-]*", re.ASCII)
+_FOREIGN = re.compile(r"[^\s,()\[\]{}:='\"\\]*[^\x00-\x7f][^\s,()\[\]{}:='\"\\]*")
 _NUMBER = re.compile(r"[-.\d_]+(e[-\d]*)?|-?(nan|inf)|null|true|false", re.IGNORECASE)
 
 
@@ -40,6 +41,14 @@ def from_home(override: str) -> str:
     if not mark or not (bare == "~" or bare.startswith("~/")) or "," in bare:
         return override
     return f"{name}={quote(os.path.expanduser(bare))}"
+
+
+def readable(override: str) -> str:
+    """`from_home`, and with quotes around what has letters that Hydra's grammar does not know."""
+    name, mark, value = from_home(override).partition("=")
+    if value.isascii() or "'" in value or '"' in value:
+        return f"{name}{mark}{value}"
+    return f"{name}={_FOREIGN.sub(lambda found: quote(found[0]), value)}"
 
 
 def setting_of(word: str) -> str:

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer
+from zpp_lab.cause import USER_ERROR, first_cause, lost_a_peer, mistake
 from zpp_lab.collectives import watchdog
 from zpp_lab.config import Config, load
 from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
@@ -58,7 +58,7 @@ from zpp_lab.place import (
 )
 from zpp_lab.pulse import LOST, Pulse, told
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
-from zpp_lab.tracking.folder import FAILURE, SUMMARY, write_failure
+from zpp_lab.tracking.folder import FAILURE, SUMMARY, read_summary, write_failure
 from zpp_lab.tracking.jsonl import Record, read_object
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
@@ -88,7 +88,11 @@ def launch(config: Config) -> Record:
 
 def train(config: Config) -> Record:
     """`launch` for a process that holds the run's folder already, and is no rank."""
-    return start(config) if config.engine.ranked else run(config)
+    if config.engine.ranked:
+        return start(config)
+    if _on_cpu(config):
+        check_host_memory(config)
+    return run(config)
 
 
 def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
@@ -137,16 +141,18 @@ def start(config: Config) -> Record:
     in_pieces = config.run.until is not None or config.run.piece_steps > 0
     if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
-    return read_object(folder / SUMMARY)
+    return read_summary(folder / SUMMARY)
+
+
+def _on_cpu(config: Config) -> bool:
+    device = config.engine.device
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def _placement(config: Config) -> Placement:
     """Where the ranks sit on this machine's GPUs. ValueError where there are too few."""
     cluster, share = config.cluster, config.engine.share_gpus
-    on_cpu = config.engine.device == "cpu" or (
-        config.engine.device == "auto" and not torch.cuda.is_available()
-    )
-    if on_cpu:
+    if _on_cpu(config):
         check_host_memory(config)
         if config.engine.device == "auto":
             said = f"no GPU here: {cluster.world} ranks on the CPU, over gloo"
@@ -279,13 +285,13 @@ def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
     try:
         return run(config, rank, start_up)
     except BaseException as error:
-        user = isinstance(error, ValueError | FileNotFoundError)
-        text = str(error) if user else traceback.format_exc()
+        said = mistake(error)
+        text = traceback.format_exc() if said is None else said
         if lost_a_peer(text):
             pulse.missing(last_line(text))
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         pulse.fail(text)
-        os._exit(USER_ERROR if user else 1)  # an orderly end would wait for the others
+        os._exit(1 if said is None else USER_ERROR)  # an orderly end would wait for the others
 
 
 def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
@@ -367,17 +373,28 @@ def main(parent: str, path: str) -> None:
     start_up = StartUp.of_process(int(parent))
     config = load(Config, yaml.safe_load(Path(path).read_text()))
     try:
-        record(join)(config, start_up)  # it notes the message for the launcher
-    except BaseException as error:
-        user = isinstance(error, ValueError | FileNotFoundError)
-        text = "" if user else traceback.format_exc()
+        record(_join_or_say)(config, start_up)  # it notes the message, which the launcher tells
+    except ValueError:
+        _end_now(USER_ERROR)
+    except BaseException:
+        text = traceback.format_exc()
         if lost_a_peer(text):  # the launcher may find that one first, and end this process
             for pulse in PULSES:
                 pulse.missing(last_line(text))
-        if text:
-            print(text, file=sys.stderr, flush=True)
-        _end_now(USER_ERROR if user else 1)
+        print(text, file=sys.stderr, flush=True)
+        _end_now(1)
     leave()
+
+
+def _join_or_say(config: Config, start_up: StartUp) -> Record:
+    """`join`. ValueError for every mistake of a user's."""
+    try:
+        return join(config, start_up)
+    except Exception as error:
+        said = mistake(error)
+        if said is None:
+            raise
+        raise ValueError(said) from error
 
 
 def _end_now(code: int) -> NoReturn:

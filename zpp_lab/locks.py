@@ -15,7 +15,7 @@ import fcntl
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -75,18 +75,41 @@ def _taken(file: IO[str], how: int) -> bool:
     return True
 
 
-def at_work(folder: Path, patience: float = 0.0, more: str = "") -> AbstractContextManager[None]:
-    """Hold a run's folder, made where it is not there. ValueError, which ends with `more`, when
-    another process has it, and still has it after `patience` seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def at_work(folder: Path, patience: float = 0.0, more: str = "") -> Iterator[None]:
+    """Hold a run's folder, made where it is not there, and gone again where a mistake (ValueError,
+    OSError) came before the run. ValueError, which ends with `more`, when another process has it,
+    and still has it after `patience` seconds."""
     otherwise = "a run is at work here already; wait for it or stop it, or give another run.dir"
-    return _alone(folder, otherwise + more, patience)
+    with _made(folder), _alone(folder, otherwise + more, patience):
+        yield
 
 
-def only_one(root: Path) -> AbstractContextManager[None]:
-    """Hold a study's folder, so that two calls never run the same runs at the same time."""
+@contextmanager
+def only_one(root: Path) -> Iterator[None]:
+    """Hold a study's folder, so that two calls never run the same runs at the same time; made, and
+    gone again, as of `at_work`."""
     otherwise = "a study is running here already; look at it with --watch, wait for it or stop it"
-    return _alone(root, otherwise)
+    with _made(root), _alone(root, otherwise):
+        yield
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """`folder`, made where it is not there. A mistake that ends the body takes it away again as
+    long as it tells of nothing but the mistake."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except (ValueError, OSError):
+        names = {path.name for path in folder.iterdir()}
+        if new and names <= {FILE, "failure.json"}:
+            for name in names:
+                (folder / name).unlink()
+            for path in new:
+                path.rmdir()
+        raise
 
 
 def held(folder: Path) -> bool:

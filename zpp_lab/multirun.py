@@ -17,11 +17,12 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
-from zpp_lab.compose import explain, to_config
-from zpp_lab.hydra_words import from_home, setting_of, written
+from zpp_lab.compose import compose, explain, to_config
+from zpp_lab.hydra_words import readable, setting_of, written
 from zpp_lab.paths import conf_dir
 from zpp_lab.runconfig import check_recipe_name, has_ended
 
@@ -33,7 +34,8 @@ def multirun(overrides: list[str]) -> int:
     if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
         # Written out, because a job elsewhere has no such variable.
         overrides = [*overrides, f"hydra.sweep.dir={folder}"]
-    overrides = [from_home(word) for word in overrides]
+    overrides = [readable(word) for word in overrides]
+    _check_each(overrides)
     try:
         _check_names(overrides)
         fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
@@ -59,6 +61,34 @@ def _check_names(overrides: list[str]) -> None:
             swept = one.sweep_string_iterator() if one.is_sweep_override() else [one.value()]
             for name in swept:
                 check_recipe_name(str(name).strip("'\""))
+
+
+def _check_each(overrides: list[str]) -> None:
+    """ValueError for a value that no job could have, before the first job. Each is looked at once,
+    beside the first values of what else is swept: all combinations would take too long."""
+    own = [word for word in overrides if not word.startswith(("hydra.", "hydra/"))]
+    values = [_values(word) for word in own]
+    first = [of[:1] for of in values]
+    tried = [first]
+    for i, of in enumerate(values):
+        tried += [[*first[:i], [value], *first[i + 1 :]] for value in of[1:]]
+    for words in tried:
+        compose([word for of in words for word in of])
+
+
+def _values(override: str) -> list[str]:
+    """What an override stands for, each value as an override of its own; none for an interval,
+    from which a sweeper draws."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return [override]  # which says what is wrong when it is composed
+    if not parsed.is_sweep_override():
+        return [override]
+    if not parsed.is_discrete_sweep():
+        return []
+    name = override.partition("=")[0]
+    return [f"{name}={value}" for value in parsed.sweep_iterator(Transformer.encode)]
 
 
 def _say_how_to_go_on(folder: Path) -> None:

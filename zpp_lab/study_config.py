@@ -70,8 +70,9 @@ class StudyConfig:
             self.baseline in names,
             f"study {self.name}: baseline {self.baseline!r} is no arm; arms: {', '.join(names)}",
         )
-        _need(len(set(self.seeds)) == len(self.seeds) > 0, f"study {self.name}: seeds must differ")
-        _need(self.margin > 0, f"study {self.name}: margin must be above 0")
+        distinct = len(set(self.seeds)) == len(self.seeds) > 0
+        _need(distinct, f"study {self.name}: seeds={self.seeds}: use one or more, all different")
+        _need(self.margin > 0, f"study {self.name}: margin={self.margin}: use more than 0")
         _need(0.5 < self.confidence < 1, f"study {self.name}: confidence must lie in (0.5, 1)")
         for key in ("jobs", "runs_per_gpu", "retries", "max_seeds"):
             _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")

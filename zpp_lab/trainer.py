@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab import ops
+from zpp_lab.cause import memory_is_full
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.watchdog import meeting
 from zpp_lab.commits import note_commit
@@ -29,7 +30,7 @@ from zpp_lab.divergence import DivergedError, DivergenceRule
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.losses import mean_loss
-from zpp_lab.files import write_atomic
+from zpp_lab.files import is_full, write_atomic
 from zpp_lab.footprint import StartUp, crowded, of_ranks, peak_gib, retries
 from zpp_lab.garbage import settled
 from zpp_lab.heldout import FILE as HELDOUT
@@ -42,8 +43,8 @@ from zpp_lab.resume import open_store, resume
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
-from zpp_lab.tracking.folder import METRICS, SUMMARY, write_failure
-from zpp_lab.tracking.jsonl import Record, read, read_object, to_json
+from zpp_lab.tracking.folder import METRICS, SUMMARY, read_summary, write_failure
+from zpp_lab.tracking.jsonl import Record, read, to_json
 
 Data = TokenData | PackedData
 
@@ -60,7 +61,7 @@ def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Recor
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
     if has_ended(config):
-        return read_object(folder / SUMMARY)
+        return read_summary(folder / SUMMARY)
     return Trainer(config, folder, rank, start_up).run()
 
 
@@ -334,7 +335,8 @@ class Trainer:
             try:
                 write_failure(self.folder, failure)
             except OSError as fault:  # the failure itself is what must be seen
-                print(fault, file=sys.stderr)
+                if not is_full(error):  # which says it already
+                    print(fault, file=sys.stderr)
 
 
 def _facts(data: Data) -> Record:
@@ -353,7 +355,6 @@ def _planned_bytes(plan: Plan) -> int:
 def outcome_of(error: BaseException) -> str:
     if isinstance(error, NonFiniteError | DivergedError):
         return "diverged"
-    full = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # on the CPU
-    if full or isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if memory_is_full(error):
         return "out_of_memory"
     return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "crashed"

@@ -25,7 +25,6 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +35,11 @@ from zpp_lab.bench.calibrate_host import host
 from zpp_lab.bench.calibrate_kept import Kept, place_of
 from zpp_lab.bench.calibrate_links import Links, codecs
 from zpp_lab.bench.ranks import join, start
+from zpp_lab.codec_config import BITS
 from zpp_lab.config import ClusterConfig
 from zpp_lab.cost.machine import MODES, Between, Codec, Curve, Host, Inside, Machine
 from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.parser import Parser, listed, new_file, number, whole
 
 MIB = 2**20
 
@@ -88,18 +89,25 @@ TINY = Sizes(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("zpp-lab bench calibrate", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--out", type=Path, required=True, help="the machine's JSON file")
+    made = Parser("zpp-lab bench calibrate", description=__doc__)
+    made.add_argument("--out", type=new_file, required=True, help="the machine's JSON file")
     made.add_argument("--name", help="the machine's name (default: the file's)")
-    made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
-    made.add_argument("--bits", default="2,4,6,8", help="of the codecs")
+    made.add_argument("--ranks", type=whole(2), help="processes (default: one a GPU, or 2)")
+    made.add_argument(
+        "--bits", type=listed(whole(), BITS), default=list(BITS), help="of the codecs"
+    )
     made.add_argument("--modes", default="eager,compiled", help="of blocks; compiled: on GPUs")
     made.add_argument("--tiny", action="store_true", help="small shapes, for a try without GPUs")
     made.add_argument("--cpu", action="store_true", help="on gloo, although there are GPUs")
-    made.add_argument("--link-gbps", type=float, help="nominal, of a node; needs several hosts")
-    made.add_argument("--efficiency", type=float, help="of links between nodes (default: 1)")
-    made.add_argument("--latency-us", type=float, help="of links between nodes (default: 0)")
+    made.add_argument(
+        "--link-gbps", type=number(above=0), help="nominal, of a node; needs several hosts"
+    )
+    made.add_argument(
+        "--efficiency", type=number(above=0), help="of links between nodes (default: 1)"
+    )
+    made.add_argument(
+        "--latency-us", type=number(least=0), help="of links between nodes (default: 0)"
+    )
     return made
 
 
@@ -168,7 +176,7 @@ def _machine(
     kept: Kept,
 ) -> Machine:
     """Part by part; what a part depends on is in its name."""
-    bits, part = [int(word) for word in args.bits.split(",")], kept.part
+    bits, part = args.bits, kept.part
     shapes = {"eager": sizes.widths, "compiled": sizes.compiled}
     compute = {m: part(f"compute, {m}", Curve, partial(curve, shapes[m], m, device)) for m in modes}
     wanted = partial(host, sizes.layers, sizes.width, sizes.normed, modes, device)

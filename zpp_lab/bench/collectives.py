@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch import Tensor
 from zpp_lab import ops
 from zpp_lab.bench.measure import call_seconds
 from zpp_lab.bench.ranks import join, start
+from zpp_lab.codec_config import BITS
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
 from zpp_lab.collectives.choose import Choice, connect
 from zpp_lab.collectives.clock import Clock
@@ -37,6 +39,7 @@ from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config import ClusterConfig, Wire
 from zpp_lab.layout import Layout
 from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.parser import Parser, listed, new_file, number, whole
 
 Call = Callable[[], object]
 COLUMNS, PARTS = 1024, 4  # a unit of four matrices
@@ -225,28 +228,25 @@ def _nbytes(tensors: list[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("zpp-lab bench collectives", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--ranks", type=int, help="processes (default: one a GPU, or 2)")
-    made.add_argument("--nodes", type=_numbers, default=[1], help="shapes: nodes of the ranks")
-    made.add_argument("--transports", type=_words, default=["auto"], help="of engine.transport")
-    made.add_argument("--mib", type=_numbers, default=[16, 64, 640], help="bf16 sizes")
-    made.add_argument("--bits", type=_numbers, default=[8, 6, 4, 2])
-    made.add_argument("--calls", type=int, default=20)
-    made.add_argument("--warmup", type=int, default=5)
-    made.add_argument("--wire-rate", type=float, default=316.0, help="GB/s that a rank receives")
-    made.add_argument("--memory-rate", type=float, default=4275.0, help="GB/s, read and write")
+    made = Parser("zpp-lab bench collectives", description=__doc__)
+    made.add_argument("--ranks", type=whole(1), help="processes (default: one a GPU, or 2)")
+    made.add_argument(
+        "--nodes", type=listed(whole(1)), default=[1], help="shapes: nodes of the ranks"
+    )
+    made.add_argument("--transports", type=listed(str, get_args(Choice)), default=["auto"])
+    made.add_argument("--mib", type=listed(whole(1)), default=[16, 64, 640], help="bf16 sizes")
+    made.add_argument("--bits", type=listed(whole(), BITS), default=[8, 6, 4, 2])
+    made.add_argument("--calls", type=whole(1), default=20)
+    made.add_argument("--warmup", type=whole(0), default=5)
+    made.add_argument(
+        "--wire-rate", type=number(above=0), default=316.0, help="GB/s that a rank receives"
+    )
+    made.add_argument(
+        "--memory-rate", type=number(above=0), default=4275.0, help="GB/s, read and write"
+    )
     made.add_argument("--cpu", action="store_true", help="on gloo, although there are GPUs")
-    made.add_argument("--out", type=Path, help="a JSON file for the results")
+    made.add_argument("--out", type=new_file, help="a JSON file for the results")
     return made
 
 
@@ -256,6 +256,9 @@ def main(argv: list[str]) -> int:
     gpus = 0 if args.cpu else torch.cuda.device_count()
     if "RANK" not in os.environ:
         ranks = args.ranks or gpus or 2
+        for nodes in args.nodes:
+            if ranks % nodes:
+                raise ValueError(f"--nodes {nodes} does not divide {ranks} ranks: set --ranks")
         start("zpp_lab.bench.collectives", argv, ranks)
         return 0
     _measure(args, gpus > 0)
@@ -267,8 +270,6 @@ def _measure(args: argparse.Namespace, on_gpu: bool) -> None:
     rows: list[Row] = []
     for nodes in args.nodes:
         world = dist.get_world_size()
-        if world % nodes:
-            raise ValueError(f"--nodes {nodes} does not divide {world} ranks")
         cluster = ClusterConfig(nodes=nodes, gpus_per_node=world // nodes)
         for choice in args.transports:
             bench = Bench(cluster, device, args, choice)

@@ -29,6 +29,7 @@ from zpp_lab.bench.work import (
     work,
 )
 from zpp_lab.codecs import BlockCodec
+from zpp_lab.parser import Parser, whole
 
 MIB = 2**20
 Row = dict[str, Any]
@@ -150,16 +151,18 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="zpp-lab bench kernels", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--mib", type=int, nargs="*", default=[64, 512], help="bf16 bytes per call")
+    parser = Parser(prog="zpp-lab bench kernels", description=__doc__)
+    parser.add_argument(
+        "--mib", type=whole(1), nargs="*", default=[64, 512], help="bf16 bytes per call"
+    )
     parser.add_argument("--full", action="store_true", help="every block size and scale dtype")
     parser.add_argument("--peers", action="store_true", help="also torch.compile and DeepSpeed")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-kernels"))
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("zpp-lab bench kernels needs an NVIDIA GPU: torch sees none here", file=sys.stderr)
-        return 2
+        raise ValueError(
+            "bench kernels needs an NVIDIA GPU, and torch sees none here: run it where one is"
+        )
     ops.configure("cuda")
     report: dict[str, Any] = {"machine": machine(), "grid": [], "copy": []}
     args.out.mkdir(parents=True, exist_ok=True)

@@ -36,13 +36,13 @@ from zpp_lab.emulate.gpus import OPTION, SHARES, Placement, place, share_words, 
 from zpp_lab.emulate.mps import find_control
 from zpp_lab.emulate.network import bucket
 from zpp_lab.emulate.nodes import hosts
+from zpp_lab.parser import Parser, whole
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("zpp-lab bench step", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--nodes", type=int, default=2)
-    made.add_argument("--gpus-per-node", type=int, default=2)
+    made = Parser("zpp-lab bench step", description=__doc__)
+    made.add_argument("--nodes", type=whole(1), default=2)
+    made.add_argument("--gpus-per-node", type=whole(1), default=2)
     made.add_argument("--link-gbps", default="max", help="speeds, such as 12,25,max (unlimited)")
     made.add_argument("--recipes", default="fsdp2,zeropp", help="arms, by commas; '' for none")
     made.add_argument("--arm", action="append", default=[], metavar="'NAME: OVERRIDES'")

@@ -27,6 +27,7 @@ Kind = Literal["gather", "exchange"]
 LINKS: tuple[Link, ...] = ("world", "local", "across")
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # What dist.all_gather_single and dist.all_to_all_single call: a step makes hundreds of
 # transfers, and the checks around these methods took the host longer than the start itself.

@@ -12,7 +12,6 @@ recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file
 REMOVED = {  # options that were, by command
     ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",
 }
-FORMAT = argparse.RawDescriptionHelpFormatter
 
 
 class Add:
@@ -36,7 +35,6 @@ class Add:
             name,
             help=text,
             description=f"{text}\n\n{more}".rstrip(),
-            formatter_class=FORMAT,
             add_help=not passes_on,
             allow_abbrev=False,
         )
@@ -65,6 +63,8 @@ def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
     for word in words:
         if args.settings is None:
             raise ValueError(f"{word!r} is one word too many; see zpp-lab {args.command} --help")
-        if "=" not in word.lstrip("+")[1:] and not word.startswith("~"):  # a name, then the sign
+        if word.startswith("~"):
+            raise ValueError(f"{word}: no setting can be taken out; write name=value")
+        if "=" not in word.lstrip("+")[1:]:  # a name, then the sign
             raise ValueError(f"{word!r}: write settings as name=value, such as train.steps=100")
     return words

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from zpp_lab.commands.adding import Add, takes_settings
+from zpp_lab.parser import number
 
 PLAN = """Nothing is allocated or trained.
 
@@ -45,14 +46,14 @@ def add_machine(add: Add) -> None:
 def _add_plan(add: Add) -> None:
     plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan, PLAN)
     memory = ("--gpu-gib", "--memory-gib")
-    plan.add_argument(*memory, dest="gpu_gib", metavar="GIB", type=float, help=MEMORY)
+    plan.add_argument(*memory, dest="gpu_gib", metavar="GIB", type=number(above=0), help=MEMORY)
     plan.add_argument("--json", action="store_true", help="for scripts; sizes in bytes")
     plan.add_argument("--machine", metavar="FILE", help=TIMES)
     plan.add_argument("--link-gbps", metavar="SPEEDS", help=LINKS)
     plan.add_argument("--fastest", action="store_true", help="search the fastest plan that fits")
     search = plan.add_argument_group("with --fastest")
     search.add_argument("--study", type=Path, metavar="DIR", help="only recipes on par in it")
-    search.add_argument("--max-gap", type=float, metavar="SHARE", help=GAP)
+    search.add_argument("--max-gap", type=number(least=0), metavar="SHARE", help=GAP)
     search.add_argument("--allow", choices=["undecided", "untested"], help=ALLOW)
     search.add_argument("--next-study", type=Path, metavar="FILE", help=NEXT)
     takes_settings(plan)
@@ -89,7 +90,7 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
         if "-h" in rest or "--help" in rest:
             print(f"usage: zpp-lab bench WHAT [option ...]\n\n{_benches()}")
             return 0
-        raise ValueError(f"say what to measure: zpp-lab bench WHAT\n{_benches()}")
+        raise ValueError(f"say what to measure: zpp-lab bench WHAT, of {', '.join(BENCHES)}")
     if args.what in REMOVED:
         raise ValueError(f"bench {args.what} was removed; {REMOVED[args.what]}")
     if args.what not in BENCHES:

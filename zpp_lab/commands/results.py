@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zpp_lab.commands.adding import Add
+from zpp_lab.parser import whole
 
 if TYPE_CHECKING:
     from zpp_lab.config import StudyConfig
@@ -41,7 +42,11 @@ def add_results(add: Add) -> None:
     batch.add_argument("dir", type=Path, help="a run's folder")
     batch.add_argument("steps", help="steps, such as 32 or 32,39-41")
     batch.add_argument(
-        "--characters", type=int, default=60, metavar="N", help="of each text (default: 60; 0: all)"
+        "--characters",
+        type=whole(0),
+        default=60,
+        metavar="N",
+        help="of each text (default: 60; 0: all)",
     )
     sync = add("sync", "send runs to wandb that it did not get whole", _sync)
     sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
@@ -79,8 +84,6 @@ def _batch(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.sequences import sequences
     from zpp_lab.text import text_table
 
-    if args.characters < 0:
-        raise ValueError(f"--characters {args.characters}: use 0 (all of a text) or more")
     columns = ["step", "rank", "micro-step", "row", "distinct", "repeats", "documents", "text"]
     rows = [
         [
@@ -133,12 +136,15 @@ def _show(
     predict: Predict | None = None,
 ) -> None:
     """Build the report of the runs below `root` and print its table."""
-    print("writing the report …", file=sys.stderr, flush=True)
     from zpp_lab.study import build_report  # loads the charting libraries: after the runs
 
-    report = build_report(root, study, speed, predict)
+    report = build_report(root, study, speed, predict, _writing)
     print(report.table)
     print(f"\nreport: {report.html}")
+
+
+def _writing() -> None:
+    print("writing the report …", file=sys.stderr, flush=True)
 
 
 def finish(root: Path, study: StudyConfig) -> None:

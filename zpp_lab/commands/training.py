@@ -15,6 +15,7 @@ import yaml
 
 from zpp_lab.commands.adding import Add, takes_settings
 from zpp_lab.commands.results import finish
+from zpp_lab.parser import whole
 from zpp_lab.piece import PAUSED, UNFINISHED, seconds
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def _add_study(add: Add) -> None:
     study = add("study", "train the arms of a study, then judge and report", _study, STUDY)
     study.add_argument("name", help="a study's name, or the path of a YAML file")
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
-    study.add_argument("--jobs", type=int, help="runs side by side (default: cores or GPUs)")
-    study.add_argument("--runs-per-gpu", type=int, metavar="N", help=PER_GPU)
+    study.add_argument("--jobs", type=whole(0), help="runs side by side (default: cores or GPUs)")
+    study.add_argument("--runs-per-gpu", type=whole(0), metavar="N", help=PER_GPU)
     study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
     study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
     study.add_argument("--alone", action="store_true", help=ALONE)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from zpp_lab.commands.adding import Add
+from zpp_lab.parser import new_file, whole
 
 EXPORT = """    zpp-lab export runs/smoke runs/bits --out runs.csv
     zpp-lab export runs/smoke/w4/seed1 --to hf --out my_model --dtype bf16"""
@@ -43,7 +44,7 @@ def _add_export(add: Add) -> None:
         help="quantized: round the fp32 masters with this codec, such as bits=4,block_size=128",
     )
     out.add_argument(
-        "--group-size", type=int, metavar="N", help="quantized: elements that share a scale"
+        "--group-size", type=whole(1), metavar="N", help="quantized: elements that share a scale"
     )
     unfit = out.add_mutually_exclusive_group()
     unfit.add_argument(
@@ -68,7 +69,10 @@ def _add_evaluate(add: Add) -> None:
         help="runs: rounded with it too, such as bits=4; may be given again",
     )
     losses.add_argument(
-        "--tokens", type=int, metavar="N", help="held-out tokens (default: as the run has them)"
+        "--tokens",
+        type=whole(1),
+        metavar="N",
+        help="held-out tokens (default: as the run has them)",
     )
     losses.add_argument(
         "--dtype",
@@ -76,7 +80,9 @@ def _add_evaluate(add: Add) -> None:
         help="compute all in it (default: as trained, or as the folder says)",
     )
     losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    losses.add_argument("--out", type=Path, metavar="FILE", help="write a .csv or .json file too")
+    losses.add_argument(
+        "--out", type=new_file, metavar="FILE", help="write a .csv or .json file too"
+    )
 
 
 _OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from zpp_lab.codec_config import need
 from zpp_lab.config_load import load
-from zpp_lab.files import write_atomic
+from zpp_lab.files import parse_json, write_atomic
 from zpp_lab.paths import conf_dir
 
 _STRICT = ConfigDict(extra="forbid")
@@ -256,10 +256,12 @@ def load_machine(name: str) -> Machine:
             f"{path} has the parts that a calibration has measured so far: give "
             "`zpp-lab bench calibrate` the same words again, and it goes on and makes the whole"
         )
+    told = parse_json(path, "name another file, or let `zpp-lab bench calibrate` make it anew")
     try:
-        return load(Machine, json.loads(path.read_text(encoding="utf-8")))
+        return load(Machine, told)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        told = str(error).replace("\n", "; ")
+        raise ValueError(f"{path}: {told}; give one that `zpp-lab bench calibrate` wrote") from None
 
 
 def _modes(name: str, by_mode: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import WIRES, StudyConfig
-from zpp_lab.files import write_atomic
+from zpp_lab.files import parse_json, write_atomic
 from zpp_lab.study.palette import study_looks
 
 FORMAT = 1
@@ -89,12 +89,7 @@ def write_spec(path: Path, spec: Spec) -> None:
 
 def read_spec(path: Path) -> Spec:
     """ValueError when the file is no specification of this version."""
-    try:
-        spec = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is no JSON ({error}); write it again: zpp-lab dashboard"
-        ) from None
+    spec = parse_json(path, "make it again: zpp-lab dashboard")
     if not isinstance(spec, dict) or spec.get("format") != FORMAT:
         raise ValueError(
             f"{path} is no dashboard specification of format {FORMAT}; make it again: "

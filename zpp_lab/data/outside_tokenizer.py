@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import DataConfig
 from zpp_lab.data.tokenizer import LibraryTokenizer, library
+from zpp_lab.files import damaged, parse_json, read_text
 
 _FILE = "tokenizer.json"
+_AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -25,13 +26,13 @@ class OutsideTokenizer(LibraryTokenizer):
         """`path`: a tokenizer.json or its folder; `end`: the token that closes a document, None
         for the one that the files beside it call eos_token. ValueError when it cannot be."""
         self.file = definition_file(path)
-        self.definition = self.file.read_text(encoding="utf-8")
+        self.definition = read_text(self.file, _AGAIN)
         try:
             self.model = library("data.tokenizer=hf").Tokenizer.from_str(self.definition)
         except ValueError:
             raise
         except Exception as error:  # of its own kind
-            raise ValueError(f"data.tokenizer_path={self.file} is no tokenizer: {error}") from None
+            raise damaged(self.file, f"no tokenizer: {error}", _AGAIN) from None
         self.model.no_truncation()
         self.model.no_padding()
         self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values())
@@ -81,7 +82,8 @@ def files_of(file: Path) -> list[Path]:
 
 def _end_of(file: Path) -> str | None:
     for path in files_of(file)[1:]:
-        token: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        said = parse_json(path, _AGAIN)
+        token: Any = said.get("eos_token") if isinstance(said, dict) else None
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

@@ -21,13 +21,13 @@ from zpp_lab.config import ClusterConfig
 from zpp_lab.emulate.gpus import OPTION, SHARES, Placement, place, served, share_words, visible_gpus
 from zpp_lab.emulate.nodes import Hosts, hosts
 from zpp_lab.emulate.ranks import free_port, node_environment, rank_environment
+from zpp_lab.parser import Parser, whole
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("zpp-lab emulate", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--nodes", type=int, default=2)
-    made.add_argument("--gpus-per-node", type=int, default=2)
+    made = Parser("zpp-lab emulate", description=__doc__)
+    made.add_argument("--nodes", type=whole(1), default=2)
+    made.add_argument("--gpus-per-node", type=whole(1), default=2)
     made.add_argument("--link-gbps", default="max", help="a speed, or max (unlimited)")
     made.add_argument(OPTION, choices=SHARES, help="nodes may share GPUs (default: mps)")
     made.add_argument("--per", choices=["rank", "node"], default="rank")

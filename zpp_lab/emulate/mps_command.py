@@ -23,9 +23,11 @@ HELP = ("-h", "--help")
 def main(argv: Sequence[str]) -> int:
     """The command's exit code, 128 + n where signal n ended it. EmulationError without MPS."""
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
-    if not command or command[0] in HELP:
+    if not command or (command[0].startswith("-") and command[0] not in HELP):
+        raise ValueError("name a command behind --: zpp-lab mps -- COMMAND")
+    if command[0] in HELP:
         print(f"usage: zpp-lab mps -- COMMAND\n\n{__doc__}")
-        return 0 if command else 2
+        return 0
     if PROGRAM in os.environ:
         return _run(command, {})
     with Mps() as mps:

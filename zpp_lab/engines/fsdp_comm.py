@@ -40,7 +40,7 @@ from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import Unit, UnitPlan
 from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.collectives.transport import Transport, all_gather, peers
+from zpp_lab.collectives.transport import Transport, all_gather, peers, reduce_scatter
 from zpp_lab.config import Wire
 from zpp_lab.engines.fsdp_landing import LandedReduce, Landing
 from zpp_lab.engines.fsdp_packed import Box, Fallbacks, Packed
@@ -138,7 +138,7 @@ class PackedReduce(LandedReduce):
         inside, beyond = peers(self.reduce.cluster, "world")
         self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
         self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))
-        dist.reduce_scatter_tensor(out, rows, group=group)
+        reduce_scatter(out, rows, group=group)
 
 
 def _divide(sums: Tensor, op: Any, world: int) -> None:

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.utils import deterministic
 
+from zpp_lab.collectives.transport import reduce_scatter
+
 
 class Landing:
     """Of one unit on one of `world` ranks; `dtype`: its gradients' in the end, None where there
@@ -104,7 +106,7 @@ class LandedReduce(ReduceScatter):
 
     def run(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """The input → `out` [numel], this rank's, in the input's dtype."""
-        dist.reduce_scatter_tensor(out, rows, op=op, group=group)
+        reduce_scatter(out, rows, op=op, group=group)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.landing.allocate(

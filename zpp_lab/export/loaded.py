@@ -42,7 +42,7 @@ def folder_record(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        said = dict(json.loads(file.read_text()))
+        said = dict(json.loads(file.read_text(encoding="utf-8")))
         if {said["dtype"], said["computed_in"]} <= set(DTYPES) and isinstance(said["run"], dict):
             return said
     except (ValueError, KeyError, TypeError):
@@ -65,7 +65,8 @@ def _whole_model(path: Path) -> Any:
     except Exception as error:  # of several libraries; an absent package for a quantized one too
         said = str(error).strip().partition("\n")[0]  # some go on to list every model there is
         raise ValueError(
-            f"{path}: transformers cannot load it ({type(error).__name__}: {said})"
+            f"{path}: transformers cannot load it ({type(error).__name__}: {said}); "
+            "fetch it again, or let a release of transformers that knows it"
         ) from None
     for what, key in (("missing", "missing_keys"), ("of another shape", "mismatched_keys")):
         names = sorted(str(name) for name in told[key])

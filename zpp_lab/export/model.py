@@ -74,7 +74,13 @@ def run_config(run: Path) -> Config:
             f"{run} is no run's folder: it has no {CONFIG}{_runs_near(run)}; name one, such as "
             "RUNS/ARM/seed1"
         )
-    return load(Config, read_yaml(run / CONFIG))
+    values = read_yaml(run / CONFIG)
+    try:
+        return load(Config, values)
+    except ValueError as error:
+        raise ValueError(
+            f"{run / CONFIG}: {error}; let the version of zpp_lab that wrote it read it"
+        ) from None
 
 
 def _runs_near(folder: Path) -> str:

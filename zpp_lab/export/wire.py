@@ -111,7 +111,16 @@ def parse_codec(text: str) -> CodecConfig:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(value for _, _, value in pairs):
         raise ValueError(f"--codec {text}: write settings such as bits=4,block_size=128")
-    return load(CodecConfig, {key.strip(): yaml.safe_load(value) for key, _, value in pairs})
+    names = [key.strip() for key, _, _ in pairs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(
+            f"--codec {text}: {twice.pop()} is there twice; give --codec once for each"
+        )
+    try:
+        values = {key.strip(): yaml.safe_load(value) for key, _, value in pairs}
+        return load(CodecConfig, values)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"--codec {text}: {' '.join(str(error).split())}") from None
 
 
 def codec_text(codec: CodecConfig) -> str:

@@ -7,7 +7,6 @@ places inside each head; all else only changes its name.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.config import ModelConfig
+from zpp_lab.files import damaged, parse_json
 from zpp_lab.models.weight_files import WeightFiles
 
 _PARTS = {
@@ -155,7 +155,10 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path={folder} has no config.json: is it a model's folder?")
-    said = _DEFAULTS | json.loads(path.read_text())
+    found = parse_json(path, "download the model again")
+    if not isinstance(found, dict):
+        raise damaged(path, "no mapping", "download the model again")
+    said: dict[str, Any] = _DEFAULTS | found
     if said.get("model_type") != "llama":
         raise ValueError(f"{path}: a {said.get('model_type')} model; set model=hf to train it")
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}

@@ -66,7 +66,7 @@ def _listed(folder: Path) -> dict[str, Path]:
 
 def _by_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
-        listed = dict(json.loads(index.read_text())["weight_map"])
+        listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{index} is no index of safetensors ({type(error).__name__}: {error}): download it "

@@ -30,12 +30,12 @@ _state = _State()
 def configure(backend: Backend = "auto") -> None:
     """Choose the implementation for this process.
 
-    Raises ValueError for an unknown name and RuntimeError when `cuda` cannot be had.
+    ValueError for an unknown name, and when `cuda` cannot be had.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"ops.backend={backend!r}: use one of {', '.join(get_args(Backend))}")
-    if backend == "cuda" and not _load():
-        raise RuntimeError(f"ops.backend=cuda: {_state.problem}; or set ops.backend=auto")
+    if backend == "cuda" and not _load(forced=True):
+        raise ValueError(f"ops.backend=cuda: {_state.problem}; set ops.backend=auto")
     _state.backend = backend
 
 
@@ -53,7 +53,7 @@ def use_kernels(tensor: Tensor) -> bool:
         return False
     if not tensor.is_cuda:
         if _state.backend == "cuda":
-            raise RuntimeError(
+            raise ValueError(
                 f"ops.backend=cuda, but the tensors are on {tensor.device}: "
                 "set engine.device=cuda or ops.backend=auto"
             )
@@ -61,7 +61,7 @@ def use_kernels(tensor: Tensor) -> bool:
     return _state.loaded or _load()
 
 
-def _load() -> bool:
+def _load(forced: bool = False) -> bool:
     if _state.loaded or _state.problem:
         return _state.loaded
     try:
@@ -69,7 +69,8 @@ def _load() -> bool:
         _state.loaded = True
     except (RuntimeError, OSError) as error:
         _state.problem = str(error)
-        print(f"zpp_lab: no CUDA kernels, plain torch serves: {error}", file=sys.stderr)
+        if not forced:
+            print(f"zpp_lab: no CUDA kernels, plain torch serves: {error}", file=sys.stderr)
     return _state.loaded
 
 

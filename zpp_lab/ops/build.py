@@ -11,12 +11,12 @@ come from the `nvidia-cutlass` wheel, ZPP_CACHE_DIR another cache, ZPP_NVCC anot
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from zpp_lab.parser import Parser, whole
 from zpp_lab.paths import cuda_dir
 
 ALL_ARCHS = ("80", "90a", "100")  # the last one also as PTX, for newer GPUs
@@ -209,13 +210,13 @@ def _run(command: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
-    parser = argparse.ArgumentParser(
-        prog="zpp-lab build", description="Compile the CUDA kernels ahead of time."
-    )
+    parser = Parser(prog="zpp-lab build", description="Compile the CUDA kernels ahead of time.")
     parser.add_argument(
         "--arch", default="local", help="local (this GPU), all, or names such as 80,90a,100"
     )
-    parser.add_argument("--jobs", type=int, default=0, help="compilers side by side; 0: all cores")
+    parser.add_argument(
+        "--jobs", type=whole(0), default=0, help="compilers side by side; 0: all cores"
+    )
     args = parser.parse_args(argv)
     if args.arch == "local":
         if not torch.cuda.is_available():
@@ -225,6 +226,8 @@ def main(argv: list[str] | None = None) -> int:
         archs = None
     else:
         archs = ALL_ARCHS if args.arch == "all" else tuple(args.arch.split(","))
+        if wrong := [arch for arch in archs if not re.fullmatch(r"[89]\da?|1[0-2]\d[af]?", arch)]:
+            raise ValueError(f"--arch {wrong[0]}: use local, all, or names such as 80,90a,100")
     start = time.monotonic()
     try:
         path = library(archs, args.jobs)

@@ -93,14 +93,14 @@ def _started(name: str, root: Path) -> Iterator[Launcher]:
         except (HydraException, ImportError) as error:
             raise ValueError(
                 f"Hydra's launcher {name!r} cannot start; is its package installed "
-                f"(slurm: pip install 'zpp_lab[slurm]')?\n{_reason(error)}"
+                f"(slurm: pip install 'zpp_lab[slurm]')? {_reason(error)}"
             ) from None
         yield launcher
 
 
 def _reason(error: Exception) -> str:
-    """Without the list of places where Hydra has looked."""
-    return str(error).partition("\nConfig search path")[0].strip().expandtabs(4)
+    """In one line, without the list of places where Hydra has looked."""
+    return " ".join(str(error).partition("\nConfig search path")[0].split())
 
 
 def _launch(launcher: Launcher, jobs: Sequence[Sequence[str]]) -> str:

@@ -66,7 +66,6 @@ def run_study(
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
     check_runs(study, runs, here=launcher is None)
-    root.mkdir(parents=True, exist_ok=True)
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
         progress = Progress(len(runs), todo, stream)

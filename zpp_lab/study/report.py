@@ -6,7 +6,7 @@ also while a study runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,11 @@ def build_report(
     study: StudyConfig | None = None,
     speed: Path | None = None,
     predict: Predict | None = None,
+    began: Callable[[], None] | None = None,
 ) -> Report:
     """Write the report of the runs at and below `root` into `root`.
+
+    began: called when all has been read, before seconds of drawing.
 
     study: None takes the study that `root` was run as, and for plain runs one arm a recipe.
     speed: measured speeds, a results.csv of `zpp-lab bench step` or its folder; the study keeps a
@@ -77,6 +80,8 @@ def build_report(
     if speed is not None:
         copy_table(speed, root / COPY)
     found = find_out(root, result, predict)
+    if began is not None:
+        began()
     made = draw(found)
     texts: dict[str, Any] = {
         "results.csv": results_csv(found.result),

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from zpp_lab.files import damaged, read_yaml, write_atomic
 from zpp_lab.folders import missing
 from zpp_lab.locks import held
 from zpp_lab.study_config import NOT_RUNS
+from zpp_lab.tracking.folder import read_summary
 from zpp_lab.tracking.jsonl import read, read_object
 
 STUDY_FILE = "study.yaml"
@@ -120,8 +121,9 @@ def _began(folder: Path) -> bool:
 def read_run(folder: Path) -> Run:
     """One run folder; a file that cannot be read is a ValueError that names it."""
     running = held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
-    config = _read_yaml(folder / "config.yaml") or {}
-    summary, failure = (read_json(folder / name) for name in ("summary.json", "failure.json"))
+    config = _or_none(read_yaml, folder / "config.yaml") or {}
+    summary = _or_none(read_summary, folder / "summary.json")
+    failure = read_json(folder / "failure.json")
     settings = config.get("run") or {}
     source = summary or {}
     arm = source.get("arm") or settings.get("arm") or source.get("recipe")
@@ -130,8 +132,11 @@ def read_run(folder: Path) -> Run:
     if seed is None:
         raise ValueError(f"{folder}: no config.yaml and no summary.json tell the seed; delete it")
     if summary is not None:
-        step = int(summary.get("steps") or 0)
-        return Run(folder, str(arm), int(seed), config, summary, failure, step)
+        last = last_step(folder)
+        if last != summary["steps"] and (folder / METRICS).is_file():
+            ends = f"ends at step {last} of {summary['steps']}"
+            raise damaged(folder / METRICS, ends, "restore it from a copy, or start the run anew")
+        return Run(folder, str(arm), int(seed), config, summary, failure, summary["steps"])
     step = last_step(folder)
     return Run(folder, str(arm), int(seed), config, None, failure, step, running)
 
@@ -139,10 +144,17 @@ def read_run(folder: Path) -> Run:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl in step order; [] when there is none.
 
-    A last line that a kill cut short is left out; any other broken line is a ValueError.
+    A last line that a kill cut short is left out; any other broken line is a ValueError, and so is
+    one without its step and loss.
     """
     path = folder / METRICS
-    return _read_at_once(path) or read(path)
+    rows = _read_at_once(path) or read(path)
+    for line, row in enumerate(rows, 1):
+        kinds = (("step", int), ("loss", int | float), ("heldout_loss", int | float | None))
+        wrong = [name for name, kind in kinds if not isinstance(row.get(name), kind)]
+        if wrong:
+            raise damaged(path, f"line {line}: {wrong[0]}: {row.get(wrong[0], 'missing')!r}")
+    return rows
 
 
 def _read_at_once(path: Path) -> list[dict[str, Any]] | None:
@@ -186,7 +198,7 @@ def last_step(folder: Path) -> int:
 def read_study(root: Path) -> StudyConfig | None:
     """The study that `root` was run as, or None for a folder of plain runs."""
     path = root / STUDY_FILE
-    values = _read_yaml(path)
+    values = _or_none(read_yaml, path)
     try:
         return None if values is None else load(StudyConfig, values)
     except ValueError as error:
@@ -219,11 +231,11 @@ def _seed_of(name: str) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A file of a run folder; None when there is none, ValueError when it is broken."""
+    return _or_none(read_object, path)
+
+
+def _or_none(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
     try:
-        return read_object(path)
+        return read(path)
     except FileNotFoundError:  # not asked before: another start may remove it in between
         return None
-
-
-def _read_yaml(path: Path) -> dict[str, Any] | None:
-    return read_yaml(path) if path.exists() else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config import Config, load
-from zpp_lab.files import write_atomic
+from zpp_lab.files import read_text, write_atomic
 from zpp_lab.runconfig import flat_config
 
 FILE = "results.csv"
@@ -108,8 +108,12 @@ def is_speed_table(path: Path) -> bool:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         return False
-    with file.open(encoding="utf-8", newline="") as text:
-        return set(NEEDED) <= set(next(csv.reader(text), []))
+    try:
+        return set(NEEDED) <= set(next(csv.reader(_lines(file)), []))
+    except ValueError:
+        if path.is_dir():
+            raise
+        return False  # any file that somebody named
 
 
 def read_speeds(path: Path) -> list[Measured]:
@@ -126,18 +130,25 @@ def read_speeds(path: Path) -> list[Measured]:
 def read_table(file: Path) -> list[dict[str, str]]:
     """The rows as text. Where `config` is empty it is taken from the bench's JSON file of the
     shape (2x2.json), if that lies beside the table."""
-    with file.open(encoding="utf-8", newline="") as text:
-        reader = csv.DictReader(text)
-        absent = [name for name in NEEDED if name not in (reader.fieldnames or [])]
-        if absent:
-            raise ValueError(
-                f"{file}: no column {', '.join(absent)}; a table of speeds has {', '.join(NEEDED)}"
-            )
-        rows = list(reader)
+    reader = csv.DictReader(_lines(file))
+    absent = [name for name in NEEDED if name not in (reader.fieldnames or [])]
+    if absent:
+        raise ValueError(
+            f"{file}: no column {', '.join(absent)}; a table of speeds has {', '.join(NEEDED)}"
+        )
+    rows = list(reader)
     for row in rows:
         if not row.get("config"):
             row["config"] = _config_beside(file, row)
     return rows
+
+
+def _lines(file: Path) -> io.StringIO:
+    """The table's text. ValueError that names a file that is no text."""
+    text = read_text(file, "name a table of speeds, or measure again with `zpp-lab bench step`")
+    if "\0" in text:
+        raise ValueError(f"{file}: zero bytes, so it is no table; name a table of speeds")
+    return io.StringIO(text, newline="")
 
 
 def copy_table(source: Path, target: Path) -> None:

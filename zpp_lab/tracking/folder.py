@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import read_yaml, write_atomic
+from zpp_lab.files import damaged, read_yaml, write_atomic
 from zpp_lab.tracking.jsonl import Record, read_object, to_json
 
 METRICS = "metrics.jsonl"
@@ -44,9 +44,9 @@ class RunFolder:
 
     def outcome(self) -> dict[str, Any] | None:
         """The summary or the failure, None while the run goes on."""
-        for name in (SUMMARY, FAILURE):
+        for name, read in ((SUMMARY, read_summary), (FAILURE, read_object)):
             with contextlib.suppress(FileNotFoundError):
-                return read_object(self.path / name)
+                return read(self.path / name)
         return None
 
     def ended(self) -> str | None:
@@ -89,6 +89,16 @@ class RunFolder:
                     f"{self.path} is being sent to wandb by another process: wait until it ends"
                 ) from None
             yield
+
+
+def read_summary(path: Path) -> Record:
+    """A run's summary.json. FileNotFoundError, or ValueError that names a damaged one."""
+    found = read_object(path)
+    for name, kinds in (("steps", int), ("bytes", dict), ("heldout_loss", int | float | None)):
+        if name not in found or not isinstance(found[name], kinds):
+            said = repr(found[name]) if name in found else "missing"
+            raise damaged(path, f"{name}: {said}")
+    return found
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Options of every command: a mistake among them is one line that names the fix."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with a ValueError in place of the usage and an exit. `type=int` and `type=float`
+    take finite numbers alone."""
+
+    def __init__(self, *args: object, **settings: object) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **settings)  # type: ignore[arg-type]
+        self.register("type", int, whole())
+        self.register("type", float, number())
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def whole(least: int | None = None) -> Callable[[str], int]:
+    """The `type` of an option that takes whole numbers, of `least` or more."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: use a whole number") from None
+        if least is not None and value < least:
+            raise argparse.ArgumentTypeError(f"{text}: use {least} or more")
+        return value
+
+    return read
+
+
+def number(above: float | None = None, least: float | None = None) -> Callable[[str], float]:
+    """The `type` of an option that takes finite numbers, more than `above`, or `least` or more."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: use a number")
+        if above is not None and value <= above:
+            raise argparse.ArgumentTypeError(f"{text}: use more than {above:g}")
+        if least is not None and value < least:
+            raise argparse.ArgumentTypeError(f"{text}: use {least:g} or more")
+        return value
+
+    return read
+
+
+def listed(
+    one: Callable[[str], object], known: Collection[object] = ()
+) -> Callable[[str], list[Any]]:
+    """The `type` of an option that takes several by commas; `known`: there are no others."""
+
+    def read(text: str) -> list[Any]:
+        values = [one(word.strip()) for word in text.split(",")]
+        wrong = [value for value in values if known and value not in known]
+        if wrong:
+            there = ", ".join(map(str, known))
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r}: there are: {there}")
+        return values
+
+    return read
+
+
+def new_file(text: str) -> Path:
+    """The `type` of an option that names a file to write: looked at before the work, not after."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    if part := next((p for p in path.parents if p.exists() and not p.is_dir()), None):
+        raise argparse.ArgumentTypeError(f"{part} is a file: name another one")
+    return path
