@@ -156,7 +156,10 @@ def test_ranks_on_a_full_disk_say_it_once() -> None:
         "train.steps=2",
         "train.warmup_steps=1",
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # else the limit cuts those files
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert "File too large" in line

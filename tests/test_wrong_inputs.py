@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import small
+from tests.runs import small, tear
 from zpp_lab.cli import main
 from zpp_lab.trainer import run
 
@@ -88,7 +88,7 @@ train run.dir= => run.dir='': name a folder, or null (runs/RECIPE/seedN)
 train run.dir=3 => run.dir=3: use text, or null
 train run.dir=runs/good => runs/good holds a run with other settings | Give another run.dir
 train run.start_from=nope => run.start_from=nope | name one of a run's folder,
-train run.start_from=cut/step-00000003.pt => run.start_from=cut/step-00 | name one of a run's folder
+train run.start_from=cut/step-00000003 => run.start_from=cut/step-00 | name one of a run's folder
 train +train.steps=3 => +train.steps: the setting is there already; leave out the +
 train ~train.steps => ~train.steps: no setting can be taken out; write name=value
 train train.steps=1,2 => train.steps=1,2: add -m to run each value, or write a list in brackets
@@ -425,9 +425,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(good, place / "bad/ck_none/zero3/seed1", ignore=lambda *_: ["checkpoints"])
     shutil.copytree(good, place / "bad/met_dir/zero3/seed1", ignore=lambda *_: ["metrics.jsonl"])
     (place / "bad/met_dir/zero3/seed1/metrics.jsonl").mkdir()
-    (place / "cut").mkdir()
-    whole = (good / "checkpoints/step-00000003.pt").read_bytes()
-    (place / "cut/step-00000003.pt").write_bytes(whole[: len(whole) // 2])
+    cut = shutil.copytree(good / "checkpoints/step-00000003", place / "cut/step-00000003")
+    tear(Path(cut))
     (place / "empty").mkdir()
     (place / "loop").symlink_to("loop")
     return place
