@@ -20,7 +20,9 @@ uses, and a hash of what its operators, none of ours, give here.
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
+import io
 import json
 import sys
 import tempfile
@@ -43,7 +45,7 @@ from tests.engines.uneven import batch
 from zpp_lab import trainer
 from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec, SegmentNoise, encode
 from zpp_lab.compose import compose, load_study
-from zpp_lab.config import Config
+from zpp_lab.config import WIRES, Config
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
 from zpp_lab.study.result import read_result
@@ -353,8 +355,13 @@ def gloo(folder: Path, worlds: tuple[int, ...] = (2, 3, 4)) -> dict[str, Any]:
     return found
 
 
-def study(folder: Path, steps: int = 12) -> dict[str, str]:
-    """Lines of results.csv, by arm and seed."""
+COLUMNS = ("recipe", "outcome", "steps", "last_step", "planned_steps", "tokens")
+COLUMNS += ("heldout_loss", "heldout_loss_master", "gap")
+COLUMNS += tuple(f"bytes_{wire}_{hop}" for wire in WIRES for hop in ("intra", "inter"))
+
+
+def study(folder: Path, steps: int = 12) -> dict[str, dict[str, str]]:
+    """Lines of results.csv, by arm and seed, without the columns that were added since."""
     texts, _ = write_texts(folder)
     own = ["data=text", f"data.path={texts}", f"data.cache_dir={folder / 'cache'}"]
     own += [f"train.steps={steps}", "tracking.wandb=off", "engine.threads=1"]
@@ -365,8 +372,8 @@ def study(folder: Path, steps: int = 12) -> dict[str, str]:
         place = folder / "runs" / arm.name / f"seed{seed}"
         named = [f"run.dir={place}", f"run.study={asked.name}", f"run.arm={arm.name}"]
         trainer.run(compose([*asked.overrides, *arm.overrides, f"seed={seed}", *named]))
-    head, *rows = results_csv(read_result(folder / "runs")).splitlines()
-    return {"columns": head} | {" ".join(row.split(",")[:2]): row for row in rows}
+    rows = csv.DictReader(io.StringIO(results_csv(read_result(folder / "runs"))))
+    return {f"{row['arm']} {row['seed']}": {k: row[k] for k in COLUMNS} for row in rows}
 
 
 # ---------------------------------------------------------------- machine, file, command
