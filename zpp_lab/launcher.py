@@ -16,6 +16,7 @@ The trainer takes seconds to import; a process that only starts ranks does witho
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import logging
@@ -44,7 +45,7 @@ from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM, check_client
 from zpp_lab.footprint import StartUp
 from zpp_lab.host_memory import KILLED, check_host_memory
-from zpp_lab.locks import at_work
+from zpp_lab.locks import at_work, hold
 from zpp_lab.machine import oom_kills
 from zpp_lab.piece import UNFINISHED
 from zpp_lab.place import (
@@ -93,6 +94,19 @@ def train(config: Config) -> Record:
     if _on_cpu(config):
         check_host_memory(config)
     return run(config)
+
+
+def job(config: Config) -> Record:
+    """One job of a batch system, or one rank of it, inside a Python that goes on: what it returns
+    is still to be written. A second job of the same run waits, and then finds it finished."""
+    if config.engine.ranked and placed(os.environ):
+        summary = launch(config)
+        leave(at_exit=True)
+        return summary
+    folder = run_dir(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold(folder):
+        return train(config)
 
 
 def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
@@ -350,8 +364,8 @@ def connect(config: Config) -> int:
     return dist.get_rank()
 
 
-def leave() -> None:
-    """End this process if it is a rank, in one way or another."""
+def leave(at_exit: bool = False) -> None:
+    """End this process if it is a rank, in one way or another: now, or where Python would."""
     if dist.is_available() and dist.is_initialized():
         try:
             for pulse in PULSES:
@@ -360,7 +374,10 @@ def leave() -> None:
         except BaseException:
             traceback.print_exc()
             _end_now(1)
-        _end_now(0)
+        if at_exit:
+            atexit.register(_end_now, 0)
+        else:
+            _end_now(0)
 
 
 def main(parent: str, path: str) -> None:

@@ -6,6 +6,7 @@ Every job gets a run folder of its own below one sweep folder, named by what was
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Transformer
@@ -38,6 +40,7 @@ def multirun(overrides: list[str]) -> int:
     _check_each(overrides)
     try:
         _check_names(overrides)
+        overrides += _slurm_words(overrides)
         fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
         exclude = ",".join(["seed", "run.dir", *fixed])
         named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
@@ -51,6 +54,31 @@ def multirun(overrides: list[str]) -> int:
         raise
     print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
     return 0
+
+
+def _slurm_words(overrides: list[str]) -> list[str]:
+    """What Slurm's launcher is told of the jobs' nodes, GPUs and memory; [] for other launchers.
+    ValueError where jobs need different things: a launcher is told once."""
+    chosen = [word.partition("=")[2] for word in overrides if setting_of(word) == "hydra/launcher"]
+    if not chosen:
+        return []
+    from zpp_lab.study.batch import jobs_of
+
+    told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
+    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    parsed = [OverridesParser.create().parse_override(word) for word in own]
+    known = [one for one in parsed if not one.is_sweep_override() or one.is_discrete_sweep()]
+    (jobs,) = BasicSweeper.split_arguments(known, None)
+    kinds = dict.fromkeys(tuple(w for w in job if setting_of(w) != "seed") for job in jobs)
+    runs = [(" ".join(job), compose(list(job))) for job in kinds]
+    groups = jobs_of(chosen[-1], Path(_sweep_dir(overrides)), told, runs)
+    if len(groups) > 1:
+        one, other = (runs[group.places[0]][0] for group in groups[:2])
+        raise ValueError(
+            f"these jobs ask for different nodes, GPUs or memory of Slurm: {one}; {other}: sweep "
+            "them in commands of their own, or write a study"
+        )
+    return list(groups[0].words)
 
 
 def _check_names(overrides: list[str]) -> None:
@@ -115,7 +143,7 @@ def _command_line(*words: str) -> Iterator[None]:
 
 def _job(composed: DictConfig) -> float:
     """One job; returns the held-out loss, for sweepers that optimize."""
-    from zpp_lab.launcher import launch
+    from zpp_lab.launcher import launch, leave
     from zpp_lab.preflight import check_run
 
     settings = HydraConfig.get()
@@ -128,7 +156,9 @@ def _job(composed: DictConfig) -> float:
     config = to_config(composed)
     if not has_ended(config):
         check_run(config)
-    return float(launch(config)["heldout_loss"])
+    summary = launch(config)
+    leave(at_exit=True)  # a rank that srun started has still to write down what this returns
+    return float(summary.get("heldout_loss", math.nan))
 
 
 def _sweep_dir(overrides: list[str]) -> str:

@@ -172,6 +172,7 @@ def _failed(error: Exception) -> int:
 
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.compose import load_study
+    from zpp_lab.hydra_words import setting_of
     from zpp_lab.study import run_study
     from zpp_lab.study.selection import matching, some_arms
 
@@ -179,7 +180,10 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     changes: dict[str, object] = {"seeds": seeds} if seeds and not args.alone else {}
     if args.runs_per_gpu is not None:
         changes["runs_per_gpu"] = args.runs_per_gpu
-    study = load_study(args.name, changes, overrides)
+    hydra = [word for word in overrides if setting_of(word).startswith(("hydra.", "hydra/"))]
+    if hydra and args.launcher is None:
+        raise ValueError(f"{hydra[0]}: Hydra's settings go with --launcher, such as slurm")
+    study = load_study(args.name, changes, [word for word in overrides if word not in hydra])
     if args.alone and not args.arms:
         raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
     patterns = args.arms.split(",") if args.arms is not None else []
@@ -195,7 +199,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     _check_launched(args)
     own = seeds if args.alone else []
     if args.dry_run:
-        return _dry_run(study, root, args, only, own)
+        return _dry_run(study, root, args, hydra, only, own)
     for name in ("machine", "link_gbps"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
@@ -205,6 +209,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         args.jobs or 0,
         retry=args.retry,
         launcher=args.launcher,
+        settings=hydra,
         arms=only,
         seeds=own,
         until=_until(args.piece),
@@ -228,6 +233,7 @@ def _dry_run(
     study: StudyConfig,
     root: Path,
     args: argparse.Namespace,
+    hydra: Sequence[str],
     arms: Sequence[str],
     seeds: Sequence[int],
 ) -> int:
@@ -248,6 +254,7 @@ def _dry_run(
         args.jobs or 0,
         None if args.machine is None else Machine(args.machine, link),
         launcher=args.launcher,
+        settings=hydra,
         arms=arms,
         seeds=seeds,
         until=_until(args.piece),

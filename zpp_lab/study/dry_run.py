@@ -84,6 +84,7 @@ def dry_run(
     machine: Machine | None = None,
     *,
     launcher: str | None = None,
+    settings: Sequence[str] = (),
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),
     until: float | None = None,
@@ -92,8 +93,8 @@ def dry_run(
 ) -> list[Forecast]:
     """Compose every run, print its bytes and memory, with `machine` its seconds, and a summary.
 
-    launcher, arms, seeds, until: as of `run_study`. Raises what that raises before its first run,
-    but looks for the files that runs read only where they would run here.
+    launcher, settings, arms, seeds, until: as of `run_study`. Raises what that raises before its
+    first run, but looks for the files that runs read only where they would run here.
     """
     if compose is None:
         from zpp_lab.compose import compose as hydra_compose
@@ -102,10 +103,11 @@ def dry_run(
     console = console or Console()
     runs = plan_runs(study, root, compose, arms, seeds)
     check_time(until, launcher)
+    headers: list[tuple[list[str], str]] = []
     if launcher is not None:
         from zpp_lab.study.batch import check_launcher  # Hydra is slow to import
 
-        check_launcher(launcher, root)
+        headers = check_launcher(launcher, root, settings, to_do(runs))
     check_runs(study, runs, here=launcher is None and machine is None)
     check_jobs(jobs)
     ended = sum(run.finished for run in runs)
@@ -123,6 +125,9 @@ def dry_run(
         console.print(LEAST)
     if machine is not None:
         _print_times(study, found, console)
+    for whose, header in headers:
+        told = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
+        console.print(told, soft_wrap=True, markup=False, highlight=False)
     console.print(_summary(study, found, jobs, machine), soft_wrap=True)
     if study.max_seeds > len(study.seeds) and not (arms or seeds):
         console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")

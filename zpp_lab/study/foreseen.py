@@ -70,6 +70,24 @@ def memory_need(config: Config) -> Needed | None:
     return Needed(found.peak, each=True)
 
 
+def host_bytes(config: Config) -> int | None:
+    """Host memory of each process of a run, beside Python, libraries and text; None with
+    engine=deepspeed. Of engine=virtual twice what is kept: tensors and activations, or on a GPU
+    the checkpoint on its way."""
+    if config.engine.name == "virtual":
+        return 2 * _kept(config)
+    if config.engine.name == "deepspeed":
+        return None
+    from zpp_lab.cost.model import plan_of, vocabulary
+    from zpp_lab.memory import estimate
+
+    if config.engine.device != "cpu":
+        return estimate(plan_of(config), config, vocabulary(config)).host
+    config = replace(config, engine=replace(config.engine, transport="groups"))
+    found = estimate(plan_of(config), config, vocabulary(config))
+    return found.host + found.tensors
+
+
 def _kept(config: Config) -> int:
     """What the virtual engine holds all the time: weights in param_dtype, of the trained ones
     fp32 masters, both moments, gradient sums in fp32 and the copy that is encoded."""

@@ -40,6 +40,7 @@ def run_study(
     *,
     retry: bool = False,
     launcher: str | None = None,
+    settings: Sequence[str] = (),
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),
     until: float | None = None,
@@ -54,6 +55,7 @@ def run_study(
     jobs: runs side by side; 0 takes study.jobs, and if that is 0 too as many as fit.
     retry: also start the runs again that diverged or failed too often.
     launcher: a Hydra launcher (conf/hydra/launcher, such as slurm) in place of this machine.
+    settings: overrides of hydra.launcher.
     arms, seeds: those to run now; the study keeps the others, and adds none. Empty: all.
     until: unix time before which running runs stop, each with a checkpoint; for this machine.
     compose, entry: other than Hydra's compose and the trainer only in tests.
@@ -66,10 +68,16 @@ def run_study(
     first = planner.prepare()
     runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
     check_runs(study, runs, here=launcher is None)
+    if launcher is not None:
+        from zpp_lab.study.batch import check_batch  # Hydra is slow to import
+
+        check_batch(launcher, root, settings, to_do(runs))
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
         progress = Progress(len(runs), todo, stream)
-        executor, where = _executor(study, root, runs, jobs, launcher, entry, progress, until)
+        executor, where = _executor(
+            study, root, runs, jobs, launcher, settings, entry, progress, until
+        )
         write_study(root, study)
         progress.say(f"Study {study.name}: {_intent(runs, todo, lost)}, {where}.")
         for note in notes(todo):
@@ -144,6 +152,7 @@ def _executor(
     runs: Sequence[PlannedRun],
     jobs: int,
     launcher: str | None,
+    settings: Sequence[str],
     entry: str,
     progress: Progress,
     until: float | None,
@@ -152,7 +161,8 @@ def _executor(
     if launcher is not None:
         from zpp_lab.study.batch import Batch
 
-        return Batch(study, root, launcher, progress), f"through Hydra's launcher {launcher}"
+        batch = Batch(study, root, launcher, settings, progress)
+        return batch, f"through Hydra's launcher {launcher}"
     places = make_places(jobs or study.jobs, study.runs_per_gpu, [run.config for run in runs])
     memory = Memory(study.runs_per_gpu if places.gpus else 1)
     for run in runs:
