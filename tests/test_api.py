@@ -78,23 +78,6 @@ def eval_between() -> list[float]:
     return results
 
 
-def grouped() -> list[float]:
-    """The same losses with layers one by one and two by two; then one of two is left out."""
-    found = []
-    for blocks in (1, 2):
-        model = _model()
-        cluster = ClusterConfig(nodes=2, gpus_per_node=2)
-        layers = list(model.layers)
-        sharded = shard(model, _small("zeropp"), cluster, units=layers, blocks_per_unit=blocks)
-        loss = model(molecules(0, dist.get_rank()))
-        loss.backward()
-        found += [loss.item(), sharded.clip_grad_norm_(1.0).item(), len(sharded.wrapped.installed)]
-    model.layers = model.layers[:1]
-    with pytest.raises(ValueError, match=r"unit layers\.0-1: a forward ran only 1"):
-        model(molecules(0, dist.get_rank()))
-    return found
-
-
 def divided() -> list[float]:
     """The gradients' norm with FSDP2's own settings of division and of when to reduce."""
 
@@ -155,7 +138,6 @@ def every_job() -> dict[str, Any]:
         "plain": hand_written(),
         **{name: loop(name, 2, 2) for name in ("zero3", "zero3_reordered", "zeropp")},
         "evaluated": eval_between(),
-        "grouped": grouped(),
         "divided": divided(),
         "landed": landed(),
     }
@@ -191,12 +173,6 @@ def test_evaluation_leaves_no_trace(answers: dict[str, Any]) -> None:
     assert quiet == disturbed
 
 
-def test_layers_may_travel_together(answers: dict[str, Any]) -> None:
-    one, norm, units, again, norm_again, fewer = answers["grouped"]
-    assert (one, norm) == (again, norm_again)
-    assert (units, fewer) == (3, 2)
-
-
 def test_fsdp2s_own_settings_of_the_reduction_hold(answers: dict[str, Any]) -> None:
     usual, factor, factor_forced, forced, every, once = answers["divided"]
     assert factor == factor_forced == 2 * usual, "four ranks, divided by two"
@@ -210,8 +186,6 @@ def test_plain_gradients_are_fsdp2s_own_wherever_they_lie(answers: dict[str, Any
 
 
 def test_mistakes_name_the_fix() -> None:
-    with pytest.raises(ValueError, match="blocks_per_unit=0: use 1"):
-        shard(nn.Linear(2, 2), "zero3", ClusterConfig(1, 1), blocks_per_unit=0)
     with pytest.raises(ValueError, match="no module of the model"):
         shard(nn.Linear(2, 2), "zero3", ClusterConfig(nodes=1, gpus_per_node=1), units=[nn.ReLU()])
     with pytest.raises(ValueError, match="not-a-recipe"):

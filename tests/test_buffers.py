@@ -88,12 +88,12 @@ class Alone:
 class Rank:
     """Rank 0 of a small model's run, with its collectives."""
 
-    def __init__(self, recipe: str, way: str, nodes: int, local: int, blocks: int = 1) -> None:
+    def __init__(self, recipe: str, way: str, nodes: int, local: int) -> None:
         values = {
             "recipe": RECIPES[recipe],
             "cluster": {"nodes": nodes, "gpus_per_node": local},
             "train": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
-            "engine": {"name": "fsdp", "blocks_per_unit": blocks, **WAYS[way]},
+            "engine": {"name": "fsdp", **WAYS[way]},
         }
         config = load(Config, values)
         self.plan = build_plan(build_model(SMALL, 37, "meta"), config)
@@ -143,7 +143,7 @@ def test_buffers_are_those_that_the_collectives_make(
 ) -> None:
     if recipe in ("two hops", "reversed") and cluster[0] == 1:
         return
-    rank = Rank(recipe, way, *cluster, blocks=2 if way == "auto" else 1)
+    rank = Rank(recipe, way, *cluster)
     for unit in rank.plan.units[-2:]:
         if unit.gathers_backward:
             for count in (1, 2, 5):

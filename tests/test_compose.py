@@ -62,6 +62,10 @@ def test_every_option_composes(group: str) -> None:
         ("recipe.weights.bitz=4", "Did you mean bits"),
         ("recipe.weights.rounding=up", "'nearest' or 'stochastic'"),
         ("+recipe.weights.new=4", "no such setting"),
+        (
+            "engine.blocks_per_unit=2",
+            "^engine.blocks_per_unit was removed in November 2026",
+        ),
         ("engine.pull=auto", "^engine.pull was removed in November 2026; leave it out: .*copied"),
         ("++engine.pull=kernel", "^engine.pull was removed in November 2026; leave it out"),
         ("tarin.steps=3", "Did you mean train"),

@@ -25,7 +25,7 @@ from zpp_lab.models import build_model
 VOCAB = 500
 
 
-def configured(blocks_per_unit: int = 1) -> Config:
+def configured() -> Config:
     shape = {"dim": 256, "layers": 5, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab_size": VOCAB}
     return load(
         Config,
@@ -35,14 +35,14 @@ def configured(blocks_per_unit: int = 1) -> Config:
             "model": {**shape, "loss_chunk": 64},
             "train": {"lr": 1e-3, "batch_size": 4},
             "data": {"seq_len": 96},
-            "engine": {"name": "fsdp", "device": "cpu", "blocks_per_unit": blocks_per_unit},
+            "engine": {"name": "fsdp", "device": "cpu"},
         },
     )
 
 
-def measured(blocks_per_unit: int) -> int:
+def measured() -> int:
     """Bytes at the peak of a step's forward and backward, the least of eight, state included."""
-    config = configured(blocks_per_unit)
+    config = configured()
     model = build_model(config.model, VOCAB, seed=1)
     for norm in [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]:
         norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight)
@@ -76,10 +76,9 @@ def peak(engine: FsdpEngine, step: int, batch: Batches) -> int:
     return most
 
 
-@pytest.mark.parametrize("blocks_per_unit", [1, 2])
-def test_a_steps_peak_is_near_the_plan(blocks_per_unit: int) -> None:
-    found = run_world(2, measured, blocks_per_unit)
-    config = configured(blocks_per_unit)
+def test_a_steps_peak_is_near_the_plan() -> None:
+    found = run_world(2, measured)
+    config = configured()
     plan = build_plan(build_model(config.model, VOCAB, "meta"), config)
     items = estimate(plan, config, VOCAB)
     planned = max(items.at(m) for m in ("loss", "early", "early sent", "late", "late sent"))

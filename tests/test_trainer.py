@@ -88,17 +88,6 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     assert names[0] == names[1]
 
 
-def test_a_run_may_go_on_with_other_units(tmp_path: Path) -> None:
-    whole = ["recipe=qsdp", "model.layers=3", f"run.dir={tmp_path / 'run'}"]
-    run(small(tmp_path, *whole))
-    end, lines = last_checkpoint(tmp_path / "run"), without_times(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(newest(tmp_path / "run"))
-    run(small(tmp_path, *whole, "engine.blocks_per_unit=2"))
-    assert last_checkpoint(tmp_path / "run") == end
-    assert without_times(tmp_path / "run") == lines
-
-
 def test_kills_change_no_bit(tmp_path: Path) -> None:
     steps, rng = "train.steps=60", random.Random(0)
     run(small(tmp_path, steps, "recipe=zeropp", f"run.dir={tmp_path / 'whole'}"))
@@ -148,7 +137,7 @@ def test_a_run_of_a_version_with_more_settings_goes_on_and_is_read(tmp_path: Pat
     assert run(config)["step"] == 2
     path = tmp_path / "run" / "config.yaml"
     stored = yaml.safe_load(path.read_text())
-    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0}
+    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0, "blocks_per_unit": 1}
     path.write_text(yaml.safe_dump(stored))
     assert run(config)["steps"] == 4
     assert read_config(tmp_path / "run") == config

@@ -34,9 +34,8 @@ from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.compose import compose
 from zpp_lab.config import ClusterConfig, Dtype, RecipeConfig
 from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
-from zpp_lab.engines.in_turn import InTurn
 from zpp_lab.engines.norm import squares
-from zpp_lab.engines.units import Block, cut_units, grouped
+from zpp_lab.engines.units import Block, cut_units
 from zpp_lab.numerics import clip_factor, total_norm
 from zpp_lab.place import enter, placed
 
@@ -117,7 +116,6 @@ def shard(
     cluster: ClusterConfig | None = None,
     *,
     units: Sequence[nn.Module] | None = None,
-    blocks_per_unit: int = 1,
     param_dtype: Dtype = "fp32",
     reduce_dtype: Dtype = "fp32",
     seed: int = 0,
@@ -130,25 +128,20 @@ def shard(
 
     units: the modules whose parameters travel together, each used in forward as a whole;
         without any, `model.units()` is asked, else all parameters are one unit.
-    blocks_per_unit: so many consecutive ones of them travel as one, which takes the host less
-        time; they must run one after the other (ValueError from forward or backward).
     recipe: a recipe's settings, or its name.
     transport: how bytes get to other ranks (engine.transport).
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = compose([f"recipe={recipe}"]).recipe if isinstance(recipe, str) else recipe
     cluster = cluster or this_cluster()
-    if blocks_per_unit < 1:
-        raise ValueError(f"blocks_per_unit={blocks_per_unit}: use 1 (each is a unit) or more")
-    groups = grouped(_named(model, units), blocks_per_unit)
+    blocks = _named(model, units)
     checked = Recipe(config, cluster, DTYPES[param_dtype], DTYPES[reduce_dtype])
-    plan = Plan.build(cut_units(model, groups, checked.shards), checked, gather=gather_mode(gather))
+    plan = Plan.build(cut_units(model, blocks, checked.shards), checked, gather=gather_mode(gather))
     device = _device(model)
     watchdog = Watchdog(timeout_seconds)
     ranks = connect(cluster, watchdog, transport, device)
-    wrapped = wrap(model, groups, plan, ranks, device, seed=seed, ordered=ordered, cast_inputs=True)
+    wrapped = wrap(model, blocks, plan, ranks, device, seed=seed, ordered=ordered, cast_inputs=True)
     follow(model, wrapped)
-    InTurn({unit.name: unit.modules for unit in wrapped.groups})
     return Sharded(model, plan, wrapped, watchdog)
 
 

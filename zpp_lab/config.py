@@ -140,7 +140,6 @@ class EngineConfig:
     graph: bool = True  # virtual, on a GPU: passes are replayed from a CUDA graph
     lanes: int = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
-    blocks_per_unit: int = 1  # consecutive blocks of the model that travel as one unit
     prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
@@ -164,10 +163,6 @@ class EngineConfig:
             f"engine.device={self.device!r}: use auto, cpu, cuda or cuda:N",
         )
         _need(self.lanes >= 0, f"engine.lanes={self.lanes}: use 0 (by the size of a pass) or more")
-        _need(
-            self.blocks_per_unit >= 1,
-            f"engine.blocks_per_unit={self.blocks_per_unit}: use 1 (each block a unit) or more",
-        )
         _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
         timeout, silence = self.timeout_seconds, self.silence_seconds
         _need(timeout > 0, f"engine.timeout_seconds={timeout}: use more than 0")

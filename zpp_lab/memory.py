@@ -56,7 +56,7 @@ def heldout_shape(config: Config) -> tuple[int, int]:
 def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
     """`shape`: sequences and tokens each."""
     if config.model.name == "hf":
-        dtype, layers = plan.recipe.weights_dtype, sum(u.unit.blocks for u in plan.units[:-1])
+        dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
         compiled = config.engine.compile
         return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
     acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
@@ -105,7 +105,6 @@ class _Rank:
         self.root = plan.units[-1]
         self.units = plan.units[:-1]
         self.unit = max(self.units, key=_numel)
-        self.blocks = self.unit.unit.blocks  # of the model, in that unit
         self.early = self._fuller()  # units that went back before the one at 'early'
 
     def _fuller(self) -> int:
@@ -113,12 +112,11 @@ class _Rank:
         if len(self.units) == 1:
             return 0
         left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
-        return int(self._held(self.unit) + left > self.blocks * self.acts.between)
+        return int(self._held(self.unit) + left > self.acts.between)
 
     def _left(self, gone: int) -> int:
-        """Blocks of the model that have not gone back when so many units have: the last one may
-        have fewer than the others."""
-        return sum(u.unit.blocks for u in self.units[: len(self.units) - gone])
+        """Blocks of the model that have not gone back when so many have."""
+        return max(0, len(self.units) - gone)
 
     # ------------------------------------------------------------------ what stays
 
@@ -298,16 +296,12 @@ class _Rank:
         ]
 
     def _flow(self) -> dict[Moment, int]:
-        """Of the unit's first block to go back, or of its last one, whose gradients come on top of
-        the others' where their activations were."""
-        own = self.weight * _to_train(self.unit) // self.blocks
-        flow = self.acts.backward(own)
-        flow += (self.blocks - 1) * max(0, own - self.acts.between)
+        flow = self.acts.backward(self.weight * _to_train(self.unit))
         return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
 
     def _activations(self) -> dict[Moment, int]:
         """Of the blocks that have not gone back yet; then what flows on to the next."""
-        acts, late = self.acts, self.units[0].unit.blocks
+        acts = self.acts
         early = self._left(self.early) * acts.between + acts.recomputed
         found = moments(loss=acts.kept, early=early)
         sent: dict[Moment, int] = {
@@ -318,7 +312,7 @@ class _Rank:
             "eval": self.heldout.passing,
             "eval loss": self.heldout.row,
         }
-        return found | sent | evaluated | {"late": late * acts.between + acts.recomputed}
+        return found | sent | evaluated | {"late": acts.between + acts.recomputed}
 
     def _updating(self, shards: list[int]) -> int:
         """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
@@ -335,12 +329,9 @@ class _Rank:
 
 
 def _adapters(plan: Plan) -> int:
-    """Elements a token between the two adapters of every layer of the largest unit's blocks."""
+    """Elements a token between the two adapters of every layer of the largest block."""
     units = [u.unit for u in plan.units[:-1]]
-    return max(
-        -(-sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks)
-        for u in units
-    )
+    return max(sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) for u in units)
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ FREE = (
     "run",
     "tracking",
     "engine.threads",
-    "engine.blocks_per_unit",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.checkpoint_weights_only",

@@ -1,5 +1,4 @@
-"""What whole steps ask of the host, with one block a unit and with two; as in host.py kernels of
-ours, transfers and NCCL do nothing.
+"""What whole steps ask of the host; as in host.py kernels of ours, transfers and NCCL do nothing.
 
     python experiments/parity/host_steps.py --out host_steps.json [--layers 24] [--turns 12]
 
@@ -38,17 +37,15 @@ def loops(layers: int) -> dict[str, Any]:
     """By name, whatever takes steps."""
     model = replace(host.SHAPE[0], layers=layers, checkpoint_activations=True)
     host.SHAPE = (model, *host.SHAPE[1:])
-    made: dict[str, Any] = {"compute": ComputeOnly(plain(1), host.CPU)}
-    for blocks in (1, 2):
-        made[f"fsdp2, {blocks}"] = PlainFsdp2(plain(blocks), host.CPU)
-        own = host.engine_of("zeropp", CLUSTER, False, blocks_per_unit=blocks)
-        made[f"zeropp, {blocks}"] = own
+    made: dict[str, Any] = {"compute": ComputeOnly(plain(), host.CPU)}
+    made["fsdp2"] = PlainFsdp2(plain(), host.CPU)
+    made["zeropp"] = host.engine_of("zeropp", CLUSTER, False)
     return made
 
 
-def plain(blocks: int) -> Config:
+def plain() -> Config:
     dtypes = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
-    config = configured("zero3_bf16", CLUSTER, train=dtypes, engine={"blocks_per_unit": blocks})
+    config = configured("zero3_bf16", CLUSTER, train=dtypes)
     return replace(config, model=replace(host.SHAPE[0], vocab_size=host.SHAPE[1]))
 
 

@@ -7,7 +7,6 @@
 #   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
 #   compiled     1x4 with engine.compile=true, in OUT/compiled; compiled_links on 2x2
-#   blocks       1x4 with one block a unit and with two, all arms by turns in the same processes
 #   sockets      which NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD serve zeropp best, in OUT/sockets
 #   13b 32_5b    zero3 beside zeropp on NVLink, one arm at a time; on fewer than four GPUs with AdamW's
 #                moments in 8 bits, at 32.5B in host memory
@@ -127,11 +126,6 @@ for part in "$@"; do
         --gpus-per-node 2 $(shared 2 2) --link-gbps "${LINKS:-50,max}" \
         --recipes "${ARMS:-fsdp2,zeropp}" --arm "$w4_g84h" --no-compute engine.compile=true
       page "$out/compiled" ;;
-    blocks)  # a call for each number would compare the host's moods (README.md)
-      ROUNDS=${ROUNDS:-4} bench "${SECONDS_ONE:-150}" 1_3b "$out/blocks" --nodes 1 \
-        --gpus-per-node "$inside" --recipes "${ARMS:-fsdp2,zeropp}" \
-        --arm "fsdp2_two: fsdp2 engine.blocks_per_unit=2" \
-        --arm "zeropp_two: recipe=zeropp engine.blocks_per_unit=2" ;;
     sockets)
       for pair in ${PAIRS:-1x1 2x2 4x4 8x2 2x8}; do
         export NCCL_SOCKET_NTHREADS=${pair%x*} NCCL_NSOCKS_PERTHREAD=${pair#*x}

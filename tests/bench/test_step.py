@@ -56,9 +56,9 @@ def test_words_become_arms_and_foreign_engines_get_processes_of_their_own() -> N
 
 
 def test_an_arm_of_a_loop_of_its_own_takes_overrides() -> None:
-    (two,) = arms(["two: fsdp2+node engine.blocks_per_unit=2"], TINY)
+    (two,) = arms(["two: fsdp2+node train.micro_steps=2"], TINY)
     assert (two.name, two.maker, two.engine, two.session) == ("two", "plain_node", "fsdp2", "ours")
-    assert two.config.engine.blocks_per_unit == 2
+    assert two.config.train.micro_steps == 2
     assert two.config.recipe.name == "zero3"
     assert two.config.train.param_dtype == "fp32"
     with pytest.raises(ValueError, match=r"engine\.blocks: no such setting"):

@@ -129,8 +129,6 @@ def test_a_block_computed_again_takes_the_host_what_was_measured_or_a_forward() 
     assert seconds(again, old) - seconds(kept, old) == pytest.approx(3 * 1.0)
     assert seconds(again, new) - seconds(kept, new) == pytest.approx(3 * 1.5)
     assert seconds(kept, new) - seconds(kept, old) == pytest.approx(3 * 0.125)
-    pairs = replace(kept, engine=replace(kept.engine, blocks_per_unit=2))  # blocks, not units
-    assert seconds(pairs, new) - seconds(pairs, old) == pytest.approx(3 * 0.125)
 
 
 def test_what_a_file_lacks_of_the_host_is_said() -> None:
@@ -142,19 +140,6 @@ def test_what_a_file_lacks_of_the_host_is_said() -> None:
     )
     assert "lack host.block_rest_s:" in str(host_lacks(machine(host=half)))
     assert host_lacks(machine(host=whole)) is None
-
-
-def test_larger_units_take_the_host_less_time_and_the_links_as_much() -> None:
-    host = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
-    settings = config("recipe=zeropp", "model.layers=5", "engine=fsdp", "engine.blocks_per_unit=2")
-    found = predict(settings, machine(host=host), None)
-    gathers, reductions = 4 + 3, 4  # three units, the last of one block, and the root
-    assert found.step_s == pytest.approx(5 * 3.0 + gathers * 0.25 + reductions * 0.5 + 12.0)
-    single = replace(settings, engine=replace(settings.engine, blocks_per_unit=1))
-    busy = machine(compute={"eager": Curve(((1e6, 1.0),))}, inter=Between(0.0, 1.0))
-    one, two = (predict(s, busy, 1e-3) for s in (single, settings))
-    assert two.compute_s == pytest.approx(one.compute_s)
-    assert two.inter_s == pytest.approx(one.inter_s)
 
 
 def test_what_helps_where_the_host_is_the_bound() -> None:
@@ -171,11 +156,9 @@ def test_what_helps_where_the_host_is_the_bound() -> None:
     both = replace(both, block_backward_s={"eager": 2.0, "compiled": 0.2})
     assert "at max:" in str(said(eager))
     assert "engine.compile=true takes fewer launches" in str(said(eager))
-    then = 1000 * (3 * 0.3 + 7 * 0.25 + 4 * 0.5 + 12)  # see the test above
+    then = 1000 * (3 * 0.3 + 7 * 0.25 + 4 * 0.5 + 12)
     assert f"with engine.compile=true, {then:.1f} ms" in str(said(both, "compiled"))
     assert "engine.compile" not in str(said(both, "compiled", compiled=True))
-    then = 1000 * (3 * 3.0 + (3 + 2) * 0.25 + 3 * 0.5 + 12)  # units of two blocks and of one
-    assert f"with engine.blocks_per_unit=2, {then:.1f} ms" in str(said(eager))
     assert said(Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0)) is None
 
 
@@ -260,7 +243,7 @@ def test_a_link_without_speed_is_refused() -> None:
         ["model.tied_head=true", "model.loss_chunk=16"],
         ["recipe.stage=1", "train.micro_steps=2"],
         ["engine.prefetch=0"],
-        ["engine.blocks_per_unit=3", "model.checkpoint_activations=true"],
+        ["model.checkpoint_activations=true"],
         ["engine.prefetch=3"],
         ["train.optimizer_state=8bit"],
         ["cluster.nodes=1", "cluster.gpus_per_node=1"],

@@ -21,11 +21,10 @@ from zpp_lab.engines.build import build_engine
 VOCAB = 37
 TINY = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)
 DEEP = replace(TINY, layers=12)
-PAIRED = ("backward_other_codec",)  # with two blocks a unit
 
 
 def outcome(case: str, name: Any, model: ModelConfig, compiled: bool = True) -> Any:
-    chosen = configured(case, 1, 2, compile=compiled, blocks_per_unit=2 if case in PAIRED else 1)
+    chosen = configured(case, 1, 2, compile=compiled)
     config = replace(chosen, model=model)
     config = replace(config, engine=replace(config.engine, name=name))
     engine = build_engine(config, VOCAB, torch.device("cpu"))
@@ -49,9 +48,9 @@ def compared() -> dict[str, Any]:
     return found
 
 
-def graphs_of_the_real_engine(blocks: int) -> dict[str, int]:
+def graphs_of_the_real_engine() -> dict[str, int]:
     """With hooks, gathers and telemetry around the blocks; traced, but not built."""
-    settings = {"compile": True, "deterministic": False, "blocks_per_unit": blocks}
+    settings = {"compile": True, "deterministic": False}
     config = replace(configured("weights8", 1, 2, **settings), model=DEEP)
     with patch("torch.compile", partial(torch.compile, backend="eager")):
         engine = build_engine(config, VOCAB, torch.device("cpu"))
@@ -65,10 +64,9 @@ def graphs_of_the_real_engine(blocks: int) -> dict[str, int]:
     return {**found, "with evaluation": counters["stats"]["unique_graphs"]}
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
-def test_all_blocks_share_one_graph(blocks: int) -> None:
+def test_all_blocks_share_one_graph() -> None:
     """A second one would cost every rank seconds at each start."""
-    found = run_world(2, graphs_of_the_real_engine, blocks)
+    found = run_world(2, graphs_of_the_real_engine)
     assert found == {"step 0": 1, "step 1": 1, "with evaluation": 2}
 
 

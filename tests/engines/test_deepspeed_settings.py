@@ -112,7 +112,6 @@ def test_what_it_cannot_express_is_refused(recipe: dict[str, Any], said: str) ->
         ({}, {"train": {"accumulate": "last"}}, "accumulate=last"),
         ({}, {"train": {"residual_lr": 0.1}}, "residual_lr=0.1"),
         ({}, {"engine": {"offload": True}}, "engine.offload=True"),
-        ({}, {"engine": {"blocks_per_unit": 2}}, "leave engine.blocks_per_unit=1"),
         ({}, {"engine": {"transport": "peer"}}, "engine.transport=peer"),
     ],
 )

@@ -22,9 +22,9 @@ from zpp_lab.models import build_model
 pytest.importorskip("transformers")
 
 
-def both(case: str, model: ModelConfig, blocks: int = 1) -> str:
+def both(case: str, model: ModelConfig) -> str:
     """What differs after three steps, each engine built as a run builds it."""
-    chosen = configured(case, 2, 2, gather="hierarchical", blocks_per_unit=blocks)
+    chosen = configured(case, 2, 2, gather="hierarchical")
     config = replace(chosen, model=model)
     outcomes = []
     for name in ("fsdp", "virtual") if asked() else ("fsdp",):
@@ -43,7 +43,7 @@ def named(config: Config, engine: Any) -> Config:
 def compared(folder: str) -> dict[str, str]:
     torch.use_deterministic_algorithms(True)
     return {
-        "random": both("zeropp_every", settings("gpt_neox", checkpoint_activations=True), 2),
+        "random": both("zeropp_every", settings("gpt_neox", checkpoint_activations=True)),
         "tied": both("weights8", settings("qwen2", loss_chunk=5)),
         "pretrained": both("zeropp", settings("opt", path=folder, weights="pretrained")),
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.engines.fsdp_present import Present
-from zpp_lab.engines.in_turn import when_reached
+from zpp_lab.engines.usage import when_reached
 
 
 @pytest.mark.parametrize("used", [[0], [0, 1], [1]])

@@ -50,7 +50,7 @@ MORE = [
     "PROFILE=1 bash experiments/baseline/first.sh OUT 13b zeropp",
     "bash experiments/parity/gpu.sh OUT bench table cost profile race big kills",
     "bash experiments/parity/gpu.sh OUT kernels update links",
-    "bash experiments/speed/run.sh OUT 2x2 1x4 4x1 blocks",
+    "bash experiments/speed/run.sh OUT 2x2 1x4 4x1",
     "bash experiments/bits/controls.sh OUT",
     "STUDY=reference_10m_mini bash experiments/reference/run.sh OUT",
     "bash experiments/virtual/run.sh OUT",

@@ -8,7 +8,7 @@ An arm is a word of `--recipes`, or `--arm "NAME: overrides"`:
     compute        one rank's work without any communication: the floor of every arm
     RECIPE         a recipe of conf/recipe on engine=fsdp
     NAME: ...      any overrides of `zpp-lab train`, such as `ds: engine=deepspeed recipe=zeropp`;
-                   behind one of the first four words its own: `two: fsdp2 engine.blocks_per_unit=2`
+                   behind one of the first four words its own: `kept: fsdp2 model.loss_chunk=0`
 
 An engine of this package is timed through `engines.build.build_engine`; to time something else,
 add a maker to `bench/step_engines.py` and its word here.

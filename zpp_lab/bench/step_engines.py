@@ -26,7 +26,7 @@ from zpp_lab.config import Config
 from zpp_lab.engines.base import Batches, Engine
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp import FsdpEngine
-from zpp_lab.engines.units import grouped
+from zpp_lab.engines.units import named_units
 from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
 from zpp_lab.numerics import clip_factor
@@ -133,9 +133,8 @@ class PlainFsdp2:
         policy = MixedPrecisionPolicy(
             DTYPES[self.train.param_dtype], DTYPES[self.train.reduce_dtype]
         )
-        for unit in grouped(self.model.units(), config.engine.blocks_per_unit):
-            blocks = unit.for_fsdp2
-            fully_shard(blocks, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        for _, block in named_units(self.model):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         if groups:
             self.model.set_separate_reduce_scatter_group(True)

@@ -47,7 +47,6 @@ class Unit:
     trainable: frozenset[str]
     reshard: bool = True
     stored: frozenset[str] = frozenset()  # a frozen base, kept and sent as one payload for good
-    blocks: int = 1  # consecutive modules of the model that it holds
 
 
 @dataclass(frozen=True)

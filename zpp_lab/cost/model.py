@@ -38,7 +38,6 @@ def plan_of(config: Config, one_host: bool = False) -> Plan:
         *(json.dumps(asdict(group)) for group in groups),
         vocabulary(config),
         "flat" if one_host and gather == "auto" else gather,
-        config.engine.blocks_per_unit,
         *settings,
     )
 
@@ -50,7 +49,6 @@ def _plan(
     cluster: str,
     vocab: int,
     gather: str,
-    blocks_per_unit: int,
     param_dtype: str,
     reduce_dtype: str,
     micro_steps: int,
@@ -64,15 +62,15 @@ def _plan(
         DTYPES[reduce_dtype],
         load(ModelConfig, json.loads(model)).lora,
     )
-    units = _units(model, vocab, made.shards, blocks_per_unit)
+    units = _units(model, vocab, made.shards)
     return Plan.build(units, made, micro_steps=micro_steps, accumulate=accumulate, gather=gather)
 
 
 @lru_cache(maxsize=64)
-def _units(model: str, vocab: int, shards: int, blocks_per_unit: int) -> tuple[Unit, ...]:
+def _units(model: str, vocab: int, shards: int) -> tuple[Unit, ...]:
     """`model`: a ModelConfig as JSON."""
     settings = load(ModelConfig, json.loads(model))
-    return tuple(units_of(build_model(settings, vocab, "meta"), shards, blocks_per_unit))
+    return tuple(units_of(build_model(settings, vocab, "meta"), shards))
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,12 @@ class Work:
 
 
 def block_work(unit: UnitPlan, config: Config) -> Work:
-    """Of each of a unit's decoder blocks. Frozen weights need no gradients of their own, inputs
+    """Of a decoder block. Frozen weights need no gradients of their own, inputs
     always do."""
     tokens = config.train.batch_size * config.data.seq_len
     matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
-    every = sum(p.numel for p in matrices) // unit.unit.blocks
-    trained = sum(p.numel for p in matrices if p.name in unit.unit.trainable) // unit.unit.blocks
+    every = sum(p.numel for p in matrices)
+    trained = sum(p.numel for p in matrices if p.name in unit.unit.trainable)
     attention = 2 * config.data.seq_len * config.model.dim * tokens
     forward = 2.0 * every * tokens + attention
     backward = 2.0 * (every + trained) * tokens + 2 * attention

@@ -92,10 +92,6 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
         text += _then("engine.compile=true", compiled, config, machine, speeds) or (
             "; engine.compile=true takes fewer launches"  # nobody has measured how many
         )
-    more = 2 * engine.blocks_per_unit
-    if engine.blocks_per_unit < config.model.layers:
-        larger = replace(engine, blocks_per_unit=more)
-        text += _then(f"engine.blocks_per_unit={more}", larger, config, machine, speeds)
     return f"{text}."
 
 

@@ -164,8 +164,7 @@ class _Step:
                 self._copy_out(unit)
                 self._gather_ahead(order[i + 1 : i + 1 + ahead], "weights_forward")
             if unit is not self.root:  # its work is the head's, at the end
-                for _ in range(unit.unit.blocks):
-                    self._compute("forward", self._times(unit)[0], self._host("forward"))
+                self._compute("forward", self.times[id(unit)][0], self._host("forward"))
         head = self._head()
         self._compute("head", head[0], 0.0)
 
@@ -182,8 +181,7 @@ class _Step:
             self._wait_for_reduction()
             again = self.config.model.checkpoint_activations
             host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
-            for _ in range(unit.unit.blocks):
-                done = self._compute("backward", self._times(unit)[1], host)
+            done = self._compute("backward", self.times[id(unit)][1], host)
             if reduces:
                 self._reduce(unit, done)
         if reduces:
@@ -202,8 +200,7 @@ class _Step:
         add = self.line.add
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
-        blocks = sum(u.unit.blocks for u in self.units)
-        self.host = add("host, once a step", "host", "host", host.once_s(blocks))
+        self.host = add("host, once a step", "host", "host", host.once_s(len(self.units)))
         add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
         self._mark()
 
@@ -279,10 +276,6 @@ class _Step:
         curve = self.machine.compute[self.mode]
         forward = curve.seconds(work.forward)
         return forward, forward * (work.backward + work.recompute) / work.forward
-
-    def _times(self, unit: UnitPlan) -> tuple[float, float]:
-        """Of each of its blocks."""
-        return self.times[id(unit)]
 
     def _head(self) -> tuple[float, float]:
         """Of the head and the loss, forward and backward."""

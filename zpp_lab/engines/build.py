@@ -13,7 +13,7 @@ from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config import Config, EngineConfig
 from zpp_lab.engines.base import Engine
-from zpp_lab.engines.units import cut_units, grouped
+from zpp_lab.engines.units import cut_units, named_units
 from zpp_lab.engines.untouched import is_untouched
 from zpp_lab.models import build_model
 from zpp_lab.models.lora import frozen_base
@@ -106,7 +106,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     """The recipe's data movement for this model on the configured cluster."""
     train, recipe = config.train, recipe_of(config)
     return Plan.build(
-        units_of(model, recipe.shards, config.engine.blocks_per_unit),
+        units_of(model, recipe.shards),
         recipe,
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
@@ -114,7 +114,6 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     )
 
 
-def units_of(model: nn.Module, shards: int, blocks_per_unit: int = 1) -> list[Unit]:
-    """The model's units: `model.units()`, so many together, then the root with what is left."""
-    groups = grouped(model.units(), blocks_per_unit)  # type: ignore[operator]
-    return cut_units(model, groups, shards, frozen_base(model))
+def units_of(model: nn.Module, shards: int) -> list[Unit]:
+    """The model's units: `model.units()`, then the root with what is left."""
+    return cut_units(model, named_units(model), shards, frozen_base(model))

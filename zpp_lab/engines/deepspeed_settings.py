@@ -31,7 +31,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 _OURS = (
     "gather",
     "ordered",
-    "blocks_per_unit",
     "prefetch",
     "offload",
     "compile",

@@ -37,7 +37,7 @@ from zpp_lab.engines.laps import Laps
 from zpp_lab.engines.losses import counted, token_losses
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.prefetch import InVain, Prefetch
-from zpp_lab.engines.units import ROOT, grouped
+from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.usage import Usage
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.frozen import check_marks
@@ -80,7 +80,7 @@ class FsdpEngine(Engine):
         self.base = FrozenBase(model, plan)
         self.wrapped: Wrapped = wrap(
             model,
-            grouped(model.units(), config.engine.blocks_per_unit),  # type: ignore[operator]
+            named_units(model),
             plan,
             self.transport,
             device,
@@ -96,7 +96,7 @@ class FsdpEngine(Engine):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the first step would wait for them
         building.done("weights")
-        self.usage = Usage({g.name: g.modules for g in self.wrapped.groups})
+        self.usage = Usage(with_root(model, named_units(model)))
         self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
         self.vain = InVain(plan.recipe.config.stage)
         self.started: set[str] = set()  # units that have run at least once

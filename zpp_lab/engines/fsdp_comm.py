@@ -45,7 +45,6 @@ from zpp_lab.config import Wire
 from zpp_lab.engines.fsdp_landing import LandedReduce, Landing
 from zpp_lab.engines.fsdp_packed import Box, Fallbacks, Packed
 from zpp_lab.engines.fsdp_present import Present
-from zpp_lab.engines.in_turn import in_backward
 
 # What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
 LEANS_ON = {
@@ -67,6 +66,11 @@ LEANS_ON = {
         "chunk_cat|chunk_cat_mixed_dtype",  # the second name from torch 2.15 on
     ),
 }
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class PackedGather(AllGather):

@@ -23,7 +23,7 @@ from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp_base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp_comm import Installed, install, land
 from zpp_lab.engines.fsdp_packed import Fallbacks
-from zpp_lab.engines.units import ROOT, Group, root_group
+from zpp_lab.engines.units import ROOT, Block, with_root
 from zpp_lab.engines.untouched import is_untouched
 
 
@@ -32,8 +32,7 @@ class Wrapped:
     """A model under FSDP2. `installed` is empty when FSDP2 is left untouched."""
 
     model: nn.Module
-    groups: list[Group]  # units, then the root
-    by_name: dict[str, FSDPModule]  # the first module of each, which speaks for all of it
+    by_name: dict[str, FSDPModule]  # units, then the root
     clock: Clock
     fallbacks: Fallbacks
     installed: list[Installed] = field(default_factory=list)
@@ -56,7 +55,7 @@ def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
 
 def wrap(
     model: nn.Module,
-    groups: Sequence[Group],
+    blocks: Sequence[Block],
     plan: Plan,
     transport: Transport,
     device: torch.device,
@@ -68,8 +67,7 @@ def wrap(
 ) -> Wrapped:
     """`fully_shard` each unit and the root, then install the plan's collectives.
 
-    `groups`: the units' modules, without the root; parameters are sharded in place. The modules of
-    one group have one state and one group of parameters in FSDP2.
+    `blocks`: the units' modules, without the root; parameters are sharded in place.
     """
     recipe = plan.recipe
     mesh = _mesh(recipe, device)
@@ -80,24 +78,23 @@ def wrap(
         cast_forward_inputs=cast_inputs,
     )
     offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    units = [*groups, root_group(model)]
-    for unit in units:
-        reshard = recipe.config.stage == 3 and unit.name != ROOT
+    units = with_root(model, blocks)
+    for name, module in units.items():
+        reshard = recipe.config.stage == 3 and name != ROOT
         fully_shard(
-            unit.for_fsdp2,
+            module,
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offloading,
             reshard_after_forward=reshard,
         )
-    first = {unit.name: unit.modules[0] for unit in units}
-    modules: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
-    set_aside(model, first.values(), plan.stored, device)
-    wrapped = Wrapped(model, units, modules, Clock(seed), Fallbacks())
+    modules: dict[str, FSDPModule] = {n: m for n, m in units.items() if isinstance(m, FSDPModule)}
+    set_aside(model, units.values(), plan.stored, device)
+    wrapped = Wrapped(model, modules, Clock(seed), Fallbacks())
     if not is_untouched(plan, ordered):
         wrapped.installed = install(
-            model, first, plan.units, transport, wrapped.clock, wrapped.fallbacks
+            model, units, plan.units, transport, wrapped.clock, wrapped.fallbacks
         )
     elif recipe.config.shard == "world" and recipe.cluster.world > 1:
-        land(first.values(), recipe.cluster.world)
+        land(units.values(), recipe.cluster.world)
     return wrapped

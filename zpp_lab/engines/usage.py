@@ -8,28 +8,26 @@ transfers of one that does not would be waited for for ever.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 from zpp_lab.collectives.plan import PassUse
-from zpp_lab.engines.in_turn import InTurn, grad_outputs, when_reached
 
 
 class Usage:
-    """Counts the calls of each unit, by name, since `start`: from the first of its modules to the
-    last. The last of `units` is the root. ValueError, while the model runs, where the modules of
-    one do not run in turn."""
+    """Counts the calls of each unit, by name, since `start`. The last of `units` is the root."""
 
-    def __init__(self, units: Mapping[str, Sequence[nn.Module]]) -> None:
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.start()
-        InTurn(units)
-        for name, modules in units.items():
-            modules[0].register_forward_pre_hook(partial(self._entered, name))
-            modules[-1].register_forward_hook(partial(self._left, name))
+        for name, module in units.items():
+            module.register_forward_pre_hook(partial(self._entered, name))
+            module.register_forward_hook(partial(self._left, name))
 
     def start(self) -> None:
         """A new forward begins."""
@@ -47,10 +45,19 @@ class Usage:
         self.forwards[name] += 1
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = grad_outputs(output)
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs and torch.is_grad_enabled():
             self.needed.append(name)
             when_reached(outputs, partial(self._came_back, name))
 
     def _came_back(self, name: str, grad: Tensor) -> None:
         self.backwards[name] += 1
+
+
+def when_reached(outputs: Sequence[Tensor], hook: Callable[[Tensor], None]) -> None:
+    """`hook` gets the first gradient of `outputs` that a backward has, once in each backward."""
+    # One tensor's own hook does that; torch's for several takes the host thrice as long.
+    if len(outputs) == 1:
+        outputs[0].register_hook(hook)
+    else:
+        register_multi_grad_hook(outputs, hook, mode="any")

@@ -31,7 +31,7 @@ from zpp_lab.engines.losses import token_losses
 from zpp_lab.engines.norm import rank_squares
 from zpp_lab.engines.passes import Grads, Passes
 from zpp_lab.engines.reduction import Reduction, together
-from zpp_lab.engines.units import grouped, root_group
+from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.usage import Usage
 from zpp_lab.engines.watch import Watch, gathered_in_vain
 from zpp_lab.frozen import Marks, check_marks, decode_shards, encode_shards, mark
@@ -59,8 +59,7 @@ class VirtualEngine(Engine):
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
         self.optimizer = adamw(self.master, config.train, config.seed)
-        groups = grouped(model.units(), config.engine.blocks_per_unit)  # type: ignore[operator]
-        self.usage = Usage({g.name: g.modules for g in (*groups, root_group(model))})
+        self.usage = Usage(with_root(model, named_units(model)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self._make_buffers()
