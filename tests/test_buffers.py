@@ -163,16 +163,13 @@ def test_buffers_are_those_that_the_collectives_make(
         assert live.most == rank.planned.reduction(unit)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ["one hop", "hpZ", "two hops"])
-def test_slots_are_those_of_the_rings(
-    recipe: str, way: str, cluster: tuple[int, int], blocks: int
-) -> None:
+def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int, int]) -> None:
     if recipe == "two hops" and cluster[0] == 1:
         return
-    rank = Rank(recipe, way, *cluster, blocks)
+    rank = Rank(recipe, way, *cluster)
     gathers = [rank.gather(unit) for unit in rank.plan.units]
     for unit, gather in zip(rank.plan.units, gathers, strict=True):
         for backward in (False, True)[: 1 + unit.gathers_backward]:
