@@ -57,7 +57,7 @@ from zpp_lab.place import (
     placed,
     see_own_gpus,
 )
-from zpp_lab.pulse import LOST, Pulse, told
+from zpp_lab.pulse import FAILED, LOST, Pulse, told
 from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.tracking.folder import FAILURE, SUMMARY, read_summary, write_failure
 from zpp_lab.tracking.jsonl import Record, read_object
@@ -313,8 +313,9 @@ def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
     from which the launcher takes it."""
 
     def lost(other: int | None, why: str) -> None:
-        line = f"{told(rank, watchdog.under_way()[1], other, why)}; {_AGAIN}"
-        first = why.splitlines()[0]
+        line, first = told(rank, watchdog.under_way()[1], other, why), why.splitlines()[0]
+        if not first.startswith(FAILED):  # what that rank met may need another command
+            line += f"; {_AGAIN}"
         if for_launcher is not None:
             when = {"py_callstack": line, "timestamp": str(int(time.time()))}
             said = {"message": f"{LOST}: {line}", "extraInfo": when, "lost": other, "why": first}

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 BEAT = 1.0  # seconds
 PATIENCE = 5 * BEAT  # with a rank that is silent after a transfer has failed or is late
+FAILED = "ended the run"  # begins what is said of a rank that failed by itself
 LOST = "LostRank"  # an error's name: this rank ends because of another one
 _ANSWER = 3  # beats without one: the connection is made anew
 _MOST = 2**16  # bytes of a message
@@ -211,7 +212,7 @@ class Pulse:
 
     def fail(self, text: str) -> None:
         """Tell the others that this rank is ending, and why; `act` is not called."""
-        self._say(failed=f"ended the run: {text.strip().splitlines()[-1]}\n{text}")
+        self._say(failed=f"{FAILED}: {text.strip().splitlines()[-1]}\n{text}")
 
     def leave(self) -> None:
         """This rank is done; the others need not watch it any more."""

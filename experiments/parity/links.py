@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kills import outcome, same  # noqa: E402
+from kills import outcome  # noqa: E402
 
 from tests.runs import SHAPE, corpus  # noqa: E402
 from zpp_lab.config import ClusterConfig  # noqa: E402
@@ -44,6 +44,7 @@ from zpp_lab.machine import commit, machine_facts, versions  # noqa: E402
 CLUSTER = ClusterConfig(nodes=2, gpus_per_node=1)
 VICTIM = 1  # the rank that is stopped; the link is that of its node
 GRACE = 25.0  # seconds after a limit: rank 0 asks again, hears the others and lets them hear
+BEFORE = 13  # steps before the fault, and so a checkpoint
 START = 240.0  # seconds until the first steps, on a busy machine
 FOREVER = 10_000.0
 WIRES = "weights_forward|weights_backward|grads_intra|grads_inter"
@@ -111,7 +112,9 @@ class Trial:
         case = self.case
         settings = [word for word in SHAPE if not word.startswith(("engine.", "model.layers"))]
         settings += ["engine=fsdp", "recipe=zeropp", "cluster=2x1", "model.layers=2"]
-        settings += [f"data.path={corpus(self.work)}", f"data.cache_dir={self.work / 'cache'}"]
+        texts = self.work / "texts"  # written once: other cases may be reading them
+        texts = texts if texts.is_dir() else corpus(self.work)
+        settings += [f"data.path={texts}", f"data.cache_dir={self.work / 'cache'}"]
         settings += [f"train.steps={self.steps}", "train.checkpoint_every=10"]
         settings += ["train.eval_every=1000000", "train.eval_tokens=64", f"run.dir={self.folder}"]
         settings += [f"engine.timeout_seconds={case.timeout}", "engine.threads=1"]
@@ -155,7 +158,7 @@ class Trial:
             if self.case.fault == "loss":
                 found["loss_by"] = nodes.lose(0.01)
             ranks = self.start(nodes, "first")
-            wait(lambda: self.lines() >= 5 or ended(ranks), START)
+            wait(lambda: self.lines() >= BEFORE or ended(ranks), START)
             if ended(ranks):
                 return self._tell(found | {"happened": "ended"}, ranks, [0.0, 0.0])
             began = time.monotonic()
@@ -204,7 +207,7 @@ class Trial:
 
     def _tell(self, row: dict[str, Any], ranks: list[Any], ends: list[Any]) -> dict[str, Any]:
         if row["happened"] == "went on":
-            return row | {"seconds": max(ends), "equal": self._equal()}
+            return row | {"seconds": max(ends), **self._compared()}
         said = [self.log("first", rank).read_text(errors="replace") for rank in range(len(ranks))]
         found = [[m for m in map(LINE.fullmatch, text.splitlines()) if m] for text in said]
         row |= {"seconds": ends, "lines": [[m[0] for m in each] for each in found]}
@@ -224,17 +227,14 @@ class Trial:
             codes = [process.poll() for process in ranks]
         from_step = re.search(r"goes on after step (\d+)", self.log("again", 0).read_text())
         facts = {"codes": codes, "after": int(from_step[1]) if from_step else None}
-        good = codes == [0, 0]
-        seconds = round(time.monotonic() - began, 1)
-        return facts | {"seconds": seconds, "equal": good and self._equal()}
+        facts["seconds"] = round(time.monotonic() - began, 1)
+        return facts | (self._compared() if codes == [0, 0] else {"equal": False})
 
-    def _equal(self) -> bool:
-        """The undisturbed run's numbers and weights; that run is equal to itself."""
-        whole = self.work / "whole"
-        if self.folder == whole:
-            return True
-        own, wanted = (outcome(folder, self.steps) for folder in (self.folder, whole))
-        return same(dict(enumerate(own)), dict(enumerate(wanted)))
+    def _compared(self) -> dict[str, Any]:
+        """Whether all files, times aside, are the undisturbed run's; which are not."""
+        own, wanted = outcome(self.folder), outcome(self.work / "whole")
+        differing = [n for n in {**own, **wanted} if own.get(n) != wanted.get(n)]
+        return {"equal": not differing, "differing": sorted(differing)}
 
 
 def ended(ranks: list[subprocess.Popen[bytes]]) -> bool:
@@ -298,22 +298,31 @@ def main() -> int:
     wanted = [case.name for case in CASES if not args.cases or case.name in args.cases.split(",")]
     work = Path(tempfile.mkdtemp(prefix="links-"))
     began = time.monotonic()
+    facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
+    facts |= {"cpu": args.cpu, "steps": args.steps}
     rows = [in_process("whole", work, args)]
     with ThreadPoolExecutor(args.beside) as pool:
-        rows += pool.map(
-            lambda name: in_process(name, work, args), [n for n in wanted if n != "whole"]
-        )
+        others = [name for name in wanted if name != "whole"]
+        under_way = [pool.submit(in_process, name, work, args) for name in others]
+        for done in as_completed(under_way):
+            rows.append(done.result())
+            keep(args.out, work, facts, rows, began)
+    bad = [row["name"] for row in rows if not good(row)]
     seconds = round(time.monotonic() - began)
-    facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}
-    results = {**facts, "cpu": args.cpu, "steps": args.steps, "seconds": seconds, "results": rows}
-    (args.out / "links.json").write_text(json.dumps(results, indent=1) + "\n")
-    logs = args.out / "links-logs"
+    print(f"{len(rows)} cases in {seconds} s; not as they must be: {', '.join(bad) or 'none'}")
+    return 1 if bad else 0
+
+
+def keep(
+    out: Path, work: Path, facts: dict[str, Any], rows: list[dict[str, Any]], began: float
+) -> None:
+    """What is known, should time end here."""
+    found = {**facts, "seconds": round(time.monotonic() - began), "results": rows}
+    (out / "links.json").write_text(json.dumps(found, indent=1) + "\n")
+    logs = out / "links-logs"
     logs.mkdir(exist_ok=True)
     for log in work.glob("*.txt"):
         shutil.copy(log, logs)
-    bad = [row["name"] for row in rows if not good(row)]
-    print(f"{len(rows)} cases in {seconds} s; not as they must be: {', '.join(bad) or 'none'}")
-    return 1 if bad else 0
 
 
 if __name__ == "__main__":
