@@ -135,7 +135,7 @@ def test_the_table(capsys) -> None:
     [
         (["modle=13b"], "modle"),
         (["--gpu-gib", "-3"], "use more than 0"),
-        (["--memory-gib", "-3"], "--memory-gib -3"),
+        (["--memory-gib", "-3"], "--memory-gib"),
         (["recipe=w4", "cluster.nodes=1", "cluster.gpus_per_node=1"], "no wires to quantize"),
         (["model=hf", "model.options={model_type: gpt2}"], "has dropout"),
     ],

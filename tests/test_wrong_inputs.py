@@ -196,7 +196,7 @@ plan model=hf model.path=models/lama => model.path=models/lama | download the mo
 plan model=hf => model=hf needs model.path (a folder with | ...}
 plan recipe=zeropp cluster.nodes=1 cluster.gpus_per_node=1 => recipe zeropp | change the cluster or
 bench => say what to measure | zpp-lab bench WHAT, of kernels, collectives,
-bench everything => no bench 'everything' | kernels, collectives, virtual,
+bench everything => no bench 'everything' | kernels, collectives, step
 bench collectives --ranks 0 => --ranks: 0: use 1 or more; see zpp-lab bench collectives --help
 bench collectives --bits 5 --cpu => 5 | see zpp-lab bench collectives --help
 bench collectives --nodes 3 --ranks 2 --cpu => --nodes 3 does not divide 2 ranks: set --ranks

@@ -94,7 +94,7 @@ def _check_names(overrides: list[str]) -> None:
 def _check_each(overrides: list[str]) -> None:
     """ValueError for a value that no job could have, before the first job. Each is looked at once,
     beside the first values of what else is swept: all combinations would take too long."""
-    own = [word for word in overrides if not word.startswith(("hydra.", "hydra/"))]
+    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
     values = [_values(word) for word in own]
     first = [of[:1] for of in values]
     tried = [first]

@@ -79,7 +79,7 @@ def test_settings_that_nobody_would_heed(
     words = ["export", str(run), "--out", str(tmp_path / "again"), "--to"]
     assert main([*words, "peft", "--quantized"]) == 2
     assert main([*words, "table", "--codec", "bits=4"]) == 2
-    assert main([*words, "hf", "--group-size", "0"]) == 2
+    assert main([*words, "hf", "--group-size", "8"]) == 2
     said = capsys.readouterr().err
     assert "--quantized is for --to hf" in said
     assert "--codec is for --to hf --quantized" in said

@@ -66,7 +66,7 @@ def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
     device = torch.device("cpu")
     engine = build_engine(config, 256, device)
     assert isinstance(engine, VirtualEngine)
-    resume(config, engine, open_store(config, tmp_path / "run" / "checkpoints", device, 0), device)
+    resume(config, engine, open_store(config, tmp_path / "run" / "checkpoints", device))
     tokens = open_data(config.data).batch(1, 0, 0, 0, 2, 16)[0]
     engine.token_losses(0, [(tokens, tokens)], wire=False)  # loads the master adapters
     with torch.no_grad():

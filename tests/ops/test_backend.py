@@ -27,7 +27,7 @@ def test_an_unknown_backend_names_the_choices() -> None:
 
 @no_gpu
 def test_a_forced_choice_that_cannot_be_met_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"no CUDA GPU.*ops\.backend=auto"):
+    with pytest.raises(ValueError, match=r"no CUDA GPU.*ops\.backend=auto"):
         ops.configure("cuda")
     assert ops.status()["problem"]
 
@@ -45,7 +45,7 @@ def test_auto_serves_cpu_tensors_by_the_reference() -> None:
 def test_forced_cuda_refuses_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend._state, "backend", "cuda")
     layout = Layout.build(["w"], [8], [BlockCodec(4, 64)])
-    with pytest.raises(RuntimeError, match=r"engine\.device=cuda or ops\.backend=auto"):
+    with pytest.raises(ValueError, match=r"engine\.device=cuda or ops\.backend=auto"):
         ops.encode(layout, [torch.zeros(8)], None, torch.zeros(1, layout.nbytes, dtype=torch.uint8))
 
 

@@ -79,7 +79,7 @@ def test_a_job_that_fails_is_one_outcome_of_several(tmp_path: Path) -> None:
 def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"launcher 'slrum' cannot start.*zpp_lab\[slurm\]"):
         run_with("slrum", tmp_path)
-    with pytest.raises(ValueError, match=r"slurm\n[^:]*$"):  # ends with those that there are
+    with pytest.raises(ValueError, match=r"Available options .*slurm$"):
         run_with("slrum", tmp_path)
     assert not (tmp_path / "out").exists()
 
@@ -197,7 +197,7 @@ def test_what_a_run_asks_of_slurm(overrides: list[str], expected: tuple[int, int
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == expected
     larger = replace(config.model, dim=2048, ffn=8192, layers=16)
     more = needs(replace(config, model=larger))
-    assert more.mem_gb > found.mem_gb or config.engine.name == "deepspeed"
+    assert more.mem_gb >= found.mem_gb or config.engine.name == "deepspeed"
     assert (found.mem_gb == 0) == (config.engine.name == "deepspeed")  # 0: all that a node has
 
 

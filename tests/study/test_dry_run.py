@@ -105,7 +105,7 @@ REFUSED = [
     ("--launcher slrum", "Hydra's launcher 'slrum' cannot start"),
     ("--launcher basic --jobs 2", "--jobs is for runs on this machine"),
     ("--launcher basic --runs-per-gpu 2", "--runs-per-gpu is for runs on this machine"),
-    ("--jobs -1", "jobs=-1: use 0"),
+    ("--jobs -1", "--jobs: -1: use 0 or more"),
     ("--arms w5* --alone", "--arms w5*: no such arm"),
     ("data=text data.path=/no/text", "study smoke, zero3, zero3_reordered, zeropp, qsdp"),
 ]
@@ -159,7 +159,7 @@ def test_files_of_runs_elsewhere_need_not_be_here(words: str, tmp_path: Path, ca
 def test_jobs_and_launchers_are_looked_at_where_a_machine_is_named(tmp_path: Path, capsys) -> None:
     words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--machine", "h200"]
     assert main([*words, "--jobs", "-1"]) == 2
-    assert "jobs=-1: use 0" in capsys.readouterr().err
+    assert "--jobs: -1: use 0 or more" in capsys.readouterr().err
     assert main([*words, "--launcher", "slrum"]) == 2
     assert "'slrum' cannot start" in capsys.readouterr().err
 
