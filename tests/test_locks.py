@@ -133,7 +133,7 @@ def test_a_run_that_ends_while_it_is_read_has_finished(
 
     def ends(path: Path) -> bool:
         seen = held(path)
-        (path / "summary.json").write_text('{"heldout_loss": 2.0, "steps": 3}')
+        (path / "summary.json").write_text('{"heldout_loss": 2.0, "steps": 3, "bytes": {}}')
         process.close()
         return seen
 

@@ -57,7 +57,14 @@ def ended(root: Path, arm: str, loss: float) -> Path:
     rows = [{"step": step, "loss": loss} for step in range(1, 61)]
     rows[29]["heldout_loss"] = rows[59]["heldout_loss"] = loss
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = {"arm": arm, "seed": 1, "steps": 60, "heldout_loss": loss, "data": {"hash": "h"}}
+    summary = {
+        "arm": arm,
+        "seed": 1,
+        "steps": 60,
+        "heldout_loss": loss,
+        "bytes": {},
+        "data": {"hash": "h"},
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 

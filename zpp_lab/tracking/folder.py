@@ -94,11 +94,10 @@ class RunFolder:
 def read_summary(path: Path) -> Record:
     """A run's summary.json. FileNotFoundError, or ValueError that names a damaged one."""
     found = read_object(path)
-    if not found:
-        raise damaged(path, "nothing in it")
     for name, kinds in (("steps", int), ("bytes", dict), ("heldout_loss", int | float | None)):
-        if name in found and not isinstance(found[name], kinds):
-            raise damaged(path, f"{name}: {found[name]!r}")
+        if name not in found or not isinstance(found[name], kinds):
+            said = repr(found[name]) if name in found else "missing"
+            raise damaged(path, f"{name}: {said}")
     return found
 
 
