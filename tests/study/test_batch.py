@@ -92,7 +92,9 @@ if len(sys.argv) == 2:
     script = open(sys.argv[1]).read()
     number = str(70 + len(os.listdir("{log}")))
     open(f"{log}/{{number}}", "w").write(script)
-    subprocess.Popen([sys.executable, __file__, "run", number], stdout=2, start_new_session=True)
+    said = open("{log}.txt", "a")  # not sbatch's own pipes: who called it waits for their end
+    job = [sys.executable, __file__, "run", number]
+    subprocess.Popen(job, stdout=said, stderr=said, start_new_session=True)
     print("Submitted batch job", number)
     sys.exit()
 number = sys.argv[2]
