@@ -141,26 +141,29 @@ def test_an_error_is_not_hidden_by_a_folder_that_takes_no_failure(
 
 @pytest.mark.slow
 def test_ranks_on_a_full_disk_say_it_once() -> None:
-    """Every rank meets it; a limit on the size of files, which ranks inherit, stands for it."""
+    """Every rank meets it; a limit on the size of files, which ranks inherit, stands for it. The
+    same command goes on where there is room."""
     words = ["run.dir=runs/ranks", "engine=fsdp", "engine.device=cpu", "cluster=1x2"]
+    words += ["data.heldout_every=2"]  # enough held-out tokens for no word about them
     words += ["model.dim=64", "model.ffn=256", "model.heads=2", "model.kv_heads=2"]
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    code = f"{limit}; from zpp_lab.cli import main; raise SystemExit(main())"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "train",
-        *sorted(HERE),
-        *words,
-        "train.steps=2",
-        "train.warmup_steps=1",
-    ]
+    words += ["train.steps=8", "train.checkpoint_every=2", "train.warmup_steps=1"]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}));"
+    code = "from zpp_lab.cli import main; raise SystemExit(main())"
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # else the limit cuts those files
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=env
-    )
-    assert ended.returncode == 2, ended.stderr
-    (line,) = ended.stderr.splitlines()
-    assert "File too large" in line
-    assert "ulimit -f" in line
+
+    def start(code: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, "train", *sorted(HERE), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=False, env=env
+        )
+
+    for size, path in ((100_000, "runs/ranks/checkpoints: "), (1_000, "/config.yaml: ")):
+        ended = start(f"{limit.format(size)} {code}")
+        assert ended.returncode == 2, ended.stderr
+        (line,) = ended.stderr.splitlines()
+        assert path in line
+        assert "File too large" in line
+        assert "ulimit -f" in line
+    ended = start(code)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert Path("runs/ranks/summary.json").exists()

@@ -43,6 +43,7 @@ from zpp_lab.collectives import watchdog
 from zpp_lab.config import Config, load
 from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
 from zpp_lab.emulate.mps import PROGRAM, check_client
+from zpp_lab.files import write_atomic
 from zpp_lab.footprint import StartUp
 from zpp_lab.host_memory import KILLED, check_host_memory
 from zpp_lab.locks import at_work, hold
@@ -134,7 +135,7 @@ def start(config: Config) -> Record:
     kills = oom_kills()
     with tempfile.TemporaryDirectory() as temporary, served(placement) as where:
         file = Path(temporary, "config.yaml")
-        file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        write_atomic(file, yaml.safe_dump(asdict(config), sort_keys=False))
         settings = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

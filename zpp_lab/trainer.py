@@ -330,7 +330,7 @@ class Trainer:
             "traceback": traceback.format_exc(),
         }
         if tracker is not None:
-            tracker.fail(failure)
+            tracker.fail(failure, full=is_full(error))
         elif self.rank == 0:
             try:
                 write_failure(self.folder, failure)

@@ -116,6 +116,8 @@ def test_fail_never_hides_the_failure(
     monkeypatch.setattr(tracker, "write_atomic", refuse)
     one.fail({"outcome": "crashed"})
     assert "failure.json: [Errno 28]" in capsys.readouterr().err
+    one.fail({"outcome": "crashed"}, full=True)  # which the failure says itself
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("study", "wandb"), [(None, "off"), ("smoke", "offline")])

@@ -137,8 +137,8 @@ class MetricsLog:
                 os.ftruncate(self._file, size)
             raise OSError(
                 error.errno,
-                f"cannot write step {step} to {self.path}: {error.strerror}. The steps before it "
-                "are safe: make room and start the run again, it resumes",
+                f"cannot write step {step} to {self.path}: {error.strerror}, but the steps "
+                "before it are safe; make room, then the same command goes on",
             ) from error
         self._last = step
 

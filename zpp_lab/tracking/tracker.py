@@ -18,7 +18,7 @@ from typing import Any, cast
 import yaml
 
 from zpp_lab.config import Config
-from zpp_lab.files import write_atomic
+from zpp_lab.files import is_full, write_atomic
 from zpp_lab.tracking.console import Progress
 from zpp_lab.tracking.folder import CONFIG, FAILURE, METRICS, SUMMARY
 from zpp_lab.tracking.jsonl import MetricsLog, Record, to_json
@@ -81,12 +81,14 @@ class Tracker:
         self._metrics.sync()
         self._close()
 
-    def fail(self, info: dict[str, Any]) -> None:
-        """Write failure.json. Never raises: the failure itself is what must be seen."""
+    def fail(self, info: dict[str, Any], *, full: bool = False) -> None:
+        """Write failure.json. Never raises: the failure itself is what must be seen. full: it is
+        that the disk is full, so a second line on that is not said."""
         try:
             write_atomic(self.folder / FAILURE, to_json(info, indent=1) + "\n")
         except Exception as error:
-            _say(f"cannot write {self.folder / FAILURE}: {error}")
+            if not (full and is_full(error)):
+                _say(f"cannot write {self.folder / FAILURE}: {error}")
         self._close()
 
     def _restore(self, resume_step: int) -> None:
