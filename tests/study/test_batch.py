@@ -105,6 +105,7 @@ for job in range(int(last or 0) + 1):
     own["JOB_ID"] = number + str(job) if last else number
     own |= {{"JOB_NUM_NODES": asked["nodes"], "NNODES": asked["nodes"]}}
     own["TASKS_PER_NODE"] = asked["ntasks-per-node"]
+    own["CPUS_PER_TASK"] = asked["cpus-per-task"]
     environment = {{f"SLURM_{{k}}": str(v) for k, v in own.items()}}
     subprocess.run(["bash", f"{log}/{{number}}"], env={{**os.environ, **environment}})
 open(f"{log}.{{number}}.ended", "w")
@@ -118,11 +119,12 @@ tasks = []
 for rank in range(nodes * each):
     node, local = divmod(rank, each)
     own = {{**shared, "PROCID": rank, "NODEID": node, "LOCALID": local}}
+    own["CPUS_PER_TASK"] = os.environ.get("SRUN_CPUS_PER_TASK", 1)  # as of Slurm 22.05
     environment = {{**os.environ, **{{f"SLURM_{{k}}": str(v) for k, v in own.items()}}}}
     said = open("{log}.txt", "a")
     tasks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
 codes = [task.wait() for task in tasks]
-print(codes, file=open("{log}.codes", "a"))
+print(codes, own["CPUS_PER_TASK"], file=open("{log}.codes", "a"))
 sys.exit(max(map(abs, codes)))
 """
 SACCT = """#!{python}
@@ -167,6 +169,7 @@ def test_slurm_starts_a_task_for_each_rank(tmp_path: Path, slurm: Path) -> None:
     """Both kinds of jobs, each with its own header; real ranks find each other and do one run."""
     file, root = mixed(tmp_path, "cluster=2x1", "engine.device=cpu"), tmp_path / "out"
     words = ["--launcher", "slurm", "--dir", str(root), "hydra.launcher.partition=mine"]
+    words.append("hydra.launcher.setup=['export MINE=\"a, $HOME\"']")
     assert main(["study", str(file), "cluster=2x1", *words, "--no-report"]) == 0
     scripts = sorted(path.read_text() for path in slurm.iterdir())
     found = [dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", script)) for script in scripts]
@@ -178,7 +181,8 @@ def test_slurm_starts_a_task_for_each_rank(tmp_path: Path, slurm: Path) -> None:
     assert real.heldout_loss == virtual.heldout_loss  # the engines agree, so all ranks were there
     assert real.config["engine"]["name"] == "fsdp"
     codes = slurm.with_suffix(".codes").read_text().split("\n")
-    assert sorted(codes) == ["", "[0, 0]", "[0]"]
+    assert sorted(codes) == ["", "[0, 0] 8", "[0] 8"]
+    assert all('export MINE="a, $HOME"\n' in script for script in scripts)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from zpp_lab.compose import to_config
 from zpp_lab.config import Config, RunConfig, StudyConfig
-from zpp_lab.hydra_words import quote, setting_of
+from zpp_lab.hydra_words import quote, setting_of, written
 from zpp_lab.paths import conf_dir
 from zpp_lab.study import attempts
 from zpp_lab.study.foreseen import host_bytes
@@ -41,6 +41,7 @@ from zpp_lab.study.queue import Stop
 
 _CPUS = 8  # of a process, where engine.threads does not say
 _PROCESS_GB = 8  # host memory of a process: torch, CUDA's context, the text
+_OF_A_TASK = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"  # else Slurm 22.05 binds it to one
 _STEP_GB = 8  # memory is asked for in such steps, so that arms that hardly differ ask alike
 _SLURM = "SlurmLauncher"
 _FIXED = ("nodes", "tasks_per_node", "gpus_per_node")  # what a run is made for
@@ -224,6 +225,9 @@ def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
         elif name not in taken:
             none = name == "gpus_per_node" and value == 0
             words.append(f"hydra.launcher.{name}={'null' if none else value}")
+    if "cpus_per_task" not in taken:
+        lines = [*(told.get("setup") or ()), _OF_A_TASK]
+        words.append(f"hydra.launcher.setup={written(lines)}")
     if need.nodes * need.tasks_per_node > 1:  # rank r sits on node r // gpus_per_node
         words.append("++hydra.launcher.additional_parameters.distribution=block")
     return words
