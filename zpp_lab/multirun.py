@@ -62,7 +62,7 @@ def _slurm_words(overrides: list[str]) -> list[str]:
     chosen = [word.partition("=")[2] for word in overrides if setting_of(word) == "hydra/launcher"]
     if not chosen:
         return []
-    from zpp_lab.study.batch import jobs_of
+    from zpp_lab.study.batch import check_sbatch, jobs_of
 
     told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
     own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
@@ -78,6 +78,8 @@ def _slurm_words(overrides: list[str]) -> list[str]:
             f"these jobs ask for different nodes, GPUs or memory of Slurm: {one}; {other}: sweep "
             "them in commands of their own, or write a study"
         )
+    if groups[0].words:
+        check_sbatch(f"hydra/launcher={chosen[-1]}")
     return list(groups[0].words)
 
 

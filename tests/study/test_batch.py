@@ -292,6 +292,14 @@ def test_jobs_of_a_sweep_that_ask_for_different_things_are_told(
     assert "these jobs ask for different nodes" in capsys.readouterr().err
     assert main(["study", "smoke", "hydra.launcher.partition=x"]) == 2
     assert "go with --launcher" in capsys.readouterr().err
+    monkeypatch.setattr("zpp_lab.study.batch.shutil.which", lambda _: None)
+    for command in (
+        ["train", "-m", "hydra/launcher=slurm", "seed=1,2", "engine.device=cpu"],
+        ["study", "smoke", "--launcher", "slurm"],
+    ):
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "slurm: no sbatch here; start this on a node that" in line
     assert not list(tmp_path.iterdir())
 
 

@@ -128,10 +128,15 @@ class Batch:
 def check_batch(name: str, root: Path, settings: Sequence[str], runs: Sequence[PlannedRun]) -> None:
     """ValueError, before anything is written, for a launcher that cannot start here or that is told
     something else than a run needs."""
-    if check_launcher(name, root, settings, runs) and shutil.which("sbatch") is None:
+    if check_launcher(name, root, settings, runs):
+        check_sbatch(f"--launcher {name}", " (--dry-run shows their headers anywhere)")
+
+
+def check_sbatch(asked: str, more: str = "") -> None:
+    """ValueError, which begins with the words that asked for Slurm, where it is not to be had."""
+    if shutil.which("sbatch") is None:
         raise ValueError(
-            f"--launcher {name}: no sbatch here; start this on a node that submits jobs to Slurm "
-            "(--dry-run shows their headers anywhere)"
+            f"{asked}: no sbatch here; start this on a node that submits jobs to Slurm{more}"
         )
 
 
