@@ -26,7 +26,8 @@ from omegaconf import DictConfig, open_dict
 from zpp_lab.compose import compose, explain, to_config
 from zpp_lab.hydra_words import readable, setting_of, written
 from zpp_lab.paths import conf_dir
-from zpp_lab.runconfig import check_recipe_name, has_ended
+from zpp_lab.runconfig import check_recipe_name, differing, flat_config, has_ended
+from zpp_lab.tracking.identity import arm_name
 
 
 def multirun(overrides: list[str]) -> int:
@@ -37,7 +38,11 @@ def multirun(overrides: list[str]) -> int:
         # Written out, because a job elsewhere has no such variable.
         overrides = [*overrides, f"hydra.sweep.dir={folder}"]
     overrides = [readable(word) for word in overrides]
-    _check_each(overrides)
+    varying = _check_each(overrides)
+
+    def job(composed: DictConfig) -> float:
+        return _job(composed, varying)
+
     try:
         _check_names(overrides)
         overrides += _slurm_words(overrides)
@@ -46,7 +51,7 @@ def multirun(overrides: list[str]) -> int:
         named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
         with _command_line("--multirun", *overrides, named):
             task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
-            task(_job)()
+            task(job)()
     except HydraException as error:
         raise ValueError(explain(error, overrides)) from None
     except BaseException:
@@ -93,17 +98,24 @@ def _check_names(overrides: list[str]) -> None:
                 check_recipe_name(str(name).strip("'\""))
 
 
-def _check_each(overrides: list[str]) -> None:
-    """ValueError for a value that no job could have, before the first job. Each is looked at once,
-    beside the first values of what else is swept: all combinations would take too long."""
+def _check_each(overrides: list[str]) -> set[str]:
+    """The settings that differ between jobs, apart from the recipe's name. ValueError for a value
+    that no job could have, before the first job. Each is looked at once, beside the first values of
+    what else is swept: all combinations would take too long."""
     own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
     values = [_values(word) for word in own]
     first = [of[:1] for of in values]
-    tried = [first]
-    for i, of in enumerate(values):
-        tried += [[*first[:i], [value], *first[i + 1 :]] for value in of[1:]]
-    for words in tried:
-        compose([word for of in words for word in of])
+    base = compose([word for of in first for word in of])
+    varying = set()
+    for i, (word, of) in enumerate(zip(own, values, strict=True)):
+        if not of:
+            varying.add(setting_of(word))
+        for value in of[1:]:
+            words = [*first[:i], [value], *first[i + 1 :]]
+            other = compose([word for one in words for word in one])
+            if setting_of(word) not in ("recipe", "recipe.name"):  # an arm has the name itself
+                varying.update(differing(flat_config(base), flat_config(other)))
+    return varying
 
 
 def _values(override: str) -> list[str]:
@@ -143,7 +155,7 @@ def _command_line(*words: str) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
-def _job(composed: DictConfig) -> float:
+def _job(composed: DictConfig, varying: set[str]) -> float:
     """One job; returns the held-out loss, for sweepers that optimize."""
     from zpp_lab.launcher import launch, leave
     from zpp_lab.preflight import check_run
@@ -154,7 +166,7 @@ def _job(composed: DictConfig) -> float:
     with open_dict(composed):
         folder = f"{settings.sweep.dir}/{name}/seed{composed.seed}"
         composed.run.dir = composed.run.dir or folder
-        composed.run.name = composed.run.name or f"{name}-seed{composed.seed}"
+        composed.run.arm = composed.run.arm or arm_name(to_config(composed), varying)
     config = to_config(composed)
     if not has_ended(config):
         check_run(config)

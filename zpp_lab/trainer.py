@@ -44,6 +44,7 @@ from zpp_lab.runconfig import check_same_run, has_ended, run_dir
 from zpp_lab.rundata import check_same_data, check_start, note_data
 from zpp_lab.tracking import Tracker
 from zpp_lab.tracking.folder import METRICS, SUMMARY, read_summary, write_failure
+from zpp_lab.tracking.identity import arm_of
 from zpp_lab.tracking.jsonl import Record, read, to_json
 
 Data = TokenData | PackedData
@@ -294,7 +295,7 @@ class Trainer:
         return {
             "outcome": "finished",
             "study": config.run.study,
-            "arm": config.run.arm or config.recipe.name,
+            "arm": arm_of(asdict(config)),
             "recipe": config.recipe.name,
             "seed": config.seed,
             "steps": self.step,

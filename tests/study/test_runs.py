@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,8 +147,9 @@ def test_a_zero3_with_bits_is_no_baseline(tmp_path: Path) -> None:
 
 
 def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", W4, 1, steps=2)
-    write_run(tmp_path / "b", W4, 1, steps=2)
+    w4 = replace(W4, weights={"block_size": None})  # as the recipe's file has it
+    write_run(tmp_path / "a", w4, 1, steps=2)
+    write_run(tmp_path / "b", w4, 1, steps=2)
     study, runs, notes = study_of("x", find_runs(tmp_path))
     assert [run.dir.name for run in runs] == ["a"]
     assert notes[0] == "b repeats a (w4, seed 1)."

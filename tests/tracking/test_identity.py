@@ -65,7 +65,7 @@ def test_raw_wires_have_no_number_of_bits() -> None:
 def test_a_study_groups_its_arms(tmp_path: Path) -> None:
     values = config("run.study=bits", "run.arm=w4", "seed=2")
     named = identity(RunFolder(tmp_path), values)
-    assert (named["group"], named["job_type"], named["name"]) == ("bits", "w4", "w4-seed2")
+    assert (named["group"], named["job_type"], named["name"]) == ("bits", "w4", "w4 seed2")
     assert identity(RunFolder(tmp_path), config("tracking.group=g"))["group"] == "g"
 
 
@@ -75,4 +75,23 @@ def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:
     named = identity(RunFolder(folder), config(f"run.dir={tmp_path}", "run.name=four"))
     assert (named["group"], named["name"]) == ("sweep-1", "four")
     plain = identity(RunFolder(folder), config())
-    assert (plain["group"], plain["name"]) == (None, "seed1")
+    assert (plain["group"], plain["name"]) == (None, "zero3 seed1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arm"),
+    [
+        (["recipe=zero3"], "zero3"),
+        (["recipe=zero3", "recipe.weights.bits=4"], "zero3 weights.bits=4"),
+        (["recipe=w4"], "w4"),
+        (["recipe=w4", "recipe.weights.bits=null"], "w4 weights.bits=null"),
+        (["recipe=zero3", "recipe.weights.block_size=64"], "zero3"),  # of no codec
+        (["recipe=base", "recipe.name=mine", "recipe.weights.bits=2"], "mine"),
+    ],
+)
+def test_a_plain_run_is_called_by_the_recipe_that_it_really_has(
+    overrides: list[str], arm: str, tmp_path: Path
+) -> None:
+    named = identity(RunFolder(tmp_path), config(*overrides, "seed=2"))
+    assert (named["job_type"], named["name"]) == (arm, f"{arm} seed2")
+    assert f"recipe={arm}" in named["tags"]

@@ -88,6 +88,21 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert run.run.run_id == state(tmp_path)["id"]
 
 
+def test_runtime_is_how_long_the_run_took(tmp_path: Path, fake_wandb: FakeWandb) -> None:
+    tracker = Tracker(config(wandb="off"), tmp_path, 0)
+    for step in (1, 2):
+        tracker.log({**record(step), "seconds": 1000.0 * step})
+    finish(tracker)
+    assert follow(RunFolder(tmp_path), "offline", lambda: True)
+    summary = OfflineRun(tmp_path).summary
+    assert (summary["_runtime"], summary["_wandb"]) == (2000, {"runtime": 2000})
+    for _ in range(2):  # at the second time the server knows how long the first was
+        sync(tmp_path)
+        ((_, run),) = fake_wandb.runs.items()
+        shown = json.loads(run["summary"])
+        assert (shown["_runtime"], shown["_wandb"]) == (2000, {"runtime": 2000})
+
+
 def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def cfg(arm: str, **tracking: Any) -> Config:
         return config(RunConfig(study="smoke", arm=arm), **tracking)
@@ -101,7 +116,7 @@ def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture
     assert handle.wait(LIMIT), (tmp_path / "wandb.log").read_text()
     one, two = OfflineRun(tmp_path / "zero3" / "seed3"), OfflineRun(tmp_path / "w2")
     assert (one.run.run_group, one.run.job_type, one.exit) == ("smoke", "zero3", 0)
-    assert one.run.display_name == "zero3-seed3"
+    assert one.run.display_name == "zero3 seed3"
     assert len(one.history) == len(two.history) == 20
     assert two.summary["final/outcome"] == "diverged"
     assert two.exit == 1

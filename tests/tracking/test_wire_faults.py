@@ -79,7 +79,7 @@ def test_wandbs_own_reader_reads_what_was_written_offline(tmp_path: Path) -> Non
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     seen = json.loads(shown.stdout)
-    assert (seen["name"], seen["state"], seen["step"]) == ("w4-seed3", "finished", 20)
+    assert (seen["name"], seen["state"], seen["step"]) == ("w4 seed3", "finished", 20)
     assert seen["summary"]["loss"] == {"min": 0.2, "last": 0.2}
     assert seen["summary"]["final/outcome"] == "finished"
     assert (seen["config"]["study"], seen["config"]["arm"]) == ("s", "w4")

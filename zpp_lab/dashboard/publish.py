@@ -92,6 +92,7 @@ def _send(root: Path, name: str, mode: Mode) -> str | None:
         mode,
         str(root),
         float(tracking.get("timeout_seconds", 60.0)),
+        summarized=True,
         id=run_id,
         name=f"{name} report",
         project=tracking.get("project", "zpp_lab"),

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zpp_lab.config import ArmConfig, Config, StudyConfig
+from zpp_lab.config import ArmConfig, StudyConfig
 from zpp_lab.runconfig import differing, flat_config
 from zpp_lab.study.runs import Run
+from zpp_lab.tracking.identity import arm_name, heeded, sets
 
 BASELINE = "zero3"
-_NAME = "recipe.name"
-_PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
-_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
 _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
 
 
@@ -47,34 +45,29 @@ def study_of(name: str, runs: Sequence[Run]) -> tuple[StudyConfig, list[Run], li
 def _name_arms(runs: Sequence[Run]) -> list[Run]:
     by_name: dict[str, list[Run]] = {}
     for run in runs:
-        by_name.setdefault(run.arm, []).append(run)
+        # A sweep names its arms by what it varied, and all runs here may vary more.
+        of_sweep = run.arm.startswith(f"{run.recipe} ")
+        by_name.setdefault(run.recipe if of_sweep else run.arm, []).append(run)
     return [r for name, group in by_name.items() for r in _split(name, group)]
 
 
 def _split(name: str, group: list[Run]) -> list[Run]:
     """Give the runs of one recipe their own arm names where their settings vary."""
-    flat = [_settings(run) for run in group]
-    known = flat[:1]
-    if name == BASELINE and any(map(_has_bits, group)):  # its name alone would say: no codec
-        known.append(flat[0] | _PLAIN)
-    varying = sorted({k for one in known for other in flat for k in differing(one, other)})
-    varying = [key for key in varying if key != "seed"]
-
-    def label(settings: dict) -> str:
-        parts = [f"{k.removeprefix('recipe.')}={settings.get(k)}" for k in varying]
-        return " ".join([name, *(p for p in parts if not p.endswith("=None"))])
-
-    return [replace(run, arm=label(settings)) for run, settings in zip(group, flat, strict=True)]
+    flat = [heeded(run.config) for run in group]
+    varying = {key for other in flat for key in differing(flat[0], other)}
+    named = [arm_name(r.config, varying, None if name == r.recipe else name) for r in group]
+    return [replace(run, arm=arm) for run, arm in zip(group, named, strict=True)]
 
 
 def _factors(runs: Sequence[Run], arm: str) -> dict[str, Any]:
     """The recipe's settings that the runs vary, with this arm's levels: what a sweep swept."""
-    flat = {run.arm: _settings(run) for run in runs}
+    flat = {run.arm: heeded(run.config) for run in runs}
     if arm not in flat:
         return {}
     first = next(iter(flat.values()))
     varying = sorted({key for other in flat.values() for key in differing(first, other)})
-    levels = {k: flat[arm].get(k) for k in varying if k.startswith("recipe.") and k != _NAME}
+    own = (key for key in varying if key.startswith("recipe.") and key != "recipe.name")
+    levels = {key: flat[arm].get(key) for key in own}
     return {k: v for k, v in levels.items() if v is None or isinstance(v, str | int | float)}
 
 
@@ -96,22 +89,4 @@ def _baseline(runs: Sequence[Run]) -> str:
 
 
 def _has_bits(run: Run) -> bool:
-    return _sets(run, ".bits")
-
-
-def _sets(run: Run, *fields: str) -> bool:
-    return any(
-        key.startswith("recipe.") and key.endswith(fields) and value is not None
-        for key, value in flat_config(run.config).items()
-    )
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
-    that include null and over blocks has one baseline, not one for each block."""
-    flat = flat_config(run.config)
-    if _sets(run, ".bits", ".codec") or flat.get("recipe.rules"):
-        return flat
-    return {k: v for k, v in flat.items() if not k.startswith(_WIRES)} | {
-        k: v for k, v in _PLAIN.items() if k.startswith(_WIRES)
-    }
+    return sets(flat_config(run.config), ".bits")

@@ -6,13 +6,18 @@ before anyone has made a chart. Plain mappings, as folders of older versions are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
-from zpp_lab.config import WIRES
+from zpp_lab.config import WIRES, Config
+from zpp_lab.paths import conf_dir
+from zpp_lab.runconfig import flat_config
 from zpp_lab.tracking.folder import RunFolder
 
 RAW = "raw"  # the tensor's own bytes
+_PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
+_OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
 _TAG = 64  # characters that a tag may have
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
 
@@ -20,20 +25,68 @@ _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched chan
 def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """wandb.init's arguments that say which run this is: group = study, job type = arm."""
     run, tracking = _section(config, "run"), _section(config, "tracking")
-    arm, seed = arm_of(config), config.get("seed")
     return {
         "id": folder.state()["id"],
-        "name": run.get("name") or (f"{arm}-seed{seed}" if run.get("arm") else folder.path.name),
+        "name": run_name(config),
         "project": tracking.get("project", "zpp_lab"),
         "entity": tracking.get("entity"),
         "group": tracking.get("group") or run.get("study") or _sweep(folder, run),
-        "job_type": arm,
+        "job_type": arm_of(config),
         "tags": tags(config),
     }
 
 
-def arm_of(config: Mapping[str, Any]) -> str | None:
-    return _section(config, "run").get("arm") or _section(config, "recipe").get("name")
+def run_name(config: Mapping[str, Any]) -> str:
+    """The user's own, or arm and seed."""
+    return _section(config, "run").get("name") or f"{arm_of(config)} seed{config.get('seed')}"
+
+
+def arm_of(config: Mapping[str, Any]) -> str:
+    return _section(config, "run").get("arm") or arm_name(config)
+
+
+def arm_name(
+    config: Config | Mapping[str, Any], varying: Collection[str] = (), name: str | None = None
+) -> str:
+    """What a run is called beside runs that differ from it in `varying`, by default for its recipe.
+
+    A recipe that is not what its file says tells where, such as "zero3 weights.bits=4": the name
+    alone would say that there is no codec.
+    """
+    settings = heeded(config)
+    usual = {} if name else _as_written(str(settings["recipe.name"]))
+    keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}
+    parts = [name or str(settings["recipe.name"])]
+    for key in sorted(keys):
+        if (value := settings.get(key, usual.get(key))) is not None or usual.get(key) is not None:
+            parts.append(f"{key.removeprefix('recipe.')}={'null' if value is None else value}")
+    return " ".join(parts)
+
+
+def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
+    that include null and over blocks has one baseline, not one for each block."""
+    flat = flat_config(config)
+    if sets(flat, ".bits", ".codec") or flat.get("recipe.rules"):
+        return flat
+    return flat | {k: _PLAIN.get(k) for k in {*flat, *_PLAIN} if k.startswith(_OF_WIRES)}
+
+
+def sets(flat: Mapping[str, Any], *fields: str) -> bool:
+    """Whether a recipe has a value for one of `fields` on any wire."""
+    own = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(fields))
+    return any(value is not None for value in own)
+
+
+@cache
+def _as_written(recipe: str) -> dict[str, Any]:
+    """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
+    if not (conf_dir() / "recipe" / f"{recipe}.yaml").is_file():
+        return {}
+    from zpp_lab.compose import compose  # Hydra, which no other rank needs
+
+    flat = heeded(compose([f"recipe={recipe}"]))
+    return {k: v for k, v in flat.items() if k.startswith("recipe.")}
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
@@ -42,7 +95,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     cluster, engine = _section(config, "cluster"), _section(config, "engine")
     sent = {wire: codec_label(recipe, wire) for wire in WIRES}
     named = {
-        "recipe": recipe.get("name"),
+        "recipe": arm_name(config),
         "weights": _pair(sent["weights_forward"], sent["weights_backward"]),
         "grads": _pair(sent["grads_intra"], sent["grads_inter"]),
         "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
@@ -96,8 +149,10 @@ def _pair(one: str, other: str) -> str:
 
 
 def _sweep(folder: RunFolder, run: Mapping[str, Any]) -> str | None:
-    """The sweep's folder for a job of `zpp-lab train -m`, which names folder and run itself."""
-    return folder.path.parent.parent.name if run.get("dir") and run.get("name") else None
+    """The sweep's folder for a job of `zpp-lab train -m`, which names folder and arm itself (older
+    ones the run)."""
+    named = run.get("arm") or run.get("name")
+    return folder.path.parent.parent.name if run.get("dir") and named else None
 
 
 def _without_nothing(value: Any) -> Any:

@@ -21,6 +21,7 @@ from zpp_lab.config import Config
 from zpp_lab.files import is_full, write_atomic
 from zpp_lab.tracking.console import Progress
 from zpp_lab.tracking.folder import CONFIG, FAILURE, METRICS, SUMMARY
+from zpp_lab.tracking.identity import run_name
 from zpp_lab.tracking.jsonl import MetricsLog, Record, to_json
 from zpp_lab.tracking.sink_process import SinkHandle, start_run_sink
 from zpp_lab.tracking.wandb_mode import Mode, resolve
@@ -46,12 +47,14 @@ class Tracker:
             (self.folder / name).unlink(missing_ok=True)
         for left in self.folder.glob(".*.tmp"):  # half written, by a process that was killed
             left.unlink(missing_ok=True)
-        write_atomic(self.folder / CONFIG, _yaml(config))
+        text = yaml.safe_dump(_values(config), sort_keys=False, allow_unicode=True)
+        write_atomic(self.folder / CONFIG, text)
         self._metrics = MetricsLog(self.folder / METRICS)
         self.last: Record | None = None  # the last step's record
         self.bytes: dict[str, dict[str, int]] = {}  # {wire: {hop: bytes}} of all steps so far
         self._restore(resume_step)
-        self._progress = Progress(config.train.steps, _label(config), first_step=resume_step)
+        label = run_name(_values(config))
+        self._progress = Progress(config.train.steps, label, first_step=resume_step)
         self._broken: set[str] = set()
         self._sink: SinkHandle | None = None
         self._guard("console", lambda: self._announce(why and f"wandb: {mode} ({why})"))
@@ -140,14 +143,8 @@ def _wandb_mode(config: Config) -> tuple[Mode, str]:
     return mode, why if config.tracking.wandb == "auto" else ""
 
 
-def _yaml(config: Config) -> str:
-    values = dataclasses.asdict(cast(Any, config))
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _label(config: Config) -> str:
-    run = config.run
-    return run.name or f"{run.arm or config.recipe.name}-seed{config.seed}"
+def _values(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(cast(Any, config))
 
 
 def _say(line: str) -> None:

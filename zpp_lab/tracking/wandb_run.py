@@ -10,10 +10,11 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
-from zpp_lab.tracking.baseline import Baseline, find_baseline
+from zpp_lab.tracking.baseline import LOSSES, Baseline, find_baseline
 from zpp_lab.tracking.folder import RunFolder
 from zpp_lab.tracking.identity import identity, shown_config
 from zpp_lab.tracking.jsonl import Record, read
@@ -50,6 +51,7 @@ class WandbRun:
             mode,
             str(folder.path),
             float((config.get("tracking") or {}).get("timeout_seconds", 60.0)),
+            summarized=False,
             config=shown_config(config),
             **identity(folder, config),
         )
@@ -62,6 +64,7 @@ class WandbRun:
         self.gaps = int(folder.state().get("gaps", 0))  # gaps are there up to this step
         self._with_gap: set[int] = set()  # steps after it whose row has one
         self._baseline: Baseline | None = None
+        self._least: dict[str, float] = {}  # of each loss
         _define(self._run)
         self._look_for_baseline()
 
@@ -69,14 +72,34 @@ class WandbRun:
         """Send the records of the steps that wandb does not have yet."""
         if self._baseline is not None:
             self._baseline.refresh()
+        latest: Record = {}
         for record in records:
             self.last_step = step = record["step"]
             if step > self._counter:
                 gap = self._baseline.gap(record) if self._baseline is not None else None
-                self._run.log({**row(record), **(gap or {})}, step=step)
+                values = {**row(record), **(gap or {})}
+                self._run.log(values, step=step)
                 self._counter = step
+                latest |= values
                 if gap:
                     self._with_gap.add(step)
+            latest |= self._whole(record)
+        if latest:
+            self._run.summary.update({**latest, "_step": self._counter, "_timestamp": time.time()})
+
+    def _whole(self, record: Record) -> Record:
+        """What a table shows of a run up to this step: least losses, and how long it has trained,
+        not how long its rows take to be sent."""
+        values: Record = {}
+        for name in LOSSES:
+            if name in record:
+                least = self._least.get(name, record[name])
+                self._least[name] = min(least, record[name])
+                values[name] = {"min": self._least[name], "last": record[name]}
+        if "seconds" in record:
+            seconds = record["seconds"]
+            values |= {"_runtime": seconds, "_wandb": {"runtime": int(seconds)}}
+        return values
 
     def finish(self, outcome: dict[str, Any] | None) -> None:
         """Send the summary and wait, for a bounded time, until the server has it all.
@@ -116,13 +139,15 @@ class WandbRun:
             if gap := self._baseline.gap(record):
                 self._counter += 1
                 self._run.log(gap, step=self._counter)
+                self._run.summary.update({**gap, "_step": self._counter})
             else:
                 missing.append(record["step"])
         self.gaps = min(missing, default=self.last_step + 1) - 1
 
 
-def open_run(mode: Mode, place: str, timeout: float, **named: Any) -> Any:
-    """wandb.init with everything switched off that the run folder has already."""
+def open_run(mode: Mode, place: str, timeout: float, summarized: bool, **named: Any) -> Any:
+    """wandb.init with everything switched off that the run folder has already; `summarized`: by
+    wandb, which counts the seconds that sending takes as the run's."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports to third parties
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
@@ -132,7 +157,7 @@ def open_run(mode: Mode, place: str, timeout: float, **named: Any) -> Any:
         mode="online" if mode == "online" else "offline",
         resume="allow" if mode == "online" else None,
         dir=place,
-        settings=_settings(timeout),
+        settings=_settings(timeout, summarized),
     )
 
 
@@ -158,7 +183,7 @@ def _define_gap(run: Any, prefix: str) -> None:
     run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
 
-def _settings(timeout: float) -> Any:
+def _settings(timeout: float, summarized: bool) -> Any:
     import wandb
 
     return wandb.Settings(
@@ -177,4 +202,5 @@ def _settings(timeout: float) -> Any:
         x_disable_machine_info=True,
         x_disable_viewer=True,
         x_save_requirements=False,
+        x_server_side_derived_summary=not summarized,  # all that it does is: not here
     )
