@@ -22,7 +22,7 @@ $(VENV)/bin/python:
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[report]'
-	$(BIN)/python -c 'import zpp_lab.trainer, zpp_lab.engines.fsdp, zpp_lab.study.report'
+	$(BIN)/python -c 'import zpp_lab.train.trainer, zpp_lab.engines.fsdp.engine, zpp_lab.study.report.report'
 	touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/.ready

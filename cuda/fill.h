@@ -2,7 +2,7 @@
 // the layout's table.
 //
 // `table` is an int64 tensor [segments, COLUMNS] on the host, made once for a layout by
-// zpp_lab/ops/table.py; its columns are the enum below.
+// zpp_lab/codecs/kernels/table.py; its columns are the enum below.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -1,6 +1,6 @@
 // A shipment in one call: meet the link's other ranks, then copy rows out of their slots.
 //
-// The order of zpp_lab/collectives/ring.py (Ring.ship), without the host's way
+// The order of zpp_lab/collectives/peer/slots.py (Ring.ship), without the host's way
 // through Python between its dozen small steps.
 #include <cuda_runtime.h>
 

@@ -6,7 +6,7 @@
 
 namespace zpp {
 
-// A host table int64, made once for a place in a slot by zpp_lab/collectives/express.py: these
+// A host table int64, made once for a place in a slot by zpp_lab/collectives/peer/slots.py: these
 // columns, then for every copy its source and its row in `out`.
 enum Route {
   ROUTE_RANK,     // this rank's place on the link

@@ -1,4 +1,4 @@
-// The pairwise tree of zpp_lab/numerics.py, `fold_sum`, for device and host.
+// The pairwise tree of zpp_lab/codecs/numerics.py, `fold_sum`, for device and host.
 //
 // A row is halved again and again: with n elements left, h = ceil(n / 2), element i < h becomes
 // x[i] + x[i + h], or stays x[i] where i + h is past the end. So element j of what k halvings leave

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zpp_lab.api as zpp
-from zpp_lab.config import ClusterConfig, RecipeConfig
+from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 
 ATOMS, PROPERTIES = 9, 4  # kinds of atoms; numbers to predict
 

@@ -29,7 +29,7 @@ copied() {  # the project as it is now; what it wrote there before stays
 }
 
 commit() {  # of the project as it is now, as its own results would name it; nothing without .git
-  python3 -c 'from zpp_lab.machine import commit; print(commit() or "")'
+  python3 -c 'from zpp_lab.runs.provenance import commit; print(commit() or "")'
 }
 
 begin() {  # lines

@@ -25,15 +25,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from zpp_lab.config import Config
-from zpp_lab.config_load import load
-from zpp_lab.study.appendix import facts
-from zpp_lab.study.band import noise_bands
-from zpp_lab.study.export import export
-from zpp_lab.study.report import build_report
-from zpp_lab.study.result import read_result
-from zpp_lab.study.runs import Run, read_metrics
-from zpp_lab.study.table import (
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
+from zpp_lab.runs.reader import Run, read_metrics
+from zpp_lab.study.judge.noise import noise_bands
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
+from zpp_lab.study.report.export import export
+from zpp_lab.study.report.page import facts
+from zpp_lab.study.report.report import build_report
+from zpp_lab.study.report.table import (
     BAND_COLUMN,
     NOTHING,
     band_cell,
@@ -42,7 +42,6 @@ from zpp_lab.study.table import (
     percent,
     perplexity,
 )
-from zpp_lab.study.verdict import ArmResult, StudyResult
 
 COLUMNS = (
     "Arm",
@@ -150,12 +149,11 @@ def planned_gib(runs: Sequence[Run]) -> float | None:
     config = load(Config, runs[0].config)
     if config.engine.name != "fsdp":
         return None
-    from zpp_lab.cost.model import vocabulary  # torch comes with it
-    from zpp_lab.engines.build import build_plan
-    from zpp_lab.memory import estimate
+    from zpp_lab.engines.build import build_plan, vocabulary
     from zpp_lab.models import build_model
-    from zpp_lab.moments import GIB
-    from zpp_lab.rundata import vocab_size
+    from zpp_lab.train.memory.buffers import GIB
+    from zpp_lab.train.memory.estimate import estimate
+    from zpp_lab.train.resume import vocab_size
 
     try:
         # a tokenizer that lay on the runs' machine is not needed: they say how many tokens it has

@@ -42,7 +42,7 @@ warm() {  # study, overrides: its blocks compiled, by a step of a model that has
   if [ -f "$mark" ] || ! nvidia-smi > /dev/null 2>&1; then return; fi
   mapfile -t settings < <(python3 - "$@" << 'END'
 import sys
-from zpp_lab.compose import load_study
+from zpp_lab.config.compose import load_study
 print(*load_study(sys.argv[1]).overrides, *sys.argv[2:], sep="\n")
 END
   )

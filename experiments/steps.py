@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.utils import deterministic
 
-from zpp_lab import ops
-from zpp_lab.config import Config
+from zpp_lab.codecs import kernels
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches
 from zpp_lab.engines.build import build_engine, pick_device
-from zpp_lab.footprint import GIB, of_ranks, peak_gib, retries
-from zpp_lab.garbage import settled
-from zpp_lab.launcher import connect
-from zpp_lab.machine import commit, machine_facts, versions
-from zpp_lab.place import die_with_parent
+from zpp_lab.runs.provenance import commit, machine_facts, versions
+from zpp_lab.train.footprint import GIB, of_ranks, peak_gib, retries, settled
+from zpp_lab.train.launch.launcher import connect
+from zpp_lab.train.launch.place import die_with_parent
 
 VOCAB = 32000
 
@@ -51,7 +50,7 @@ def start(config: Config) -> torch.device:
     """Join the other ranks."""
     die_with_parent()
     connect(config)
-    ops.configure(config.ops.backend)
+    kernels.configure(config.ops.backend)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # as in training
     return pick_device(config.engine)
 

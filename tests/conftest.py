@@ -7,9 +7,12 @@ import random
 import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.train.launch.fake_mps import fake_mps
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums depend on it; torch is imported after this
 os.environ["COLUMNS"] = "80"  # whatever terminal the tests are started from
@@ -56,3 +59,12 @@ def one_server_of_forks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         yield
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the recorder in MPS's place, which is first on PATH."""
+    folder = tmp_path / "bin"
+    fake_mps(folder)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder

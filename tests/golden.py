@@ -42,14 +42,14 @@ from torch.nn import functional as F
 from tests.engines.fsdp_parity import kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
-from zpp_lab import trainer
 from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec, SegmentNoise, encode
-from zpp_lab.compose import compose, load_study
-from zpp_lab.config import WIRES, Config
+from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
-from zpp_lab.study.result import read_result
-from zpp_lab.study.table import results_csv
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.table import results_csv
+from zpp_lab.train import trainer
 
 FILE = Path(__file__).with_name("golden.json")
 CPU = torch.device("cpu")
@@ -339,7 +339,7 @@ def every(configs: dict[str, Config]) -> dict[str, Any]:
 
 
 def virtual(folder: Path) -> dict[str, Any]:
-    from tests.lora.models import save_base
+    from tests.models.lora.models import save_base
 
     save_base(folder, VOCAB)
     return every({name: config_of(run, "virtual", folder) for name, run in RUNS.items()})

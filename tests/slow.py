@@ -23,9 +23,9 @@ from functools import partial
 LONGEST = (  # these come first: started last, one of them would run alone
     "tests/cuda/test_compile.py",
     "tests/engines/test_fsdp_parity.py",
-    "tests/study/test_kill.py",
-    "tests/test_launcher.py",
-    "tests/study/test_size.py",
+    "tests/study/run/test_kill.py",
+    "tests/train/launch/test_launcher.py",
+    "tests/study/run/test_size.py",
 )
 PYTEST = (sys.executable, "-m", "pytest", "-m", "slow", "-p", "no:cacheprovider")
 GRACE = 20.0  # seconds for fixtures to tidy up

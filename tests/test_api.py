@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from examples.molecules import MoleculeEncoder, molecules, train
 from tests.engines.fsdp_world import run_world
 from zpp_lab.api import init, recipe, shard
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config.schema import ClusterConfig
 
 
 def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:

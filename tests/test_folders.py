@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zpp_lab.folders import below, looks_like_folder, missing, nearest
+from zpp_lab.files import below, looks_like_folder, missing, nearest
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from zpp_lab.collectives import symmetric
+from zpp_lab.collectives.peer import symmetric
 from zpp_lab.collectives.transport import STARTS
-from zpp_lab.engines import compiled, fsdp_comm, fsdp_packed
+from zpp_lab.engines import compile
+from zpp_lab.engines.fsdp import comm, packed
 
 PACKAGE = Path(__file__).parents[1] / "zpp_lab"
-TABLES = (fsdp_comm.LEANS_ON, symmetric.LEANS_ON, compiled.LEANS_ON)
+TABLES = (comm.LEANS_ON, symmetric.LEANS_ON, compile.LEANS_ON)
 
 
 def spelled_out() -> list[str]:
@@ -98,7 +99,7 @@ def _exists(place: str, name: str) -> bool:
     return hasattr(look_up(place), name)
 
 
-@pytest.mark.parametrize("operator", [n for n in fsdp_packed.HANDLERS if n.startswith("fsdp::")])
+@pytest.mark.parametrize("operator", [n for n in packed.HANDLERS if n.startswith("fsdp::")])
 def test_operators_of_fsdp2_fit_their_handlers(operator: str) -> None:
     overloads = getattr(torch.ops.fsdp, operator.removeprefix("fsdp::"), None)
     if overloads is None:  # a name of another torch; the table says which one must be there
@@ -106,7 +107,7 @@ def test_operators_of_fsdp2_fit_their_handlers(operator: str) -> None:
     arguments = overloads.default._schema.arguments
     given = [a.name for a in arguments if not a.kwarg_only]
     named = {a.name: None for a in arguments if a.kwarg_only}
-    inspect.signature(fsdp_packed.HANDLERS[operator]).bind(*given, **named)
+    inspect.signature(packed.HANDLERS[operator]).bind(*given, **named)
 
 
 def test_what_transfers_start_with_exists() -> None:

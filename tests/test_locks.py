@@ -12,14 +12,13 @@ from typing import IO
 
 import pytest
 
-from tests.runs import small
-from zpp_lab import locks
-from zpp_lab.cli import main
-from zpp_lab.launcher import launch
-from zpp_lab.locks import at_work, held, hold, only_one
-from zpp_lab.place import patience
-from zpp_lab.study.runs import read_run
-from zpp_lab.study.states import state
+from tests.small_runs import small
+from zpp_lab import files
+from zpp_lab.cli.main import main
+from zpp_lab.files import at_work, held, hold, only_one
+from zpp_lab.runs.reader import read_run, state
+from zpp_lab.train.launch.launcher import launch
+from zpp_lab.train.launch.place import patience
 
 
 def test_a_second_one_is_refused_until_the_first_has_gone(tmp_path: Path) -> None:
@@ -37,9 +36,9 @@ def test_a_second_one_is_refused_until_the_first_has_gone(tmp_path: Path) -> Non
 def test_a_look_from_elsewhere_refuses_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = open(tmp_path / locks.FILE, "w")  # noqa: SIM115
+    look = open(tmp_path / files.FILE, "w")  # noqa: SIM115
     fcntl.flock(look, fcntl.LOCK_SH)  # as `held` has it for a moment
-    monkeypatch.setattr(locks.time, "sleep", lambda _: look.close())
+    monkeypatch.setattr(files.time, "sleep", lambda _: look.close())
     with at_work(tmp_path):
         assert look.closed
 
@@ -57,8 +56,8 @@ def test_patience_is_for_jobs_that_start_again(
         if now[0] > 80:
             first.close()
 
-    monkeypatch.setattr(locks.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(files.time, "sleep", sleep)
     with at_work(tmp_path, patience({"SLURM_RESTART_COUNT": "1"})):
         assert now[0] == 90
 
@@ -75,7 +74,7 @@ def test_who_waits_says_so(
             first.close()
         real(file, how)
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     hold(tmp_path).close()
     told = "another process is at work here; this one begins when that has ended"
     assert waits == [f"{tmp_path}: {told}\n"]
@@ -87,7 +86,7 @@ def flock_fails(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(locks.fcntl, "flock", fail)
+        patch.setattr(files.fcntl, "flock", fail)
         yield
 
 
@@ -137,7 +136,7 @@ def test_a_run_that_ends_while_it_is_read_has_finished(
         process.close()
         return seen
 
-    monkeypatch.setattr("zpp_lab.study.runs.held", ends)
+    monkeypatch.setattr("zpp_lab.runs.reader.held", ends)
     assert state(read_run(folder)) == "finished"
 
 

@@ -12,14 +12,14 @@ import zpp_lab
 BEFORE = [
     "",
     "from zpp_lab import recipe",
-    "import zpp_lab.trainer",
+    "import zpp_lab.train.trainer",
 ]
 CODE = """
 import types, zpp_lab
 {before}
 config = zpp_lab.recipe("zeropp", "recipe.weights.bits=6")
 assert (config.name, config.weights.bits) == ("zeropp", 6)
-import zpp_lab.engines.build, zpp_lab.study.launch
+import zpp_lab.engines.build, zpp_lab.study.run.launch
 from zpp_lab import init, recipe, shard
 from zpp_lab import api
 for name in zpp_lab.__all__:

@@ -1,127 +1,77 @@
-"""Imports run one way, and configs and studies stay free of torch."""
+"""The rooms of the package, which of them a room may import, and how large they may grow."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "zpp_lab"
-
-# From left to right: a file imports from its own layer and from those before it.
-LAYERS: list[set[str]] = [
-    {"codec_config", "folders"},
-    {"lora_config", "data_config", "study_config", "config_load"},
-    {"model_config"},
-    {
-        "config",
-        "paths",
-        "files",
-        "parser",
-        "cause",
-        "locks",
-        "numerics",
-        "text",
-        "hydra_words",
-        "philox",
-        "piece",
-        "garbage",
-    },
-    {"moments"},
-    {"hub"},
-    {"factors", "checkpoint", "emulate"},
-    {"compose", "place", "runconfig", "machine", "activations", "codecs"},
-    {"inputs"},
-    {"models"},
-    {"data"},
-    {"layout"},
-    {"ops"},
-    {"optimizers"},
-    {"optim", "divergence"},
-    {"collectives", "pulse"},
-    {"frozen"},
-    {"engines"},
-    {"buffers"},
-    {"tracking", "heldout", "memory", "footprint", "commits"},
-    {"resume", "rundata"},
-    {"api", "export", "cost"},
-    {"preflight"},
-    {"trainer"},
-    {"host_memory"},
-    {"launcher", "evaluate", "sequences"},
-    {"bench", "doctor"},
-    {"study"},
-    {"multirun", "dashboard", "planner", "predicted"},
-    {"search"},
-    {"commands"},
-    {"cli"},
-]
-TORCH_FREE = [
-    "config",
-    "factors",
-    "hydra_words",
-    "paths",
-    "compose",
-    "runconfig",
-    "locks",
-    "emulate",
-    "cost.machine",
-    "study",
-    "cli",
-]
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "zpp_lab"
+ROOMS = {  # room or loose file: what it may import
+    "files": "",
+    "config": "files",
+    "data": "files config",
+    "codecs": "files config",
+    "runs": "files config codecs",
+    "models": "files config data codecs runs",
+    "collectives": "files config codecs runs",
+    "engines": "files config data codecs runs models collectives",
+    "train": "files config data codecs runs models collectives engines",
+    "api": "files config data codecs runs models collectives engines train",
+    "study": "files config runs train",
+    "tools": "files config data codecs runs models collectives engines train api study",
+    "cli": "files config data codecs runs engines train study tools",
+}
+TORCH_FREE = ("files", "config", "study", "cli")
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-def layer(module: str) -> int:
-    for i, names in enumerate(LAYERS):
-        if module in names:
-            return i
-    raise AssertionError(f"zpp_lab/{module} has no layer: add it to LAYERS")
-
-
-def files() -> list[Path]:
-    return sorted(
-        p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" or p.parent != PACKAGE
-    )
-
-
-def imported(path: Path) -> set[str]:
-    """First-level zpp_lab modules that a file imports when it is loaded or called."""
+def rooms_imported(path: Path) -> set[str]:
+    """By a file when it is loaded or called."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            if node.module == "zpp_lab":
-                names = [f"zpp_lab.{a.name}" for a in node.names]
-            else:
-                names = [node.module]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inside = node.module == "zpp_lab"
+            found |= {f"zpp_lab.{a.name}" for a in node.names} if inside else {node.module}
         elif isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
-        found |= {n.split(".")[1] for n in names if n.startswith("zpp_lab.")}
-    return found - {"__version__"}
+            found |= {a.name for a in node.names}
+    return {name.split(".")[1] for name in found if name.startswith("zpp_lab.")}
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for other in imported(path):
-        if other != own:
-            assert layer(other) < layer(own), f"{own} must not import {other}"
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_run_one_way(room: str) -> None:
+    own = PACKAGE / f"{room}.py"
+    for path in [own] if own.is_file() else (PACKAGE / room).rglob("*.py"):
+        wrong = rooms_imported(path) - {room, *ROOMS[room].split()}
+        assert not wrong, f"{path.relative_to(PACKAGE)} must not import {wrong}"
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_free_of_torch(module: str) -> None:
-    code = f"import sys, zpp_lab.{module}; sys.exit('torch' in sys.modules)"
+def test_only_the_command_line_imports_tools() -> None:
+    assert [room for room, may in ROOMS.items() if "tools" in may.split()] == ["cli"]
+
+
+def test_no_torch_in_configs_and_studies() -> None:
+    names = [p.relative_to(ROOT).with_suffix("") for p in SOURCES if p.stem != "__main__"]
+    free = [".".join(n.parts) for n in names if n.parts[1] in TORCH_FREE and n.stem != "__init__"]
+    code = f"import sys, importlib; [importlib.import_module(m) for m in {free}]"
+    code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_no_file_is_too_long() -> None:
-    root = PACKAGE.parent
-    for path in [
-        *PACKAGE.rglob("*.py"),
-        *(root / "tests").rglob("*.py"),
-        *(root / "cuda").rglob("*.cu*"),
-    ]:
-        assert path.read_text().count("\n") <= 500, f"{path.name} has more than 500 lines"
+def test_eleven_rooms_and_three_loose_files() -> None:
+    there = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix in ("", ".py")}
+    assert there - {"__pycache__", "conf", "cuda"} == {*ROOMS, "__init__"}
+
+
+def test_sizes() -> None:
+    """A reader stays in one place, and finds it."""
+    folders = Counter(p.parent for p in SOURCES)
+    folders += Counter(d.parent for d in {p.parent for p in SOURCES} if d != PACKAGE)
+    assert {f for f, n in folders.items() if n > 12 and f != PACKAGE} == set()
+    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "cuda").rglob("*.cu*")]:
+        assert path.read_text().count("\n") <= 600, path

@@ -26,18 +26,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zpp_lab.codecs.numerics import clip_factor, total_norm
 from zpp_lab.collectives.choose import Choice, connect, gather_mode
 from zpp_lab.collectives.plan import Bytes, Plan, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import all_gather
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.compose import compose
-from zpp_lab.config import ClusterConfig, Dtype, RecipeConfig
-from zpp_lab.engines.fsdp_wrap import Wrapped, wrap
+from zpp_lab.config.codec import Dtype
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import ClusterConfig, RecipeConfig
+from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.norm import squares
 from zpp_lab.engines.units import Block, cut_units
-from zpp_lab.numerics import clip_factor, total_norm
-from zpp_lab.place import enter, placed
+from zpp_lab.train.launch.place import enter, placed
 
 
 def recipe(name: str, *overrides: str) -> RecipeConfig:

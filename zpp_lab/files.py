@@ -2,17 +2,45 @@
 
 A run can be killed at any moment, and other processes read its folder while it
 works: whoever opens `summary.json` must find all of it or none.
+
+Tables for a terminal, for whoever prints one without the packages of the report.
+
+Where conf/ and cuda/ lie: inside an installed wheel, or beside the package in a checkout.
+
+Folders and files that a user names: is it there, and if not, which one was meant?
+
+Who is at work in a folder: a lock that the kernel lets go when its process dies.
+
+A study holds its folder and a run's process the run's (of several ranks, whoever started them:
+one process for all), so that nothing runs twice and another terminal sees what is running
+without a word from the process.
+
+Some file systems have no such locks (Lustre unless mounted with flock, NFS without its lock
+service). Work goes on there, after a line that says what is lost.
+
+Can the Hugging Face Hub be reached? Its own clients try for most of a minute before they say.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
+import fcntl
 import json
 import os
+import re
 import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import yaml
 
@@ -118,3 +146,288 @@ def need_space(folder: Path, nbytes: int) -> None:
 def is_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, was full, or a file at its limit (ulimit -f)."""
     return isinstance(error, OSError) and error.errno in FULL
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table for a terminal; the first `left` columns are words, the others numbers."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    lines = [columns, ["─" * width for width in widths], *rows]
+    return "\n".join("  ".join(_align(line, widths, left)).rstrip() for line in lines)
+
+
+def shares(quantized: Mapping[Any, float]) -> tuple[str, str]:
+    """The quantized part of each wire's bytes (0 to 1, by wire) for people: of the weights' wires
+    and of the gradients', such as "98.8%", or "99.1/0%" where a kind's two differ."""
+    weights, grads = (
+        [value for wire, value in quantized.items() if wire.startswith(kind)]
+        for kind in ("weights", "grads")
+    )
+    return percents(weights), percents(grads)
+
+
+def percents(values: Sequence[float]) -> str:
+    """Those that differ, rounded down: 100% is all there is."""
+    told = [f"{int(1000 * value + 1e-9) / 10:g}" for value in values]
+    return "/".join(dict.fromkeys(told)) + "%" if told else "–"
+
+
+def _align(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
+    return [
+        cell.ljust(width) if i < left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _folder(name: str) -> Path:
+    for place in (_PACKAGE / name, _PACKAGE.parent / name):
+        if place.is_dir():
+            return place
+    raise FileNotFoundError(f"{name}/ is missing beside and inside {_PACKAGE}: reinstall zpp_lab")
+
+
+def conf_dir() -> Path:
+    return _folder("conf")
+
+
+def cuda_dir() -> Path:
+    return _folder("cuda")
+
+
+_FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
+_SHOWN = 5  # names that are listed where none is similar
+
+
+def looks_like_folder(text: str) -> bool:
+    """Whether `text` means a path of this machine, not a name on the Hugging Face Hub, which is
+    NAME or OWNER/NAME."""
+    begins = text in (".", "..") or text.startswith(("/", "./", "../", "~"))
+    if begins or text.endswith("/") or text.count("/") > 1:
+        return True
+    path = Path(text)
+    return path.exists() or ("/" in text and path.parent.is_dir())
+
+
+def nearest(path: Path) -> Path | None:
+    """The existing path whose name is most like that of the part of `path` that is missing."""
+    parts = [path, *path.parents]
+    last = next((i for i, part in enumerate(parts) if i and part.is_dir()), None)
+    if last is None:
+        return None
+    there, gone = parts[last], parts[last - 1]
+    near = difflib.get_close_matches(gone.name, _names(there), n=1)
+    if not near:
+        return None
+    whole = there / near[0] / path.relative_to(gone)
+    return whole if whole.exists() else there / near[0]
+
+
+def _names(folder: Path) -> list[str]:
+    """None of a folder that this user may not read."""
+    try:
+        return sorted(p.name for p in folder.iterdir())
+    except OSError:
+        return []
+
+
+def missing(path: Path, what: str = "folder") -> str:
+    """What to say of a path that is not there, with what may have been meant."""
+    if path.is_file() and what == "folder":
+        return "a file, not a folder"
+    near = nearest(path)
+    if near is not None and near != path:
+        return f"no such {what} (did you mean {near}?)"
+    there = next((p for p in path.parents if p.is_dir()), None)
+    if there is None or there == Path():
+        return f"no such {what} in {Path.cwd()}" if not path.is_absolute() else f"no such {what}"
+    names = [name for name in _names(there) if not name.startswith(".")]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"no such {what}; in {there}: {', '.join(names[:_SHOWN]) or 'nothing'}{more}"
+
+
+def check_name(name: str) -> None:
+    """ValueError when a study's, arm's, run's or recipe's name cannot be that of a folder just
+    below the one for it."""
+    if not _FOLDER_NAME.fullmatch(name):
+        raise ValueError(
+            "its name is that of a folder; use letters, digits and _ . , + = -, no dot first"
+        )
+
+
+def need_folder(named: str, path: Path, fix: str) -> None:
+    """ValueError, beginning with `named` and ending with `fix`, when `path` is no folder."""
+    if not path.is_dir():
+        raise ValueError(f"{named}: {missing(path)}; {fix}")
+
+
+def below(folder: Path, mark: str) -> str:
+    """A question that names the folders just below that hold `mark`; "" where there are none."""
+    if not folder.is_dir():
+        return ""
+    found = sorted(str(p.parent) for p in folder.glob(f"*/{mark}"))[:_SHOWN]
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+FILE = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_GLANCE = 0.5  # seconds; `held` of another process has the lock for a moment
+_LOOK = 0.05  # seconds between two attempts
+
+
+def hold(folder: Path) -> IO[str]:
+    """Lock `folder` until the file that is returned is closed, waiting for who has it now, after a
+    line that says so."""
+    file = _opened(folder)
+    if not _taken_within(file, _GLANCE):
+        told = f"{folder}: another process is at work here; this one begins when that has ended"
+        print(told, file=sys.stderr, flush=True)
+        _taken(file, fcntl.LOCK_EX)
+    return file
+
+
+@contextmanager
+def _alone(folder: Path, otherwise: str, patience: float = 0.0) -> Iterator[None]:
+    """Hold `folder`. ValueError, `otherwise`, when another process has it all the time."""
+    with _opened(folder) as file:
+        if not _taken_within(file, max(patience, _GLANCE)):
+            raise ValueError(f"{folder}: {otherwise}")
+        yield
+
+
+def _taken_within(file: IO[str], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+    return True
+
+
+def _opened(folder: Path) -> IO[str]:
+    return open(folder / FILE, "w")
+
+
+def _taken(file: IO[str], how: int) -> bool:
+    """Whether this process has the lock now, or there are none. OSError names the file."""
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise OSError(error.errno, error.strerror, file.name) from error
+        print(
+            f"{file.name}: no locks on this file system ({error.strerror}): nothing keeps a second "
+            "start out of this folder, and reports cannot tell that this one is running",
+            file=sys.stderr,
+        )
+    return True
+
+
+@contextmanager
+def at_work(folder: Path, patience: float = 0.0, more: str = "") -> Iterator[None]:
+    """Hold a run's folder, made where it is not there, and gone again where a mistake (ValueError,
+    OSError) came before the run. ValueError, which ends with `more`, when another process has it,
+    and still has it after `patience` seconds."""
+    otherwise = "a run is at work here already; wait for it or stop it, or give another run.dir"
+    with _made(folder), _alone(folder, otherwise + more, patience):
+        yield
+
+
+@contextmanager
+def only_one(root: Path) -> Iterator[None]:
+    """Hold a study's folder, so that two calls never run the same runs at the same time; made, and
+    gone again, as of `at_work`."""
+    otherwise = "a study is running here already; look at it with --watch, wait for it or stop it"
+    with _made(root), _alone(root, otherwise):
+        yield
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """`folder`, made where it is not there. A mistake that ends the body takes it away again as
+    long as it tells of nothing but the mistake."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except (ValueError, OSError):
+        names = {path.name for path in folder.iterdir()}
+        if new and names <= {FILE, "failure.json"}:
+            for name in names:
+                (folder / name).unlink()
+            for path in new:
+                path.rmdir()
+        raise
+
+
+def held(folder: Path) -> bool:
+    """Whether a living process holds `folder`; False where the file system has no locks."""
+    try:
+        file = open(folder / FILE)  # noqa: SIM115
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise OSError(error.errno, error.strerror, file.name) from error
+        return False
+
+
+SECONDS = 3.0  # to wait for an answer
+_ENDPOINT = "https://huggingface.co"
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def asked_offline() -> bool:
+    """Whether the user wants no network: the libraries then answer from their cache, at once."""
+    return any(os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE") for n in _OFFLINE)
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or _ENDPOINT
+
+
+def reachable(seconds: float = SECONDS) -> bool:
+    """Whether a connection to the Hub, or to the proxy in front of it, opens within `seconds`."""
+    if asked_offline():
+        return False
+    answers: list[bool] = []
+    place = _place(endpoint())
+    # a name server that is silent cannot be given a limit, but it can be left alone
+    asker = threading.Thread(target=lambda: answers.append(_opens(*place, seconds)), daemon=True)
+    asker.start()
+    asker.join(seconds)
+    return bool(answers) and answers[0]
+
+
+def why_not() -> str:
+    if asked_offline():
+        return f"{next(n for n in _OFFLINE if os.environ.get(n))} is set"
+    return (
+        f"{endpoint()} gives no answer within {SECONDS:g} s (HF_HUB_OFFLINE=1 asks the cache alone)"
+    )
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Host and port that are talked to first."""
+    target = urlsplit(url)
+    proxy = getproxies().get(target.scheme) or getproxies().get("all")
+    if proxy and not proxy_bypass(target.hostname or ""):
+        target = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    ports = {"http": 80, "https": 443}
+    return target.hostname or "", target.port or ports.get(target.scheme, 1080)
+
+
+def _opens(host: str, port: int, seconds: float) -> bool:
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except OSError:
+        return False
+    return True

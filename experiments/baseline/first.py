@@ -23,7 +23,7 @@ import torch.distributed as dist
 from steps import VOCAB, batches, keep, start, wait
 
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.compose import compose
+from zpp_lab.config.compose import compose
 from zpp_lab.engines.build import build_engine
 
 DEFAULTS = ["engine=fsdp", "cluster=1x4", "engine.compile=true", "tracking.wandb=off"]
@@ -100,7 +100,7 @@ def steps(
 
 def count_shared() -> dict[str, float]:
     """How often memory is shared between ranks from here on, and how long it takes."""
-    from zpp_lab.collectives.symmetric import SymmetricMemory
+    from zpp_lab.collectives.peer.symmetric import SymmetricMemory
 
     found = {"shared memory": 0.0, "shared memory, times": 0.0}
     allocate = SymmetricMemory.allocate

@@ -24,7 +24,7 @@ timed() {  # model, layers, more words of the label, options
 for model in "$@"; do
   all=$(python3 - "$model" << 'END'
 import sys
-from zpp_lab.compose import compose
+from zpp_lab.config.compose import compose
 layers = compose([f"model={sys.argv[1]}"]).model.layers
 if layers is None or layers % 2:
     sys.exit(f"{sys.argv[1]} has {layers} layers: take a model with an even number")

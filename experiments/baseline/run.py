@@ -30,7 +30,7 @@ from steps import as_dict, keep, measure, start
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zpp_lab.compose import compose
+from zpp_lab.config.compose import compose
 
 SETTINGS: dict[str, list[str]] = {
     "eager": ["model.loss_chunk=0", "model.checkpoint_activations=true"],

@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zpp_lab import api
-from zpp_lab.compose import compose
-from zpp_lab.config import ClusterConfig, Config
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
-from zpp_lab.engines.deepspeed import load_deepspeed
-from zpp_lab.launcher import connect
+from zpp_lab.engines.deepspeed.engine import load_deepspeed
 from zpp_lab.models import build_model
-from zpp_lab.place import die_with_parent
+from zpp_lab.train.launch.launcher import connect
+from zpp_lab.train.launch.place import die_with_parent
 
 G4 = ["recipe=base", "recipe.name=g4", "recipe.hops=2", "recipe.grads.bits=4"]
 FIRST_SCALE = 16  # of the loss in fp16, as a power of two: where DeepSpeed begins

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.checkpoint.read import open_saved
-from zpp_lab.config import Config
+from zpp_lab.config.schema import Config
 from zpp_lab.data import open_data
-from zpp_lab.export.model import run_config
-from zpp_lab.export.quantized import WireWeights
 from zpp_lab.models import build_model
-from zpp_lab.rundata import check_same_data
+from zpp_lab.runs.checkpoint.read import open_saved
+from zpp_lab.tools.export.model import run_config
+from zpp_lab.tools.export.wire import WireWeights
+from zpp_lab.train.resume import check_same_data
 
 Read = Callable[[str], Tensor]
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ zpp="python3 -m zpp_lab.cli"
 $zpp study $here/edges.yaml --jobs 2 --dir runs/edges
 $zpp study $here/edges.yaml --jobs 2 --dir runs/edges_slow --arms zero3,w4 --no-report train.lr=3.3e-4
 mapfile -t settings < <(python3 -c "
-from zpp_lab.compose import load_study
+from zpp_lab.config.compose import load_study
 print(*load_study('$here/edges.yaml').overrides, sep='\n')")
 $zpp train "${settings[@]}" recipe=w4 train.checkpoint_every=22 train.keep_checkpoints=2 \
   run.piece_steps=22 run.dir=runs/edges_look || [ $? = 75 ]

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zpp_lab import ops
-from zpp_lab.compose import compose, load_study
-from zpp_lab.config import Config
+from zpp_lab.codecs import kernels
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.layout import Layout
 from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
-from zpp_lab.study.table import markdown_table
+from zpp_lab.study.report.table import markdown_table
 
 BYTES = 256
 TEXT = b" return (size + 1"  # 17 bytes: 16 and what comes after each
@@ -72,9 +72,9 @@ def rounded(config: Config) -> nn.Module:
 def through(layout: Layout, world: int, whole: Sequence[Tensor]) -> list[Tensor]:
     """Parameters encoded and decoded, fp32."""
     payload = torch.empty(world, layout.nbytes, dtype=torch.uint8)
-    ops.encode(layout, [value.flatten() for value in whole], None, payload)
+    kernels.encode(layout, [value.flatten() for value in whole], None, payload)
     outs = [torch.empty(value.numel()) for value in whole]
-    ops.decode(layout, payload, outs)
+    kernels.decode(layout, payload, outs)
     return [out.view(value.shape) for out, value in zip(outs, whole, strict=True)]
 
 

@@ -21,7 +21,7 @@ base() {  # pretraining with plain ZeRO-3, of the study's own model and speed se
   if [ -f "$first/summary.json" ]; then say "base: finished before" && return; fi
   mapfile -t settings < <(python3 - "$STUDY" << 'END'
 import sys
-from zpp_lab.compose import load_study
+from zpp_lab.config.compose import load_study
 found = [o for o in load_study(sys.argv[1]).overrides if not o.startswith(("data", "model.start"))]
 data = load_study(sys.argv[1].replace("finetune_30b", "pretrain_13b")).overrides
 print(*found, *(o for o in data if o.startswith("data")), "recipe=zero3", sep="\n")

@@ -20,10 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.config import CodecConfig, Config
-from zpp_lab.evaluate import evaluate
-from zpp_lab.export.model import run_config
-from zpp_lab.export.wire import codec_text
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.schema import Config
+from zpp_lab.tools.evaluate import evaluate
+from zpp_lab.tools.export.model import run_config
+from zpp_lab.tools.export.wire import codec_text
 
 BASE = "zero3"
 COLUMNS = ["arm", "seed", "codec", "heldout_loss", "rounded_loss", "baseline_loss"]

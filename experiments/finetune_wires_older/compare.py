@@ -18,8 +18,8 @@ from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any
 
-from zpp_lab.study.stats import t_interval
-from zpp_lab.study.table import NOTHING, markdown_table
+from zpp_lab.study.judge.stats import t_interval
+from zpp_lab.study.report.table import NOTHING, markdown_table
 
 BASELINE = "zero3"
 WIRES = {"weights": "weights_forward", "gradients": "grads_intra"}

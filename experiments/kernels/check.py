@@ -27,19 +27,19 @@ def work(seeds: list[int], device: str, deadline: float) -> tuple[int, list[str]
     import torch
 
     torch.set_num_threads(1)
-    from tests.ops import cases
-    from zpp_lab import ops
-    from zpp_lab.ops import reference
+    from tests.codecs.kernels import cases
+    from zpp_lab.codecs import kernels
+    from zpp_lab.codecs.kernels import reference
 
     if device == "cuda":
-        ops.configure("cuda")
+        kernels.configure("cuda")
     ran, failed = 0, []
     for seed in seeds:
         if LOST or time.time() > deadline:
             break
         ran += 1
         try:
-            cases.check(seed, ops if device == "cuda" else reference, device)
+            cases.check(seed, kernels if device == "cuda" else reference, device)
         except AssertionError as error:
             failed.append(str(error))
         except Exception as error:

@@ -5,9 +5,8 @@ ncu ... python3 experiments/kernels/counters.py
 
 from __future__ import annotations
 
-from zpp_lab import ops
-from zpp_lab.bench.work import one_segment, work
-from zpp_lab.codecs import BlockCodec
+from zpp_lab.codecs import BlockCodec, kernels
+from zpp_lab.tools.bench.measure import one_segment, work
 
 NUMEL = 2**25  # 64 MiB of bf16
 CASES = (
@@ -26,7 +25,7 @@ CASES = (
 if __name__ == "__main__":
     import torch
 
-    ops.configure("cuda")
+    kernels.configure("cuda")
     calls = [work(op, one_segment(codec, NUMEL)).prepare() for op, codec in CASES]
     torch.cuda.synchronize()
     torch.cuda.profiler.start()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from zpp_lab.bench import figure
+from zpp_lab.tools.bench import kernels
 
 HERE = Path(__file__).parent
 
 if __name__ == "__main__":
-    figure.draw(json.loads((HERE / "h200.json").read_text()), HERE / "h200.svg")
+    kernels.draw(json.loads((HERE / "h200.json").read_text()), HERE / "h200.svg")

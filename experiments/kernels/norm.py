@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zpp_lab import ops
-from zpp_lab.compose import compose
-from zpp_lab.cost.model import plan_of
+from zpp_lab.codecs import kernels
+from zpp_lab.config.compose import compose
+from zpp_lab.engines.build import plan_of
 from zpp_lab.engines.norm import squares
 
 CALLS = 20
@@ -46,7 +46,7 @@ def main() -> None:
     found: dict[str, object] = {"model": asked.model, "ranks": asked.ranks, "bytes": nbytes}
     sums = {}
     for name in ("cuda", "reference") if device.type == "cuda" else ("reference",):
-        ops.configure(name)  # type: ignore[arg-type]
+        kernels.configure(name)  # type: ignore[arg-type]
         sums[name] = squares(grads, plan, device)
         found[name] = timed(lambda: squares(grads, plan, device), device)
         print(f"{name}: {found[name]}")

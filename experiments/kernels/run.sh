@@ -5,19 +5,19 @@ mkdir -p "$out"
 source experiments/kernels/env.sh
 start=$SECONDS
 say() { echo "[$((SECONDS - start)) s] $*"; }
-python3 -c "from zpp_lab.ops import build; build.main(['--arch', 'local'])" 2>&1 | tail -20
+python3 -c "from zpp_lab.codecs.kernels import build; build.main(['--arch', 'local'])" 2>&1 | tail -20
 say built
 timeout "$(within 120)" python3 experiments/kernels/check.py --cases "${CASES:-10000}" \
   --start ${STARTS:-1000} --seconds 100 > "$out/check.log" 2>&1
 tail -3 "$out/check.log" | cut -c1-400
 say compared
-OMP_NUM_THREADS=8 timeout "$(within 150)" python3 -m pytest tests/ops -q -p no:hydra_pytest > "$out/pytest.log" 2>&1 &
+OMP_NUM_THREADS=8 timeout "$(within 150)" python3 -m pytest tests/codecs/kernels -q -p no:hydra_pytest > "$out/pytest.log" 2>&1 &
 LIMIT=$(within 60) bash experiments/kernels/sanitize.sh > "$out/sanitize.log" 2>&1
 wait
 tail -3 "$out/pytest.log" | cut -c1-400
 cut -c1-200 "$out/sanitize.log"
 say checked
-timeout "$(within "${BENCH_LIMIT:-280}")" python3 -m zpp_lab.bench.kernels --mib ${SIZES:-64 512} \
+timeout "$(within "${BENCH_LIMIT:-280}")" python3 -m zpp_lab.tools.bench.kernels --mib ${SIZES:-64 512} \
   ${BENCH:-} --peers --out "$out" > "$out/bench.log" 2>&1
 grep -v "64M\|512M" "$out/bench.log" | cut -c1-250 | tail -40
 say measured

@@ -21,9 +21,9 @@ import torch
 from lab import SHAPES, Shape, configured, free
 from torch import Tensor
 
-from zpp_lab.config import ClusterConfig, Config
+from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.virtual import VirtualEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 
 Kept = list[tuple[float, float, dict[str, Tensor]]]  # loss, norm and weights after each step

@@ -42,11 +42,11 @@ for part in "$@"; do
       fi
       limited "${LINKS:-420}" python3 experiments/parity/links.py --out "$out" ${LINK_ARGS:-} ;;
     kernels)  # the tests that need a GPU and have not been run on one with all else
-      for tests in "tests/ops/test_kernels.py -k beside" tests/cuda/test_adamw.py \
+      for tests in "tests/codecs/kernels/test_kernels.py -k beside" tests/cuda/test_adamw.py \
         "tests/cuda/test_compile.py -k bindings"; do  # the kernels' own build was the first line
         limited "${TESTS:-120}" python3 -m pytest -q -p no:hydra_pytest -p no:cacheprovider $tests
       done ;;
-    update) limited "${UPDATE:-150}" python3 -m tests.optimizers.gpu_update \
+    update) limited "${UPDATE:-150}" python3 -m tests.engines.optim.gpu_update \
       --millions "${MILLIONS:-1024}" ;;
     *) echo "no part $part" ;;
   esac

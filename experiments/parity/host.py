@@ -33,14 +33,15 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zpp_lab import ops
-from zpp_lab.collectives.express import MOST_SLOTS, Express
-from zpp_lab.collectives.peer import PeerTransport
+from zpp_lab.codecs import kernels
+from zpp_lab.collectives.peer.slots import MOST_SLOTS, Express
+from zpp_lab.collectives.peer.transport import PeerTransport
 from zpp_lab.collectives.transport import LINKS, ProcessGroups, members
-from zpp_lab.config import ClusterConfig, ModelConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.engines.build import build_plan
-from zpp_lab.machine import commit, machine_facts, versions
 from zpp_lab.models import build_model
+from zpp_lab.runs.provenance import commit, machine_facts, versions
 
 SHAPE: Shape = (ModelConfig(dim=32, layers=4, heads=2, kv_heads=2, ffn=64), 64, 1, 16)
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def load_stub() -> None:
         command += [f"-L{lib}", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{lib}"]
         subprocess.run(command, check=True)
         torch.ops.load_library(str(library))
-    ops.use_kernels = lambda tensor: True
+    kernels.use_kernels = lambda tensor: True
 
 
 def engine_of(case: str, cluster: ClusterConfig, stepwise: bool, **engine: Any) -> Bare:

@@ -23,12 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zpp_lab.bench import calibrate_host
-from zpp_lab.bench.calibrate_host import Case, Times, cases, figures, in_turns, settings, sharded
-from zpp_lab.cost.machine import Host, load_machine
-from zpp_lab.cost.step import predict
-from zpp_lab.garbage import settle
-from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.runs.provenance import commit, machine_facts, versions
+from zpp_lab.tools.bench import calibrate_steps
+from zpp_lab.tools.bench.calibrate_steps import (
+    Case,
+    Times,
+    cases,
+    figures,
+    in_turns,
+    settings,
+    sharded,
+)
+from zpp_lab.tools.plan.cost.machine import Host, load_machine
+from zpp_lab.tools.plan.cost.step import predict
+from zpp_lab.train.footprint import settle
 
 CPU, WIDTH, EAGER = torch.device("cpu"), 32, ["eager"]
 DEEP = {"kept": False, "computed again": True}
@@ -38,7 +46,7 @@ def predicted(host: Host, deep: int, again: bool) -> float:
     """Milliseconds of the host in a step of plain FSDP2."""
     model = replace(settings(deep, WIDTH), checkpoint_activations=again)
     machine = replace(load_machine("h200"), host=host)
-    config = calibrate_host.fsdp2_config(model)
+    config = calibrate_steps.fsdp2_config(model)
     return 1000 * predict(config, machine, own_loop=False).host_s
 
 
@@ -51,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    calibrate_host.REPEATS, calibrate_host.CLOCK = args.turns, time.process_time
+    calibrate_steps.REPEATS, calibrate_steps.CLOCK = args.turns, time.process_time
     calls: dict[Case, Callable[[], Times]] = cases(args.layers, WIDTH, EAGER, CPU)
     for name, again in DEEP.items():
         model = replace(settings(args.deep, WIDTH), checkpoint_activations=again)

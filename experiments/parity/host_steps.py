@@ -24,10 +24,10 @@ import torch.distributed as dist
 from lab import Lab, configured
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zpp_lab.bench.step_engines import ComputeOnly, PlainFsdp2
-from zpp_lab.config import ClusterConfig, Config
-from zpp_lab.garbage import settle
-from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.config.schema import ClusterConfig, Config
+from zpp_lab.runs.provenance import commit, machine_facts, versions
+from zpp_lab.tools.bench.step.engines import ComputeOnly, PlainFsdp2
+from zpp_lab.train.footprint import settle
 
 CLUSTER = ClusterConfig(nodes=1, gpus_per_node=4)
 TIMED = 4  # steps of a turn, after one that is not counted

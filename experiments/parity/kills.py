@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from zpp_lab.machine import commit, machine_facts, versions  # noqa: E402
-from zpp_lab.tracking import read  # noqa: E402
+from zpp_lab.runs.metrics import read  # noqa: E402
+from zpp_lab.runs.provenance import commit, machine_facts, versions  # noqa: E402
 
 SETTINGS = (
     "recipe=zeropp", "model.dim=64", "model.layers=2", "model.ffn=128", "data.seq_len=32",
@@ -131,7 +131,7 @@ def children(parent: int) -> list[int]:
         for task in Path(f"/proc/{parent}/task").iterdir():
             for child in (task / "children").read_text().split():
                 command = Path(f"/proc/{child}/cmdline").read_bytes()
-                found += [int(child)] if b"zpp_lab.launcher" in command else []
+                found += [int(child)] if b"zpp_lab.train.launch.launcher" in command else []
     except OSError:
         return []
     return sorted(found)

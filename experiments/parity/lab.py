@@ -16,16 +16,18 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.engines.fsdp_parity import CASES
-from zpp_lab.bench.step_engines import QuickStart
 from zpp_lab.collectives.choose import Choice, connect, gather_mode
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config import ClusterConfig, Config, ModelConfig, load
+from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.fsdp import FsdpEngine
-from zpp_lab.engines.virtual import VirtualEngine
-from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
+from zpp_lab.runs.provenance import commit, machine_facts, versions
+from zpp_lab.tools.bench.step.engines import QuickStart
 
 LARGE = ModelConfig(  # 1.26 billion parameters
     dim=2048, layers=22, heads=16, kv_heads=16, ffn=5632, checkpoint_activations=True

@@ -33,13 +33,14 @@ sys.path.insert(0, str(ROOT))
 
 from kills import outcome  # noqa: E402
 
-from tests.runs import SHAPE, corpus  # noqa: E402
-from zpp_lab.config import ClusterConfig  # noqa: E402
-from zpp_lab.emulate.gpus import Placement, visible_gpus  # noqa: E402
-from zpp_lab.emulate.nodes import EmulatedNodes  # noqa: E402
-from zpp_lab.emulate.ranks import free_port, rank_environment  # noqa: E402
-from zpp_lab.emulate.tools import EmulationError, Tools  # noqa: E402
-from zpp_lab.machine import commit, machine_facts, versions  # noqa: E402
+from tests.small_runs import SHAPE, corpus  # noqa: E402
+from zpp_lab.config.schema import ClusterConfig  # noqa: E402
+from zpp_lab.runs.provenance import commit, machine_facts, versions  # noqa: E402
+from zpp_lab.tools.links.nodes import EmulatedNodes  # noqa: E402
+from zpp_lab.tools.links.programs import Tools  # noqa: E402
+from zpp_lab.train.launch.gpus import Placement, visible_gpus  # noqa: E402
+from zpp_lab.train.launch.processes import EmulationError  # noqa: E402
+from zpp_lab.train.launch.ranks import free_port, rank_environment  # noqa: E402
 
 CLUSTER = ClusterConfig(nodes=2, gpus_per_node=1)
 VICTIM = 1  # the rank that is stopped; the link is that of its node

@@ -32,8 +32,8 @@ from speed import cost, profile
 
 from tests.engines.fsdp_parity import CASES, differs
 from zpp_lab.api import init
-from zpp_lab.config import ClusterConfig
-from zpp_lab.place import die_with_parent
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.train.launch.place import die_with_parent
 
 
 def table(lab: Lab, sizes: list[str], cases: list[str], steps: int) -> bool:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 from steps import VOCAB, as_dict, keep, measure, start
 
-from zpp_lab.compose import compose
-from zpp_lab.moments import GIB, Estimate
-from zpp_lab.planner import Outlook
+from zpp_lab.config.compose import compose
+from zpp_lab.tools.plan.planner import Outlook
+from zpp_lab.train.memory.buffers import GIB, Estimate
 
 
 def main() -> None:

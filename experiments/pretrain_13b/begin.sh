@@ -12,7 +12,7 @@ source experiments/size.sh
 LAYERS="${LAYERS:-20}" STEPS="${STEPS:-24}"
 ready pretrain_13b_x2 ${OVERRIDES:-}
 mapfile -t settings < <(python3 -c "
-from zpp_lab.compose import load_study
+from zpp_lab.config.compose import load_study
 print(*load_study('pretrain_13b_x2').overrides, sep='\n')")
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 

@@ -3,7 +3,7 @@ STEPS="${STEPS:-30}"
 settings() {  # study, model or mini for the study's own, folder, overrides
   python3 - "$STEPS" "$@" << 'END'
 import sys
-from zpp_lab.compose import load_study
+from zpp_lab.config.compose import load_study
 steps, study, model, folder, *more = sys.argv[1:]
 found = load_study(study).overrides
 if model != "mini":

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.config import DataConfig, ModelConfig, TrainConfig
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import TrainConfig
 from zpp_lab.data.tokens import TokenData, open_data
+from zpp_lab.engines.optim.build import adamw, learning_rate, set_rate
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.start import fill, whole
-from zpp_lab.optim import adamw, learning_rate, set_rate
 
 UNIT = 7.5e-6 * 5120  # learning rate × columns of the first step of the first schedule
 HEAD = 0.02 * 5120**0.5  # length of a head's row there

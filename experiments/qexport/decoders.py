@@ -18,14 +18,14 @@ import transformers.models.llama.modeling_llama as theirs
 from torch import Tensor
 from transformers import LlamaConfig
 
-from zpp_lab.config import Config
+from zpp_lab.config.schema import Config
 from zpp_lab.data import open_data
-from zpp_lab.engines.losses import mean_loss, token_losses
-from zpp_lab.export.model import open_run
-from zpp_lab.export.target import target_of
-from zpp_lab.export.wire import WireWeights
-from zpp_lab.heldout import open_heldout
 from zpp_lab.models import build_model
+from zpp_lab.models.loss import mean_loss, token_losses
+from zpp_lab.tools.export.model import open_run
+from zpp_lab.tools.export.target import target_of
+from zpp_lab.tools.export.wire import WireWeights
+from zpp_lab.train.evaluation import open_heldout
 
 Model = Callable[[Tensor], Tensor]
 ROTATE = theirs.apply_rotary_pos_emb

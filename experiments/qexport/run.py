@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.compose import load_study
-from zpp_lab.config import CodecConfig, StudyConfig
-from zpp_lab.evaluate import Row, evaluate
-from zpp_lab.export import export_quantized
-from zpp_lab.export.model import open_run
-from zpp_lab.export.packed import compressed_tensors
-from zpp_lab.export.wire import codec_text
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.compose import load_study
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.tools.evaluate import Row, evaluate
+from zpp_lab.tools.export import export_quantized
+from zpp_lab.tools.export.model import open_run
+from zpp_lab.tools.export.packed import compressed_tensors
+from zpp_lab.tools.export.wire import codec_text
 
 COLUMNS = ["seed", "model", "of", "codec", "measured_by", "heldout_loss", "perplexity", "bytes"]
 Record = dict[str, Any]

@@ -9,7 +9,7 @@ import csv
 import sys
 from pathlib import Path
 
-from zpp_lab.study.stats import t_interval
+from zpp_lab.study.judge.stats import t_interval
 
 BASE = "zero3"
 Losses = dict[int, float]  # by seed

@@ -139,7 +139,7 @@ def unpack(file: Path, to: Path) -> int:
 
 
 def tokenizer(to: Path) -> int:
-    from zpp_lab.config import DataConfig
+    from zpp_lab.config.data import DataConfig
     from zpp_lab.data.corpus import open_corpus
     from zpp_lab.data.prepare import parts
     from zpp_lab.data.tokenizer import BpeTokenizer

@@ -21,16 +21,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zpp_lab.compose import compose, load_study
-from zpp_lab.config import StudyConfig
-from zpp_lab.machine import cores
-from zpp_lab.study.launch import ENTRY
-from zpp_lab.study.outcome import ended_run, ending
-from zpp_lab.study.plan import PlannedRun, Planner, check_runs
-from zpp_lab.study.pool import Ended, Pool
-from zpp_lab.study.queue import stop_on_signals
-from zpp_lab.study.runs import METRICS, last_step, read_metrics, write_study
-from zpp_lab.study.slots import Slot, visible_gpus
+from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.runs.provenance import cores
+from zpp_lab.runs.reader import METRICS, last_step, read_metrics, write_study
+from zpp_lab.study.run.attempts import ended_run, ending
+from zpp_lab.study.run.launch import ENTRY
+from zpp_lab.study.run.places import Slot, visible_gpus
+from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
+from zpp_lab.study.run.pool import Ended, Pool
+from zpp_lab.study.run.queue import stop_on_signals
 
 MAIN = (  # first of all, with four seeds
     "zero3",

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from zpp_lab import ops
-from zpp_lab.codecs import BlockCodec
-from zpp_lab.layout import Layout
-from zpp_lab.ops import build, reference
+from zpp_lab.codecs import BlockCodec, kernels
+from zpp_lab.codecs.kernels import build, reference
+from zpp_lab.codecs.layout import Layout
 
 ARCHS = ("90a",)
 NEEDED = ("torch", "torch_cpu", "torch_cuda", "c10")  # a CPU build of torch lacks one of them
@@ -87,7 +86,7 @@ def use(file: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(lzma.decompress(file.read_bytes()))
     try:
-        ops.configure("cuda")
+        kernels.configure("cuda")
         check()
     except (RuntimeError, OSError, ValueError) as error:
         path.unlink()
@@ -104,10 +103,10 @@ def check() -> None:
         layout = Layout.build(["w"], [10_007], [codec])
         values = torch.randn(10_007, generator=torch.Generator().manual_seed(bits))
         sent = [torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=d) for d in ("cuda", "cpu")]
-        ops.encode(layout, [values.cuda()], None, sent[0])
+        kernels.encode(layout, [values.cuda()], None, sent[0])
         reference.encode(layout, [values], None, sent[1])
         found = torch.empty(10_007, device="cuda")
-        ops.decode(layout, sent[0], [found])
+        kernels.decode(layout, sent[0], [found])
         wanted = torch.empty(10_007)
         reference.decode(layout, sent[1], [wanted])
         if not (torch.equal(sent[0].cpu(), sent[1]) and torch.equal(found.cpu(), wanted)):

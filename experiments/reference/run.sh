@@ -23,7 +23,7 @@ gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
 settings=("$@")
 if [ "$gpus" -gt 0 ]; then settings+=(ops.backend=cuda); fi
 case $gpus:$study in 0:*_mini | [1-9]*) ;; *) die "no GPU: only STUDY=reference_10m_mini runs here" ;; esac
-python3 -c 'import hydra, pydantic, torch, tokenizers, zpp_lab.compose' || die "a package is missing"
+python3 -c 'import hydra, pydantic, torch, tokenizers, zpp_lab.config.compose' || die "a package is missing"
 say "$gpus GPUs, commit ${ZPP_COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
 
 [ -d .cutlass ] || export ZPP_CUTLASS_INCLUDE="$PWD/.site/cutlass/include"

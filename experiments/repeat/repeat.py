@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from steps import VOCAB, batches, keep, start
 
-from zpp_lab.compose import compose
-from zpp_lab.config import Config
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_engine
-from zpp_lab.footprint import GIB
+from zpp_lab.train.footprint import GIB
 
 WARM = 3
 PIECE = 2**28  # bytes of the device that are taken at once

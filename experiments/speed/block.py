@@ -3,7 +3,7 @@
     python experiments/speed/block.py --out experiments/speed/block.json [--turns 40]
 
 Microseconds of a block's forward and backward, of 24 blocks, medians of passes that take turns:
-with everything kept, with torch's checkpointing, and with zpp_lab/models/recompute.py. Kernels of
+with everything kept, with torch's checkpointing, and with zpp_lab/models/llama.py. Kernels of
 this size take next to nothing, so what is left is Python and autograd.
 """
 
@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.config import ModelConfig
-from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model, llama
-from zpp_lab.models.recompute import can_recompute
+from zpp_lab.models.llama import can_recompute
 from zpp_lab.models.start import materialize
+from zpp_lab.runs.provenance import commit, machine_facts, versions
 
 LAYERS = 24
 WAYS = {"kept": (False, False), "torch": (True, False), "one node": (True, True)}

@@ -28,14 +28,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.bench.step_arms import merged
-from zpp_lab.bench.step_engines import vocabulary
-from zpp_lab.compose import compose
-from zpp_lab.config import Config, load
-from zpp_lab.cost.machine import Machine, load_machine
-from zpp_lab.cost.show import host_lacks, links
-from zpp_lab.cost.step import StepTime, predict
+from zpp_lab.config.compose import compose
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
 from zpp_lab.files import write_atomic
+from zpp_lab.tools.bench.step.arms import merged
+from zpp_lab.tools.bench.step.engines import vocabulary
+from zpp_lab.tools.plan.cost.machine import Machine, load_machine
+from zpp_lab.tools.plan.cost.show import host_lacks, links
+from zpp_lab.tools.plan.cost.step import StepTime, predict
 
 HERE = Path(__file__).parent
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]

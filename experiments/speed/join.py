@@ -12,8 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from zpp_lab.bench.step_arms import COMPUTE
-from zpp_lab.bench.step_results import put_rows, read_rows
+from zpp_lab.tools.bench.step.arms import COMPUTE
+from zpp_lab.tools.bench.step.results import put_rows, read_rows
 
 Rows = list[dict[str, str]]
 

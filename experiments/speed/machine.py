@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config_load import load
-from zpp_lab.cost.machine import Machine
+from zpp_lab.config.load import load
+from zpp_lab.tools.plan.cost.machine import Machine
 
 HERE = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -47,7 +47,7 @@ COMMENT = {
     "host": "experiments/parity: FSDP2's own calls by host.json (another CPU); the rest of the "
     "launch-bound step of h200/cost-1x4.json (137.285 ms) is divided over its blocks, norm and "
     "update by their number of operators, so the split is an estimate; norm_s is that of the norm "
-    "before ops/squares.py, with 997 operators",
+    "before codecs/kernels/squares.py, with 997 operators",
     "intra": "experiments/collectives/h200.log, 1 x 4: the transfer alone, NCCL below 16 MiB "
     "received, peer memory from there on; before the first point its time is the latency; "
     "gpu_share: not measured",

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from zpp_lab.bench.step_arms import arms
-from zpp_lab.bench.step_rank import Rank
+from zpp_lab.tools.bench.step.arms import arms
+from zpp_lab.tools.bench.step.rank import Rank
 
 SHAPE = ["model=1_3b", "model.checkpoint_activations=true", "data.seq_len=2048"]
 SHAPE += ["train.batch_size=1"]

@@ -24,13 +24,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from zpp_lab.config import ClusterConfig
-from zpp_lab.emulate.gpus import Placement, place, served, visible_gpus
-from zpp_lab.emulate.mps import Mps, ask
-from zpp_lab.emulate.nodes import EmulatedNodes, Hosts, OneHost
-from zpp_lab.emulate.ranks import free_port, rank_environment
-from zpp_lab.emulate.tools import Tools
+from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.files import write_atomic
+from zpp_lab.tools.links.nodes import EmulatedNodes, OneHost
+from zpp_lab.tools.links.programs import Tools
+from zpp_lab.train.launch.gpus import Placement, place, served, visible_gpus
+from zpp_lab.train.launch.mps import Mps, ask
+from zpp_lab.train.launch.ranks import Hosts, free_port, rank_environment
 
 MIB = 2**20
 LINGER = 3.0  # seconds for the other ranks once one has failed
@@ -224,9 +224,9 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from zpp_lab import ops
+        from zpp_lab.codecs import kernels
 
-        ops.configure("reference")  # else the first rank would compile the kernels
+        kernels.configure("reference")  # else the first rank would compile the kernels
         self.torch, self.dist = torch, dist
         self.cluster = ClusterConfig(int(os.environ["WORLD_SIZE"]) // local, local)
         self.device = torch.device("cpu")
@@ -236,7 +236,7 @@ class Rank:
         self.peer: Any = None
 
     def client(self) -> str:
-        from zpp_lab.emulate.mps import PROGRAM, check_client
+        from zpp_lab.train.launch.mps import PROGRAM, check_client
 
         self.torch.zeros(1, device=self.device)
         check_client(os.environ, os.getpid())

@@ -28,19 +28,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zpp_lab import ops
+from zpp_lab.codecs import kernels
+from zpp_lab.codecs.numerics import clip_factor
 from zpp_lab.collectives.plan import PassUse
 from zpp_lab.collectives.recipe import DTYPES
-from zpp_lab.compose import compose
-from zpp_lab.config import Config
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import build_plan, pick_device
-from zpp_lab.engines.passes import Passes
-from zpp_lab.engines.virtual import VirtualEngine
-from zpp_lab.machine import commit, machine_facts, versions
+from zpp_lab.engines.optim.build import adamw
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.engines.virtual.passes import Passes
 from zpp_lab.models import build_model
-from zpp_lab.numerics import clip_factor
-from zpp_lab.optim import adamw
+from zpp_lab.runs.provenance import commit, machine_facts, versions
 
 BYTES = 259  # vocabulary of the byte tokenizer, for presets that take the tokenizer's
 NO_UNITS = PassUse({}, {})  # plain accumulation gathers none
@@ -189,7 +189,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.engine.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    ops.configure(config.ops.backend)
+    kernels.configure(config.ops.backend)
     bench = Bench(config, args.warm_up, args.steps)
     print(
         f"model {config.model.preset}, {config.cluster.nodes} × {config.cluster.gpus_per_node} "

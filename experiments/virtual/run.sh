@@ -40,7 +40,7 @@ PY
 
 python3 -m zpp_lab.cli build > "$out/build.log" 2>&1 &
 build=$!
-python3 -c "from zpp_lab.compose import compose; from zpp_lab.data import open_data
+python3 -c "from zpp_lab.config.compose import compose; from zpp_lab.data import open_data
 print(open_data(compose(['data=stdlib']).data).tokens)" &
 part 75 passes python3 -m pytest tests/engines/test_passes.py -q -x -p no:cacheprovider
 wait $build

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zpp_lab.codec_config import BLOCK_SIZES
 from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode, noise_key, parameter_id
+from zpp_lab.config.codec import BLOCK_SIZES
 
 TINY = 2.0**-126
 
@@ -168,7 +168,7 @@ def test_noise_differs_in_every_key() -> None:
 
 def test_philox_known_answer() -> None:
     """Philox4x32-7 of Random123's known-answer table: counter and key all zero, then all ones."""
-    from zpp_lab.philox import philox
+    from zpp_lab.codecs.noise import philox
 
     zero = torch.zeros(1, dtype=torch.int64)
     words = philox((zero, zero, zero, zero), 0)

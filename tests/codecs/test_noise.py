@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode, noise_key, parameter_id
 from zpp_lab.codecs.hadamard import SIZES, signs
-from zpp_lab.optimizers.states import row_noise
+from zpp_lab.engines.optim.states import row_noise
 
 U32 = 2**32
 WIRES = ("weights_forward", "weights_backward", "grads_intra", "grads_inter")

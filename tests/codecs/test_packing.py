@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zpp_lab.codec_config import BITS
 from zpp_lab.codecs import BlockCodec, encode
 from zpp_lab.codecs.packing import PLANES, pack, packed_bytes, unpack
+from zpp_lab.config.codec import BITS
 
 
 @given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 200), st.integers(0, 2**31))

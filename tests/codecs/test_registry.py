@@ -18,7 +18,7 @@ from zpp_lab.codecs import (
     register_codec,
     registry,
 )
-from zpp_lab.config import CodecConfig
+from zpp_lab.config.codec import CodecConfig
 
 
 def test_bits_make_a_block_codec_and_no_bits_none() -> None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tests.collectives.threads import Post, ThreadTransport
-from zpp_lab.collectives.peer import PeerTransport
+from zpp_lab.collectives.peer.transport import PeerTransport
 from zpp_lab.collectives.transport import LINKS, Link, members
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config.schema import ClusterConfig
 
 
 class ThreadStreams:

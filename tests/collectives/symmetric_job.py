@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
+from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.choose import connect
-from zpp_lab.collectives.clock import Clock
+from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config import ClusterConfig, Wire
-from zpp_lab.layout import Layout
+from zpp_lab.config.schema import ClusterConfig, Wire
 
 SIZES = [(3, 1000), (40_000, 70_000, 33), (9_000_000, 20_000_000), (77,)]
 

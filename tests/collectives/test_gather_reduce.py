@@ -12,15 +12,14 @@ from torch import Tensor
 
 from tests.collectives.shared import Boards, peers
 from tests.collectives.threads import ThreadTransport, on_ranks
-from zpp_lab import ops
-from zpp_lab.codecs import BlockCodec, Codec, RawCodec, SegmentNoise, encode, parameter_id
-from zpp_lab.collectives.clock import Clock
+from zpp_lab.codecs import BlockCodec, Codec, RawCodec, SegmentNoise, encode, kernels, parameter_id
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, hop_traffic, secondary_traffic
-from zpp_lab.config import ClusterConfig, Wire
-from zpp_lab.layout import Layout
+from zpp_lab.config.schema import ClusterConfig, Wire
 
 CODECS: list[Codec] = [
     RawCodec(torch.float32),
@@ -139,26 +138,26 @@ def by_hand(cluster: ClusterConfig, spec: ReduceSpec, numels: list[int], rank: i
     def row(source: int) -> Tensor:
         payload = torch.empty(world, first.nbytes, dtype=torch.uint8)
         noise = Clock(3).grads_noise(spec.hops[0], source, range(world))
-        ops.encode(first, values(numels, source, world), noise, payload)
+        kernels.encode(first, values(numels, source, world), noise, payload)
         return payload[rank]
 
     if len(spec.hops) == 1:
         sums = torch.zeros(1, first.coded_numel)
-        ops.decode_sum(first, torch.stack([row(s) for s in order])[:, None], sums)
-        return ops.finish_sums(first, sums)[0]
+        kernels.decode_sum(first, torch.stack([row(s) for s in order])[:, None], sums)
+        return kernels.finish_sums(first, sums)[0]
     second, arrived = spec.layouts[1], []
     for node in sorted({s // local for s in order}, reverse=spec.reversed_order):
         sums = torch.zeros(1, first.coded_numel)
         rows = torch.stack([row(s) for s in order if s // local == node])
-        ops.decode_sum(first, rows[:, None], sums)
+        kernels.decode_sum(first, rows[:, None], sums)
         sender = node * local + rank % local
         payload = torch.empty(1, second.nbytes, dtype=torch.uint8)
         noise = Clock(3).grads_noise(spec.hops[1], sender, [rank])
-        ops.encode_sums(first, second, sums, noise, payload)
+        kernels.encode_sums(first, second, sums, noise, payload)
         arrived.append(payload)
     sums = torch.zeros(1, second.coded_numel)
-    ops.decode_sum(second, torch.stack(arrived), sums)
-    return ops.finish_sums(second, sums)[0]
+    kernels.decode_sum(second, torch.stack(arrived), sums)
+    return kernels.finish_sums(second, sums)[0]
 
 
 def test_backward_without_forward_says_so() -> None:

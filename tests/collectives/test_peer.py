@@ -13,7 +13,7 @@ from tests.collectives.shared import Boards, ThreadPeers, peers
 from tests.collectives.threads import on_ranks
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Link, Shipment, members, traffic_of
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config.schema import ClusterConfig
 
 SHAPES = [(1, 3), (2, 2), (3, 1)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config.schema import ClusterConfig
 
 
 class Post:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zpp_lab.ops import build
-from zpp_lab.paths import cuda_dir
+from zpp_lab.codecs.kernels import build
+from zpp_lab.files import cuda_dir
 
 CXX = shutil.which("g++") or shutil.which("clang++")
 TORCH = Path(torch.__file__).parent

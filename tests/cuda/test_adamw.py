@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.cuda.host import load_operators, on_gpu, with_operators
-from zpp_lab import ops
-from zpp_lab.config import TrainConfig
-from zpp_lab.ops import backend
-from zpp_lab.optim import AdamW, adamw, update
-from zpp_lab.optimizers import StateKind, kernel
-from zpp_lab.optimizers.states import noise_key, row_noise
+from zpp_lab.codecs import kernels
+from zpp_lab.codecs.kernels import backend
+from zpp_lab.config.schema import TrainConfig
+from zpp_lab.engines.optim import StateKind
+from zpp_lab.engines.optim import update as kernel
+from zpp_lab.engines.optim.build import AdamW, adamw, update
+from zpp_lab.engines.optim.states import noise_key, row_noise
 
 KINDS: list[StateKind] = ["bf16", "8bit"]
 # rows of whole vectors and others, of one block, more and less; in fp32; a rank without rows
@@ -204,7 +205,7 @@ def test_the_kernels_bits(kind: StateKind, held: bool, shift: int) -> None:
     shapes = [*MANY, (300, 5120), (1, 3_000_000)]
     ends = []
     for name in ("cuda", "reference"):
-        ops.configure(name)  # type: ignore[arg-type]
+        kernels.configure(name)  # type: ignore[arg-type]
         try:
             ends.append(results(kind, "cuda", ok, shapes, shift, float("nan")))
             ends.append(results(kind, "cuda", ok, shapes, shift))

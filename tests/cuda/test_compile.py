@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zpp_lab.ops import build
-from zpp_lab.paths import cuda_dir
+from zpp_lab.codecs.kernels import build
+from zpp_lab.files import cuda_dir
 
 WHOLE = {"adamw", "encode", "ship"}  # all of our inline assembly, and TMA
 PARTLY = {"decode", "errors", "reduce", "reencode", "squares"}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.codecs.kernels.cases import HARD, hard_rows
 from tests.cuda.host import compiled, with_compiler
-from tests.ops.cases import HARD, hard_rows
 from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode
 from zpp_lab.codecs.hadamard import sign_words
-from zpp_lab.paths import cuda_dir
+from zpp_lab.files import cuda_dir
 
 pytestmark = with_compiler
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.cuda.host import load_operators, on_gpu, with_operators
-from zpp_lab import ops
-from zpp_lab.numerics import square_norms
-from zpp_lab.ops import backend, padded_rows, squares
+from zpp_lab.codecs import kernels
+from zpp_lab.codecs.kernels import backend, padded_rows, squares
+from zpp_lab.codecs.numerics import square_norms
 
 # around every number of levels: of one thread, of the end, of both kernels
 LENGTHS = [1, 2, 3, 255, 256, 257, 1023, 4097, 32767, 32768, 32769, 65537, 100_003, 299_999]
@@ -137,7 +137,7 @@ def test_a_cpus_gradients_take_plain_torch() -> None:
 def test_the_kernels_bits(rows: int) -> None:
     lengths = [*LENGTHS, 2**22 + 3, 0] + 170 * [7, 4096]
     grads = gradients(lengths, rows, "cuda")
-    ops.configure("cuda")
+    kernels.configure("cuda")
     try:
         assert squares.serves(grads, lengths)
         found = squares.square_sums(grads, lengths, rows)

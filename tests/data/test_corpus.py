@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zpp_lab.config import DataConfig
+from zpp_lab.config.data import DataConfig
 from zpp_lab.data.corpus import (
     HubCorpus,
     installation_corpus,
@@ -182,7 +182,7 @@ class TestHub:
 
         fake = types.SimpleNamespace(load_dataset=load_dataset, calls=calls)
         monkeypatch.setitem(sys.modules, "datasets", fake)
-        monkeypatch.setattr("zpp_lab.hub.reachable", lambda: True)
+        monkeypatch.setattr("zpp_lab.files.reachable", lambda: True)
         corpus = open_corpus(DataConfig(name="hf", path="some/set", subset="en", **changes))
         assert isinstance(corpus, HubCorpus)
         return corpus
@@ -217,7 +217,7 @@ class TestHub:
 
     def test_without_a_network_the_answer_is_quick(self, monkeypatch):
         corpus = self.corpus(monkeypatch)
-        monkeypatch.setattr("zpp_lab.hub.reachable", lambda: False)
+        monkeypatch.setattr("zpp_lab.files.reachable", lambda: False)
         with pytest.raises(ValueError, match=r"data\.path=some/set: .*hf download some/set"):
             list(corpus.documents())
         assert not sys.modules["datasets"].calls

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engines.fsdp_world import forks
-from zpp_lab.config import DataConfig
+from zpp_lab.config.data import DataConfig
 from zpp_lab.data import open_data, prepare
 from zpp_lab.data.corpus import FileCorpus, open_corpus
 from zpp_lab.data.tokenizer import ByteTokenizer

@@ -13,11 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zpp_lab.config import DataConfig
+from zpp_lab.config.data import DataConfig, RecordConfig
 from zpp_lab.data import PackedData, TokenData, open_data
-from zpp_lab.data.packed import _next_fit
-from zpp_lab.data_config import RecordConfig
-from zpp_lab.models.loss import IGNORED
+from zpp_lab.data.packed import IGNORED, _next_fit
 
 PLAIN = [{"prompt": f"p{i}?", "completion": f"c{i}!"} for i in range(8)]
 

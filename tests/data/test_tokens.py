@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from zpp_lab.config import DataConfig, load
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.load import load
 from zpp_lab.data import TokenData, open_data
 
 FOLDER = Path(__file__).parents[2] / "conf" / "data"

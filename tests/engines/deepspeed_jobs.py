@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.engines.uneven import batch as uneven_batch
-from zpp_lab.config import Config, load
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import build_engine
 

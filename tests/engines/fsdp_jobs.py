@@ -15,12 +15,14 @@ from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.ledger import LedgerError
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import ProcessGroups
-from zpp_lab.config import Config, ModelConfig, load
-from zpp_lab.engines import fsdp_packed
+from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.fsdp import FsdpEngine
-from zpp_lab.engines.virtual import VirtualEngine
+from zpp_lab.engines.fsdp import packed
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 
 CPU = torch.device("cpu")
@@ -192,8 +194,8 @@ def ledger_error() -> str:
 
 def unknown_operator(start: str) -> list[str]:
     """FSDP2 without an operator that our buffer knows: an error, or allowed and counted."""
-    names = [n for n in fsdp_packed.HANDLERS if n.startswith(start)]  # one for each torch
-    taken = {n: fsdp_packed.HANDLERS.pop(n) for n in names}
+    names = [n for n in packed.HANDLERS if n.startswith(start)]  # one for each torch
+    taken = {n: packed.HANDLERS.pop(n) for n in names}
     said = []
     try:
         for allowed in (False, True):
@@ -205,7 +207,7 @@ def unknown_operator(start: str) -> list[str]:
             except RuntimeError as error:
                 said.append(str(error))
     finally:
-        fsdp_packed.HANDLERS.update(taken)
+        packed.HANDLERS.update(taken)
     return said
 
 

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.compose import compose
-from zpp_lab.config import ClusterConfig, Config, load
+from zpp_lab.config.compose import compose
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.fsdp import FsdpEngine
-from zpp_lab.engines.virtual import VirtualEngine
-from zpp_lab.paths import conf_dir
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.files import conf_dir
 
 SMALL = {"block_size": 16}
 Q8, Q6, Q4, Q2 = ({"bits": b, **SMALL} for b in (8, 6, 4, 2))

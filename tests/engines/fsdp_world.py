@@ -21,7 +21,7 @@ from typing import Any
 # What most jobs import: once in the server in place of once in every rank. Names that are not
 # there, as transformers may not be, are passed over.
 PRELOAD = ["torch", "torch.distributed.fsdp", "tests.engines.fsdp_parity"]
-PRELOAD += ["tests.test_checkpoint_ranks"]
+PRELOAD += ["tests.runs.test_checkpoint_ranks"]
 PRELOAD += [f"transformers.models.{n}.modeling_{n}" for n in ("gpt_neox", "opt", "qwen2", "llama")]
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tests.engines.fsdp_parity import configured
 from tests.engines.uneven import batch
 from zpp_lab.api import init
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.fsdp import FsdpEngine
+from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.models import build_model
 
 MODEL = ModelConfig(dim=96, layers=3, heads=4, kv_heads=2, ffn=150, vocab_size=37)

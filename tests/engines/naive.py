@@ -12,14 +12,14 @@ import math
 import torch
 from torch import Tensor, nn
 
+from tests.codecs.test_numerics import by_halves
 from tests.engines.uneven import batch, build_uneven
-from tests.test_numerics import by_halves
 from zpp_lab.codecs import Codec, Noise, SegmentNoise, encode, noise_key, parameter_id
+from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.recipe import DTYPES, Recipe
-from zpp_lab.config import Config
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.layout import Parameter
-from zpp_lab.optim import adamw
+from zpp_lab.engines.optim.build import adamw
 
 
 def cut(whole: Tensor, world: int) -> list[Tensor]:
@@ -177,7 +177,7 @@ class NaiveRun:
         return second.decode_sum(torch.stack(arrived), n)
 
     def update(self, mine: list[dict[str, Tensor]], lr: float) -> float:
-        from zpp_lab.numerics import fold_sum
+        from zpp_lab.codecs.numerics import fold_sum
 
         total = torch.zeros((), dtype=torch.float64)
         for rank in range(self.world):

@@ -15,7 +15,7 @@ from tests.engines.fsdp_jobs import asked
 from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.engines.build import build_engine
 
 VOCAB = 37

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from zpp_lab.config import Config, load
-from zpp_lab.engines.deepspeed import load_deepspeed
-from zpp_lab.engines.deepspeed_settings import check_gradients, deepspeed_settings
-from zpp_lab.study.slots import gpus_needed
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.deepspeed.engine import load_deepspeed
+from zpp_lab.engines.deepspeed.settings import check_gradients, deepspeed_settings
+from zpp_lab.study.run.places import gpus_needed
 
 ZEROPP = {"secondary": True, "hops": 2, "weights": {"bits": 8}, "grads": {"bits": 4}}
 

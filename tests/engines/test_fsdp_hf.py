@@ -15,7 +15,8 @@ from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from tests.models.hf_cases import VOCAB, settings
-from zpp_lab.config import Config, ModelConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_engine
 from zpp_lab.models import build_model
 

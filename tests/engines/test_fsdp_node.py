@@ -13,12 +13,13 @@ from tests.engines.fsdp_jobs import CPU, real, steps, virtual
 from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch, build_uneven
-from zpp_lab.checkpoint.read import Saved
-from zpp_lab.checkpoint.write import Checkpoints
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.config import Config, load
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_engine, build_plan
-from zpp_lab.engines.fsdp import FsdpEngine
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints
 
 
 def node(nodes: int = 2, local: int = 2, **values: Any) -> Config:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.engines.fsdp_present import Present
-from zpp_lab.engines.usage import when_reached
+from zpp_lab.engines.fsdp.gradients import Present
+from zpp_lab.engines.fsdp.prefetch import when_reached
 
 
 @pytest.mark.parametrize("used", [[0], [0, 1], [1]])

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zpp_lab.engines import fsdp_comm, fsdp_landing
-from zpp_lab.engines.fsdp_landing import Landing
+from zpp_lab.engines.fsdp import comm, gradients
+from zpp_lab.engines.fsdp.gradients import Landing
 
 CPU = torch.device("cpu")
 
@@ -94,8 +94,8 @@ def test_an_input_that_found_no_memory_is_forgotten() -> None:
 
 def test_a_units_gradients_have_one_dtype_or_the_reductions(monkeypatch: Any) -> None:
     def found(*managed: SimpleNamespace) -> torch.dtype | None:
-        monkeypatch.setattr(fsdp_comm, "managed", lambda _: managed)
-        return fsdp_comm.gradient_dtype(nn.Module())
+        monkeypatch.setattr(comm, "managed", lambda _: managed)
+        return comm.gradient_dtype(nn.Module())
 
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     fixed = nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -113,7 +113,7 @@ def test_a_units_gradients_have_one_dtype_or_the_reductions(monkeypatch: Any) ->
 def test_the_division_is_what_fsdp2_asks_for() -> None:
     def divided(op: Any) -> list[float]:
         sums = torch.tensor([3.0, 6.0])
-        fsdp_comm._divide(sums, op, 3)
+        comm._divide(sums, op, 3)
         return sums.tolist()
 
     assert divided(dist.ReduceOp.AVG) == [1.0, 2.0]
@@ -161,7 +161,7 @@ def test_torch_fills_new_memory_only_when_told(monkeypatch: pytest.MonkeyPatch) 
             torch.use_deterministic_algorithms(on)
             try:
                 filled = bool(torch.empty(4).isnan().all())
-                assert fsdp_landing._fills() == (on and asked_for)
+                assert gradients._fills() == (on and asked_for)
             finally:
                 torch.use_deterministic_algorithms(False)
             assert filled or not (on and asked_for)

@@ -12,7 +12,8 @@ from tests.engines.fsdp_jobs import asked, real, virtual
 from tests.engines.fsdp_parity import configured, differs, kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
-from zpp_lab.config import Config, ModelConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
 
 VOCAB = 37

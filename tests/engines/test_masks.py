@@ -17,11 +17,12 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from tests.models.hf_cases import CASES as FAMILIES
 from tests.models.hf_cases import settings
-from zpp_lab.config import Config, ModelConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config
+from zpp_lab.data.packed import IGNORED
 from zpp_lab.engines.build import build_engine
-from zpp_lab.engines.losses import counted, token_losses
 from zpp_lab.models import build_model
-from zpp_lab.models.loss import IGNORED
+from zpp_lab.models.loss import counted, token_losses
 
 VOCAB, WORLD = 37, 2
 SMALL = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=VOCAB)

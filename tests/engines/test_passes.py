@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from tests.engines.test_virtual_naive import configured
-from zpp_lab import ops
+from zpp_lab.codecs import kernels
 from zpp_lab.collectives.plan import PassUse
-from zpp_lab.config import Config, EngineConfig, ModelConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.passes import Passes, take_grads
-from zpp_lab.engines.reduction import together
-from zpp_lab.engines.virtual import VirtualEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.engines.virtual.passes import Passes, take_grads
+from zpp_lab.engines.virtual.reduction import together
 from zpp_lab.models import build_model
 
 MODEL = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn=96)
@@ -94,7 +95,7 @@ def test_small_units_are_reduced_together() -> None:
 @pytest.mark.parametrize("train", [{}, {"micro_steps": 2, "accumulate": "last"}], ids=["1", "2"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replays_and_lanes_change_no_bit(recipe: str, train: dict) -> None:
-    ops.configure("reference")
+    kernels.configure("reference")
     torch.use_deterministic_algorithms(True)
     try:
         plain = trained(set_up(recipe, {"graph": False}, **train), "cuda")
@@ -103,7 +104,7 @@ def test_replays_and_lanes_change_no_bit(recipe: str, train: dict) -> None:
             assert again[0] == plain[0], f"losses and norms with {lanes} lanes"
             assert all(torch.equal(a, b) for a, b in zip(again[1], plain[1], strict=True))
     finally:
-        ops.configure("auto")
+        kernels.configure("auto")
         torch.use_deterministic_algorithms(False)
 
 
@@ -129,12 +130,12 @@ def test_blocks_that_compute_themselves_again_are_captured_too(recipe: str) -> N
 def test_kernels_serve_the_engine_with_the_reference_bits(recipe: str) -> None:
     config = set_up(recipe, {"lanes": 4})
     try:
-        ops.configure("reference")
+        kernels.configure("reference")
         expected = trained(config, "cuda")
-        ops.configure("cuda")
+        kernels.configure("cuda")
         found = trained(config, "cuda")
     finally:
-        ops.configure("auto")
+        kernels.configure("auto")
     assert found[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.engines.test_virtual_naive import CASES, configured
 from tests.engines.uneven import batch, build_uneven
-from zpp_lab.config import WIRES, Config
+from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.virtual import VirtualEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 
 
 def engine(config: Config) -> VirtualEngine:

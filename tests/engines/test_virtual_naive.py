@@ -10,9 +10,10 @@ import torch
 
 from tests.engines.naive import NaiveRun
 from tests.engines.uneven import batch, build_uneven
-from zpp_lab.config import Config, load
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.virtual import VirtualEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 
 SMALL = {"block_size": 16}
 Q8 = {"bits": 8, **SMALL}

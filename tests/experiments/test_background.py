@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_machine import git
-from zpp_lab import machine as facts
+from tests.runs.test_machine import git
+from zpp_lab.runs import provenance as facts
 
 SCRIPTS = Path(__file__).parents[2] / "experiments"
 # a run that writes a line, waits to be let on, and ends
@@ -23,7 +23,7 @@ for n in 1 2; do
   until [ -f "$GO" ] || [ $n = 2 ]; do sleep 0.05; done
 done
 echo "$RESULTS of ${CALL:-no} seconds" > runs/s/w8/summary.json"""
-TELLS = 'python3 -c "from zpp_lab import machine as m; print(m.__file__, m.commit())"'
+TELLS = 'python3 -c "from zpp_lab.runs import provenance as m; print(m.__file__, m.commit())"'
 HEAD = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -36,9 +36,12 @@ class Machine:
         (self.root / "shared").mkdir()
         for name in ("background.sh", "kernels/env.sh"):
             (self.root / "experiments" / name).write_text((SCRIPTS / name).read_text())
-        (self.root / "zpp_lab").mkdir()
-        (self.root / "zpp_lab" / "__init__.py").touch()
-        (self.root / "zpp_lab" / "machine.py").write_text(Path(facts.__file__).read_text())
+        package = self.root / "zpp_lab"
+        (package / "runs").mkdir(parents=True)
+        for name in ("__init__.py", "runs/__init__.py"):
+            (package / name).touch()
+        for name in ("files.py", "runs/provenance.py"):
+            (package / name).write_text((SCRIPTS.parent / "zpp_lab" / name).read_text())
         self.calls = 0
 
     def call(self, *words: str, seconds: str = "27", **more: str) -> tuple[int, str, Path]:
@@ -119,16 +122,23 @@ def test_results_name_the_commit_that_the_copy_is_of(machine: Machine) -> None:
     git(machine.root, "commit", "-q", "-m", "one")
     head, copied = git(machine.root, "rev-parse", "HEAD"), f"{machine.folder}/kept/tree/zpp_lab/"
     code, said, _ = machine.call("start", TELLS, seconds="60", ZPP_COMMIT=HEAD)
-    assert (code, f"{copied}machine.py {head}\n" in said) == (0, True), said
+    assert (code, f"{copied}runs/provenance.py {head}\n" in said) == (0, True), said
     (machine.root / "zpp_lab" / "new.py").touch()
-    assert f"{copied}machine.py {head}-dirty\n" in machine.call("start", TELLS, seconds="60")[1]
+    assert (
+        f"{copied}runs/provenance.py {head}-dirty\n"
+        in machine.call("start", TELLS, seconds="60")[1]
+    )
 
 
 def test_a_copy_of_a_copy_and_no_commit_at_all(machine: Machine) -> None:
     code, said, _ = machine.call("start", TELLS, seconds="60", ZPP_COMMIT=HEAD)
-    assert (code, f"machine.py {HEAD}\n" in said) == (0, True), said
+    assert (code, f"provenance.py {HEAD}\n" in said) == (0, True), said
     code, said, _ = machine.call("start", TELLS, seconds="60")
-    assert (code, "results have no commit" in said, "machine.py None\n" in said) == (0, True, True)
+    assert (code, "results have no commit" in said, "provenance.py None\n" in said) == (
+        0,
+        True,
+        True,
+    )
     code, said, _ = machine.call("start", TELLS, seconds="60", ZPP_COMMIT="main")
     assert code == 2
     assert "ZPP_COMMIT='main' is no commit" in said

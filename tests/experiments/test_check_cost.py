@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from tests.experiments.scripts import loaded
-from zpp_lab.config_load import load
-from zpp_lab.cost.machine import Machine, load_machine
+from zpp_lab.config.load import load
+from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 
 HERE = Path(__file__).parents[2] / "experiments" / "speed"
 

@@ -24,12 +24,13 @@ from types import ModuleType
 import pytest
 
 from tests.experiments.scripts import ROOT, loaded
-from zpp_lab import cli, compose
-from zpp_lab.bench import step_arms
+from zpp_lab.cli.adding import check_words
+from zpp_lab.cli.main import _parser
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.commands.adding import check_words
-from zpp_lab.study.plan import run_overrides
-from zpp_lab.study.selection import matching
+from zpp_lab.config import compose
+from zpp_lab.study.run.plan import matching, run_overrides
+from zpp_lab.tools.bench.step import arms as step_arms
+from zpp_lab.tools.bench.step.command import links
 
 PAGES = sorted(ROOT.glob("experiments/**/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")
@@ -148,7 +149,7 @@ def check(command: list[str]) -> None:
         module = words[1] if words[0] == "-m" else None
         if module is None:
             check_script(words[0], words[1:])
-        elif module.startswith("zpp_lab.bench."):
+        elif module.startswith("zpp_lab.tools.bench."):
             check_bench(module.rpartition(".")[2], words[2:])
         elif module == "zpp_lab.cli":
             check_cli(words[2:])
@@ -168,7 +169,7 @@ def after_options(words: list[str]) -> tuple[str, list[str]]:
 
 
 def check_cli(words: list[str]) -> None:
-    known, rest = cli._parser()[0].parse_known_args(words)
+    known, rest = _parser()[0].parse_known_args(words)
     assert known.command is not None, words
     rest = check_words(known, rest)
     if known.command == "train":
@@ -200,10 +201,10 @@ def check_study(known: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def check_bench(what: str, words: list[str]) -> None:
-    module = importlib.import_module(f"zpp_lab.bench.{what}")
+    module = importlib.import_module(f"zpp_lab.tools.bench.{what}")
     (asked,) = read_by(module, words)
     if what == "step":
-        module.links(asked.link_gbps, asked.nodes)
+        links(asked.link_gbps, asked.nodes)
         step_arms.arms([w for w in asked.recipes.split(",") if w] + asked.arm, asked.overrides)
 
 

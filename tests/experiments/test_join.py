@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.study.fake_speeds import Arm, rows, write_speeds
-from zpp_lab.bench.step_results import Row
+from tests.study.report.fake_speeds import Arm, rows, write_speeds
+from zpp_lab.tools.bench.step.results import Row
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zpp_lab.cli import main
-from zpp_lab.study.runs import read_metrics
+from zpp_lab.cli.main import main
+from zpp_lab.runs.reader import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

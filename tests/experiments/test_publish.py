@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
-from zpp_lab.compose import compose
-from zpp_lab.moments import GIB
-from zpp_lab.planner import Outlook
-from zpp_lab.study.result import read_result
-from zpp_lab.study.runs import Run, write_study
-from zpp_lab.study.table import NOTHING
+from zpp_lab.config.compose import compose
+from zpp_lab.runs.reader import Run, write_study
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.table import NOTHING
+from zpp_lab.tools.plan.planner import Outlook
+from zpp_lab.train.memory.buffers import GIB
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "publish.py"
 ROLES = {"zero3_reordered": "order_control", "broken": "negative_control"}

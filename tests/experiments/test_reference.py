@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from tests.experiments.scripts import ROOT, loaded
-from zpp_lab.compose import compose, load_study
-from zpp_lab.study.plan import run_overrides
-from zpp_lab.study.runs import find_runs, write_study
+from zpp_lab.config.compose import compose, load_study
+from zpp_lab.runs.reader import find_runs, write_study
+from zpp_lab.study.run.plan import run_overrides
 
 fill = loaded("experiments/reference/fill.py")
 STUDY = "reference_10m_mini"

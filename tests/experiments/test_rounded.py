@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.experiments.scripts import loaded
-from tests.export.checkpoints import heldout_losses, leave
-from tests.runs import small
-from zpp_lab.engines.losses import mean_loss
+from tests.small_runs import small
+from tests.tools.export.checkpoints import heldout_losses, leave
+from zpp_lab.models.loss import mean_loss
 
 SCRIPT = "experiments/finetune_weights/rounded.py"
 NAMED = ("recipe=base", "recipe.weights.bits=4")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.emulate.shared import refusal
 from tests.experiments.test_check_cost import script
-from zpp_lab.config import ClusterConfig
+from tests.tools.links.shared import refusal
+from zpp_lab.config.schema import ClusterConfig
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zpp_lab.study.runs import read_metrics
+from zpp_lab.runs.reader import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.experiments.scripts import loaded
-from zpp_lab.optim import guarded_step
+from zpp_lab.engines.optim.build import guarded_step
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["engine.device=cpu", "data.seq_len=32", "engine.threads=1", "engine.compile=false"]

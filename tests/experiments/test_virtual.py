@@ -10,9 +10,9 @@ import torch
 
 from tests.engines.test_passes import tokens
 from tests.experiments.scripts import loaded
-from zpp_lab.compose import compose
+from zpp_lab.config.compose import compose
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.virtual import VirtualEngine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 
 BENCH = loaded("experiments/virtual/bench.py")

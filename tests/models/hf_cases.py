@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 
 VOCAB = 37
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
-from tests.runs import small
-from zpp_lab.checkpoint.tensor_file import read_layout
-from zpp_lab.compose import compose
-from zpp_lab.config import ModelConfig
+from tests.small_runs import small
+from zpp_lab.config.compose import compose
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.hf_start import SavedStart
 from zpp_lab.models.start import places
-from zpp_lab.trainer import run
+from zpp_lab.runs.checkpoint.tensor_file import read_layout
+from zpp_lab.train.trainer import run
 
 transformers = pytest.importorskip("transformers")
 KINDS = [*CASES, *NAMED_OTHERWISE]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, SMALL, VOCAB, settings
-from tests.runs import SHAPE, corpus
-from zpp_lab.cli import main
-from zpp_lab.config import LoraConfig, ModelConfig
+from tests.small_runs import SHAPE, corpus
+from zpp_lab.cli.main import main
+from zpp_lab.config.model import LoraConfig, ModelConfig
 from zpp_lab.models import build_model
 
 transformers = pytest.importorskip("transformers")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.models.hf_cases import CASES, VOCAB, settings
-from zpp_lab.config import ModelConfig
-from zpp_lab.engines.losses import token_losses
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.data.packed import IGNORED
 from zpp_lab.models import build_model
-from zpp_lab.models.loss import IGNORED
+from zpp_lab.models.loss import token_losses
 
 pytest.importorskip("transformers")
 CHUNK = 5

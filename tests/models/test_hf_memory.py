@@ -16,14 +16,16 @@ from tests.engines.fsdp_jobs import real
 from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
-from tests.test_memory import Live
-from zpp_lab.config import Config, ModelConfig, load
+from tests.train.test_memory import Live
+from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
-from zpp_lab.memory import estimate
 from zpp_lab.models import build_model
-from zpp_lab.models.hf_memory import Traced, TracedActivations, trace
 from zpp_lab.models.llama_hf import hf_config
-from zpp_lab.moments import Estimate
+from zpp_lab.train.memory.buffers import Estimate
+from zpp_lab.train.memory.estimate import estimate
+from zpp_lab.train.memory.trace import Traced, TracedActivations, trace
 
 pytest.importorskip("transformers")
 KINDS = [*CASES, *NAMED_OTHERWISE]

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model, initial_value
 from zpp_lab.models.init import initial_rows
 

@@ -5,7 +5,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.llama import Rope, complex_product, written_out
 

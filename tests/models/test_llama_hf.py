@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.runs import small
-from zpp_lab.config import ModelConfig
+from tests.small_runs import small
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import to_halves, to_pairs
 

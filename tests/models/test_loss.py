@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zpp_lab.config import ModelConfig
-from zpp_lab.engines.losses import token_losses
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
-from zpp_lab.models.loss import chunked_losses
+from zpp_lab.models.loss import chunked_losses, token_losses
 
 N, DIM, VOCAB = 37, 24, 101
 

@@ -1,6 +1,6 @@
 import pytest
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import PARAM_CLASSES, build_model, param_class
 from zpp_lab.models.params import feeds_residual
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from zpp_lab.config import ModelConfig, load
+from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"

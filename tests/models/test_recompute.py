@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.config import ModelConfig
-from zpp_lab.models import build_model, llama, recompute
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.models import build_model, llama
+from zpp_lab.models import llama as recompute
 from zpp_lab.models.start import materialize
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

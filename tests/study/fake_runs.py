@@ -12,16 +12,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from zpp_lab.config import (
-    WIRES,
-    ArmConfig,
-    CodecConfig,
-    Config,
-    RecipeConfig,
-    RunConfig,
-    StudyConfig,
-    TrainConfig,
-)
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.schema import WIRES, Config, RecipeConfig, RunConfig, TrainConfig
+from zpp_lab.config.study import ArmConfig, StudyConfig
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CLASSES = ("embedding", "attention", "mlp", "norm", "head")

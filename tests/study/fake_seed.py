@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
-from zpp_lab.config import Role, StudyConfig
-from zpp_lab.study.runs import find_runs
-from zpp_lab.study.verdict import StudyResult, judge_study
+from zpp_lab.config.study import Role, StudyConfig
+from zpp_lab.runs.reader import find_runs
+from zpp_lab.study.judge.verdict import StudyResult, judge_study
 
 ROLES: dict[str, Role] = {"zero3_reordered": "order_control", "broken": "negative_control"}
 SOME = ("zero3", "zero3_reordered", "qsdp", "w4", "broken")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.study.fake_runs import FakeArm, write_run
-from zpp_lab.config import ArmConfig, StudyConfig
-from zpp_lab.study.runs import write_study
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.runs.reader import write_study
 
 BITS, BLOCKS = (2, 4, 6, 8), (32, 64, 128, 256, 1024, 4096)
 Rounding = Literal["nearest", "stochastic"]

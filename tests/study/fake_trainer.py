@@ -12,14 +12,14 @@ from pathlib import Path
 
 import yaml
 
-from zpp_lab.config import Config
+from zpp_lab.config.schema import Config
 
 STEPS = 4
 
 
 def fake_compose(overrides: list[str]) -> Config:
     """Reads `key=value` overrides; a ValueError for an unknown key, as the real one."""
-    from zpp_lab.config import load
+    from zpp_lab.config.load import load
 
     values: dict = {"train": {"steps": STEPS}, "tracking": {"wandb": "off"}}
     values |= {"recipe": {"name": "zero3"}, "engine": {"device": "cpu"}}

@@ -1,10 +1,9 @@
 """Codecs: float tensors to bytes and back. `base.py` says what one is, `block.py` is ours."""
 
-from zpp_lab.codecs.base import Codec, CodecBase, SegmentNoise, encode
+from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.block import BlockCodec
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise, noise_key, parameter_id
-from zpp_lab.codecs.raw import RawCodec
 from zpp_lab.codecs.registry import build_codec, codec_names, register_codec
 
 __all__ = [

@@ -3,10 +3,13 @@
 Every codec works on rows. A row is one segment, the flattened shard of one parameter on one
 rank, and R rows of the same length are handled together: the gather of R ranks' shards, or a
 reduction's R rows for R ranks. Blocks, padding and alignment never cross a row.
+
+The codec `none`: the tensor's own bytes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise
+from zpp_lab.codecs.packing import align
 
 
 class SegmentNoise(NamedTuple):
@@ -117,3 +121,27 @@ def encode(codec: Codec, x: Tensor, noise: SegmentNoise | None = None, **kwargs:
     out = torch.empty(x.shape[0], codec.nbytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
     codec.encode(x, noise, out, **kwargs)
     return out
+
+
+@dataclass(frozen=True)
+class RawCodec(CodecBase):
+    """Elements in `dtype` as they lie in memory, then zeros up to 16 bytes."""
+
+    dtype: torch.dtype
+
+    def nbytes(self, numel: int) -> int:
+        return align(numel * self.dtype.itemsize)
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        assert not rotated, "the codec none has no rotation"
+        own = x.to(self.dtype).contiguous().view(torch.uint8)
+        out[:, : own.shape[-1]] = own
+        out[:, own.shape[-1] :] = 0
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        if not numel:
+            return torch.zeros(payload.shape[0], 0, device=payload.device)
+        own = payload[:, : numel * self.dtype.itemsize].contiguous()
+        return own.view(self.dtype).to(torch.float32)

@@ -47,10 +47,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zpp_lab.codec_config import BLOCK_SIZE, check_block
 from zpp_lab.codecs.base import CodecBase, SegmentNoise
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.packing import align, pack, packed_bytes, unpack
+from zpp_lab.config.codec import BLOCK_SIZE, check_block
 
 TINY = 2.0**-126  # the smallest normal fp32
 

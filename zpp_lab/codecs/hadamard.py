@@ -20,8 +20,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zpp_lab.codec_config import HADAMARD_SIZES
-from zpp_lab.philox import philox
+from zpp_lab.codecs.noise import philox
+from zpp_lab.config.codec import HADAMARD_SIZES
 
 SIZES = HADAMARD_SIZES
 
@@ -70,7 +70,7 @@ def sign_words() -> tuple[int, ...]:
     """256 fixed bits as eight 32-bit words: bit i % 32 of word i // 32 set means sign -1 for
     element i of a group; smaller groups take the first ones.
 
-    Words 0 to 3 are the output of Philox4x32-7 (`philox.py`) for counter (0, 0, 0, 0), words 4 to 7
+    Words 0 to 3 are the output of Philox4x32-7 (`noise.py`) for counter (0, 0, 0, 0), words 4 to 7
     for (1, 0, 0, 0), both with the key 0x5A50505F4C4142, which is "ZPP_LAB" in ASCII.
     """
     zero = torch.zeros(2, dtype=torch.int64)

@@ -18,7 +18,7 @@ reduction of one hop is on grads_intra, or with one GPU a node on grads_inter.
 Parameter id, 32 bits: BLAKE2s with a digest of 4 bytes of the parameter's name, as
 `model.named_parameters()` gives it, in UTF-8, read as a little-endian number.
 
-Bits come from Philox4x32 with 7 rounds (`philox.py` says how). One block of 128 bits serves 8
+Bits come from Philox4x32 with 7 rounds (`noise.py` says how). One block of 128 bits serves 8
 neighbouring elements of a segment, 16 bits each:
 
     counter = (element // 8, row, rank, parameter id)      four 32-bit words
@@ -30,6 +30,19 @@ element: its place in the row that is quantized, from 0; with a rotation in the 
 included. rank: who encodes; in the second hop of a reduction that is the rank of the sending node
 with the owner's place in its own. row: whose shard the payload row carries, a rank of the cluster:
 of weights the encoding rank, of gradients the one that will own the sum.
+
+Philox4x32, the counter-based generator: rounding noise and first weights are made of its bits.
+
+A block of 128 bits is a pure function of a counter and a key, so any part of a stream can be made
+anywhere, by itself, on any device (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). With counter (c0, c1, c2, c3) and key
+(k0, k1), all 32-bit words, k0 the key's low one, each round does at once
+
+    c0, c1 = high(c2 * M1) ^ c1 ^ k0, low(c2 * M1)
+    c2, c3 = high(c0 * M0) ^ c3 ^ k1, low(c0 * M0)
+
+with the halves of 64-bit products; between rounds W0 and W1 are added to k0 and k1 modulo 2^32.
+The output is the counter after the last round.
 """
 
 from __future__ import annotations
@@ -40,8 +53,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zpp_lab.config import WIRES, Wire
-from zpp_lab.philox import philox
+from zpp_lab.config.schema import WIRES, Wire
+
+ROUNDS = 7
+M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
+W0, W1 = 0x9E3779B9, 0xBB67AE85  # key increments
+LOW = 0xFFFFFFFF
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-7 on int64 tensors that hold 32-bit words; broadcasts its inputs."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & LOW, key >> 32
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * M0, c2 * M1  # int64 wraps; the 64 product bits are right
+        c0, c1, c2, c3 = (
+            (p1 >> 32) & LOW ^ c1 ^ k0,
+            p1 & LOW,
+            (p0 >> 32) & LOW ^ c3 ^ k1,
+            p0 & LOW,
+        )
+        k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
+    return c0, c1, c2, c3
+
 
 LANES = 8  # elements served by one counter
 

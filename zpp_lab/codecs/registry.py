@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from zpp_lab.codecs.base import Codec
+from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.block import BlockCodec
-from zpp_lab.codecs.raw import RawCodec
-from zpp_lab.config import CodecConfig
+from zpp_lab.config.codec import CodecConfig
 
 _registered: dict[str, Callable[..., Codec]] = {"block": BlockCodec}
 

@@ -22,12 +22,12 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from zpp_lab.collectives.peer import PeerTransport
-from zpp_lab.collectives.ring import MIB, Shared
+from zpp_lab.codecs.kernels.backend import use_kernels
+from zpp_lab.collectives.peer.slots import MIB, Shared
+from zpp_lab.collectives.peer.transport import PeerTransport
 from zpp_lab.collectives.transport import LINKS, Link, ProcessGroups, Transport, members
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config import ClusterConfig
-from zpp_lab.ops.backend import use_kernels
+from zpp_lab.config.schema import ClusterConfig
 
 Choice = Literal["auto", "groups", "peer"]
 LEAST = 16 * MIB  # bytes that a shipment must bring for `auto` to take peer memory: below that
@@ -84,7 +84,7 @@ def _everywhere(own: bool) -> bool:
 def _maker(
     groups: ProcessGroups, link: Link, device: torch.device, at_once: bool
 ) -> Callable[[], Shared]:
-    from zpp_lab.collectives.symmetric import SymmetricMemory
+    from zpp_lab.collectives.peer.symmetric import SymmetricMemory
 
     group = groups.gathers[link]
     return partial(SymmetricMemory, group, device, at_once)  # type: ignore[arg-type]

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zpp_lab import ops
-from zpp_lab.codecs import Noise, RawCodec
-from zpp_lab.collectives.clock import Clock, Observer
+from zpp_lab.codecs import Noise, RawCodec, kernels
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, gather_traffic, secondary_traffic
 from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
-from zpp_lab.config import Wire
-from zpp_lab.layout import Layout
+from zpp_lab.config.schema import Wire
 
 WEIGHTS: tuple[Wire, ...] = ("weights_forward", "weights_backward")
 NOTHING = Traffic(0, 0)
@@ -121,7 +120,7 @@ class Gather:
 
     def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
         """Decode into whole parameters, padded or not, one per segment."""
-        ops.decode(packet.layout, packet.payload, outs)
+        kernels.decode(packet.layout, packet.payload, outs)
 
     # ------------------------------------------------------------------ parts
 
@@ -135,7 +134,7 @@ class Gather:
         observer: Observer | None,
     ) -> None:
         errors = observer.room(wire, layout, row) if observer is not None else None
-        ops.encode(layout, shards, noise, row, errors)
+        kernels.encode(layout, shards, noise, row, errors)
         if observer is not None:
             observer.encoded(wire, layout, errors)
             if observer.looks:

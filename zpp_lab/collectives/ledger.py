@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.config import WIRES, Wire
+from zpp_lab.config.schema import WIRES, Wire
 
 
 class LedgerError(RuntimeError):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zpp_lab.codecs import Codec, RawCodec, build_codec
+from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
 from zpp_lab.collectives.traffic import (
     Traffic,
@@ -32,8 +33,7 @@ from zpp_lab.collectives.traffic import (
     node_reduce_traffic,
     secondary_traffic,
 )
-from zpp_lab.config import WIRES, Wire
-from zpp_lab.layout import Layout, Parameter
+from zpp_lab.config.schema import WIRES, Wire
 
 Bytes = dict[Wire, Traffic]
 

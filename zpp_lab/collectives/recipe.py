@@ -19,18 +19,10 @@ from functools import cached_property
 import torch
 
 from zpp_lab.codecs import Codec, RawCodec, build_codec
-from zpp_lab.config import (
-    WIRES,
-    ClusterConfig,
-    CodecConfig,
-    ExemptConfig,
-    LoraConfig,
-    RecipeConfig,
-    RuleConfig,
-    Wire,
-)
-from zpp_lab.layout import Parameter
-from zpp_lab.lora_config import OUTER
+from zpp_lab.codecs.layout import Parameter
+from zpp_lab.config.codec import CodecConfig, ExemptConfig
+from zpp_lab.config.model import OUTER, LoraConfig
+from zpp_lab.config.schema import WIRES, ClusterConfig, RecipeConfig, RuleConfig, Wire
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")

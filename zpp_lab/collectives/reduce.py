@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zpp_lab import ops
-from zpp_lab.collectives.clock import Clock
+from zpp_lab.codecs import kernels
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, hop_traffic
 from zpp_lab.collectives.transport import Link, Shipment, Transport
-from zpp_lab.config import Wire
-from zpp_lab.layout import Layout
+from zpp_lab.config.schema import Wire
 
 Names = tuple[str, ...]
 Chosen = tuple[tuple[Layout, ...], list[Traffic]]  # layouts, and what a rank sends on GRADS
@@ -74,7 +74,7 @@ class Reduce:
             leg = self._leg(1, layouts[1], grads[0].device)
             self._encode_again(layouts[0], layouts[1], rows, leg.room)
             sent.append(leg.send())
-        ops.reduce(layouts[-1], self._in_order(leg.out), out[None])
+        kernels.reduce(layouts[-1], self._in_order(leg.out), out[None])
         self._account(planned, sent)
 
     # ------------------------------------------------------------------ parts
@@ -109,13 +109,13 @@ class Reduce:
             noise = self.clock.grads_noise(wire, self.rank, range(world))
         observer = self.clock.observer
         errors = observer.room(wire, layout, room) if observer is not None else None
-        ops.encode(layout, grads, noise, room, errors)
+        kernels.encode(layout, grads, noise, room, errors)
         if observer is None:
             return
         observer.encoded(wire, layout, errors)
         if observer.looks:
             pairs = zip(grads, layout.segments, strict=True)
-            before = [ops.padded_rows(g, world, s.numel) for g, s in pairs]
+            before = [kernels.padded_rows(g, world, s.numel) for g, s in pairs]
             observer.rows(wire, layout, before, room, self.rank)
 
     def _encode_again(self, first: Layout, second: Layout, rows: Tensor, room: Tensor) -> None:
@@ -126,11 +126,11 @@ class Reduce:
         noise = None
         if second.stochastic:
             noise = self.clock.grads_noise(self.hops[1], self.rank, shards)
-        ops.decode_sum_encode(first, second, rows, noise, room)
+        kernels.decode_sum_encode(first, second, rows, noise, room)
         if self.clock.observer is not None:
             sums = torch.zeros(len(shards), first.coded_numel, device=room.device)
-            ops.decode_sum(first, rows, sums)
-            flat = ops.finish_sums(first, sums)
+            kernels.decode_sum(first, rows, sums)
+            flat = kernels.finish_sums(first, sums)
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node
             self.clock.observer.rows(self.hops[1], second, before, room, sender)

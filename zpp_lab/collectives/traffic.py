@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zpp_lab.config import ClusterConfig, Wire
+from zpp_lab.config.schema import ClusterConfig, Wire
 
 
 class Traffic(NamedTuple):

@@ -3,8 +3,10 @@
 Gathers and reductions are written once over `Transport`. A `Shipment` is one unit's way over one
 link: the owner fills its room and sends it; on the stream that sent it, `out` is whole afterwards.
 
-`ProcessGroups` is the transport over torch.distributed, on NCCL or gloo; `peer.py` has the one
-for ranks that read each other's memory.
+`ProcessGroups` is the transport over torch.distributed, on NCCL or gloo; `peer/transport.py` has
+the one for ranks that read each other's memory.
+
+Streams of the transports' own, on which bytes travel beside encoding and decoding.
 """
 
 from __future__ import annotations
@@ -19,7 +21,43 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.watchdog import Watch, Watchdog
-from zpp_lab.config import ClusterConfig
+from zpp_lab.config.schema import ClusterConfig
+
+
+class Streams(Protocol):
+    """What transports ask of a device's queues; a mark is a point of a stream."""
+
+    def mark(self, old: Any = None) -> Any:
+        """This point of the current stream. `old`: a mark that nobody will wait for any more;
+        waits that were asked for before stay as they are."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """The current stream goes on once `mark` is reached."""
+        ...
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        """In it the named stream is the current one. It does not wait for others by itself."""
+        ...
+
+
+class CudaStreams:
+    """`Streams` of the current CUDA device. Lanes go before other work: they keep links busy."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, torch.cuda.Stream] = {}
+
+    def mark(self, old: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        return torch.cuda.current_stream().record_event(old)
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        if name not in self.lanes:
+            self.lanes[name] = torch.cuda.Stream(priority=-1)
+        return torch.cuda.stream(self.lanes[name])
+
 
 Group = dist.ProcessGroup | None
 Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes

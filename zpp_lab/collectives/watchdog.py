@@ -2,7 +2,8 @@
 
 NCCL's own watchdog knows sequence numbers, not wires. This thread looks at every transfer in
 flight; the first that outlives the limit is named, and ends the process. Where ranks watch each
-other (`pulse.py`), they ask here what this one waits for, and hear of a transfer that is late.
+other (`train/launch/heartbeat.py`), they ask here what this one waits for, and hear of a transfer
+that is late.
 """
 
 from __future__ import annotations

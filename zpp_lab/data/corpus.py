@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from zpp_lab import hub
-from zpp_lab.config import DataConfig
-from zpp_lab.folders import missing
+from zpp_lab import files as hub
+from zpp_lab.config.data import DataConfig
+from zpp_lab.files import missing
 
 # The standard library's own tests and what is installed beside it are left out.
 _STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -24,17 +24,15 @@ from typing import Any, Literal, get_args
 
 from filelock import FileLock
 
-from zpp_lab.config import DataConfig
+from zpp_lab.config.data import DataConfig
 from zpp_lab.data.corpus import Corpus
-from zpp_lab.data.outside_tokenizer import open_outside
-from zpp_lab.data.record_tokens import encode_records
-from zpp_lab.data.records import RecordCorpus
-from zpp_lab.data.token_files import TokenWriter, write_file
+from zpp_lab.data.records import RecordCorpus, TokenWriter, encode_records, write_file
 from zpp_lab.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     after_character,
+    open_outside,
 )
 from zpp_lab.files import is_full, sync_folder
 

@@ -1,16 +1,27 @@
-"""Records of JSON-lines files as text to finetune on: what is asked, and what the loss counts."""
+"""Records of JSON-lines files as text to finetune on: what is asked, and what the loss counts.
+
+The binary files of prepared tokens, written one after the other and flushed to disk.
+
+Records as token files: beside each token, whether it belongs to a completion.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from zpp_lab.config import DataConfig
+import numpy as np
+
+from zpp_lab.config.data import DataConfig, RecordConfig
 from zpp_lab.data.corpus import FileCorpus, text_corpus
-from zpp_lab.data_config import RecordConfig
+from zpp_lab.data.tokenizer import Tokenizer, token_dtype
 
 _SUFFIX = ".jsonl"
 _TEXTS = ("prompt", "completion")
@@ -133,3 +144,88 @@ def _text(value: Any, name: str, place: str) -> str:
 
 def _filled(parts: list[Part]) -> list[Part]:
     return [part for part in parts if part.text]
+
+
+class TokenWriter:
+    """Appends documents to one split's token file and remembers where they start."""
+
+    def __init__(self, stream: BinaryIO, tokenizer: Tokenizer) -> None:
+        self.stream = stream
+        self.end = tokenizer.end
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.offsets = array("q", [0])
+
+    def add(self, tokens: np.ndarray) -> None:
+        """One document, tokens [n] without its end marker."""
+        closed = np.append(tokens, self.end).astype(self.dtype)
+        self.stream.write(closed.data)
+        self.offsets.append(self.offsets[-1] + len(closed))
+
+    def close(self, offsets: Path) -> None:
+        """Put everything on the disk; int64 offsets go to a file of their own."""
+        flush(self.stream)
+        write_file(offsets, np.array(self.offsets, "<i8").tobytes())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    with open(path, "wb") as stream:
+        stream.write(content)
+        flush(stream)
+
+
+def flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+SPLITS = ("train", "heldout")
+
+
+def encode_records(
+    corpus: RecordCorpus, cfg: DataConfig, tokenizer: Tokenizer, work: Path
+) -> dict[str, Any]:
+    """Write SPLIT.bin, SPLIT.offsets.bin and SPLIT.mask.bin (uint8 [tokens], 1: counted).
+
+    Every n-th record is held out. A record's end marker belongs to its last part. Returns the
+    meta; ValueError for fewer records than n, and for one that cannot be used.
+    """
+    digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
+    with ExitStack() as stack:
+        writers, masks = {}, {}
+        for split in SPLITS:
+            stream = stack.enter_context(open(work / f"{split}.bin", "wb"))
+            writers[split] = TokenWriter(stream, tokenizer)
+            masks[split] = stack.enter_context(open(work / f"{split}.mask.bin", "wb"))
+        count = 0
+        for name, parts in corpus.records():
+            count += 1
+            split = "train" if count % cfg.heldout_every else "heldout"
+            tokens, counted = encoded(parts, tokenizer)
+            said = [[p.text, p.counted, p.marks] for p in parts]
+            digest.update(json.dumps([name, split, said]).encode())
+            writers[split].add(tokens)
+            masks[split].write(counted.data)
+        for split in SPLITS:
+            flush(masks[split])
+            writers[split].close(work / f"{split}.offsets.bin")
+    if count < cfg.heldout_every:
+        raise ValueError(
+            f"data: {count} records are fewer than data.heldout_every={cfg.heldout_every}, so none "
+            "would be held out: use more records or a smaller data.heldout_every"
+        )
+    return {
+        "hash": digest.hexdigest(),
+        "files": len(corpus.files.files),
+        "tokens": {split: writers[split].offsets[-1] for split in SPLITS},
+    }
+
+
+def encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [n], counted uint8 [n + 1]): the end marker, which the writer adds, has a mark too.
+
+    Parts are encoded one by one, as a prompt is before its completion is known.
+    """
+    pieces = [tokenizer.encode(p.text.encode(errors="replace"), marks=p.marks) for p in parts]
+    counted = [np.full(len(t), p.counted, np.uint8) for p, t in zip(parts, pieces, strict=True)]
+    tokens = np.concatenate(pieces).astype(token_dtype(tokenizer.vocab_size))
+    return tokens, np.append(np.concatenate(counted), np.uint8(parts[-1].counted))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zpp_lab.config import DataConfig
+from zpp_lab.config.data import DataConfig
 from zpp_lab.data.corpus import open_corpus
 from zpp_lab.data.packed import PackedData, pack
 from zpp_lab.data.prepare import SPLITS, Split, prepared

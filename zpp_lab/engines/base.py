@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zpp_lab.codecs.errors import Telemetry
 from zpp_lab.collectives.plan import Bytes, Plan
-from zpp_lab.engines.losses import mean_loss
+from zpp_lab.models.loss import mean_loss
 
 # Inputs and targets, int64 [B, T]; where some targets are IGNORED also their share, int64 [2], see
 # models/loss.py.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 
 from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import DTYPES, Recipe
-from zpp_lab.config import Config, EngineConfig
+from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig, Config, EngineConfig, RecipeConfig
+from zpp_lab.data.tokenizer import open_outside
 from zpp_lab.engines.base import Engine
-from zpp_lab.engines.units import cut_units, named_units
-from zpp_lab.engines.untouched import is_untouched
+from zpp_lab.engines.units import cut_units, is_untouched, named_units
 from zpp_lab.models import build_model
 from zpp_lab.models.lora import frozen_base
 
@@ -51,18 +55,18 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
     check_engine(config)
     if config.engine.name == "fsdp":
         from zpp_lab.collectives.choose import gather_mode
-        from zpp_lab.engines.fsdp import FsdpEngine
+        from zpp_lab.engines.fsdp.engine import FsdpEngine
 
         model = _model(config, vocab_size, "meta")
         gather = gather_mode(config.engine.gather)
         chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
         return FsdpEngine(model, build_plan(model, chosen), config, device)
     if config.engine.name == "deepspeed":
-        from zpp_lab.engines.deepspeed import DeepSpeedEngine
+        from zpp_lab.engines.deepspeed.engine import DeepSpeedEngine
 
         whole = build_model(config.model, vocab_size, device=device, seed=config.seed)
         return DeepSpeedEngine(whole, build_plan(whole, config), config, device)
-    from zpp_lab.engines.virtual import VirtualEngine
+    from zpp_lab.engines.virtual.engine import VirtualEngine
 
     if config.engine.deterministic:  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -82,7 +86,7 @@ def check_engine(config: Config) -> None:
     if config.engine.name == "fsdp":
         is_untouched(Plan((), recipe), config.engine.ordered)
     if config.engine.name == "deepspeed":
-        from zpp_lab.engines.deepspeed_settings import deepspeed_settings
+        from zpp_lab.engines.deepspeed.settings import deepspeed_settings
 
         deepspeed_settings(config)
 
@@ -96,7 +100,7 @@ def recipe_of(config: Config) -> Recipe:
 def _model(config: Config, vocab_size: int, device: str) -> Any:
     model = build_model(config.model, vocab_size, device=device, seed=config.seed)
     if config.engine.compile:
-        from zpp_lab.engines.compiled import compile_units  # loads the compiler
+        from zpp_lab.engines.compile import compile_units  # loads the compiler
 
         compile_units(model.units(), config.engine.deterministic)
     return model
@@ -117,3 +121,58 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
 def units_of(model: nn.Module, shards: int) -> list[Unit]:
     """The model's units: `model.units()`, then the root with what is left."""
     return cut_units(model, named_units(model), shards, frozen_base(model))
+
+
+def vocabulary(config: Config) -> int:
+    """Of the model, without reading the corpus: a BPE has as many tokens as it was asked for."""
+    if config.data.tokenizer == "hf":
+        tokens = open_outside(config.data).vocab_size
+    else:
+        tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else 256
+    return max(tokens, config.model.vocab_size)
+
+
+def plan_of(config: Config, one_host: bool = False) -> Plan:
+    """What `config` moves. Plans are kept: the next prediction with the same model, recipe and
+    cluster takes milliseconds. one_host: the nodes are joined by the links of their GPUs, where
+    engine.gather=auto is flat."""
+    gather = config.engine.gather
+    train, groups = config.train, (config.model, config.recipe, config.cluster)
+    settings = (train.param_dtype, train.reduce_dtype, train.micro_steps, train.accumulate)
+    return _plan(
+        *(json.dumps(asdict(group)) for group in groups),
+        vocabulary(config),
+        "flat" if one_host and gather == "auto" else gather,
+        *settings,
+    )
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    model: str,
+    recipe: str,
+    cluster: str,
+    vocab: int,
+    gather: str,
+    param_dtype: str,
+    reduce_dtype: str,
+    micro_steps: int,
+    accumulate: str,
+) -> Plan:
+    """Groups of a config as JSON, which can be compared."""
+    made = Recipe(
+        load(RecipeConfig, json.loads(recipe)),
+        load(ClusterConfig, json.loads(cluster)),
+        DTYPES[param_dtype],
+        DTYPES[reduce_dtype],
+        load(ModelConfig, json.loads(model)).lora,
+    )
+    units = _units(model, vocab, made.shards)
+    return Plan.build(units, made, micro_steps=micro_steps, accumulate=accumulate, gather=gather)
+
+
+@lru_cache(maxsize=64)
+def _units(model: str, vocab: int, shards: int) -> tuple[Unit, ...]:
+    """`model`: a ModelConfig as JSON."""
+    settings = load(ModelConfig, json.loads(model))
+    return tuple(units_of(build_model(settings, vocab, "meta"), shards))

@@ -2,7 +2,7 @@
 
 Rows are filled up with zeros, so that each is summed by the tree of its padded length. Rows of
 one length are summed together, which saves launches and changes no bit. On a GPU with kernels
-`ops/squares.py` does it all, with the same bits.
+`codecs/kernels/squares.py` does it all, with the same bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zpp_lab.codecs.kernels import padded_rows
+from zpp_lab.codecs.kernels import squares as kernels
+from zpp_lab.codecs.numerics import left_at_top, square_norms
 from zpp_lab.collectives.plan import Plan
-from zpp_lab.numerics import left_at_top, square_norms
-from zpp_lab.ops import padded_rows
-from zpp_lab.ops import squares as kernels
 
 FP32, FP64 = 4, 8
 FOLD_NUMEL = 2**25  # elements squared at once: 256 MiB in fp64

@@ -1,4 +1,7 @@
-"""Cuts a model into units, as FSDP2 will group its parameters."""
+"""Cuts a model into units, as FSDP2 will group its parameters.
+
+Whether FSDP2 runs a plan by itself. Here, so that who only counts bytes need not import it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Iterable, Set
 
 from torch import nn
 
-from zpp_lab.collectives.plan import Unit
-from zpp_lab.layout import Parameter
+from zpp_lab.codecs.layout import Parameter
+from zpp_lab.collectives.plan import Plan, Unit
+from zpp_lab.collectives.recipe import quantizes_any
 
 ROOT = "root"
 Block = tuple[str, nn.Module]  # its name in the model
@@ -47,3 +51,20 @@ def _unit(
     parameters = tuple(Parameter(n, tuple(p.shape), world) for n, p in own.items())
     trainable = frozenset(n for n, p in own.items() if p.requires_grad)
     return Unit(name, parameters, trainable, reshard, frozenset(stored & own.keys()))
+
+
+def is_untouched(plan: Plan, ordered: bool) -> bool:
+    """Whether the recipe asks for nothing that FSDP2 itself does not do."""
+    config = plan.recipe.config
+    if plan.stored:
+        return False
+    if config.shard == "node":
+        if ordered:
+            raise ValueError(
+                "engine.ordered=true with recipe.shard=node: FSDP2 sums over nodes in its own "
+                "order; set engine.ordered=false, or recipe.shard=world recipe.hops=2"
+            )
+        return True
+    plain = not config.secondary and config.hops == 1 and config.order == "rank"
+    asked = ordered or not plain or quantizes_any(plan.recipe)
+    return plan.recipe.cluster.world == 1 or not asked

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from zpp_lab.codecs import RawCodec
 from zpp_lab.codecs.errors import SUMS, Column, ErrorSums, error_sums
+from zpp_lab.codecs.kernels import padded_rows
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.collectives.plan import PassUse, Plan
-from zpp_lab.config import Wire
+from zpp_lab.config.schema import Wire
 from zpp_lab.engines.base import NonFiniteError
-from zpp_lab.layout import Layout
 from zpp_lab.models.params import param_class
-from zpp_lab.numerics import fold_sum
-from zpp_lab.ops import padded_rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zpp_lab.config import LoraConfig, ModelConfig
+from zpp_lab.config.model import LoraConfig, ModelConfig
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.lora import add_adapters
 from zpp_lab.models.start import fill, materialize, whole

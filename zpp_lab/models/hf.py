@@ -3,10 +3,15 @@
 The module keeps its class and its parameter names; only `forward` takes tokens and targets, and
 `units` names the decoder layers. It is built with parameters on the meta device, and its
 buffers (rotary frequencies, for instance) are real: they follow from the config.
+
+Losses of transformers' models without whole logits: what goes into the head is taken out.
+
+A vocabulary of 152,000 makes 3.5 GiB of logits and their gradients from 2048 tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +21,56 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
-from zpp_lab import hub
-from zpp_lab.config import ModelConfig
-from zpp_lab.folders import missing
-from zpp_lab.inputs import DOWNLOAD, check_model_path
+from zpp_lab import files
+from zpp_lab.config.model import DOWNLOAD, ModelConfig, check_model_path
+from zpp_lab.files import missing
 from zpp_lab.models.hf_causal import check_causal
-from zpp_lab.models.hf_loss import check_head, head_losses
 from zpp_lab.models.hf_start import RandomStart, SavedStart
-from zpp_lab.models.loss import mean_of, times
-from zpp_lab.models.run_start import RunStart
-from zpp_lab.models.start import Start
+from zpp_lab.models.loss import chunked_losses, mean_of, times
+from zpp_lab.models.start import RunStart, Start
+
+_FIX = "set model.loss_chunk=0"
+
+
+def check_head(model: Any) -> None:
+    """ValueError when the head is more than one product."""
+    head = model.get_output_embeddings()
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    if weight is None or weight.dim() != 2 or bias is not None:
+        raise ValueError(
+            f"{type(model).__name__}: its head is no matrix alone, which a loss in chunks needs: "
+            f"{_FIX}"
+        )
+
+
+def head_losses(model: Any, logits: Callable[[], Tensor], targets: Tensor, chunk: int) -> Tensor:
+    """Cross-entropy of every target in nats, fp32 [batch · length], 0 where it is IGNORED.
+
+    logits() runs the model; targets int64 [batch, length]; `chunk` tokens at a time have logits.
+    ValueError when the model changes its logits after the head.
+    """
+    head = model.get_output_embeddings()
+    hidden = _before(head, logits, type(model).__name__)
+    return chunked_losses(hidden.flatten(0, 1), head.weight, targets.flatten(), chunk)
+
+
+def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
+    """What goes into the head, which passes it on for the time being."""
+    given: list[Tensor] = []
+
+    def through(x: Tensor) -> Tensor:
+        given.append(x)
+        return x
+
+    head.forward = through
+    try:
+        out = logits()
+    finally:
+        del head.forward
+    if len(given) != 1 or out is not given[0]:
+        raise ValueError(f"{name} changes its logits after the head, so chunks do not fit: {_FIX}")
+    return given[0]
+
 
 _DROPOUT = ("dropout", "pdrop", "layerdrop")
 _OTHER_HEADS = ("classifier", "summary")  # dropout of heads that no language model has
@@ -87,7 +132,7 @@ def _config_at(library: Any, path: str) -> Any:
     """Of a folder, of a config.json, or of a name on the Hub; without a network that one comes
     from the Hub's cache, or the error does at once."""
     here = Path(path).exists()
-    online = here or hub.reachable()
+    online = here or files.reachable()
     try:
         return library.AutoConfig.from_pretrained(path, local_files_only=not online)
     except (OSError, ValueError) as error:
@@ -100,7 +145,7 @@ def _config_at(library: Any, path: str) -> Any:
     if online:
         raise ValueError(f"{name}, and no model that the Hub gives ({first}); {DOWNLOAD}")
     raise ValueError(
-        f"{name}, nothing of that name in the Hub's cache, and {hub.why_not()}: where there is a "
+        f"{name}, nothing of that name in the Hub's cache, and {files.why_not()}: where there is a "
         f"network, `hf download {path} --local-dir FOLDER`, then model.path=FOLDER here"
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.models.weight_files import WeightFiles
+from zpp_lab.models.start import WeightFiles
 
 _TABLE = r"rotary_emb\.inv_freq$"  # older files hold it; models compute it
 

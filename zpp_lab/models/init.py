@@ -20,9 +20,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.codecs.noise import LOW, philox
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.models.params import feeds_residual, param_class
-from zpp_lab.philox import LOW, philox
 
 _BINS = 1 << 16  # of the normal distribution, each as likely as the others
 _TAIL = 2.0**-19  # what lies beyond is drawn from the outermost bins, up to 4.6 deviations

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.config import ModelConfig
+from zpp_lab.config.model import ModelConfig
 from zpp_lab.files import damaged, parse_json
-from zpp_lab.models.weight_files import WeightFiles
+from zpp_lab.models.start import WeightFiles
 
 _PARTS = {
     "attention_norm": "input_layernorm",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zpp_lab.lora_config import LoraConfig
+from zpp_lab.config.model import LoraConfig
 from zpp_lab.models.start import Start
 
 A, B = "lora_A", "lora_B"

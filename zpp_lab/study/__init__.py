@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zpp_lab.study.launch import run_study
-    from zpp_lab.study.outcome import StudyOutcome
-    from zpp_lab.study.report import Report, build_report
+    from zpp_lab.study.report.report import Report, build_report
+    from zpp_lab.study.run.attempts import StudyOutcome
+    from zpp_lab.study.run.launch import run_study
 
 __all__ = ["Report", "StudyOutcome", "build_report", "run_study"]
-_HOMES = {"run_study": "launch", "StudyOutcome": "outcome", "build_report": "report"}
-_HOMES |= {"Report": "report"}
+_HOMES = {"run_study": "run.launch", "StudyOutcome": "run.attempts"}
+_HOMES |= {"build_report": "report.report", "Report": "report.report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,274 @@
+"""The commands as a user types them: exit codes, messages, sweeps, outside codecs."""
+
+from __future__ import annotations
+
+import errno
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from tests.runs.wandb_file import OfflineRun
+from tests.small_runs import SHAPE, corpus
+from zpp_lab.cli.main import main
+from zpp_lab.codecs import CodecBase, SegmentNoise, registry
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.runs.wandb.folder import find_runs
+from zpp_lab.runs.wandb.sink import follow
+from zpp_lab.study.judge.verdict import read_result
+
+TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A working folder of its own, and the overrides of a run of milliseconds."""
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.path={corpus(tmp_path)}"]
+
+
+def test_train_and_report(here: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *here]) == 0
+    assert "over 64 held-out tokens, fewer than 1,000, get no verdict" in capsys.readouterr().err
+    assert main(["train", *here, "recipe=w4"]) == 0
+    assert main(["report", "runs"]) == 0
+    shown = capsys.readouterr().out
+    fix = "set train.eval_tokens=32768 or more"
+    assert f"not judged (64 held-out tokens, 1,000 are the least: {fix})" in shown
+    assert Path("runs/report.html").stat().st_size > 100_000
+
+
+def test_a_verdict_needs_enough_heldout_text(
+    here: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the text holds fewer tokens than were asked for, a run says so before its first step,
+    and a study before its first run; what an older version wrote is not judged either."""
+    Path("few").mkdir()
+    for name in ("trained", "held"):
+        Path("few", f"{name}.py").write_text("0123456789\n" * 60)
+    few = [*here, "data.path=few", "train.eval_tokens=50000"]
+    for recipe in ("zero3", "w4"):
+        assert main(["train", *few, f"recipe={recipe}"]) == 0
+        said = capsys.readouterr().err
+        assert "get no verdict: hold out more text (a smaller data.heldout_every" in said
+        file = Path(f"runs/{recipe}/seed1/summary.json")
+        summary = json.loads(file.read_text())
+        count = summary.pop("heldout_tokens")
+        assert count == sum(json.loads(file.with_name("heldout.json").read_text())["tokens"]) < 1000
+        file.write_text(json.dumps(summary))
+    assert main(["report", "runs"]) == 0
+    assert f"not judged ({count} held-out tokens, 1,000 are the least" in capsys.readouterr().out
+    assert main(["study", "smoke", "--dry-run", "train.eval_tokens=71"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "over 71 held-out tokens, fewer than 1,000, get no verdict: set train.eval_tokens" in told
+    )
+
+
+def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -> None:
+    monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
+    assert main(["train", "-m", *here, "recipe.weights.bits=null,4", "seed=1,2"]) == 0
+    found = sorted(str(p.parent.relative_to("sweep")) for p in Path("sweep").rglob("summary.json"))
+    assert found == [f"recipe.weights.bits={b}/seed{s}" for b in ("4", "null") for s in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("swept", "arms"),
+    [
+        (["recipe.weights.bits=null,4"], {"zero3", "zero3 weights.bits=4"}),
+        (
+            ["recipe=zero3,w4", "train.lr=1e-3,2e-3"],
+            {f"{recipe} train.lr={lr}" for recipe in ("zero3", "w4") for lr in (0.001, 0.002)},
+        ),
+    ],
+)
+def test_wandb_calls_a_sweeps_runs_by_the_arms_of_its_report(
+    here: list[str], swept: list[str], arms: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
+    assert main(["train", "-m", *here, *swept, "seed=1,2"]) == 0
+    told = set()
+    for run in find_runs("sweep"):
+        assert follow(run, "offline", lambda: True)
+        shown = OfflineRun(run.path)
+        told.add((shown.run.job_type, shown.run.display_name, shown.run.run_group))
+        (recipe,) = [tag for tag in shown.run.tags if tag.startswith("recipe=")]
+        assert recipe == f"recipe={shown.run.job_type.partition(' train.lr')[0]}"
+        summary = json.loads((run.path / "summary.json").read_text())
+        assert summary["arm"] == shown.run.job_type
+        assert shown.summary["_runtime"] == summary["seconds"]
+    assert told == {(arm, f"{arm} seed{seed}", "sweep") for arm in arms for seed in (1, 2)}
+    assert {arm.name for arm in read_result(Path("sweep")).study.arms} - {"zero3"} == arms - {
+        "zero3"
+    }
+
+
+def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One job that diverges keeps none from running, and the folder's name is told for the rest."""
+    swept = ["train", "-m", *here, "train.clip=0", "train.lr=1e30,0.1"]
+    monkeypatch.setenv("ZPP_SWEEP_DIR", "my sweep")
+    assert main(swept) == 1
+    told = capsys.readouterr().err
+    assert "zpp-lab train: the run diverged: step 1" in told
+    assert "Traceback" not in told
+    assert "the same command with 'hydra.sweep.dir='\"'\"'my sweep'\"'\"'' goes on" in told
+    assert [p.parent.parent.name for p in Path().rglob("summary.json")] == ["train.lr=0.1"]
+    monkeypatch.delenv("ZPP_SWEEP_DIR")
+    (path,) = Path().rglob("summary.json")
+    written = path.stat().st_mtime_ns
+    assert main([*swept, "hydra.sweep.dir='my sweep'"]) == 1
+    assert path.stat().st_mtime_ns == written
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["train", "train.stpes=3"], "Did you mean steps"),
+        (["train", "recipe=zero4"], "zero3"),
+        (["train", "recipe.weights.codec=os.system", "recipe.weights.bits=4"], "there are: block"),
+        (["train", "seed"], "write settings as name=value"),
+        (["train", "=3"], "write settings as name=value"),
+        (["train", "recipe.name=../mine", "run.dir=null"], "use letters, digits and _ . , + = -"),
+        (["train", "recipe.name=", "run.dir=null"], "recipe.name='': its name is that of a folder"),
+        (["train", "-m", "recipe.name=../mine", "seed=1,2"], "recipe.name='../mine': its name is"),
+        (["train", "-m", "recipe.name=a,'../b'"], "recipe.name='../b': its name is that of a"),
+        (["study", "../config"], "no study '../config'"),
+        (["train", "--fro", "3m"], "unknown option --fro; see zpp-lab train --help"),
+        (["train", "-m", "recipe.weights.bits=5", "seed=1,2"], "bits=5: use one of"),
+        (["train", "-m", "recipe=zero4,w4"], "Did you mean zero3"),
+        (["train", "-m", "train.steps=[1,2"], "cannot be read"),
+        (["train", "-m", "--dry-run"], "--dry-run is for one run"),
+        (["train", "-m", "--for", "8m", "seed=1,2"], "--for is for one run or a study"),
+        (["trian"], "did you mean train?"),
+        (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
+        (["bench", "everything"], "there are: kernels, collectives"),
+        (
+            ["bench", "virtual"],
+            "bench virtual was removed; use python experiments/virtual/bench.py",
+        ),
+        (["study", "nothing"], "there are:"),
+        (["study", "smoke", "seed=3"], "every arm: seed=3: a study sets seed of each run itself"),
+        (["study", "smoke", "recipe=w4"], "every arm of study smoke sets recipe itself"),
+        (["study", "smoke", "run.dir=x"], "name the study's folder with --dir"),
+        (["study", "smoke", "--runs-per-gpu", "-1"], "--runs-per-gpu: -1: use 0 or more"),
+        (["study", "smoke", "--runs-per-gpu", "2", "--launcher", "slurm"], "runs on this machine"),
+        (["study", "smoke", "--jobs", "2", "--launcher", "slurm"], "--jobs is for runs on this"),
+        (["compare", "one", "two"], "compare was removed; use zpp-lab export DIR… --out runs.csv"),
+        (["report", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
+    extra = here if words[0] == "train" else []
+    assert main([words[0], *extra, *words[1:]]) == 2
+    assert answer in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["bench", "kernels"], "bench kernels needs an NVIDIA GPU"),
+        (["mps", "--", "true"], "sharing GPUs needs nvidia-cuda-mps-control"),
+        (["build"], "zpp-lab build: torch sees no GPU here: say what to compile for"),
+    ],
+)
+def test_without_a_gpu_the_answer_names_it(words, answer, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["zpp-lab", *words])  # as the console script finds them
+    assert main() == 2
+    assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "\ninterrupted; the same command goes on from here\n"),
+        (["train", "--dry-run"], "\ninterrupted\n"),
+        (["doctor"], "\ninterrupted\n"),
+    ],
+)
+def test_only_what_goes_on_says_so_when_it_is_interrupted(words, said, monkeypatch, capsys) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zpp_lab.config.compose.compose", stop)
+    monkeypatch.setattr("zpp_lab.tools.doctor.doctor", stop)
+    assert main(words) == 130
+    assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no room; make room there")
+
+    monkeypatch.setattr("zpp_lab.tools.doctor.doctor", full)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "zpp-lab doctor: no room; make room there\n"
+
+
+def test_runs_per_gpu_takes_the_place_of_the_studys(monkeypatch) -> None:
+    seen = []
+
+    def run_study(study: StudyConfig, *_: object, **__: object) -> NoReturn:
+        seen.append(study.runs_per_gpu)
+        raise ValueError("not now")
+
+    monkeypatch.setattr("zpp_lab.study.run_study", run_study)
+    assert main(["study", "bits"]) == main(["study", "bits", "--runs-per-gpu", "2"]) == 2
+    assert seen == [6, 2]
+
+
+COMMANDS = ("train", "study", "plan", "bench", "report", "mps")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help_says_what_to_type(command: list[str], capsys) -> None:
+    with suppress(SystemExit):  # argparse's own way out
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert "usage: zpp-lab" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_dry_run_prints_every_setting_and_leaves_nothing(here: list[str], capsys) -> None:
+    assert main(["train", *here, "recipe=w4", "--dry-run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert load(Config, printed).recipe.weights.bits == 4
+    assert not Path("runs").exists()
+
+
+@dataclass(frozen=True)
+class HalfCodec(CodecBase):
+    """An outside codec: fp16 with a factor."""
+
+    factor: float = 1.0
+
+    def nbytes(self, numel: int) -> int:
+        return -(-numel * 2 // 16) * 16
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        data = (x.float() * self.factor).half().view(torch.uint8)
+        out.zero_()
+        out[:, : data.shape[1]] = data
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        return payload[:, : numel * 2].contiguous().view(torch.float16).float() / self.factor
+
+
+def test_a_codec_from_outside_trains(here: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry.register_codec("half", HalfCodec)
+    recipe = ["recipe.weights.codec=half", "recipe.weights.options={factor: 8.0}"]
+    recipe += ["recipe.grads.codec=half", "recipe.name=half"]
+    assert main(["train", *here, *recipe]) == 0
+    assert Path("runs/half/seed1/summary.json").exists()

@@ -1,0 +1,262 @@
+"""Configs: every group composes, and a typo is answered with the valid names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import compose, flat_config, flatten, load_study
+from zpp_lab.config.load import REMOVED, load, unknown_key, valid_names
+from zpp_lab.config.schema import ClusterConfig, Config
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.files import conf_dir
+from zpp_lab.tools.plan.cost.machine import Machine, load_machine
+
+SAVED = ["model.weights=pretrained", "model.path=somewhere"]
+# what an option cannot do without
+NEEDED = {"model=hf": ["model.path=somewhere"], "lora=raw": SAVED, "lora=q4": SAVED}
+
+
+def options(group: str) -> list[str]:
+    return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "group", ["model", "lora", "cluster", "engine", "train", "tracking", "recipe"]
+)
+def test_every_option_composes(group: str) -> None:
+    assert options(group)
+    for name in options(group):
+        compose([f"{group}={name}", *NEEDED.get(f"{group}={name}", [])])
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.stpes=3", "Did you mean steps"),
+        ("train.steps=0", "use 1 or more"),
+        ("train.steps=many", "train.steps='many': use a whole number"),
+        ("train.steps=null", "train.steps=null: use a whole number"),
+        ("train.lr=fast", "use a number"),
+        ("train.lr=inf", "train.lr=inf: use a finite number"),
+        ("train.residual_lr=nan", "use a finite number"),
+        ("train.eps=-1", "train.eps=-1.0: use 0 or more"),
+        ("train.min_lr_ratio=2", "train.min_lr_ratio=2.0: use 0 to 1"),
+        ("model.norm_eps=-1", "model.norm_eps=-1.0: use 0 or more"),
+        ("model.rope_theta=0", "model.rope_theta=0.0: use more than 0"),
+        ("recipe.weights.bits=none", "bits='none': use a whole number, or null"),
+        ("recipe.exempt=norms", "set those: recipe.exempt.max_ndim, recipe.exempt.names"),
+        ("lroa=q4", "engine, lora, model"),
+        ("engine.graph=maybe", "use true or false"),
+        ("train.steps=1,2", "add -m to run each value"),
+        ("train.steps=[1,2", "cannot be read: write name=value"),
+        ("recipe=zeropq", "Did you mean zeropp"),
+        ("recipe.weights.bitz=4", "Did you mean bits"),
+        ("recipe.weights.rounding=up", "'nearest' or 'stochastic'"),
+        ("+recipe.weights.new=4", "no such setting"),
+        (
+            "engine.blocks_per_unit=2",
+            "^engine.blocks_per_unit was removed in November 2026",
+        ),
+        ("engine.pull=auto", "^engine.pull was removed in November 2026; leave it out: .*copied"),
+        ("++engine.pull=kernel", "^engine.pull was removed in November 2026; leave it out"),
+        ("tarin.steps=3", "Did you mean train"),
+        ("cluster.nodes=0", "use 1 or more"),
+        ("model.heads=3", "even number"),
+        ("data=text", "needs data.path"),
+    ],
+)
+def test_mistakes_are_answered(override: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        compose([override])
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_written_with_a_setting_that_is_gone_is_read(name: str) -> None:
+    """Where it said what is done today; else one line names it."""
+    *groups, key = name.split(".")
+    cls = Config if groups[0] in valid_names(Config, []) else Machine
+    assert key not in valid_names(cls, groups)
+    assert "\n" not in unknown_key(cls, name)
+    if cls is Config:
+        for value in REMOVED[name].kept or ():
+            stored = asdict(Config())
+            stored[groups[0]][key] = value
+            assert load(Config, stored) == Config()
+            assert flat_config(stored) == flat_config({name: value}) == flat_config(Config())
+        stored[groups[0]][key] = "something else"
+        with pytest.raises(ValueError, match=f"^{name} was removed in "):
+            load(Config, stored)
+    else:
+        told = json.loads((conf_dir() / "machine" / "h200.json").read_text())
+        told[groups[0]][key] = [{"anything": 1}]
+        assert load(Machine, told) == load_machine("h200")
+
+
+def test_a_setting_that_the_chosen_files_do_not_list(tmp_path: Path) -> None:
+    """Not Hydra's words, and no word that the name is wrong."""
+    with pytest.raises(ValueError, match=r"write \+\+engine\.prefetch=VALUE.*engine=fsdp"):
+        compose(["engine.prefetch=2"])
+    assert compose(["++engine.prefetch=2"]).engine.prefetch == 2
+    assert compose(["engine=fsdp", "engine.prefetch=2"]).engine.prefetch == 2
+
+
+@pytest.mark.parametrize("group", ["run", "data", "recipe", "train", "tracking", "cluster"])
+def test_the_files_list_every_setting(group: str) -> None:
+    """A setting that they lack takes ++ on a command line, which nobody expects."""
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        listed = flatten(OmegaConf.to_container(hydra_compose("config")))
+    every = flatten({group: asdict(Config())[group]})
+    assert sorted(every.keys() - listed.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("recipe.grads_inter.bits=7", "recipe zero3, grads_inter: bits=7: use one of"),
+        ("recipe.weights.block_size=100", "weights_forward: block_size=100: use a power of two"),
+        ("recipe.grads.hadamard=20", "hadamard=20: use 0"),
+        ("recipe.rules=[{set:{bits:3}}]", "weights_forward: bits=3: use one of"),
+    ],
+)
+def test_codecs_are_checked_before_any_run(override: str, answer: str) -> None:
+    """Else a study would learn of a wrong width in its last arm when that arm's turn comes."""
+    with pytest.raises(ValueError, match=answer):
+        compose([override])
+
+
+def test_short_hands_reach_the_wires() -> None:
+    recipe = compose(["recipe.weights.bits=6", "recipe.grads.bits=4", "recipe.hops=2"]).recipe
+    assert recipe.weights_backward.over(recipe.weights).bits == 6
+    assert recipe.grads_inter.over(recipe.grads).bits == 4
+
+
+def test_study_mistakes_are_answered() -> None:
+    with pytest.raises(ValueError, match=r"did you mean smoke\?\); there are: .*smoke"):
+        load_study("smokey")
+    arms = [{"name": "a"}, {"name": "a"}]
+    with pytest.raises(ValueError, match="named twice"):
+        load(StudyConfig, {"name": "s", "question": "q", "arms": arms, "seeds": [1]})
+    with pytest.raises(ValueError, match="is no arm"):
+        load(StudyConfig, {"name": "s", "question": "q", "arms": arms[:1], "seeds": [1]})
+    arms = [{"name": "zero3"}, {"name": "a", "against": "zero4"}]
+    with pytest.raises(ValueError, match=r"against='zero4' is no arm of role baseline.*zero3"):
+        load(StudyConfig, {"name": "s", "question": "q", "arms": arms, "seeds": [1]})
+
+
+def test_dataclasses_are_frozen_and_typed() -> None:
+    assert load(Config, {}).cluster == ClusterConfig()
+    with pytest.raises(AttributeError):
+        load(Config, {}).seed = 2  # type: ignore[misc]
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_study_extends_another(tmp_path: Path) -> None:
+    text = "extends: smoke\nname: mine\noverrides: [train.steps=3]\nwithout: [broken]\n"
+    text += "arms: [{name: w8, describe: mine, overrides: [recipe=w8]}, {name: w6}]\n"
+    mine, smoke = load_study(written(tmp_path, "mine", text)), load_study("smoke")
+    assert (mine.name, mine.question, mine.seeds) == ("mine", smoke.question, smoke.seeds)
+    assert mine.overrides == [*smoke.overrides, "train.steps=3"]
+    before = {arm.name: arm for arm in smoke.arms}
+    after = {arm.name: arm for arm in mine.arms}
+    assert set(after) == set(before) - {"broken"} | {"w8", "w6"}
+    assert after["w8"].describe == "mine"
+    assert after["zero3"] == before["zero3"]
+
+
+def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
+    start = "{name: 'x{bits}', overrides: ['recipe.weights.bits={bits}'], factors: {bits: "
+    text = f"extends: smoke\nname: mine\narms: [{start}[4]}}}}, {start}[2, 6]}}}}]\n"
+    names = [arm.name for arm in load_study(written(tmp_path, "mine", text)).arms]
+    assert names[-3:] == ["x4", "x2", "x6"]
+    twice = text.replace("[2, 6]", "[4, 6]")
+    with pytest.raises(ValueError, match="arm named twice: x4"):
+        load_study(written(tmp_path, "mine", twice))
+
+
+def test_a_setting_that_only_the_run_before_the_arms_would_have_is_heard(tmp_path: Path) -> None:
+    arm = "{name: zero3, role: baseline, overrides: [recipe=zero3, train.lr=1e-3]}"
+    text = f"name: mine\nquestion: q\nbaseline: zero3\nseeds: [1]\narms: [{arm}]\n"
+    first = "prepare: [{name: base, overrides: [recipe=zero3]}]\n"
+    with pytest.raises(ValueError, match=r"sets train\.lr itself"):
+        load_study(written(tmp_path, "alone", text), {}, ["train.lr=2e-3"])
+    prepared = written(tmp_path, "prepared", text + first)
+    assert load_study(prepared, {}, ["train.lr=2e-3"]).overrides == ["train.lr=2e-3"]
+    with pytest.raises(ValueError, match="sets recipe itself"):
+        load_study(prepared, {}, ["recipe=w4"])
+
+
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    [
+        ("without: [w9]", "without: w9: no such arm in what it extends; there are: zero3"),
+        ("arms: [w8]", "arms must be a list of mappings with a name each"),
+    ],
+)
+def test_what_extends_wrongly_is_told(tmp_path: Path, more: str, answer: str) -> None:
+    name = written(tmp_path, "mine", f"extends: smoke\nname: mine\n{more}\n")
+    with pytest.raises(ValueError, match=answer):
+        load_study(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/x", "", ".", "..", ".x", "a/b", "a\\b", "a b", "a\n", "a\tb", "\x1b[2J"]
+)
+def test_no_name_leaves_the_folder_of_all_studies(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a study's own nor one that `extends` gives, and --dir changes nothing; nor an arm's
+    or a prepared run's."""
+    monkeypatch.chdir(tmp_path)
+    short = yaml.safe_dump({"name": name})
+    one = written(tmp_path, "one", f"extends: smoke\n{short}")
+    heir = written(tmp_path, "heir", f"extends: {one}\n")
+    arm = written(tmp_path, "arm", yaml.safe_dump({"extends": "smoke", "arms": [{"name": name}]}))
+    first = {"extends": "smoke", "prepare": [{"name": name}]}
+    for file in (one, heir, arm, written(tmp_path, "first", yaml.safe_dump(first))):
+        for more in ([], ["--dir", "here"], ["--dry-run"], ["--watch"]):
+            assert main(["study", file, *more]) == 2
+            said = capsys.readouterr()
+            (line,) = said.err.splitlines()
+            assert "use letters, digits and _ . , + = -" in line
+            assert line.isprintable()
+            assert not said.out
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".yaml"]
+
+
+def test_an_arm_whose_runs_would_not_be_found_is_refused(tmp_path: Path) -> None:
+    for name in ("figures", "prepare", "wandb", "checkpoints"):
+        text = f"extends: smoke\nname: mine\narms: [{{name: {name}}}]\n"
+        with pytest.raises(ValueError, match=f"arm '{name}': no arm can have this name"):
+            load_study(written(tmp_path, "mine", text))
+
+
+def test_a_study_does_not_extend_itself(tmp_path: Path) -> None:
+    name = written(tmp_path, "mine", f"extends: {tmp_path}/mine.yaml\nname: mine\n")
+    with pytest.raises(ValueError, match="extends itself"):
+        load_study(name)
+
+
+def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose(["run.dir=~/runs/a", "data=text", "data.path='~/some texts'"])
+    assert (config.run.dir, config.data.path) == ("/home/me/runs/a", "/home/me/some texts")
+
+
+def test_a_cluster_that_has_no_file_can_be_given_by_its_two_numbers() -> None:
+    with pytest.raises(ValueError, match=r"any other: cluster\.nodes=3 cluster\.gpus_per_node=4"):
+        compose(["cluster=3x4"])
+    assert compose(["cluster.nodes=3", "cluster.gpus_per_node=4"]).cluster.world == 12

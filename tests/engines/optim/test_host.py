@@ -1,0 +1,92 @@
+"""Moments in host memory: the same bits, however many pass at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engines.optim.test_states import KINDS, gradients, started
+from zpp_lab.config.schema import TrainConfig
+from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim.adamw import together
+from zpp_lab.engines.optim.build import adamw, load_optimizer_state, optimizer_state, update
+from zpp_lab.engines.optim.states import StateKind
+
+
+def trained(kind: StateKind, place: str, halt: int = 6) -> list[torch.Tensor]:
+    """Weights, then states; after `halt` steps the state goes through a checkpoint's form."""
+    train = TrainConfig(optimizer_state=kind, optimizer_place=place)  # type: ignore[arg-type]
+    parameters = started(0, 1)
+    optimizer = adamw(parameters, train, seed=3)
+    for step in range(6):
+        if step == halt:
+            before = optimizer_state(optimizer, parameters)
+            optimizer = adamw(parameters, train, seed=3)
+            load_optimizer_state(optimizer, parameters, before)
+        for n, g in gradients(step).items():
+            parameters[n].grad = g
+        update(optimizer, step, ok=torch.tensor(step != 2))
+    state = optimizer_state(optimizer, parameters)
+    return [p.detach() for p in parameters.values()] + [
+        t for key in sorted(state) for t in state[key].values()
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stage", "halt"), [(2**28, 6), (4000, 6), (1, 3)])
+def test_bits_do_not_depend_on_where_moments_lie(
+    kind: StateKind, stage: int, halt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "STAGE", stage)
+    pairs = zip(trained(kind, "device"), trained(kind, "host", halt), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_batch_holds_what_fits_and_one_at_least() -> None:
+    found = together([4, 6, 1, 12, 3], lambda item: item, 10)
+    assert list(found) == [[4, 6], [1], [12], [3]]
+
+
+def test_fp32_moments_stay_where_they_are() -> None:
+    with pytest.raises(ValueError, match="optimizer_state=bf16 or 8bit"):
+        TrainConfig(optimizer_place="host")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "STAGE", 2**20)
+    weights = [torch.randn(512, 1024, device="cuda") for _ in range(9)]
+    ends = []
+    for place in ("device", "host"):
+        train = TrainConfig(optimizer_state=kind, optimizer_place=place)  # type: ignore[arg-type]
+        own = {str(i): torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
+        optimizer = adamw(own, train, seed=3)
+        for step in range(5):
+            if step == 3:
+                before = optimizer_state(optimizer, own)
+                optimizer = adamw(own, train, seed=3)
+                load_optimizer_state(optimizer, own, before)
+            for i, p in enumerate(own.values()):
+                p.grad = weights[i - step].sin()
+            update(optimizer, step, ok=torch.tensor(True, device="cuda"))
+        torch.cuda.synchronize()
+        moments = [t.cpu() for s in optimizer.state.values() for t in s.values()]
+        ends.append([p.detach().cpu() for p in own.values()] + moments)
+        if place == "host":
+            assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cpu"}
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_stages_are_taken_from_the_gpu_once() -> None:
+    train = TrainConfig(optimizer_state="8bit", optimizer_place="host")
+    own = {"w": torch.nn.Parameter(torch.randn(2048, 4096, device="cuda"))}
+    optimizer = adamw(own, train, seed=3)
+    reserved = []
+    for step in range(4):
+        own["w"].grad = torch.randn_like(own["w"])
+        update(optimizer, step, ok=torch.tensor(True, device="cuda"))
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1] == reserved[-1]

@@ -1,0 +1,135 @@
+"""An update that is held back changes nothing, whoever decides it: the host or the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zpp_lab.config.schema import TrainConfig
+from zpp_lab.engines.optim.build import (
+    STATE,
+    adamw,
+    guarded_step,
+    learning_rate,
+    load_optimizer_state,
+    optimizer_state,
+    set_rate,
+)
+
+
+def made(fused: bool) -> tuple[dict[str, nn.Parameter], torch.optim.AdamW]:
+    torch.manual_seed(0)
+    parameters = {"a": nn.Parameter(torch.randn(5, 3)), "b": nn.Parameter(torch.randn(7))}
+    optimizer = adamw(parameters, TrainConfig())
+    if fused:  # as on a GPU; the CPU has that kernel too
+        groups = [{**g, "fused": True, "foreach": False} for g in optimizer.param_groups]
+        optimizer = torch.optim.AdamW(groups, fused=True)
+    return parameters, optimizer
+
+
+def step(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW, scale: float) -> None:
+    for p in parameters.values():
+        p.grad = p.detach() * scale
+    guarded_step(optimizer, torch.tensor(scale).isfinite())
+
+
+def snapshot(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) -> list:
+    state = optimizer_state(optimizer, parameters)
+    tensors = [*parameters.values(), *(state[k][n] for k in STATE for n in parameters)]
+    return [t.detach().clone() for t in tensors]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_step_changes_nothing(fused: bool, bad: float) -> None:
+    parameters, optimizer = made(fused)
+    step(parameters, optimizer, 0.1)
+    before = snapshot(parameters, optimizer)
+    step(parameters, optimizer, bad)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, snapshot(parameters, optimizer), strict=True)
+    )
+    step(parameters, optimizer, 0.1)
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before, snapshot(parameters, optimizer), strict=True)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (1, 2), (7, 6), (7, 7), (7, 20)])
+def test_a_rate_that_warm_up_keeps_low_is_said(steps: int, warmup: int, schedule: Any) -> None:
+    train = TrainConfig(steps=steps, warmup_steps=warmup, lr=0.003, schedule=schedule)
+    rates = [learning_rate(step, train) for step in range(steps)]
+    assert bool(train.notes) == (max(rates) < train.lr)
+    for note in train.notes:
+        assert f"ends at {rates[-1]:.3g} and never reaches train.lr=0.003" in note
+        assert f"set train.warmup_steps={steps} or less" in note
+        assert not replace(train, warmup_steps=steps).notes
+
+
+def test_both_kinds_agree_nearly_and_the_cpu_takes_foreach() -> None:
+    ends = []
+    for fused in (False, True):
+        parameters, optimizer = made(fused)
+        assert bool(optimizer.defaults["fused"]) == fused
+        for _ in range(3):
+            step(parameters, optimizer, 0.1)
+        ends.append(snapshot(parameters, optimizer))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
+
+
+def test_state_goes_where_the_parameters_are() -> None:
+    parameters, optimizer = made(fused=False)
+    step(parameters, optimizer, 0.1)
+    saved = {
+        k: {n: t.double() for n, t in v.items()}
+        for k, v in optimizer_state(optimizer, parameters).items()
+    }
+    load_optimizer_state(optimizer, parameters, saved)
+    assert all(optimizer.state[p]["exp_avg"].device == p.device for p in parameters.values())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_projections_into_the_residual_stream_take_smaller_steps(kind: Any) -> None:
+    names = ("layers.0.mlp.w_up.weight", "layers.0.mlp.w_down.weight", "norm.weight")
+
+    def moved(factor: float) -> dict[str, float]:
+        parameters = {n: nn.Parameter(torch.ones(4, 4)) for n in names[:2]}
+        parameters[names[2]] = nn.Parameter(torch.ones(4))
+        train = TrainConfig(residual_lr=factor, weight_decay=0.0, optimizer_state=kind)
+        optimizer = adamw(parameters, train)
+        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        own = [rates[parameters[name]] / train.lr for name in names]
+        assert own == pytest.approx([1.0, factor, 1.0])  # before any rate is set
+        for p in parameters.values():
+            p.grad = torch.ones_like(p)
+        set_rate(optimizer, 0.5)
+        guarded_step(optimizer, torch.tensor(True))
+        return {n: 1 - float(p.detach().flatten()[0]) for n, p in parameters.items()}
+
+    assert moved(1.0) == pytest.approx(dict.fromkeys(names, 0.5))
+    assert moved(0.25) == pytest.approx({**dict.fromkeys(names, 0.5), names[1]: 0.125})
+
+
+def test_a_model_without_such_projections_is_told_so() -> None:
+    with pytest.raises(ValueError, match=r"set train\.residual_lr=1"):
+        adamw({"a": nn.Parameter(torch.ones(3, 3))}, TrainConfig(residual_lr=0.1))
+    with pytest.raises(ValueError, match="use more than 0"):
+        TrainConfig(residual_lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "half"), [("self_attn.o_proj", "attention"), ("mlp.down_proj", "mlp")]
+)
+def test_a_block_of_which_only_half_is_known_is_refused(lost: str, half: str) -> None:
+    names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+    whole = {f"layers.0.{n}.weight": nn.Parameter(torch.ones(3, 3)) for n in names}
+    adamw(whole, TrainConfig(residual_lr=0.1))
+    renamed = {name.replace(lost, lost.split(".")[0] + ".own"): p for name, p in whole.items()}
+    with pytest.raises(ValueError, match=f"no matrix of the model's {half} is known by its name"):
+        adamw(renamed, TrainConfig(residual_lr=0.1))
+    adamw(renamed, TrainConfig())

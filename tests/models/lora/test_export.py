@@ -1,0 +1,160 @@
+"""Out of a run with adapters: merged into the base, or in peft's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.lora.models import lora, on_base, save_base, save_hf
+from tests.small_runs import small
+from tests.tools.export.test_model import heldout_loss, loaded
+from zpp_lab.cli.main import main
+from zpp_lab.config.schema import Config
+from zpp_lab.data import open_data
+from zpp_lab.engines.build import build_engine
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.tools.evaluate import evaluate
+from zpp_lab.tools.export import export_hf, export_peft, export_quantized
+from zpp_lab.tools.export.wire import parse_codec
+from zpp_lab.train.resume import open_store, resume
+from zpp_lab.train.trainer import run
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(folder: Path, base: str, *more: str, **adapters: Any) -> Config:
+    start = save_base(folder / "base", vocab=256, dim=32, heads=4)
+    config = small(folder, "train.lr=0.03", *more)
+    return on_base(config, start, lora(base, **adapters))
+
+
+def of_transformers(folder: Path, kind: str) -> Config:
+    """A saved model of `kind` and adapters of rank 2 on it."""
+    made = save_hf(folder / "base", kind, vocab=256)
+    return replace(small(folder, "train.lr=0.03"), model=replace(made, lora=lora("q4", rank=2)))
+
+
+@pytest.mark.parametrize("base", ["raw", "q4"])
+def test_the_built_in_decoder_merged(base: str, tmp_path: Path) -> None:
+    config = llama(tmp_path, base)
+    summary = run(config)
+    made = export_hf(tmp_path / "run", tmp_path / "out")
+    model = loaded(tmp_path / "out", dtype=torch.float32)
+    assert made.tensors == 2 * 9 + 3
+    assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "qwen2"])
+def test_models_of_transformers_merged(kind: str, tmp_path: Path) -> None:
+    config = of_transformers(tmp_path, kind)
+    summary = run(config)
+    export_hf(tmp_path / "run", tmp_path / "out")
+    model = loaded(tmp_path / "out", dtype=torch.float32)
+    assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+
+
+def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
+    config = llama(tmp_path, "q4")
+    run(config)
+    device = torch.device("cpu")
+    engine = build_engine(config, 256, device)
+    assert isinstance(engine, VirtualEngine)
+    resume(config, engine, open_store(config, tmp_path / "run" / "checkpoints", device))
+    tokens = open_data(config.data).batch(1, 0, 0, 0, 2, 16)[0]
+    engine.token_losses(0, [(tokens, tokens)], wire=False)  # loads the master adapters
+    with torch.no_grad():
+        own = engine.model(tokens)
+    export_hf(tmp_path / "run", tmp_path / "out")
+    with torch.no_grad():
+        merged = loaded(tmp_path / "out", dtype=torch.float32)(tokens).logits
+    assert float((own - merged).abs().max()) < 2e-5 * float(own.abs().max())
+
+
+def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    config = llama(tmp_path, "q4", "recipe=w4")
+    summary = run(config)
+    assert summary["heldout_loss"] != summary["heldout_loss_master"]
+    master, wire, rounded = evaluate([tmp_path / "run"], codecs=[parse_codec("bits=2")])
+    assert (master.weights, wire.weights) == ("master", "wire")
+    assert master.heldout_loss == pytest.approx(summary["heldout_loss_master"], abs=1e-7)
+    assert wire.heldout_loss == pytest.approx(summary["heldout_loss"], abs=1e-7)
+    assert rounded.heldout_loss != pytest.approx(wire.heldout_loss, abs=1e-4)
+    with pytest.raises(ValueError, match=r"has adapters: .*round the sum with --codec bits=4"):
+        export_quantized(tmp_path / "run", tmp_path / "out")
+    made = export_quantized(tmp_path / "run", tmp_path / "out", codec=parse_codec("bits=4"))
+    assert made.packed > 0
+
+
+# ---------------------------------------------------------------------- peft
+
+
+def applied(model: Any, folder: Path) -> Any:
+    """What peft does at its load, by its documentation: names, shapes, scale, targets."""
+    from safetensors.torch import load_file
+
+    said = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    targets, left = said["target_modules"], dict(tensors)
+    for name, module in model.named_modules():
+        if any(name == t or name.endswith(f".{t}") for t in targets):
+            a, b = (left.pop(f"base_model.model.{name}.lora_{x}.weight") for x in "AB")
+            delta: Tensor = said["lora_alpha"] / said["r"] * (b @ a)
+            module.weight.data += delta.t() if said["fan_in_fan_out"] else delta
+    assert not left
+    return model
+
+
+def test_peft_files_on_the_base_are_the_run(tmp_path: Path) -> None:
+    config = llama(tmp_path, "raw", targets=["wq", "wv", "w_down"])
+    summary = run(config)
+    made = export_peft(tmp_path / "run", tmp_path / "out")
+    assert made.tensors == 2 * 2 * 3
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    base = loaded(tmp_path / "base", dtype=torch.float32)
+    model = applied(base, tmp_path / "out")
+    assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+
+
+def test_peft_itself(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    for kind in ("llama", "gpt2"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        config = llama(folder, "raw") if kind == "llama" else of_transformers(folder, kind)
+        raw = replace(config, model=replace(config.model, lora=lora("raw", rank=2)))
+        summary = run(raw)
+        export_peft(folder / "run", folder / "out")
+        model = peft.PeftModel.from_pretrained(
+            loaded(folder / "base", dtype=torch.float32), str(folder / "out")
+        )
+        found = heldout_loss(model.eval(), raw)
+        assert found == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = llama(tmp_path, "q4", "train.steps=2")
+    run(config)
+    assert (
+        main(["export", str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "p")]) == 0
+    )
+    assert (
+        main(["export", str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "p")]) == 2
+    )
+    assert "is there already" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "base")
+    save_base(tmp_path / "base", vocab=256, dim=32, heads=4)
+    file = tmp_path / "base" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="another frozen base"):
+        export_hf(tmp_path / "run", tmp_path / "out")

@@ -1,0 +1,82 @@
+"""The progress line, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+
+from zpp_lab.runs.console import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def record(step: int, **more: float) -> dict[str, float]:
+    return {"step": step, "loss": 2.5, "tokens": step * 1000, "seconds": float(step), **more}
+
+
+def test_a_log_gets_lines_now_and_then_and_at_evaluations() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(100, "zero3-seed1", stream=out, every_seconds=10.0, clock=clock)
+    for step in range(1, 101):
+        clock.now += 1.0
+        progress.update(record(step, heldout_loss=2.75) if step == 15 else record(step))
+    progress.close()
+    lines = out.getvalue().splitlines()
+    shown = [int(line.split("step ")[1].split("/")[0]) for line in lines]
+    assert shown == [10, 15, 25, 35, 45, 55, 65, 75, 85, 95, 100]
+    assert lines[0] == "zero3-seed1  step 10/100  loss 2.5000  1.0k tok/s  ETA 1:30"
+    assert "held-out 2.7500" in lines[1]
+    assert "held-out 2.7500" in lines[2]  # the last one known
+    assert lines[-1].endswith("took 1:40")
+    assert "\r" not in out.getvalue()
+
+
+def test_a_terminal_has_one_line(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    out, clock = Terminal(), Clock()
+    progress = Progress(50, "a-rather-long-label", stream=out, clock=clock)
+    for step in range(1, 51):
+        clock.now += 0.02
+        progress.update(record(step))
+    assert "\n" not in out.getvalue()
+    updates = out.getvalue().split("\r")[1:]
+    assert len(updates) == 10  # ten a second
+    assert all(len(line.removesuffix("\x1b[K")) <= 39 for line in updates)
+    progress.close()
+    progress.close()
+    assert out.getvalue().endswith("\x1b[K\n")
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Progress(1, "x", stream=Terminal()).live
+
+
+def test_eta_counts_this_process_steps_only() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(200, "x", first_step=100, stream=out, every_seconds=0.0, clock=clock)
+    clock.now = 10.0
+    progress.update(record(110))
+    assert "ETA 1:30" in out.getvalue()  # 90 steps to go at one a second
+
+
+def test_long_times_and_large_speeds() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(10_000, "x", stream=out, every_seconds=0.0, clock=clock)
+    for step in (1, 2):
+        clock.now += 3.0
+        progress.update({"step": step, "loss": float("nan"), "tokens": step * 9_000_000})
+    last = out.getvalue().splitlines()[-1]
+    assert "loss nan" in last
+    assert "3.0M tok/s" in last
+    assert "ETA 8:19:54" in last

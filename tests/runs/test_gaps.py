@@ -1,0 +1,162 @@
+"""The loss gap as a series of its own: in a step's row when known, after the last step else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.runs.conftest import FakeWandb
+from tests.runs.test_wandb_sink import LIMIT, state
+from tests.runs.wandb_file import OfflineRun
+from zpp_lab.config.schema import Config, RecipeConfig, RunConfig, TrackingConfig, TrainConfig
+from zpp_lab.runs.metrics import read
+from zpp_lab.runs.tracker import Tracker
+from zpp_lab.runs.wandb.baseline import find_baseline
+from zpp_lab.runs.wandb.folder import RunFolder
+from zpp_lab.runs.wandb.identity import outcome_values
+from zpp_lab.runs.wandb.process import start_study_sink
+from zpp_lab.runs.wandb.run import WandbRun
+from zpp_lab.runs.wandb.sink import serve_study, sync
+
+STEPS = 6
+
+
+def config(arm: str, study: str | None = "s", seed: int = 1) -> Config:
+    recipe = RecipeConfig(name=arm)
+    tracking = TrackingConfig(wandb="off", timeout_seconds=LIMIT)
+    run = RunConfig(study=study, arm=arm if study else None)
+    return Config(
+        seed=seed, train=TrainConfig(steps=STEPS), recipe=recipe, tracking=tracking, run=run
+    )
+
+
+def write(folder: Path, cfg: Config, loss: float, end: bool = True, steps: int = STEPS) -> Tracker:
+    """A run whose losses lie `loss` above the step's number, held out every second step."""
+    tracker = Tracker(cfg, folder, 0)
+    for step in range(1, steps + 1):
+        heldout = {"heldout_loss": step + 2 * loss} if step % 2 == 0 else {}
+        tracker.log({"step": step, "loss": step + loss, "tokens": step, "seconds": step, **heldout})
+    if end:
+        wires = {"weights_forward": {"intra": 600, "inter": round(60 / (1 + loss))}}
+        result = {"heldout_loss": STEPS + 2 * loss, "steps": STEPS, "bytes": wires}
+        tracker.finish({"outcome": "finished", "tokens": 12, "seconds": 3.0, **result})
+    return tracker
+
+
+def study_file(root: Path, *arms: dict[str, Any]) -> None:
+    listed = [{"name": "zero3"}, {"name": "w4"}, *arms]
+    root.mkdir(exist_ok=True)
+    (root / "study.yaml").write_text(yaml.safe_dump({"baseline": "zero3", "arms": listed}))
+
+
+def auto(cfg: Config) -> Config:
+    return replace(cfg, tracking=replace(cfg.tracking, wandb="auto"))
+
+
+def test_a_study_has_the_gap_in_every_row(tmp_path: Path) -> None:
+    study_file(tmp_path)
+    write(tmp_path / "w4" / "seed1", auto(config("w4")), 0.5)
+    write(tmp_path / "zero3" / "seed1", auto(config("zero3")), 0.0)
+    handle = start_study_sink(tmp_path, TrackingConfig())
+    assert handle.wait(LIMIT), (tmp_path / "wandb.log").read_text()
+    arm, base = (OfflineRun(tmp_path / name / "seed1") for name in ("w4", "zero3"))
+    assert [row["gap_vs_zero3/loss"] for row in arm.history] == [0.5] * STEPS
+    held = [row.get("gap_vs_zero3/heldout_loss") for row in arm.history]
+    assert held == [None, 1.0] * 3
+    assert [row["gap_vs_zero3/step"] for row in arm.history] == list(range(1, STEPS + 1))
+    assert "gap_vs_zero3/loss" not in base.history[0]
+    assert arm.metrics["gap_vs_zero3/*"].step_metric == "gap_vs_zero3/step"
+    loss = arm.metrics["heldout_loss"]
+    assert (loss.step_metric, loss.summary.min, loss.summary.last) == ("step", True, True)
+    assert arm.summary["final/gap_vs_zero3"] == 1.0
+    assert arm.summary["final/bytes_share_inter"] == pytest.approx(40 / 60)
+    assert arm.summary["final/tokens_per_second"] == 4.0
+    assert arm.summary["heldout_loss"]["min"] == 3.0
+
+
+def test_a_run_waits_for_its_baseline_but_not_longer_than_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    def follow(folder: RunFolder, *_: Any) -> bool:
+        sent.append(folder.path.parent.name)
+        folder.note(state="complete", ended=folder.ended())
+        return True
+
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.follow", follow)
+    study_file(tmp_path, {"name": "other"}, {"name": "big", "against": "other"})
+    for arm in ("w4", "big"):
+        write(tmp_path / arm / "seed1", config(arm), 0.5)
+    rounds = iter([True, True, False])
+    seen: list[list[str]] = []
+
+    def more(_: float) -> bool:
+        seen.append(list(sent))
+        if len(seen) == 1:
+            write(tmp_path / "zero3" / "seed1", config("zero3"), 0.0)
+        return next(rounds)
+
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink._mode_of", lambda *_: "offline")
+    assert serve_study(tmp_path, "offline", more) == 0
+    assert seen[0] == []
+    assert sorted(seen[1]) == ["w4", "zero3"]
+    assert sent[-1] == "big"  # its own baseline never came
+
+
+def test_a_baseline_that_is_behind_gives_its_gaps_later(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
+    runs = tmp_path / "runs"
+    write(runs / "w4" / "seed1", config("w4", None), 0.25)
+    theirs = write(runs / "zero3" / "seed1", config("zero3", None), 0.0, end=False, steps=2)
+    sync(runs / "w4" / "seed1")
+    run_id = state(runs / "w4" / "seed1")["id"]
+    rows = [json.loads(line) for line in fake_wandb.runs[run_id]["lines"]]
+    assert [row.get("gap_vs_zero3/loss") for row in rows] == [0.25] * 2 + [None] * 4
+    for step in range(3, STEPS + 1):
+        theirs.log({"step": step, "loss": float(step), "tokens": step, "seconds": 1.0})
+    for _ in range(2):  # the second time there is nothing left to send
+        sync(runs / "w4" / "seed1")
+        rows = [json.loads(line) for line in fake_wandb.runs[run_id]["lines"]]
+        assert [row["_step"] for row in rows] == list(range(1, STEPS + 5))
+        late = [(row["gap_vs_zero3/step"], row["gap_vs_zero3/loss"]) for row in rows[STEPS:]]
+        assert late == [(step, 0.25) for step in range(3, STEPS + 1)]
+    assert state(runs / "w4" / "seed1")["sent_step"] == STEPS
+
+
+def test_a_baseline_that_starts_later_is_found_in_the_end(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
+    arm = write(tmp_path / "w4" / "seed1", config("w4", None), 0.25, end=False)
+    run = WandbRun(RunFolder(tmp_path / "w4" / "seed1"), "online")
+    run.log(read(arm.folder / "metrics.jsonl"))
+    write(tmp_path / "zero3" / "seed1", config("zero3", None), 0.0)
+    run.finish({"outcome": "finished", "heldout_loss": 7.0})
+    ((_, kept),) = fake_wandb.runs.items()
+    rows = [json.loads(line) for line in kept["lines"]]
+    assert [row["gap_vs_zero3/loss"] for row in rows[STEPS:]] == [0.25] * STEPS
+    assert json.loads(kept["summary"])["final/gap_vs_zero3"] == 1.0
+    assert (run.gaps, run.last_step) == (STEPS, STEPS)
+
+
+def test_plain_runs_are_compared_when_only_the_recipe_differs(tmp_path: Path) -> None:
+    write(tmp_path / "w4" / "seed1", config("w4", None), 0.5)
+    write(tmp_path / "zero3" / "seed1", config("zero3", None, seed=2), 0.0)
+    run = RunFolder(tmp_path / "w4" / "seed1")
+    assert find_baseline(run) is None  # another seed: other tokens
+    write(tmp_path / "again" / "seed1", config("zero3", None), 0.0)
+    found = find_baseline(run)
+    assert found is not None
+    assert found.folder.path == tmp_path / "again" / "seed1"
+    assert find_baseline(found.folder) is None
+
+
+def test_a_run_without_a_baseline_has_its_own_results(tmp_path: Path) -> None:
+    assert outcome_values({"tokens": 10, "seconds": 4.0}, None) == {"final/tokens_per_second": 2.5}
+    assert outcome_values({"outcome": "crashed"}, None) == {}

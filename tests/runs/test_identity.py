@@ -1,0 +1,97 @@
+"""What wandb's stock pages show of a run: group, job type, tags and config."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zpp_lab.config.compose import compose
+from zpp_lab.runs.wandb.folder import RunFolder
+from zpp_lab.runs.wandb.identity import codec_label, identity, shown_config, tags
+
+
+def config(*overrides: str) -> dict[str, Any]:
+    return asdict(compose(list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["recipe=zero3"], {"recipe=zero3", "weights=raw", "grads=raw"}),
+        (["recipe=zeropp", "cluster=4x8"], {"weights=8", "grads=4", "cluster=4x8"}),
+        (["recipe=g8_4_hadamard"], {"weights=raw", "grads=8+4", "engine=virtual"}),
+        (["recipe.weights.codec=lattice"], {"weights=lattice"}),
+        (["recipe.weights_forward.bits=2"], {"weights=2+raw"}),
+        (["engine=fsdp"], {"engine=fsdp"}),
+    ],
+)
+def test_tags_name_recipe_bits_cluster_and_engine(overrides: list[str], found: set[str]) -> None:
+    got = tags(config(*overrides))
+    assert found <= set(got)
+    assert [tag.split("=")[0] for tag in got] == ["recipe", "weights", "grads", "cluster", "engine"]
+
+
+def test_a_users_own_tags_come_first_and_long_names_are_cut() -> None:
+    got = tags(config("tracking.tags=[mine]", f"recipe.name={'x' * 90}"))
+    assert got[0] == "mine"
+    assert max(map(len, got)) == 64
+
+
+def test_the_config_shows_what_decides_and_nothing_else() -> None:
+    shown = shown_config(
+        config("recipe=zeropp", "seed=4", "run.study=s", "run.arm=zpp", "run.dir=/home/me/run")
+    )
+    assert list(shown)[:5] == ["study", "arm", "seed", "wires", "bits"]
+    assert (shown["study"], shown["arm"], shown["seed"]) == ("s", "zpp", 4)
+    assert shown["wires"] == {
+        "weights_forward": "8", "weights_backward": "8", "grads_intra": "4", "grads_inter": "4",
+    }  # fmt: skip
+    assert shown["bits"]["grads_inter"] == 4
+    assert shown["recipe"]["weights"]["bits"] == 8
+    assert "weights_forward" not in shown["recipe"]  # nothing but nulls
+    assert "tracking" not in shown
+    assert "/home/me" not in repr(shown)
+    assert None not in shown["model"].values()
+
+
+def test_raw_wires_have_no_number_of_bits() -> None:
+    assert "bits" not in shown_config(config())
+    assert codec_label({"weights": {"codec": "none"}}, "weights_forward") == "raw"
+
+
+def test_a_study_groups_its_arms(tmp_path: Path) -> None:
+    values = config("run.study=bits", "run.arm=w4", "seed=2")
+    named = identity(RunFolder(tmp_path), values)
+    assert (named["group"], named["job_type"], named["name"]) == ("bits", "w4", "w4 seed2")
+    assert identity(RunFolder(tmp_path), config("tracking.group=g"))["group"] == "g"
+
+
+def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep-1" / "bits=4" / "seed1"
+    folder.mkdir(parents=True)
+    named = identity(RunFolder(folder), config(f"run.dir={tmp_path}", "run.name=four"))
+    assert (named["group"], named["name"]) == ("sweep-1", "four")
+    plain = identity(RunFolder(folder), config())
+    assert (plain["group"], plain["name"]) == (None, "zero3 seed1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arm"),
+    [
+        (["recipe=zero3"], "zero3"),
+        (["recipe=zero3", "recipe.weights.bits=4"], "zero3 weights.bits=4"),
+        (["recipe=w4"], "w4"),
+        (["recipe=w4", "recipe.weights.bits=null"], "w4 weights.bits=null"),
+        (["recipe=zero3", "recipe.weights.block_size=64"], "zero3"),  # of no codec
+        (["recipe=base", "recipe.name=mine", "recipe.weights.bits=2"], "mine"),
+    ],
+)
+def test_a_plain_run_is_called_by_the_recipe_that_it_really_has(
+    overrides: list[str], arm: str, tmp_path: Path
+) -> None:
+    named = identity(RunFolder(tmp_path), config(*overrides, "seed=2"))
+    assert (named["job_type"], named["name"]) == (arm, f"{arm} seed2")
+    assert f"recipe={arm}" in named["tags"]

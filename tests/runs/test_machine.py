@@ -1,0 +1,126 @@
+"""Facts about the machine and the commit of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from zpp_lab.config.schema import Config
+from zpp_lab.runs import provenance
+from zpp_lab.tools import doctor
+from zpp_lab.train.inputs import check_inputs
+
+
+@pytest.fixture(autouse=True)
+def nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(provenance.COMMIT, raising=False)
+
+
+def test_facts_are_plain_and_sensible() -> None:
+    facts = json.loads(json.dumps(provenance.machine_facts()))
+    assert set(facts) == {"cpu", "cores", "memory_bytes", "gpus", "os"}
+    assert facts["cores"] >= 1
+    assert facts["memory_bytes"] > 2**27
+    assert facts["cpu"]
+
+
+def test_versions() -> None:
+    versions = provenance.versions()
+    assert versions["python"].startswith("3.")  # type: ignore[union-attr]
+    assert versions["torch"]
+
+
+def test_container_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"cpu.max": "150000 100000", "memory.max": "1073741824"}
+    monkeypatch.setattr(provenance.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(provenance, "_cgroup", limits.__getitem__)
+    assert provenance.cores() == 2
+    assert provenance.memory_bytes() == 2**30
+    limits.update({"cpu.max": "max 100000", "memory.max": "max"})
+    assert provenance.cores() == 64
+    assert provenance.memory_bytes() > 2**30
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_commit_of_a_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    look = provenance.commit.__wrapped__
+    assert look(package) is None  # in a checkout, but no part of it, as an installed package is
+    git(tmp_path, "add", ".")
+    assert look(package) is None  # no commit yet
+    git(tmp_path, "commit", "-q", "-m", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert look(package) == head
+    (package / "new.py").write_text("")
+    assert look(package) == f"{head}-dirty"
+    (package / "new.py").unlink()
+    (tmp_path / "notes.txt").write_text("not code")
+    assert look(package) == head
+    (package / "__init__.py").write_text("changed = 1\n")
+    assert look(package) == f"{head}-dirty"
+
+
+HEAD = "0123456789abcdef0123456789abcdef01234567"
+LOOK = provenance.commit.__wrapped__
+
+
+@pytest.mark.parametrize("told", [HEAD, f"{HEAD}-dirty"])
+def test_a_copy_without_git_is_told_its_commit(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LOOK(tmp_path) is None
+    monkeypatch.setenv(provenance.COMMIT, told)
+    assert LOOK(tmp_path) == told
+    (tmp_path / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    assert LOOK(tmp_path) == told  # inside another project's checkout
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    assert LOOK(tmp_path) == git(tmp_path, "rev-parse", "HEAD")  # git knows better
+    monkeypatch.setenv(provenance.COMMIT, "main")
+    assert LOOK(tmp_path) == git(tmp_path, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("told", ["", "main", HEAD[:12], HEAD.upper(), f"{HEAD}-x", f"{HEAD}\n"])
+def test_what_is_no_commit_is_refused_before_anything_starts(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(provenance.COMMIT, told)
+    with pytest.raises(ValueError, match=r"is no commit: .*`git rev-parse HEAD`.* or unset"):
+        LOOK(tmp_path)
+    monkeypatch.setattr(provenance, "commit", lambda: LOOK(tmp_path))
+    with pytest.raises(ValueError, match="or unset ZPP_COMMIT"):
+        check_inputs(Config())
+    row = doctor.zpp_lab()
+    assert (row.state, "or unset ZPP_COMMIT" in row.fix) == ("broken", True)
+    monkeypatch.delenv(provenance.COMMIT)
+    check_inputs(Config())
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root gives files away")
+def test_a_checkout_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, 12345, 12345)
+    assert LOOK(tmp_path) == head
+
+
+def test_no_git_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance.commit.__wrapped__(tmp_path) is None

@@ -1,0 +1,153 @@
+"""The tracker: what stops a run, and what never does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config, RunConfig, TrackingConfig, TrainConfig
+from zpp_lab.runs import tracker
+from zpp_lab.runs.metrics import read
+from zpp_lab.runs.tracker import Tracker
+
+
+def config(study: str | None = None, **tracking: Any) -> Config:
+    return Config(
+        train=TrainConfig(steps=20),
+        tracking=TrackingConfig(**{"wandb": "off", **tracking}),
+        run=RunConfig(study=study),
+    )
+
+
+def record(step: int) -> dict[str, Any]:
+    hops = {"intra": 10, "inter": 3}
+    return {
+        "step": step,
+        "loss": 4.0 / step,
+        "tokens": step * 256,
+        "seconds": step * 0.1,
+        "bytes": {"weights_forward": hops, "grads_inter": {"intra": 0, "inter": 7}},
+    }
+
+
+def test_writes_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Tracker(config(), tmp_path / "run", 0)
+    for step in range(1, 4):
+        one.log(record(step))
+    one.sync()
+    one.finish({"outcome": "finished", "loss": math.nan})
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert load(Config, saved) == config()
+    assert read(tmp_path / "run" / "metrics.jsonl") == [record(step) for step in range(1, 4)]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["loss"] == "NaN"
+    assert one.bytes == {
+        "weights_forward": {"intra": 30, "inter": 9},
+        "grads_inter": {"intra": 0, "inter": 21},
+    }
+    assert "wandb" not in capsys.readouterr().out  # off, as asked: nothing to say
+
+
+def test_resume_drops_what_will_be_repeated(tmp_path: Path) -> None:
+    first = Tracker(config(), tmp_path, 0)
+    for step in range(1, 9):
+        first.log(record(step))
+    first.fail({"outcome": "crashed", "error": "x", "step": 8, "traceback": ""})
+    assert json.loads((tmp_path / "failure.json").read_text())["step"] == 8
+    second = Tracker(config(), tmp_path, 5)
+    assert not (tmp_path / "failure.json").exists()
+    assert second.last == record(5)
+    assert second.bytes["grads_inter"]["inter"] == 35
+    second.log(record(6))
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert Tracker(config(), tmp_path, 0).last is None
+
+
+def test_a_checkpoint_without_its_metrics_is_an_error(tmp_path: Path) -> None:
+    Tracker(config(), tmp_path, 0).log(record(1))
+    with pytest.raises(ValueError, match=r"ends at step 1, but .* step 4.*run.resume=false"):
+        Tracker(config(), tmp_path, 4)
+
+
+def test_metrics_that_cannot_be_written_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Tracker(config(), tmp_path, 0)
+    one.log(record(1))
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(OSError, match="cannot write step 2"):
+        one.log(record(2))
+
+
+def test_a_failing_view_is_named_once_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(tracker.Progress, "update", refuse)
+    monkeypatch.setattr(tracker, "start_run_sink", refuse)
+    one = Tracker(config(wandb="offline"), tmp_path, 0)
+    for step in range(1, 5):
+        one.log(record(step))
+    one.finish({"outcome": "finished"})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["wandb", "console"]
+    assert len(read(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_fail_never_hides_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Tracker(config(), tmp_path, 0)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tracker, "write_atomic", refuse)
+    one.fail({"outcome": "crashed"})
+    assert "failure.json: [Errno 28]" in capsys.readouterr().err
+    one.fail({"outcome": "crashed"}, full=True)  # which the failure says itself
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("study", "wandb"), [(None, "off"), ("smoke", "offline")])
+def test_no_process_when_off_or_in_a_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, study: str | None, wandb: str
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+    one = Tracker(config(study, wandb=wandb), tmp_path, 0)
+    one.log(record(1))
+    one.finish({"outcome": "finished"})
+    assert not (tmp_path / "wandb.json").exists()
+
+
+def test_auto_without_the_package_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zpp_lab.runs.wandb.mode.installed", lambda: False)
+    Tracker(config(wandb="auto"), tmp_path, 0)
+    assert "wandb: off (the wandb package is not installed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="pip install wandb"):
+        Tracker(config(wandb="offline"), tmp_path, 0)
+
+
+def test_training_side_imports_neither_wandb_nor_torch() -> None:
+    code = "import sys, zpp_lab.runs; print({'wandb', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,287 @@
+"""wandb as a sink: it has the whole run or can be given it, and training never waits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs.conftest import FakeWandb
+from tests.runs.wandb_file import OfflineRun
+from zpp_lab.config.schema import Config, RunConfig, TrackingConfig, TrainConfig
+from zpp_lab.runs.metrics import read
+from zpp_lab.runs.tracker import Tracker
+from zpp_lab.runs.wandb.folder import RunFolder
+from zpp_lab.runs.wandb.process import SinkHandle, start_study_sink
+from zpp_lab.runs.wandb.sink import follow, serve_study, sync, sync_all
+
+LIMIT = 240.0  # seconds; only a failing test waits that long
+
+
+def config(run: RunConfig | None = None, **tracking: Any) -> Config:
+    return Config(
+        seed=3,
+        train=TrainConfig(steps=20),
+        tracking=TrackingConfig(**{"timeout_seconds": LIMIT, "tags": ["t1"], **tracking}),
+        run=run or RunConfig(),
+    )
+
+
+def record(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 4.0 / step,
+        "tokens": step * 256,
+        "seconds": step * 0.1,
+        "bytes": {"weights_forward": {"intra": step, "inter": 2 * step}},
+        "telemetry": {"grads_inter": {"mlp": {"nmse": math.nan}}},
+    }
+
+
+def write_run(folder: Path, cfg: Config, steps: range = range(1, 21)) -> Tracker:
+    tracker = Tracker(cfg, folder, steps.start - 1)
+    for step in steps:
+        tracker.log(record(step))
+    return tracker
+
+
+def finish(tracker: Tracker) -> None:
+    done = {"outcome": "finished", "steps": 3, "loss": 0.2, "heldout_loss": None}
+    tracker.finish({**done, "bytes": {"weights_forward": {"intra": 9}}})
+
+
+def state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "wandb.json").read_text())
+
+
+def sent(tracker: Tracker) -> bool:
+    assert tracker._sink is not None
+    return tracker._sink.wait(LIMIT)
+
+
+def test_offline_run_holds_everything(tmp_path: Path) -> None:
+    tracker = write_run(tmp_path, config(RunConfig(name="mine")))
+    finish(tracker)
+    assert sent(tracker), (tmp_path / "wandb.log").read_text()
+    run = OfflineRun(tmp_path)
+    assert [row["_step"] for row in run.history] == list(range(1, 21))
+    row = run.history[6]
+    assert row["loss"] == 4.0 / 7
+    assert row["bytes/weights_forward/inter"] == 14
+    assert math.isnan(row["telemetry/grads_inter/mlp/nmse"])
+    assert run.summary["final/bytes/weights_forward/intra"] == 9
+    assert run.summary["bytes/weights_forward/intra"] == 20  # of the last step
+    assert run.config["recipe"]["name"] == "zero3"
+    assert (run.run.display_name, run.run.project) == ("mine", "zpp_lab")
+    assert run.run.job_type == "zero3"
+    assert next(iter(run.run.tags)) == "t1"
+    assert run.exit == 0
+    assert state(tmp_path)["state"] == "complete"
+    assert run.run.run_id == state(tmp_path)["id"]
+
+
+def test_runtime_is_how_long_the_run_took(tmp_path: Path, fake_wandb: FakeWandb) -> None:
+    tracker = Tracker(config(wandb="off"), tmp_path, 0)
+    for step in (1, 2):
+        tracker.log({**record(step), "seconds": 1000.0 * step})
+    finish(tracker)
+    assert follow(RunFolder(tmp_path), "offline", lambda: True)
+    summary = OfflineRun(tmp_path).summary
+    assert (summary["_runtime"], summary["_wandb"]) == (2000, {"runtime": 2000})
+    for _ in range(2):  # at the second time the server knows how long the first was
+        sync(tmp_path)
+        ((_, run),) = fake_wandb.runs.items()
+        shown = json.loads(run["summary"])
+        assert (shown["_runtime"], shown["_wandb"]) == (2000, {"runtime": 2000})
+
+
+def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def cfg(arm: str, **tracking: Any) -> Config:
+        return config(RunConfig(study="smoke", arm=arm), **tracking)
+
+    handle = start_study_sink(tmp_path, TrackingConfig())
+    assert "wandb: offline (no key found)" in capsys.readouterr().out
+    finish(write_run(tmp_path / "zero3" / "seed3", cfg("zero3")))
+    write_run(tmp_path / "w2", cfg("w2")).fail({"outcome": "diverged", "error": "e"})
+    finish(write_run(tmp_path / "quiet", cfg("quiet", wandb="off")))
+    write_run(tmp_path / "going", cfg("going"))
+    assert handle.wait(LIMIT), (tmp_path / "wandb.log").read_text()
+    one, two = OfflineRun(tmp_path / "zero3" / "seed3"), OfflineRun(tmp_path / "w2")
+    assert (one.run.run_group, one.run.job_type, one.exit) == ("smoke", "zero3", 0)
+    assert one.run.display_name == "zero3 seed3"
+    assert len(one.history) == len(two.history) == 20
+    assert two.summary["final/outcome"] == "diverged"
+    assert two.exit == 1
+    assert not (tmp_path / "going" / "wandb.json").exists()  # it has not ended
+    assert not (tmp_path / "quiet" / "wandb").exists()
+
+
+def test_study_serves_a_retried_run_again_and_outlives_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[str] = []
+
+    def follow(folder: RunFolder, mode: str, ended: Any) -> bool:
+        followed.append(folder.path.name)
+        folder.note(state="complete", ended=folder.ended())
+        return True
+
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.follow", follow)
+    cfg = config(RunConfig(study="s"))
+    write_run(tmp_path / "b", cfg).fail({"outcome": "crashed"})
+    finish(write_run(tmp_path / "a", cfg))
+    (tmp_path / "a" / "config.yaml").write_text("{ no yaml")
+    assert serve_study(tmp_path, "offline", lambda _: False) == 1
+    assert followed == ["b"]
+    finish(write_run(tmp_path / "b", cfg))
+    (tmp_path / "a" / "config.yaml").write_text("tracking: {wandb: auto}")
+    assert serve_study(tmp_path, "offline", lambda _: False) == 0
+    assert followed == ["b", "a", "b"]
+    assert serve_study(tmp_path, "offline", lambda _: False) == 0
+    assert len(followed) == 3
+
+
+def test_dead_server_costs_training_nothing(tmp_path: Path, dead_server: str) -> None:
+    begun = time.monotonic()
+    tracker = write_run(tmp_path, config(wandb="online", timeout_seconds=1.0))
+    finish(tracker)
+    returned = time.monotonic() - begun
+    assert not sent(tracker)
+    assert returned < time.monotonic() - begun  # the process was still trying
+    found = state(tmp_path)
+    assert found["state"] == "failed"
+    assert found["error"].startswith("CommError: ")
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == list(range(1, 21))
+    with pytest.raises(RuntimeError, match=r"was not sent to wandb: CommError"):
+        sync(tmp_path)
+
+
+def test_replay_fills_holes_and_sends_nothing_twice(
+    tmp_path: Path, fake_wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    finish(write_run(folder, config(RunConfig(arm="w4"), wandb="off")))
+    assert sync_all([tmp_path]) == 0
+    run_id = state(folder)["id"]
+    assert fake_wandb.steps(run_id) == list(range(1, 21))
+    del fake_wandb.runs[run_id]["lines"][12:]  # as if it had been cut off in the middle
+    fake_wandb.runs[run_id]["summary"] = "{}"
+    assert run_id in str(sync(folder))
+    assert fake_wandb.steps(run_id) == list(range(1, 21))
+    assert run_id in str(sync(folder))
+    assert fake_wandb.steps(run_id) == list(range(1, 21))
+    assert len(fake_wandb.runs) == 1
+    with RunFolder(folder).lock(wait=False), pytest.raises(RuntimeError, match="another process"):
+        sync(folder)
+    with pytest.raises(ValueError, match="none: no such folder"):
+        sync_all([tmp_path / "none"])
+    capsys.readouterr()
+
+
+TRAINER = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from tests.runs.test_wandb_sink import config, write_run
+write_run(sys.argv[2], config(), range(1, 11))
+sys.stdin.read(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_and_resumed_run_is_one_run_online(tmp_path: Path, fake_wandb: FakeWandb) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", TRAINER, str(root), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        wait_for(lambda: fake_wandb.runs)
+        assert process.poll() is None  # the run is there while training goes on
+        process.communicate(b"x")
+    assert process.returncode == -signal.SIGKILL
+    tracker = write_run(tmp_path, config(), range(7, 16))  # from the checkpoint of step 6
+    finish(tracker)
+    assert sent(tracker), (tmp_path / "wandb.log").read_text()
+    ((run_id, run),) = fake_wandb.runs.items()
+    assert fake_wandb.steps(run_id) == list(range(1, 16))
+    assert run["exit"] == 0
+    assert json.loads(run["summary"])["final/outcome"] == "finished"
+    assert state(tmp_path)["sent_step"] == 15
+
+
+def test_a_failed_attempt_is_made_again_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run:
+        url, folder, last_step, gaps = None, "wandb", 20, 0
+
+        def __init__(self, folder: RunFolder, mode: str) -> None:
+            attempts.append(mode)
+
+        def log(self, records: list[dict[str, Any]]) -> None:
+            pass
+
+        def finish(self, outcome: dict[str, Any] | None) -> None:
+            if len(attempts) < good:
+                raise TimeoutError("the server is slow")
+
+    attempts: list[str] = []
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.WandbRun", Run)
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.RETRY_SECONDS", 0.0)
+    finish(write_run(tmp_path, config(wandb="off")))
+    folder = RunFolder(tmp_path)
+    ends = chain([False], repeat(True))  # it ends while the first attempt is made
+    good = 2
+    assert follow(folder, "online", lambda: next(ends))
+    assert (len(attempts), folder.state()["error"]) == (2, None)
+    good = 9
+    assert not follow(folder, "online", lambda: True)
+    assert len(attempts) == 3
+    assert folder.state()["error"] == "TimeoutError: the server is slow"
+    assert folder.sent() is None
+
+
+def wait_for(condition: Any) -> None:
+    stop = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < stop, "waited too long"
+        time.sleep(0.05)
+
+
+def test_wandb_process_is_nice_and_survives_the_terminal(tmp_path: Path) -> None:
+    handle = start_study_sink(tmp_path, TrackingConfig(wandb="offline"))
+    assert handle.pid is not None
+    assert os.getsid(handle.pid) != os.getsid(0)
+    nicer = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, handle.pid) >= nicer)
+    assert handle.wait(LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "told"),
+    [("online", None, True), ("online", 1, True), ("online", 0, False), ("offline", None, False)],
+)
+def test_who_does_not_wait_is_told_who_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Any, code: int | None, told: bool
+) -> None:
+    work = "import time; time.sleep(60)" if code is None else f"raise SystemExit({code})"
+    with subprocess.Popen([sys.executable, "-c", work]) as process:
+        if code is not None:
+            process.wait()
+        SinkHandle(process, tmp_path / "wandb.log", tmp_path / "run", mode).end(0)
+        process.kill()
+    said = capsys.readouterr().err
+    assert (f"zpp-lab sync {tmp_path / 'run'}" in said) == told
+
+
+def test_off_needs_no_handle(tmp_path: Path) -> None:
+    handle = start_study_sink(tmp_path / "study", TrackingConfig(wandb="off"))
+    assert handle.pid is None
+    assert handle.wait(0.0)
+    assert not (tmp_path / "study").exists()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.study.fake_runs import ARMS, fake_study, write_study_runs
+from zpp_lab.runs.reader import HELDOUT, find_runs, write_study
+from zpp_lab.study.judge.certainty import COLUMNS, certainty
+from zpp_lab.study.judge.documents import document_gaps, read_documents
+from zpp_lab.study.judge.noise import noise_floors
+from zpp_lab.study.judge.verdict import read_result
+
+KEPT = (ARMS[0], ARMS[1], ARMS[5])  # zero3, zero3_reordered, w4
+
+
+def folder(root: Path, seeds: int = 3) -> Path:
+    study = fake_study(KEPT, seeds)
+    write_study_runs(root, study, steps=2)
+    write_study(root, study)
+    return root
+
+
+def add_documents(root: Path, count: int = 40, name: str = "same") -> None:
+    """heldout.json in every run folder, so that its mean is the run's held-out loss."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(20, 200, count)
+    for run in find_runs(root):
+        assert run.heldout_loss is not None
+        noise = rng.normal(0, 0.01, count)
+        loss = run.heldout_loss + noise - noise @ tokens / tokens.sum()
+        found = {"hash": name, "documents": list(range(count)), "tokens": tokens.tolist()}
+        (run.dir / HELDOUT).write_text(json.dumps(found | {"nats": (loss * tokens).tolist()}))
+
+
+def test_gaps_over_documents(tmp_path: Path) -> None:
+    add_documents(folder(tmp_path))
+    result = read_result(tmp_path)
+    gaps = document_gaps(result)
+    assert list(gaps) == ["zero3_reordered", "w4"]
+    w4 = result.arms[2]
+    assert w4.gap is not None
+    assert gaps["w4"].mean == pytest.approx(w4.gap.mean, abs=1e-12)
+    assert (gaps["w4"].documents, gaps["w4"].seeds) == (40, 3)
+    told = certainty(result)
+    reordered, row = told.rows()
+    assert len(row) == len(reordered) == len(COLUMNS)
+    assert row[0] == "w4"
+    assert " to " in row[-2]
+    assert "40 held-out documents" in told.lines()[0]
+
+
+def test_runs_without_documents_are_left_out(tmp_path: Path) -> None:
+    result = read_result(folder(tmp_path))
+    assert document_gaps(result) == {}
+    assert [row[-1] for row in certainty(result).rows()] == ["–", "–"]
+    add_documents(tmp_path)
+    (tmp_path / "w4" / "seed2" / HELDOUT).unlink()
+    assert document_gaps(read_result(tmp_path))["w4"].seeds == 2
+
+
+def test_other_tokens_are_never_compared(tmp_path: Path) -> None:
+    add_documents(folder(tmp_path))
+    for seed in (1, 2, 3):
+        path = tmp_path / "w4" / f"seed{seed}" / HELDOUT
+        path.write_text(path.read_text().replace('"same"', '"other"'))
+    assert list(document_gaps(read_result(tmp_path))) == ["zero3_reordered"]
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    for text in ("{", '{"hash": "a"}', '{"hash":"a","documents":[1],"tokens":[],"nats":[]}'):
+        (tmp_path / HELDOUT).write_text(text)
+        with pytest.raises(ValueError, match=r"heldout\.json is damaged"):
+            read_documents(tmp_path)
+
+
+def test_noise_floor_of_seeds_and_of_order(tmp_path: Path) -> None:
+    (floor,) = noise_floors(read_result(folder(tmp_path, seeds=5)))
+    losses = [r.heldout_loss for r in find_runs(tmp_path / "zero3") if r.heldout_loss]
+    assert floor.spread == pytest.approx(np.std(losses, ddof=1))
+    assert (floor.baseline, floor.seeds) == ("zero3", 5)
+    assert floor.unpaired > floor.spread
+    assert floor.seeds_paired is not None
+    assert floor.seeds_unpaired is not None
+    assert floor.seeds_paired < floor.seeds_unpaired  # what pairing is for
+    assert "Without pairing" in floor.lines[0]
+    study = fake_study(KEPT, 5)
+    arms = [replace(a, role="order_control") if "reorder" in a.name else a for a in study.arms]
+    (floor,) = noise_floors(read_result(tmp_path, replace(study, arms=arms)))
+    (order,) = floor.orders
+    assert order.arm == "zero3_reordered"
+    assert order.largest < 0.002 < floor.spread
+    assert order.arm in floor.lines[-1]
+
+
+def test_no_noise_floor_from_one_seed(tmp_path: Path) -> None:
+    assert noise_floors(read_result(folder(tmp_path, seeds=1))) == []

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.study.fake_runs import ARMS, fake_study, write_failure, write_study_runs
+from zpp_lab.cli.main import main
+from zpp_lab.runs.reader import write_study
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.export import export
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three arms, two seeds of five steps; one run failed."""
+    root = tmp_path_factory.mktemp("runs")
+    study = fake_study((ARMS[0], ARMS[5], ARMS[6]), seeds=2)
+    write_study_runs(root, study, steps=5)
+    write_study(root, study)
+    for path in (root / "w2" / "seed2").iterdir():
+        path.unlink()
+    (root / "w2" / "seed2").rmdir()
+    write_failure(root / "w2" / "seed2", ARMS[6], 2, "diverged", "loss is NaN")
+    return root
+
+
+def test_one_row_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "runs.csv"
+    assert main(["export", str(root), "--out", str(out)]) == 0
+    assert "6 rows" in capsys.readouterr().out
+    rows = list(csv.DictReader(out.open()))
+    assert [(r["arm"], r["seed"], r["outcome"]) for r in rows[-3:]] == [
+        ("w4", "2", "finished"),
+        ("w2", "1", "finished"),
+        ("w2", "2", "diverged"),
+    ]
+    w4 = rows[3]
+    result = read_result(root)
+    assert float(w4["gap"]) == result.arms[1].gaps[2]
+    assert (w4["role"], w4["against"], w4["recipe.weights.bits"]) == ("arm", "zero3", "4")
+    assert w4["folder"] == "w4/seed2"
+    assert rows[0]["role"] == "baseline"
+    assert rows[0]["recipe.weights.bits"] == rows[5]["heldout_loss"] == ""
+    assert not (out.parent / ".runs.csv.tmp").exists()
+
+
+def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> None:
+    for suffix in ("csv", "parquet"):
+        export([root], tmp_path / f"runs.{suffix}")
+    table = pq.read_table(tmp_path / "runs.parquet").to_pylist()
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert [{k: "" if v is None else str(v) for k, v in row.items()} for row in table] == rows
+    assert table[2]["recipe.weights.bits"] == 4
+    assert isinstance(table[2]["heldout_loss"], float)
+    assert table[0]["recipe.weights.bits"] is None
+
+
+def test_several_studies_share_a_table(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_study_runs(other, fake_study((ARMS[0], ARMS[6]), seeds=2), steps=5)
+    assert export([root, other], tmp_path / "runs.csv") == 10
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert [row["folder"] for row in rows[5:7]] == ["w2/seed2", "zero3/seed1"]
+    assert len({row["study"] for row in rows}) == 2
+    assert [row["recipe.weights.bits"] for row in rows[4:]] == ["2", "2", "", "", "2", "2"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_one_row_a_step(root: Path, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"steps.{suffix}"
+    expected = 5 * 5 + 100  # the failed run ended after a third of its 300 steps
+    assert export([root], out, steps=True) == expected
+    if suffix == "parquet":
+        rows = pq.read_table(out).to_pylist()
+        assert (rows[6]["arm"], rows[6]["seed"], rows[6]["step"]) == ("zero3", 2, 2)
+        assert rows[4]["heldout_loss"] is not None
+        assert rows[6]["bytes_intra"] > 0
+        losses = {(r["arm"], r["seed"], r["step"]): r["loss"] for r in rows}
+        for row in rows:
+            other = losses.get(("zero3", row["seed"], row["step"]))
+            assert row["gap"] == (None if other is None else row["loss"] - other)
+        each = (rows[6]["tokens"] - rows[5]["tokens"]) / (rows[6]["seconds"] - rows[5]["seconds"])
+        assert rows[6]["tokens_per_s"] == each
+        assert rows[5]["tokens_per_s"] is None
+
+
+def test_other_endings_and_a_missing_package_are_explained(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"ends with \.csv or \.parquet"):
+        export([root], tmp_path / "runs.xlsx")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"zpp_lab\[export\].*\.csv"):
+        export([root], tmp_path / "runs.parquet")
+    assert export([root], tmp_path / "runs.csv") == 6
+    with pytest.raises(ValueError, match="no such folder"):
+        export([root, root / "none"], tmp_path / "runs.csv")

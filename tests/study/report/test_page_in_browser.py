@@ -1,0 +1,113 @@
+"""The report's page in headless Chromium: it asks for nothing, draws, filters, sorts and prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.study.fake_sweep import grid, write_sweep
+from tests.study.report.chromium import (
+    PATHS,
+    WIDTHS,
+    browser,
+    fits,
+    legends_answer,
+    needs_chromium,
+    opened,
+    without_files,
+)
+from zpp_lab.study.report.report import Report, build_report
+
+__all__ = ["browser"]  # a fixture
+pytestmark = needs_chromium
+VISIBLE = "rows => rows.filter(row => !row.hidden).map(row => row.dataset.arm)"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    root = tmp_path_factory.mktemp("sweep")
+    cells = grid(bits=(4, 8), blocks=(32, 1024), roundings=("nearest",))
+    write_sweep(root, cells, seeds=3, steps=100)
+    with without_files():
+        return build_report(root)
+
+
+@pytest.fixture(scope="module", **WIDTHS)
+def page(report: Report, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page at one width, loaded once for all tests, which leave it as a reader might."""
+    with opened(browser, report.html, request.param, 5) as page:
+        yield page
+
+
+def test_every_chart_has_marks_and_fits(page: Any) -> None:
+    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
+    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
+    charts = page.locator(".chart")
+    assert charts.count() == 12
+    for name, drawn in charts.evaluate_all(PATHS):
+        assert any(len(d) > 20 for d in drawn), name
+        assert not any("NaN" in d for d in drawn), name
+    fits(page)
+
+
+def test_the_filter_hides_rows_and_curves(page: Any) -> None:
+    rows = page.locator("#verdicts tbody tr")
+    every = rows.evaluate_all(VISIBLE)
+    points = page.locator("#chart-gap .mark-symbol path")
+    before = points.count()
+    assert before == len(every) - 1
+    page.get_by_label("Show arms with").fill("B1024 worse")
+    shown = rows.evaluate_all(VISIBLE)
+    assert shown
+    assert all("b1024" in name for name in shown)
+    page.wait_for_function(
+        "n => document.querySelectorAll('#chart-gap .mark-symbol path').length === n",
+        arg=len(shown),
+    )
+    assert page.locator("#runs tbody tr").evaluate_all(VISIBLE) == [n for n in shown for _ in "123"]
+    assert (
+        page.locator("#filter-count").text_content() == f"{len(shown)} of {len(every)} arms shown"
+    )
+    page.get_by_label("Show arms with").fill("")
+    assert rows.evaluate_all(VISIBLE) == every
+    page.wait_for_function(
+        "n => document.querySelectorAll('#chart-gap .mark-symbol path').length === n", arg=before
+    )
+
+
+def test_tables_are_sorted_by_keyboard(page: Any) -> None:
+    column = page.locator("#verdicts thead th", has_text="Gap")
+    place = column.evaluate("cell => cell.cellIndex")
+    page.get_by_label("Show arms with").focus()
+    for _ in range(2 + place):  # the table's scroll region, then the buttons of its columns
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.parentElement.cellIndex") == place
+    for key, direction in (("Enter", "ascending"), ("Space", "descending")):
+        page.keyboard.press(key)
+        assert column.get_attribute("aria-sort") == direction
+        cells = page.locator(f"#verdicts tbody tr > :nth-child({place + 1})").all_text_contents()
+        assert cells.pop() == "–"  # the baseline has no gap: always last
+        gaps = [float(re.split(r"\s|±", text.replace("−", "-"))[0]) for text in cells]
+        assert gaps == sorted(gaps, reverse=direction == "descending")
+    assert page.locator("#verdicts th[aria-sort]").count() == 1
+
+
+def test_every_legend_singles_out_what_is_clicked(page: Any) -> None:
+    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
+    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
+    assert legends_answer(page) == 13  # two of bytes, three of pairs, one of each over training
+
+
+def test_it_prints_without_cut_tables(page: Any, tmp_path: Path) -> None:
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 703, "height": 1000})  # A4 between its margins
+    cut = "ts => ts.filter(t => t.getBoundingClientRect().right > innerWidth + 1).map(t => t.id)"
+    assert page.eval_on_selector_all("table", cut) == []
+    assert page.eval_on_selector_all(".chart svg", cut) == []
+    assert not page.locator("#filter").is_visible()
+    data = page.pdf(path=tmp_path / "page.pdf", format="A4")
+    assert data.startswith(b"%PDF-")

@@ -1,0 +1,96 @@
+"""Arms can be told apart, also by readers who do not see red or green."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.study.report.style import (
+    BASELINE,
+    GREYS,
+    HUES,
+    OTHER,
+    TOLD,
+    Look,
+    arm_looks,
+    study_looks,
+)
+
+NAMES = [f"arm{i}" for i in range(TOLD)]
+_CONES = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+_LAB = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+# What linear RGB looks like without one kind of cones (Machado, Oliveira, Fernandes 2009).
+SEEN_BY = {
+    "most": np.eye(3),
+    "red-blind": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "green-blind": [
+        [0.3673, 0.8606, -0.2280],
+        [0.2801, 0.6725, 0.0474],
+        [-0.0118, 0.0429, 0.9689],
+    ],
+}
+
+
+def oklab(look: Look, eyes: str) -> np.ndarray:
+    """The colour in OKLab, where distances are about as large as they look."""
+    coded = np.array([int(look.color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(SEEN_BY[eyes]) @ linear, 0, 1)
+    return np.array(_LAB) @ np.cbrt(np.array(_CONES) @ seen)
+
+
+def apart(one: Look, other: Look, eyes: str) -> float:
+    return float(np.linalg.norm(oklab(one, eyes) - oklab(other, eyes)))
+
+
+@pytest.mark.parametrize("controls", [[], ["arm3", "arm4"], NAMES[1:12]])
+def test_no_two_of_twenty_arms_share_colour_or_look(controls: list[str]) -> None:
+    looks = arm_looks(NAMES, "arm0", controls)
+    assert list(looks) == NAMES
+    assert looks["arm0"] == BASELINE
+    assert len(set(looks.values())) == len({look.color for look in looks.values()}) == TOLD == 20
+    assert OTHER not in looks.values()
+
+
+def test_hues_are_far_apart_for_most_eyes() -> None:
+    assert min(apart(a, b, "most") for a, b in combinations([*HUES, BASELINE], 2)) > 0.11
+    greys = [*GREYS, OTHER]
+    assert min(apart(a, b, "most") for a in HUES for b in greys) > 0.07
+    assert min(apart(a, b, "most") for a, b in combinations([*greys, BASELINE], 2)) > 0.11
+
+
+@pytest.mark.parametrize("eyes", ["red-blind", "green-blind"])
+def test_where_hues_look_alike_to_some_the_dashes_differ(eyes: str) -> None:
+    for one, other in combinations([*HUES, *GREYS], 2):
+        assert apart(one, other, eyes) > 0.09 or one.dash != other.dash
+    assert min(apart(a, b, eyes) for a, b in combinations(HUES, 2)) > 0.05
+    assert min(apart(a, b, eyes) for a in HUES for b in GREYS) > 0.035
+
+
+def test_controls_are_grey_and_take_no_hue() -> None:
+    arms = [ArmConfig(name) for name in ("zero3", "order", "w4", "broken", "g4")]
+    roles = {"order": "order_control", "broken": "negative_control"}
+    arms = [replace(arm, role=roles.get(arm.name, "arm")) for arm in arms]
+    looks = study_looks(StudyConfig("s", "?", arms=arms, seeds=[1]))
+    assert [looks["w4"], looks["g4"]] == list(HUES[:2])
+    assert [looks["order"], looks["broken"]] == list(GREYS[:2])
+    assert not {look.dash for look in GREYS} & {look.dash for look in HUES}
+    for grey in GREYS:
+        assert len({grey.color[i : i + 2] for i in (1, 3, 5)}) == 1
+
+
+def test_what_is_taken_is_kept_and_given_to_no_other() -> None:
+    taken = {"arm5": HUES[0], "arm7": GREYS[1]}
+    looks = arm_looks([*taken, *NAMES], "arm0", taken=taken)
+    assert looks["arm5"] == HUES[0]
+    assert looks["arm7"] == GREYS[1]
+    assert len(set(looks.values())) == TOLD
+
+
+def test_arms_beyond_those_told_apart_have_no_look() -> None:
+    looks = arm_looks([f"arm{i}" for i in range(30)], "arm2")
+    assert list(looks) == ["arm2", "arm0", "arm1", *(f"arm{i}" for i in range(3, TOLD))]

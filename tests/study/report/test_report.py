@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import vl_convert
+
+from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run, write_study_runs
+from tests.study.fake_sweep import grid, write_sweep
+from zpp_lab.config.study import Role, StudyConfig
+from zpp_lab.runs.reader import write_study
+from zpp_lab.study.judge.advice import RULES
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report import writeup
+from zpp_lab.study.report.curves import POINTS, smooth, study_curves, thin
+from zpp_lab.study.report.figures.draw import make_figures
+from zpp_lab.study.report.page import Appendix
+from zpp_lab.study.report.report import Report, build_report, find_out
+from zpp_lab.study.report.style import OTHERS, TOLD, GapAxis, Style, arm_looks, study_looks
+from zpp_lab.study.report.table import console_table, percent, results_csv
+
+FIGURES = {"gap", "loss", "gap_curves", "gap_steps", "gap_vs_bytes", "main_effects", "telemetry"}
+FIGURES |= {f"telemetry_{measure}" for measure in ("bias", "cosine", "saturated", "zeroed")}
+
+
+ROLES: dict[str, Role] = {
+    "zero3": "baseline",
+    "zero3_reordered": "order_control",
+    "broken": "negative_control",
+}
+
+
+@pytest.fixture(scope="module")
+def study() -> StudyConfig:
+    study = fake_study()
+    return replace(
+        study, arms=[replace(arm, role=ROLES.get(arm.name, "arm")) for arm in study.arms]
+    )
+
+
+@pytest.fixture(scope="module")
+def report(study: StudyConfig, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The report of 9 arms with 3 seeds of 300 steps; the study comes from study.yaml."""
+    root = tmp_path_factory.mktemp("runs")
+    write_study_runs(root, study)
+    write_study(root, study)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return build_report(root)
+
+
+def test_page_is_one_file_that_asks_for_nothing(report: Report) -> None:
+    html = report.html.read_text()
+    assert len(html.encode()) < 3e6
+    assert "default-src 'none'" in html
+    markup = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(""", markup)
+    assert "<script" not in markup  # each one is closed where it should be
+    names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
+    assert set(names) == FIGURES
+    for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html):
+        spec = json.loads(text)
+        assert spec["datasets"]
+        assert {"side", "legend"} <= set(spec["usermeta"])
+
+
+def test_page_opens_with_question_rule_and_verdicts(report: Report, study: StudyConfig) -> None:
+    html = report.html.read_text()
+    first = [study.question, "Baseline", "Margin", "Stopping rule", "Controls", "as it must be"]
+    order = [*first, 'id="verdicts"', "What to use", RULES[0], 'id="chart-gap"', "Appendix"]
+    places = [html.index(text) for text in order]
+    assert places == sorted(places)
+    facts = ("0123456789abcdef", "5f1a5f1a", "Some CPU", "recipe.weights.bits: 4 (baseline: –)")
+    commands = ("zpp-lab train model=tiny train.steps=300 recipe=w4", "Every setting of zero3")
+    for text in (*facts, *commands):
+        assert text in html
+
+
+def test_tables_speak_to_a_screen_reader(report: Report) -> None:
+    html = re.sub(r"<script.*?</script>", "", report.html.read_text(), flags=re.DOTALL)
+    tables = re.findall(r"<table.*?</table>", html, flags=re.DOTALL)
+    assert len(tables) >= 6
+    for table in tables:
+        assert "<caption" in table
+        heads = re.findall(r"<th\b[^>]*>", table)
+        assert all("scope=" in head for head in heads)
+        rows = re.findall(r"<tbody>(.*)</tbody>", table, flags=re.DOTALL)[0].count("<tr")
+        assert rows == table.count('<th scope="row">')
+    assert '<label for="filter">' in html
+
+
+def test_latex_table_is_whole(report: Report) -> None:
+    text = report.latex.read_text()
+    assert text.count("\\begin{") == text.count("\\end{") == 2
+    body = text[text.index("\\midrule") : text.index("\\bottomrule")]
+    rows = [line for line in body.splitlines() if line.endswith("\\\\")]
+    assert len(rows) == 9
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {9}
+    assert "zero3\\_reordered" in body
+    assert not re.search(r"(?<!\\)[%_#]", body)
+    assert text.isascii()
+
+
+def test_markdown_has_the_same_verdicts(report: Report) -> None:
+    text = report.markdown.read_text()
+    assert "| broken | negative control: 2 bits everywhere | worse |" in text
+    assert "![Held-out loss gap](figures/gap.svg)" in text
+    assert "two one-sided paired t tests" in text
+
+
+def test_what_was_quantized_stands_beside_the_bytes(report: Report) -> None:
+    """Of an arm's weights and gradients; older runs, which do not tell it, have no such column."""
+    assert "Quantized (weights, gradients)" in report.html.read_text()
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")]
+        for line in report.markdown.read_text().splitlines()
+        if line.startswith("| ")
+    )
+    at = head.index("Quantized (weights, gradients)")
+    assert {row[1]: row[at] for row in rows[:9]}["w4"] == "98.7%, 0%"
+    assert (
+        report.csv.read_text()
+        .splitlines()[0]
+        .endswith(
+            "quantized_weights_forward,quantized_weights_backward,"
+            "quantized_grads_intra,quantized_grads_inter"
+        )
+    )
+
+
+def test_figures_are_svg_and_pdf(report: Report) -> None:
+    assert {path.stem for path in report.figures} == FIGURES
+    for path in report.figures:
+        if path.suffix == ".svg":
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        else:
+            assert path.read_bytes().startswith(b"%PDF-")
+    assert len(report.figures) == 2 * len(FIGURES)
+
+
+def test_csv_is_tidy_and_rebuilt_to_the_byte(report: Report) -> None:
+    root = report.csv.parent
+    assert results_csv(read_result(root)) == report.csv.read_text()
+    rows = list(csv.DictReader(report.csv.open()))
+    assert [(row["arm"], row["seed"]) for row in rows[:4]] == [
+        ("zero3", "1"),
+        ("zero3", "2"),
+        ("zero3", "3"),
+        ("zero3_reordered", "1"),
+    ]
+    assert len(rows) == 27
+    base, row = rows[0], next(r for r in rows if r["arm"] == "w4")
+    assert float(row["gap"]) == float(row["heldout_loss"]) - float(base["heldout_loss"])
+    summary = json.loads((root / "w4" / "seed1" / "summary.json").read_text())
+    sent = summary["bytes"]["weights_forward"]["inter"]
+    assert row["bytes_weights_forward_inter"] == str(sent)
+
+
+def test_console_table_lines_up(report: Report) -> None:
+    lines = report.table.splitlines()
+    assert lines[2].split()[:2] == ["zero3", "baseline"]
+    assert lines[2].endswith("3 of 3")
+    broken = next(line for line in lines if line.startswith("broken"))
+    assert " worse " in broken
+    assert "7.0%" in broken
+    assert "±0.0058 nats" in lines[-1]
+
+
+def test_report_of_failed_and_missing_runs(tmp_path: Path) -> None:
+    zero3, w4, w2 = ARMS[0], ARMS[5], ARMS[6]
+    for seed in (1, 2):
+        write_run(tmp_path / "zero3" / f"seed{seed}", zero3, seed, 50, "fake")
+    write_run(tmp_path / "w4" / "seed1", w4, 1, 50, "fake")
+    write_failure(tmp_path / "w4" / "seed2", w4, 2, "out_of_memory", "CUDA out of memory")
+    write_failure(tmp_path / "w2" / "seed1", w2, 1, "diverged", "loss <b>is</b> NaN")
+    report = build_report(tmp_path, fake_study((zero3, w4, w2, ARMS[7]), seeds=3))
+    html = report.html.read_text()
+    assert "w4: seed 2 ran out of memory after step 100 of 300 (CUDA out of memory)." in html
+    assert "loss &lt;b&gt;is&lt;/b&gt; NaN" in html
+    assert "diverged (1 of 3 seeds)" in report.table
+    assert "undecided (one seed)" in report.table
+    assert "not run (never started)" in report.table
+    outcomes = [row["outcome"] for row in csv.DictReader(report.csv.open())]
+    assert outcomes == ["finished", "finished", "finished", "out_of_memory", "diverged"]
+    assert "nan" not in report.csv.read_text().lower()
+
+
+def test_figures_follow_the_data_that_there_are(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ARMS[0], 1, 60)
+    result = read_result(tmp_path)
+    assert [figure.name for figure in make_figures(result, study_curves(result))] == ["loss"]
+    assert "baseline" in console_table(result)
+
+
+def looks_drawn(spec: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(channel, values) by arm of every scale in a figure that has one by arm."""
+    if isinstance(spec, dict):
+        for channel in ("color", "strokeDash"):
+            coded = spec.get(channel)
+            if isinstance(coded, dict) and coded.get("field") == "look":
+                scale = coded["scale"]
+                for arm, value in zip(scale["domain"], scale["range"], strict=True):
+                    yield channel, (arm, str(value))
+        spec = list(spec.values())
+    for part in spec if isinstance(spec, list) else ():
+        yield from looks_drawn(part)
+
+
+def test_an_arm_has_one_look_in_all_figures(report: Report, study: StudyConfig) -> None:
+    html = report.html.read_text()
+    looks = study_looks(study)
+    seen: dict[str, set[str]] = {"color": set(), "strokeDash": set()}
+    for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html):
+        for channel, (arm, value) in looks_drawn(json.loads(text)):
+            look = looks[arm]
+            assert value == (look.color if channel == "color" else str(list(look.dash)))
+            seen[channel].add(arm)
+    every = {arm.name for arm in study.arms}
+    assert seen == {"color": every, "strokeDash": every}
+
+
+@pytest.mark.parametrize("arms", [9, 40])
+def test_arms_that_are_not_told_apart_are_grey(arms: int) -> None:
+    names = [f"arm{i}" for i in range(arms)]
+    style = Style(arm_looks(names, "arm0"), "arm0")
+    assert len(style.told) == min(arms, TOLD)
+    assert (style.look("arm3"), style.look("stranger")) == ("arm3", OTHERS)
+    dressed = style.dress({"arm": name} for name in (*names, "stranger"))
+    assert (dressed[0]["look"], dressed[-1]["arm"]) == (OTHERS, "arm0")
+
+
+def test_curves_are_thinned_and_bands_hold_the_mean(report: Report, study: StudyConfig) -> None:
+    curves = study_curves(read_result(report.html.parent))
+    training = [r for r in curves.loss if r["arm"] == "w4" and r["series"] == "training"]
+    assert len(training) == POINTS
+    assert (training[0]["step"], training[-1]["step"]) == (1, 300)
+    assert all(row["low"] <= row["mean"] <= row["high"] for row in [*curves.loss, *curves.gap])
+    assert {row["arm"] for row in curves.gap} == {arm.name for arm in study.arms} - {"zero3"}
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
+    import numpy as np
+
+    assert smooth(np.full(50, 2.5), 10) == pytest.approx(np.full(50, 2.5))
+    assert smooth(np.array([4.0, 0.0]), 10)[0] == 4.0
+    assert smooth(np.array([4.0, 1.0]), 1) == pytest.approx([4.0, 1.0])
+    assert not np.isfinite(smooth(np.array([4.0, np.nan, 4.0]), 3)[1:]).any()
+
+
+def test_thin_keeps_the_ends() -> None:
+    assert thin([3, 1, 2]) == [1, 2, 3]
+    assert thin(range(1000), 5) == [0, 250, 500, 749, 999]
+
+
+def test_gap_axis_matches_the_scale_that_draws_it() -> None:
+    gaps = GapAxis.around(0.006, -0.001, 1.4)
+    for value in (-0.01, 0.0, 0.003, 0.5, 1.4):
+        assert 0 <= gaps.place(value) <= 1
+    assert gaps.place(gaps.low) == 0
+    assert gaps.place(gaps.high) == 1
+    values = gaps.axis(340).to_dict()["values"]
+    assert {0, -0.006, 0.006, 1.0} <= set(values)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("length", [210, 340, 520])
+@pytest.mark.parametrize("margin", [0.0045, 0.0061, 0.012, 0.0601])
+@pytest.mark.parametrize("ends", [(-0.001, 0.02), (-0.1, 0.05), (-2.0, 3.0), (0.0, 30.0)])
+def test_tick_labels_do_not_overlap(
+    ends: tuple[float, float], margin: float, length: int, across: bool
+) -> None:
+    gaps = GapAxis.around(margin, *ends)
+    ticks = gaps.ticks(length, across)
+    assert 0.0 in ticks
+    assert across or {-margin, margin} <= set(ticks)
+    for one, other in pairwise(ticks):
+        apart = (gaps.place(other) - gaps.place(one)) * length
+        labels = [f"{value:+.2g}" for value in (one, other)]
+        assert apart >= (6.3 * sum(map(len, labels)) / 2 if across else 14)
+
+
+def test_percents() -> None:
+    assert [percent(v) for v in (None, 0.126, 1.0, 1.25)] == ["–", "12.6%", "100%", "125%"]
+
+
+def test_vega_lite_version_is_known_to_the_converter() -> None:
+    from zpp_lab.study.report.figures.draw import vegalite_version
+
+    assert f"v{vegalite_version()}" in vl_convert.get_vegalite_versions() or (
+        vegalite_version() in vl_convert.get_vegalite_versions()
+    )
+
+
+def test_commands_of_plain_runs_make_the_same_config(tmp_path: Path) -> None:
+    from zpp_lab.config.compose import compose
+    from zpp_lab.study.run.plan import differences
+
+    write_run(tmp_path / "a", ARMS[0], 2, 60)
+    write_run(tmp_path / "b", ARMS[2], 2, 60)
+    result = read_result(tmp_path)
+    appendix = Appendix(result)
+    for arm in result.arms:
+        overrides = appendix.overrides(arm)
+        assert overrides
+        assert not differences(compose(overrides), arm.runs[2].config)
+
+
+def test_two_hundred_runs_make_a_page_below_3_mb(tmp_path: Path) -> None:
+    study = write_sweep(tmp_path, grid()[:22], seeds=8)
+    assert len(study.arms) * len(study.seeds) == 200
+    found = find_out(tmp_path, read_result(tmp_path))
+    figures = make_figures(found.result, found.curves, found.effects, found.pairs)
+    assert {"main_effects", "interactions"} <= {figure.name for figure in figures}
+    assert len(writeup.html(found, figures).encode()) < 3e6
+    told = {r["arm"] for r in found.curves.telemetry if r["step"] > 0}
+    assert len(told) <= TOLD
+    assert {r["arm"] for r in found.curves.telemetry} > told
+    block = next(e for e in found.effects if e.factor == "recipe.weights.block_size")
+    means = [estimate.mean for estimate in block.levels.values()]
+    assert means == sorted(means)
+
+
+def test_a_missing_library_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['altair'] = None\n"
+        "from zpp_lab.cli.main import main; sys.exit(main(['report', sys.argv[1]]))"
+    )
+    write_run(tmp_path / "a", ARMS[0], 1, 60)
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'zpp_lab[report]'" in done.stderr

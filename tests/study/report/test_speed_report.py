@@ -1,0 +1,266 @@
+"""The page of measured speeds, and the sections of speed in a study's report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.study.fake_runs import ARMS as STUDY_ARMS
+from tests.study.fake_runs import fake_config, fake_study, write_study_runs
+from tests.study.fake_sweep import grid, write_sweep
+from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import flatten
+from zpp_lab.runs.reader import write_study
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report import writeup
+from zpp_lab.study.report.report import Report, build_report, draw, find_out
+from zpp_lab.study.report.speed.report import SpeedReport, build_speed_report
+from zpp_lab.study.report.speed.results import Measured, Predicted, copy_table, read_speeds
+from zpp_lab.study.report.speed.speeds import COPY
+
+FASTER = {"qsdp": 0.9, "zeropp": 0.6, "w4": 2.4}  # gigabytes a step of the study's arms
+LINKS = {(2, 2): ("12", "400"), (1, 4): ("max",)}
+
+
+def bench_of(folder: Path) -> Path:
+    """A bench of three of the fake study's arms, under names of its own, and of plain FSDP2."""
+    arms = [ARMS[0]]
+    for arm in STUDY_ARMS:
+        if arm.name in FASTER:
+            recipe = asdict(fake_config(arm, 1, 10, folder, None).recipe)
+            config = {f"recipe.{name}": value for name, value in flatten(recipe).items()}
+            arms.append(Arm(f"{arm.name}_fast", FASTER[arm.name], 0.16, config=config))
+    return write_speeds(folder, rows(arms, LINKS))
+
+
+def predict(measured: list[Measured]) -> tuple[list[Predicted], list[str]]:
+    """Tokens/s 10 % above every measured one."""
+    known = [m for m in measured if m.engine == "fsdp" or m.arm == "fsdp2"]
+    return [Predicted(m.setting, m.arm, m.gbps, m.tokens_per_s * 1.1) for m in known], ["Lost: x."]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> SpeedReport:
+    root = tmp_path_factory.mktemp("bench")
+    write_speeds(root)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return build_speed_report(root, predict)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Of a study whose arms qsdp, zeropp and w4 were measured under other names."""
+    root = tmp_path_factory.mktemp("runs")
+    study = fake_study(STUDY_ARMS[:6])
+    write_study_runs(root, study)
+    write_study(root, study)
+    return build_report(root, speed=bench_of(tmp_path_factory.mktemp("bench")))
+
+
+def markup(html: str) -> str:
+    return re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
+
+
+def test_the_page_of_a_bench_is_whole(page: SpeedReport) -> None:
+    html = page.html.read_text()
+    assert len(html.encode()) < 1.5e6
+    assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(""", markup(html))
+    names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
+    assert names == ["speedup", "speedup_inside", "floor"]
+    for text in ("one host of 4 × NVIDIA H200", "faster below 3", "Lost: x."):
+        assert text in markup(html)
+    assert {p.name for p in page.figures} == {f"{n}{s}" for n in names for s in (".svg", ".pdf")}
+    for path in page.figures:
+        if path.suffix == ".svg":
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_figures_and_tables_speak_to_a_screen_reader(page: SpeedReport) -> None:
+    html = markup(page.html.read_text())
+    charts = re.findall(r'<div class="chart"[^>]*>', html)
+    assert len(charts) == 3
+    assert all('role="img"' in chart and len(chart) > 150 for chart in charts)
+    for table in re.findall(r"<table.*?</table>", html, flags=re.DOTALL):
+        assert "<caption" in table
+        assert all("scope=" in head for head in re.findall(r"<th\b[^>]*>", table))
+
+
+def test_markdown_and_csv_have_the_same_numbers(page: SpeedReport) -> None:
+    text = page.markdown.read_text()
+    assert "12 Gb/s (1_3b, 2 × 2): w4_g84h is fastest, 20,480 tokens/s, 9.00× plain FSDP2" in text
+    assert "No limit (1_3b, 2 × 2): no arm is more than 2% faster than plain FSDP2." in text
+    assert "![Speed-up over plain FSDP2](figures/speedup.svg)" in text
+    row = (
+        "| zeropp | 1_3b, 2 × 2 | 12 Gb/s | 13,653 | 6.00× | 5.88–6.12 | 0.6 | 100% | 0.6 | 21.50 |"
+    )
+    assert f"{row} 15,019 | +10.0% |" in text
+    lines = list(csv.DictReader(page.csv.open()))
+    assert len(lines) == 24
+    line = next(x for x in lines if (x["arm"], x["link_gbps"]) == ("zeropp", "12"))
+    assert float(line["speedup"]) == pytest.approx(6, rel=1e-4)
+    assert float(line["predicted_tokens_per_s"]) == pytest.approx(15018.7, rel=1e-4)
+    breaks = {x["arm"]: x for x in csv.DictReader(page.break_even.open())}
+    assert 50 < float(breaks["zeropp"]["break_even_gbps"]) < 400
+
+
+def test_speed_over_deepspeed_where_it_was_measured(tmp_path: Path) -> None:
+    """Against the faster of its arms at the same link."""
+    peers = [Arm("ds_zero3", 3.6, 0.4, "deepspeed"), Arm("ds_zeropp", 1.8, 0.3, "deepspeed")]
+    folder = write_speeds(tmp_path, rows([*ARMS, *peers], LINKS))
+    found = build_speed_report(folder)
+    lines = {(x["arm"], x["nodes"], x["link_gbps"]): x for x in csv.DictReader(found.csv.open())}
+    assert float(lines["zeropp", "2", "12"]["over_deepspeed"]) == pytest.approx(2)
+    assert float(lines["ds_zero3", "2", "12"]["over_deepspeed"]) == pytest.approx(0.5)
+    assert float(lines["zeropp", "2", "12"]["floor_s"]) == pytest.approx(0.6)
+    assert "| Over DeepSpeed |" in found.markdown.read_text()
+    assert "6.00× | 5.88–6.12 | 2.00× | 0.6 |" in found.markdown.read_text()
+
+
+def test_what_the_host_waited_stands_beside_the_step(tmp_path: Path) -> None:
+    table = rows(ARMS, {(2, 2): ("12",)})
+    silent = build_speed_report(write_speeds(tmp_path / "silent", table)).markdown.read_text()
+    assert "Host waits" not in silent
+    told = [row | {"waiting_s": "0.123" if row["arm"] == "zeropp" else ""} for row in table]
+    text = build_speed_report(write_speeds(tmp_path / "told", told)).markdown.read_text()
+    lines = [line.split(" | ") for line in text.splitlines() if " | " in line]
+    head = next(line for line in lines if "Host waits (s)" in line)
+    waits = {
+        line[0].strip("| "): line[head.index("Host waits (s)")]
+        for line in lines
+        if len(line) == len(head)
+    }
+    assert (waits["zeropp"], waits["fsdp2"]) == ("0.123", "–")
+    assert "- Host waits: how much of a step" in text
+
+
+def test_rows_of_several_commits_are_told_as_several_calls(tmp_path: Path) -> None:
+    table = rows(ARMS, {(2, 2): ("12", "25"), (1, 4): ("max",)})
+    for row in table:
+        own = row["arm"] == "fsdp2" and row["nodes"] == "2"
+        row["commit"] = ("aaaaaaaaaa" if own else "bbbbbbbbbb") if row["arm"] != "compute" else "c"
+    text = build_speed_report(write_speeds(tmp_path, table)).markdown.read_text()
+    (told,) = [line for line in text.splitlines() if "several calls" in line]
+    assert "2 × 2: measured at several commits" in told
+    assert "aaaaaaa fsdp2; bbbbbbb " in told
+
+
+def test_spec_has_points_spread_and_predictions(page: SpeedReport) -> None:
+    html = page.html.read_text()
+    (text,) = re.findall(r'id="spec-speedup">(.*?)</script>', html)
+    data = json.loads(text)["datasets"]
+    assert {"rule", "links0", "predicted0"} == set(data)
+    point = next(r for r in data["links0"] if (r["arm"], r["gbps"]) == ("zeropp", 25))
+    assert point["value"] == pytest.approx(6)
+    assert point["low"] < point["value"] < point["high"]
+    assert {r["arm"] for r in data["predicted0"]} == {"fsdp2", "zeropp", "w4_g84h"}
+
+
+def test_without_plain_fsdp2_nothing_is_faster(tmp_path: Path) -> None:
+    write_speeds(tmp_path, [row for row in rows() if row["arm"] != "fsdp2"])
+    made = build_speed_report(tmp_path)
+    text = made.markdown.read_text()
+    assert "plain FSDP2 was not measured" in text
+    assert {p.stem for p in made.figures} == {"floor"}
+    assert "speed-up over" not in text.lower().split("## how it is")[0]
+
+
+def test_a_study_shows_gap_against_measured_speed(report: Report) -> None:
+    html = report.html.read_text()
+    names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
+    assert names[:5] == ["gap", "gap_vs_bytes", "gap_vs_speed", "speedup", "speedup_inside"]
+    (text,) = re.findall(r'id="spec-gap_vs_speed">(.*?)</script>', html)
+    data = json.loads(text)["datasets"]
+    panels = [data[f"speed{n}"] for n in range(3)]
+    assert {row["arm"] for row in panels[0]} == {"zero3", "zeropp", "qsdp", "w4"}
+    front = [row["arm"] for row in data["speed0_front"]]
+    assert front[-1] == "zeropp"  # the fastest at 12 Gb/s: 9 times
+    assert "Arms without a measurement: zero3_reordered, w6." in html
+    assert "<td>zeropp_fast</td>" in html
+    assert "no measurement: nothing with its settings was measured on engine=fsdp" in html
+
+
+def test_colours_of_an_arm_agree_between_figures(report: Report) -> None:
+    html = report.html.read_text()
+
+    def colors(name: str) -> dict[str, str]:
+        (text,) = re.findall(rf'id="spec-{name}">(.*?)</script>', html)
+        layers = json.loads(text)["concat"][0]["layer"]
+        (scale, *_) = (
+            layer["encoding"]["color"]["scale"]
+            for layer in layers
+            if layer["encoding"].get("color", {}).get("field") == "look"
+        )
+        return dict(zip(scale["domain"], scale["range"], strict=True))
+
+    study, speed = colors("gap_vs_speed"), colors("speedup")
+    for arm in FASTER:
+        assert speed[f"{arm}_fast"] == study[arm]
+    assert speed["fsdp2"] == study["zero3"]
+
+
+def test_the_text_names_speed_by_measured_numbers_only(report: Report) -> None:
+    text = report.markdown.read_text()
+    use = text[text.index("## What to use") : text.index("## How sure")]
+    named = re.findall(r"By speed, ([^:]+): (\w+)", use)
+    assert [place.split(",")[0] for place, _ in named] == ["12 Gb/s", "400 Gb/s", "inside a host"]
+    assert {arm for _, arm in named} <= {"the", "qsdp"}  # w4 and zeropp are not on par
+    assert "faster by more than 2%" in use
+    assert "## Measured speed" in text
+    assert "| zeropp | zeropp_fast |" in text
+
+
+def test_a_study_keeps_its_speeds(report: Report) -> None:
+    root = report.html.parent
+    html = report.html.read_bytes()
+    assert (root / COPY).exists()
+    found = find_out(root, read_result(root))  # what another report of the study is made of
+    assert writeup.html(found, draw(found)).encode() == html
+
+
+def test_the_command_tells_speeds_from_studies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_speeds(tmp_path, rows(ARMS[:2], {(2, 2): ("25",)}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "1.50×" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--speed", str(tmp_path)]) == 2
+    assert "holds speeds" in capsys.readouterr().err
+    (tmp_path / "nothing").mkdir()
+    assert main(["report", str(tmp_path / "nothing"), "--speed", str(tmp_path)]) == 2
+    assert list((tmp_path / "nothing").iterdir()) == []
+    assert main(["report", str(tmp_path / "absent"), "--speed", "x.csv"]) == 2
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_with_speeds_stay_below_3_mb(tmp_path: Path) -> None:
+    cells = grid()[:17]
+    write_sweep(tmp_path, cells, seeds=10)
+    arms = [ARMS[0]]
+    for cell in cells:
+        config = {"recipe.weights." + k: v for k, v in cell.weights.items()}
+        arms.append(Arm(cell.name, 0.5, 0.2, config=config))
+    links = ("6", "12", "25", "50", "100", "max")
+    write_speeds(tmp_path / "bench", rows(arms, {(2, 2): links, (4, 1): links, (1, 4): ("max",)}))
+    (tmp_path / COPY).write_bytes((tmp_path / "bench" / "results.csv").read_bytes())
+    found = find_out(tmp_path, read_result(tmp_path))
+    assert found.speeds is not None
+    assert len(found.speeds.matches) == 18
+    assert len(writeup.html(found, draw(found)).encode()) < 3e6
+
+
+def test_other_speeds_replace_the_copy(tmp_path: Path) -> None:
+    copy_table(bench_of(tmp_path / "one"), tmp_path / COPY)
+    first = read_speeds(tmp_path / COPY)
+    copy_table(write_speeds(tmp_path / "two", rows(ARMS[:1], {(8, 8): ("100",)})), tmp_path / COPY)
+    second = read_speeds(tmp_path / COPY)
+    assert {m.setting.text for m in first} == {"1_3b, 2 × 2", "1_3b, 1 × 4"}
+    assert {m.setting.text for m in second} == {"1_3b, 8 × 8"}

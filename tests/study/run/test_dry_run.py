@@ -1,0 +1,169 @@
+"""What a dry run says of a study's runs, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.study.fake_trainer import STEPS, fake_compose
+from tests.study.run.test_launch import launch, started, study
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import compose
+from zpp_lab.study.run import launch as launching
+from zpp_lab.tools.plan import dry_run
+from zpp_lab.tools.plan.dry_run import Machine, amount, predicted_seconds
+from zpp_lab.train.memory.forecast import Foreseen, Needed, memory_need
+
+
+@pytest.mark.parametrize("machine", [None, Machine("h200")])
+def test_runs_bytes_memory_and_predicted_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine | None
+) -> None:
+    foreseen = Foreseen(1000, Needed(2000, at_least=True))  # the fake study makes no plan
+    monkeypatch.setattr(dry_run, "foresee", lambda config: foreseen)
+    monkeypatch.setattr(dry_run, "predicted_seconds", lambda *_: 60.0)
+    launch(study("zero3", seeds=1), tmp_path)
+    before, out = started(tmp_path), io.StringIO()
+    console = Console(file=out, width=140)
+    what = study("zero3", "a")
+    found = dry_run.dry_run(what, tmp_path, 2, machine, compose=fake_compose, console=console)
+    text = out.getvalue()
+    assert started(tmp_path) == before
+    assert [f.bytes for f in found] == [1000 * STEPS] * 4
+    assert [f.state for f in found] == ["finished", *["unfinished"] * 3]
+    assert "4 runs, 1 ended already" in text
+    assert "≥ 2 kB" in text
+    assert text.count(f"train.warmup_steps=20 is more than train.steps={STEPS}: ") == 1
+    minutes = STEPS if machine else None
+    assert [f.seconds for f in found] == [0, *[minutes and 60 * minutes] * 3]
+    if machine:
+        assert "at least 6:00 left on h200 with 2 side by side, without start-up" in text
+    assert ("left" in text) == (machine is not None)
+
+
+def test_a_named_machine_predicts_what_it_has_figures_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--machine", "h200"]
+    assert main([*words, "train.param_dtype=bf16", "--arms", "zero3"]) == 0
+    assert "at least" in capsys.readouterr().out
+    assert main([*words, "--arms", "zero3"]) == 0
+    said = capsys.readouterr().out
+    assert "zero3: train.param_dtype=fp32: figures are of bf16" in said
+    assert "time left unknown" in said
+    assert not (tmp_path / "s").exists()
+
+
+def test_predictions_are_the_cost_models() -> None:
+    from zpp_lab.tools.plan.cost.machine import load_machine
+    from zpp_lab.tools.plan.cost.step import predict
+
+    config = compose(["model=1m", "cluster=2x2", "engine=fsdp", "train.param_dtype=bf16"])
+    whole = predict(config, load_machine("h200"), 25.0).step_s
+    assert predicted_seconds(config, "h200", 25.0) == whole
+    alone = compose(["model=1m", "cluster=2x2", "train.param_dtype=bf16"])
+    assert 0 < predicted_seconds(alone, "h200", None) < 4 * whole
+
+
+def test_memory_of_a_virtual_run_is_at_least_what_it_keeps() -> None:
+    """1M parameters in fp32: weights, masters, moments, sums; bf16 saves the weights' half, and
+    has a copy to encode from."""
+    need = memory_need(compose(["model=tiny"]))
+    half = memory_need(compose(["model=tiny", "train.param_dtype=bf16"]))
+    real = memory_need(compose(["model=tiny", "engine=fsdp"]))
+    assert need is not None
+    assert half is not None
+    assert real is not None
+    assert need.at_least
+    assert not need.each
+    assert half.nbytes == need.nbytes  # 4 = 2 + 2
+    assert real.each
+    assert not real.at_least
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--dry-run", "--limit", "0"], "--limit was removed: a dry run measures nothing"),
+        (["--machine", "h200"], "--machine goes with --dry-run"),
+        (["--machine", "h300", "--dry-run"], "the name of a ready one: h200"),
+        (["--link-gbps", "5", "--dry-run"], "--link-gbps goes with --machine"),
+        (["--machine", "h200", "--link-gbps", "5,6", "--dry-run"], "give one speed, or max"),
+    ],
+)
+def test_mistakes_are_answered(words: list[str], answer: str, tmp_path: Path, capsys) -> None:
+    assert main(["study", "smoke", "--dir", str(tmp_path / "s"), *words]) == 2
+    assert answer in capsys.readouterr().err
+
+
+REFUSED = [
+    ("--for soon", "--for soon: give a time above 0"),
+    ("--for 8m --launcher basic", "--for is for runs on this machine"),
+    ("--launcher slrum", "Hydra's launcher 'slrum' cannot start"),
+    ("--launcher basic --jobs 2", "--jobs is for runs on this machine"),
+    ("--launcher basic --runs-per-gpu 2", "--runs-per-gpu is for runs on this machine"),
+    ("--jobs -1", "--jobs: -1: use 0 or more"),
+    ("--arms w5* --alone", "--arms w5*: no such arm"),
+    ("data=text data.path=/no/text", "study smoke, zero3, zero3_reordered, zeropp, qsdp"),
+]
+
+
+@pytest.mark.parametrize(("words", "answer"), REFUSED)
+def test_a_dry_run_refuses_what_the_study_refuses(
+    words: str,
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching.Queue, "run", lambda *_: pytest.fail("started"))
+    command = ["study", "smoke", "--dir", str(tmp_path / "s"), *words.split()]
+    told = []
+    for more in (["--dry-run"], []):
+        assert main([*command, *more]) == 2
+        said = capsys.readouterr()
+        told.append(said.err)
+        assert said.out == ""
+        assert more == [] or not (tmp_path / "s").exists()
+    assert answer in told[0]
+    assert told[0] == told[1]
+
+
+def test_alone_shows_those_runs_and_looks_at_their_folders(tmp_path: Path, capsys) -> None:
+    command = ["study", "smoke", "--dir", str(tmp_path), "--arms", "w?", "--alone", "--seeds", "8"]
+    looked = [*command, "--dry-run"]
+    assert main([*looked, "train.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert "3 runs, 0 finished" in said
+    assert [arm for arm in ("w2", "w4", "w6", "zero3", "broken") if f"\n{arm} " in said] == [
+        "w2", "w4", "w6",
+    ]  # fmt: skip
+    run = tmp_path / "w4" / "seed8"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 9}\n")
+    assert main(looked) == 2
+    assert f"{run} holds a run with other settings: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--machine h200", "--launcher basic"])
+def test_files_of_runs_elsewhere_need_not_be_here(words: str, tmp_path: Path, capsys) -> None:
+    """As the study does with a launcher, whose jobs may see other folders."""
+    study_here = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "data=text"]
+    assert main([*study_here, "data.path=/no/text", "--arms", "zero3", *words.split()]) == 0
+    assert "3 runs, 0 ended already" in capsys.readouterr().out
+
+
+def test_jobs_and_launchers_are_looked_at_where_a_machine_is_named(tmp_path: Path, capsys) -> None:
+    words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--machine", "h200"]
+    assert main([*words, "--jobs", "-1"]) == 2
+    assert "--jobs: -1: use 0 or more" in capsys.readouterr().err
+    assert main([*words, "--launcher", "slrum"]) == 2
+    assert "'slrum' cannot start" in capsys.readouterr().err
+
+
+def test_amounts_are_for_people() -> None:
+    said = [amount(n) for n in (0, 999, 1500, 2.5e9, 3e15)]
+    assert said == ["0 B", "999 B", "1.5 kB", "2.5 GB", "3e+03 TB"]

@@ -1,0 +1,142 @@
+"""Studies whose arms start from a run that is made first."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.study.fake_trainer import fake_compose
+from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
+from zpp_lab.runs.reader import find_runs, read_study
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.html_table import commands_table
+from zpp_lab.study.report.page import Appendix, decision
+from zpp_lab.study.run.attempts import StudyOutcome
+from zpp_lab.study.run.launch import run_study
+from zpp_lab.study.run.plan import Planner, plan_runs
+from zpp_lab.tools.plan.dry_run import forecast
+from zpp_lab.train.memory.forecast import Foreseen
+
+ENTRY = "tests.study.fake_trainer:run"
+
+
+def study(
+    *first: PrepareConfig, starts: tuple[str | None, str | None] = (None, None)
+) -> StudyConfig:
+    names = ("zero3", "a")
+    return StudyConfig(
+        name="test",
+        question="Does it hold?",
+        arms=[
+            ArmConfig(name, [f"recipe.exempt.below_numel={i}"], start=start)
+            for i, (name, start) in enumerate(zip(names, starts, strict=True))
+        ],
+        seeds=[1, 2],
+        overrides=["train.steps=3"],
+        prepare=list(first),
+    )
+
+
+def launch(what: StudyConfig, root: Path) -> tuple[StudyOutcome, str]:
+    out = io.StringIO()
+    outcome = run_study(what, root, 1, compose=fake_compose, entry=ENTRY, stream=out)
+    return outcome, out.getvalue()
+
+
+def started(root: Path) -> list[str]:
+    return (root / "started.txt").read_text().splitlines()
+
+
+def test_it_runs_once_before_the_arms(tmp_path: Path) -> None:
+    what = study(PrepareConfig("base", ["train.steps=5"], seed=7))
+    outcome, text = launch(what, tmp_path)
+    assert started(tmp_path) == ["base 7", "zero3 1", "zero3 2", "a 1", "a 2"]
+    assert "[1/5] prepare base: held-out loss" in text
+    assert (len(outcome.finished), outcome.exit_code) == (5, 0)
+    assert read_study(tmp_path) == what
+    assert {run.arm for run in find_runs(tmp_path)} == {"zero3", "a"}, "it is no run of an arm"
+    again, _ = launch(what, tmp_path)
+    assert len(again.skipped) == 5
+    assert len(started(tmp_path)) == 5
+
+
+def test_the_report_says_how_to_make_it_and_that_seeds_share_it(tmp_path: Path) -> None:
+    first = (PrepareConfig("base", ["train.steps=5"], seed=7), PrepareConfig("unused"))
+    what = study(*first, starts=("base", "base"))
+    launch(what, tmp_path)
+    result = read_result(tmp_path)
+    folder = tmp_path / "prepare" / "base"
+    made = Appendix(result).prepared()
+    assert list(made) == ["base"]
+    *command, place = shlex.split(made["base"])
+    assert command == ["zpp-lab", "train", "train.steps=3", "train.steps=5", "seed=7"]
+    assert place == f"run.dir={folder}"
+    table = commands_table(result, Appendix(result))
+    assert [line.cells[0] for line in table.lines] == ["prepare base", "zero3", "a"]
+    assert f"model.start={folder}" in table.lines[1].cells[1]
+    assert "alike for all seeds; a seed fixes every batch" in decision(result)[0]
+    (tmp_path / "plain").mkdir()
+    launch(study(), tmp_path / "plain")
+    plain = read_result(tmp_path / "plain")
+    assert Appendix(plain).prepared() == {}
+    assert "A seed fixes the initialization and every batch." in decision(plain)[0]
+
+
+def test_a_start_from_elsewhere_is_not_taken_for_a_prepared_run(tmp_path: Path) -> None:
+    what = study(PrepareConfig("base"), starts=("base", "base"))
+    launch(what, tmp_path)
+    appendix = Appendix(read_result(tmp_path))
+    assert list(appendix.prepared()) == ["base"]
+    for run in appendix._runs.values():
+        run.config["model"]["start"] = str(tmp_path / "elsewhere" / "base")
+    assert appendix.prepared() == {}
+
+
+def test_arms_start_from_the_one_they_name(tmp_path: Path) -> None:
+    what = study(PrepareConfig("one"), PrepareConfig("two"), starts=("two", "one"))
+    runs = plan_runs(what, tmp_path, fake_compose)
+    assert [str(run) for run in runs[:3]] == ["prepare one", "prepare two", "zero3 seed 1"]
+    starts = {run.arm: run.config.model.start for run in runs}
+    folder = tmp_path / "prepare"
+    assert starts == {
+        "one": None,
+        "two": None,
+        "zero3": str(folder / "two"),
+        "a": str(folder / "one"),
+    }
+    assert [run.config.train.steps for run in runs[:1]] == [3], "the study's overrides hold"
+
+
+def test_arms_wait_for_one_that_fails(tmp_path: Path) -> None:
+    what = study(PrepareConfig("raises"))
+    outcome, text = launch(what, tmp_path)
+    assert started(tmp_path) == ["raises 1"]
+    assert outcome.failed == ["prepare raises"]
+    assert (len(outcome.waiting), outcome.exit_code, outcome.unfinished) == (4, 1, [])
+    assert "No arm starts before prepare raises has finished." in text
+    assert "Interrupted" not in text
+    (tmp_path / "healed").touch()
+    outcome, _ = launch(what, tmp_path)
+    assert (len(outcome.finished), outcome.exit_code) == (5, 0)
+
+
+def test_it_costs_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = lambda config: Foreseen(config.train.steps, None)  # noqa: E731
+    monkeypatch.setattr("zpp_lab.tools.plan.dry_run.foresee", seen)
+    what = study(PrepareConfig("base", ["train.steps=50"]))
+    runs = plan_runs(what, tmp_path, fake_compose)
+    assert [f.bytes for f in forecast(runs)] == [2500, 9, 9, 9, 9]
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"arm zero3: start=None is no prepared run; .*one, two"):
+        study(PrepareConfig("one"), PrepareConfig("two"))
+    with pytest.raises(ValueError, match="start='one' is no prepared run; there are: none"):
+        study(starts=("one", None))
+    with pytest.raises(ValueError, match="two prepared runs of one name"):
+        study(PrepareConfig("one"), PrepareConfig("one"))
+    with pytest.raises(ValueError, match=r"prepare base: .*no such setting"):
+        Planner(study(PrepareConfig("base", ["train.stepz=2"])), tmp_path, fake_compose)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.study.fake_runs import ARMS, FakeArm, write_run
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.compose import flat_config
+from zpp_lab.config.schema import Config, RecipeConfig, RunConfig, TrainConfig
+from zpp_lab.runs.reader import find_runs, last_step, read_json, read_metrics, read_run, read_study
+from zpp_lab.study.judge.arms import study_of
+from zpp_lab.study.judge.verdict import judge_study, read_result
+from zpp_lab.study.run import attempts
+from zpp_lab.study.run.plan import differences
+
+ZERO3, W4 = ARMS[0], ARMS[5]
+
+
+def test_finds_run_folders_anywhere_but_not_inside_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "deep" / "er" / "b", W4, 2, steps=2)
+    write_run(tmp_path / "a", ZERO3, 1, steps=2)
+    write_run(tmp_path / "a" / "checkpoints" / "x", ZERO3, 1, steps=2)
+    (tmp_path / "empty").mkdir()
+    found = find_runs(tmp_path)
+    assert [(run.arm, run.seed, run.outcome) for run in found] == [
+        ("zero3", 1, "finished"),
+        ("w4", 2, "finished"),
+    ]
+    assert found[1].config["recipe"]["weights"]["bits"] == 4
+    with pytest.raises(ValueError, match="no such folder"):
+        find_runs(tmp_path / "none")
+
+
+def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ZERO3, 1, steps=5)
+    path = tmp_path / "a" / "metrics.jsonl"
+    assert last_step(tmp_path / "a") == 5
+    path.write_text(path.read_text()[:-10])
+    assert [row["step"] for row in read_metrics(tmp_path / "a")] == [1, 2, 3, 4]
+    assert last_step(tmp_path / "a") == 4
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], "garbage\n", *lines[2:]]))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        read_metrics(tmp_path / "a")
+    assert read_metrics(tmp_path) == []
+    assert last_step(tmp_path) == 0
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ZERO3, 1, steps=2)
+    (tmp_path / "a" / "summary.json").write_text("{")
+    with pytest.raises(ValueError, match=r"a/summary\.json.*delete"):
+        find_runs(tmp_path)
+
+
+def test_a_run_that_failed_before_its_config_is_told_by_its_folder(tmp_path: Path) -> None:
+    for name in ("seed7", "other"):
+        (tmp_path / "w4" / name).mkdir(parents=True)
+    failure = json.dumps({"outcome": "crashed", "error": "no data"})
+    (tmp_path / "w4" / "seed7" / "failure.json").write_text(failure)
+    (run,) = find_runs(tmp_path)
+    assert (run.arm, run.seed, run.outcome) == ("w4", 7, "crashed")
+    (tmp_path / "w4" / "other" / "failure.json").write_text(failure)
+    assert find_runs(tmp_path) == [run]  # a refused start does not stand in a report's way
+    with pytest.raises(ValueError, match="tell the seed"):
+        read_run(tmp_path / "w4" / "other")
+
+
+def test_settings_that_change_no_numbers_do_not_differ() -> None:
+    one = Config(run=RunConfig(dir="x"))
+    other = Config(run=RunConfig(dir="y"), train=TrainConfig(checkpoint_every=7))
+    assert differences(one, other) == {}
+    other = Config(recipe=RecipeConfig(weights=CodecConfig(bits=4)))
+    assert differences(one, other) == {"recipe.weights.bits": (None, 4)}
+
+
+def test_a_setting_that_an_old_file_lacks_has_its_default() -> None:
+    assert flat_config({"seed": 3})["train.lr"] == Config().train.lr
+    assert flat_config({"seed": 3})["seed"] == 3
+
+
+def test_plain_runs_become_arms_by_recipe_and_settings(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"base{seed}", ZERO3, seed, steps=2)
+        for bits in (4, 2):
+            arm = FakeArm("zero3", "", gap=0.5, weight_bits=bits)
+            write_run(tmp_path / f"w{bits}-{seed}", arm, seed, steps=2)
+    study, runs, notes = study_of("sweep", find_runs(tmp_path))
+    names = [arm.name for arm in study.arms]
+    assert names[0] == study.baseline == "zero3"
+    assert names[1].startswith("zero3 weights.bits=2")
+    assert study.seeds == [1, 2, 3]
+    assert len(runs) == 9
+    assert not notes
+    assert judge_study(study, runs).arms[0].verdict == "baseline"
+
+
+def test_plain_runs_named_by_a_sweep_find_their_baseline(tmp_path: Path) -> None:
+    for arm in (W4, ZERO3):
+        for seed in (1, 2):
+            folder = tmp_path / f"recipe={arm.name}" / f"seed{seed}"
+            write_run(folder, arm, seed, steps=2)
+            summary = json.loads((folder / "summary.json").read_text())
+            summary["arm"] = f"recipe={arm.name}"
+            (folder / "summary.json").write_text(json.dumps(summary))
+    study, _, _ = study_of("sweep", find_runs(tmp_path))
+    assert study.baseline == "recipe=zero3"
+
+
+def test_blocks_without_bits_are_one_baseline(tmp_path: Path) -> None:
+    for block in (64, 1024):
+        for bits in (None, 4):
+            folder = tmp_path / f"b{block}_{bits}"
+            write_run(folder, FakeArm("zero3", "", gap=0.0, weight_bits=bits), 1, steps=2)
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            config["recipe"]["weights"]["block_size"] = block
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    study, runs, notes = study_of("sweep", find_runs(tmp_path))
+    assert study.baseline == "zero3"
+    assert sorted(run.arm for run in runs) == [
+        "zero3",
+        "zero3 weights.bits=4 weights.block_size=1024",
+        "zero3 weights.bits=4 weights.block_size=64",
+    ]
+    assert notes == ["b64_None repeats b1024_None (zero3, seed 1)."]
+
+
+def test_a_zero3_with_bits_is_no_baseline(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", FakeArm("zero3", "", gap=0.5, weight_bits=4), 1, steps=2)
+    study, _, notes = study_of("x", find_runs(tmp_path))
+    assert [arm.name for arm in study.arms] == [
+        "zero3",
+        "zero3 weights.bits=4 weights.block_size=256",
+    ]
+    assert "There is no zero3 run" in notes[0]
+
+
+def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:
+    w4 = replace(W4, weights={"block_size": None})  # as the recipe's file has it
+    write_run(tmp_path / "a", w4, 1, steps=2)
+    write_run(tmp_path / "b", w4, 1, steps=2)
+    study, runs, notes = study_of("x", find_runs(tmp_path))
+    assert [run.dir.name for run in runs] == ["a"]
+    assert notes[0] == "b repeats a (w4, seed 1)."
+    assert "recipe=zero3" in notes[1]
+    assert [arm.name for arm in study.arms] == ["zero3", "w4"]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="no runs in or below it"):
+        read_result(tmp_path / "none")
+
+
+def test_a_study_file_of_another_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text("name: a\nnew_thing: 5\n")
+    with pytest.raises(
+        ValueError, match=r"(?s)study\.yaml: .*new_thing: no such setting.* version"
+    ):
+        read_study(tmp_path)
+
+
+def test_a_file_that_goes_while_it_is_read_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start removes failure.json; a report may be reading just then."""
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    assert read_json(tmp_path / "failure.json") is None
+    assert attempts.attempts(tmp_path) == []

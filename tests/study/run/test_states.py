@@ -1,0 +1,192 @@
+"""Readers tell a run that was stopped from one that failed and from one that was never started."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.scripts import loaded
+from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
+from zpp_lab.cli.main import main
+from zpp_lab.config.study import PrepareConfig
+from zpp_lab.files import hold
+from zpp_lab.runs.reader import find_runs, last_step, reached, read_run, state, told, write_study
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.table import results_csv
+from zpp_lab.study.wandb_pages.command import dashboard
+
+BY_NAME = {arm.name: arm for arm in ARMS}
+NAMES = ("zero3", "w6", "w4", "w2", "qsdp", "zeropp", "broken")
+STOPPED = "zeropp: seed 1 stopped after step 120 of 300."
+FAILED = "w4: seed 1 crashed after step 100 of 300 (RuntimeError: the wire broke)."
+
+
+def cut(folder: Path, name: str, seed: int, step: int) -> None:
+    """A run that was killed after `step`, in the middle of the next line."""
+    write_run(folder, BY_NAME[name], seed, study="fake")
+    (folder / "summary.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:step]) + lines[step][:20])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of seven arms two finished (w6 one of two seeds), the others in each way that there is."""
+    root = tmp_path_factory.mktemp("states")
+    for name, seed in (("zero3", 1), ("zero3", 2), ("w6", 1)):
+        write_run(root / name / f"seed{seed}", BY_NAME[name], seed, study="fake")
+    cut(root / "w6" / "seed2", "w6", 2, 299)  # but for one step
+    error = "RuntimeError: the wire broke\nand more"
+    write_failure(root / "w4" / "seed1", BY_NAME["w4"], 1, "crashed", error)
+    write_failure(root / "w2" / "seed1", BY_NAME["w2"], 1, "diverged", "loss is NaN")
+    cut(root / "zeropp" / "seed1", "zeropp", 1, 120)
+    begun = root / "broken" / "seed1"  # killed while it compiled: its log is all
+    begun.mkdir(parents=True)
+    (begun / "log.txt").write_text("building\n")
+    study = fake_study(tuple(BY_NAME[n] for n in NAMES), seeds=2)
+    arms = [
+        replace(a, role="negative_control" if a.name == "broken" else a.role) for a in study.arms
+    ]
+    write_study(root, replace(study, arms=arms))
+    return root
+
+
+@pytest.fixture(scope="module")
+def printed(root: Path) -> str:
+    """What `zpp-lab report` prints; it leaves its files in `root`."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["report", str(root)]) == 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arm", "verdict"),
+    [
+        ("w6", "undecided (one seed)"),
+        ("w4", "failed (crashed after step 100 of 300)"),
+        ("w2", "diverged (1 of 2 seeds)"),
+        ("qsdp", "not run (never started)"),
+        ("zeropp", "unfinished (1 of 2 runs began; the furthest is after step 120 of 300)"),
+        ("broken", "unfinished (1 of 2 runs began; the furthest is before step 1)"),
+    ],
+)
+def test_the_verdict_says_what_became_of_the_runs(root: Path, arm: str, verdict: str) -> None:
+    (found,) = [a for a in read_result(root).arms if a.name == arm]
+    assert found.text == verdict
+
+
+def test_partial_runs_enter_no_number(root: Path) -> None:
+    """Only w6's whole seed is judged, though the other lacks one step; its bytes count alike."""
+    arms = {arm.name: arm for arm in read_result(root).arms}
+    assert list(arms["w6"].gaps) == [1]
+    assert arms["w6"].heldout_loss == arms["w6"].runs[1].heldout_loss
+    assert [run.seed for run in arms["w6"].finished] == [1]
+    for name in ("w4", "w2", "qsdp", "zeropp", "broken"):
+        arm = arms[name]
+        assert (arm.gaps, arm.gap, arm.heldout_loss, arm.bytes_total) == ({}, None, None, None)
+    rows = {(r["arm"], r["seed"]): r for r in csv.DictReader(results_csv_lines(root))}
+    assert rows["zeropp", "1"]["heldout_loss"] == rows["zeropp", "1"]["steps"] == ""
+    assert (rows["zeropp", "1"]["last_step"], rows["zeropp", "1"]["planned_steps"]) == (
+        "120",
+        "300",
+    )
+
+
+def results_csv_lines(root: Path) -> list[str]:
+    return results_csv(read_result(root)).splitlines()
+
+
+def test_every_text_tells_each_run_and_its_step(root: Path, printed: str) -> None:
+    told = (
+        STOPPED,
+        FAILED,
+        "w6: seed 2 stopped after step 299 of 300.",
+        "w2: seed 1 diverged after step 100 of 300 (loss is NaN).",
+        "qsdp: seeds 1, 2 have not been started.",
+        "broken: seed 1 stopped before step 1.",
+    )
+    texts = (printed, (root / "report.html").read_text(), (root / "report.md").read_text())
+    for sentence in told:
+        assert all(sentence in text for text in texts), sentence
+    assert "unfinished" in (root / "report.tex").read_text()
+
+
+def test_the_table_of_runs_has_those_that_never_began(root: Path, printed: str) -> None:
+    html = (root / "report.html").read_text()
+    runs = html[html.index('<table id="runs"') :]
+    rows = [" ".join(row.replace("<", " <").split()) for row in runs.split("<tr")]
+
+    def row(arm: str, seed: int) -> str:
+        (found,) = [r for r in rows if f'data-arm="{arm}"' in r and f'"number">{seed} <' in r]
+        return found
+
+    assert ">not started <" in row("qsdp", 2)
+    assert ">stopped <" in row("zeropp", 1)
+    assert ">120 of 300 <" in row("zeropp", 1)
+    assert ">RuntimeError: the wire broke <" in row("w4", 1)
+
+
+def test_a_control_without_an_answer_is_not_wrong(root: Path, printed: str) -> None:
+    html = (root / "report.html").read_text()
+    assert "enters no verdict, gap or mean" in html
+    assert "Negative control broken: unfinished, so it has no answer yet; it must be worse" in html
+    assert 'class="wrong"' not in html
+
+
+def test_the_published_table_and_the_dashboard_tell_it_too(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = loaded("experiments/publish.py").table(read_result(root))
+    assert all(sentence in table for sentence in (STOPPED, FAILED))
+    assert "| qsdp |" in table
+    monkeypatch.setattr(
+        "zpp_lab.study.wandb_pages.command.resolve", lambda _: ("offline", "no key")
+    )
+    dashboard(str(root), tmp_path / "spec.json")
+    assert (
+        STOPPED in json.loads((tmp_path / "spec.json").read_text())["report"]["blocks"][2]["text"]
+    )
+
+
+def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
+    folder = tmp_path / "w6" / "seed1"
+    cut(folder, "w6", 1, 7)
+    assert state(read_run(folder)) == "stopped"
+    with hold(folder):
+        run = read_run(folder)
+        assert (state(run), reached(run)) == ("running", "after step 7 of 300")
+        assert told(run, several=True) == "are running after step 7 of 300"
+    assert told(None) == "has not been started"
+
+
+def test_the_last_step_is_found_behind_a_long_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": s, "telemetry": "x" * 90_000}) + "\n" for s in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert last_step(tmp_path) == 2
+    (tmp_path / "metrics.jsonl").write_text(lines[0])
+    assert last_step(tmp_path) == 1
+
+
+def test_a_log_alone_is_a_run_only_where_a_seed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("of somebody else\n")
+    assert find_runs(tmp_path) == []
+
+
+def test_runs_that_prepare_a_study_are_told(tmp_path: Path) -> None:
+    plain = fake_study((BY_NAME["zero3"], BY_NAME["w4"]))
+    study = replace(plain, prepare=[PrepareConfig("base", [])])
+    write_study(tmp_path, study)
+    assert read_result(tmp_path).notes[0] == (
+        "prepare base, which arms start from, has not been started."
+    )
+    cut(tmp_path / "prepare" / "base", "zero3", 1, 40)
+    assert read_result(tmp_path).notes[0] == (
+        "prepare base, which arms start from, stopped after step 40 of 300."
+    )

@@ -1,0 +1,135 @@
+"""The studies of conf/study: what each must have, and that its first arms can be built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from zpp_lab.config.compose import compose, flat_config, load_study, study_names
+from zpp_lab.config.schema import Config
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.models import build_model
+from zpp_lab.study.run.plan import differences
+
+NAMES = study_names()
+ADAPTERS = ("lora", "lora_mini")  # compare ways to finetune, each at its own rate
+Arms = Callable[[str], list[ArmConfig]]
+
+
+@cache
+def study_of(name: str) -> StudyConfig:
+    return load_study(name)
+
+
+@cache
+def config_of(name: str, arm: str) -> Config:
+    study = study_of(name)
+    overrides = next(a.overrides for a in study.arms if a.name == arm)
+    return compose([*study.overrides, *overrides, "seed=1"])
+
+
+def base_of(name: str, arm: ArmConfig) -> Config:
+    return config_of(name, arm.against or study_of(name).baseline)
+
+
+def some_arms(name: str) -> list[ArmConfig]:
+    """One of each role: composing all of them takes half a minute."""
+    return list({arm.role: arm for arm in reversed(study_of(name).arms)}.values())
+
+
+def all_arms(name: str) -> list[ArmConfig]:
+    return study_of(name).arms
+
+
+def tokens_of(config: Config) -> int:
+    step = config.cluster.world * config.train.batch_size * config.train.micro_steps
+    return step * config.data.seq_len * config.train.steps
+
+
+MOST = [(name, some_arms) for name in NAMES]
+ALL = [pytest.param(name, all_arms, marks=pytest.mark.slow) for name in NAMES]
+each_arm = pytest.mark.parametrize(("name", "arms"), [*MOST, *ALL])
+
+
+def test_the_studies_are_there() -> None:
+    wanted = {"bits", "block", "symmetry", "rounding", "wires", "exempt", "hops", "world", "scale"}
+    assert wanted | {"smoke"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
+    study = study_of(name)
+    roles = [arm.role for arm in study.arms]
+    assert study.name == name
+    assert study.question.endswith("?")
+    assert {"baseline", "order_control", "negative_control"} <= set(roles)
+    assert all(arm.describe for arm in study.arms)
+    assert next(a for a in study.arms if a.name == study.baseline).role == "baseline"
+
+
+@each_arm
+def test_an_arm_differs_from_its_baseline_in_the_recipe_alone(name: str, arms: Arms) -> None:
+    for arm in arms(name):
+        if arm.role != "baseline":
+            changed = differences(base_of(name, arm), config_of(name, arm.name))
+            assert set(changed) - {"recipe.name"}
+            peer = config_of(name, arm.name).engine.name == "deepspeed"
+            free = ("recipe.", "model.lora.", "train.lr") if name in ADAPTERS else ("recipe.",)
+            free += ("engine.", "train.param_dtype", "train.reduce_dtype") if peer else ()
+            if arm.role == "order_control":  # a step's gradients in two sums are as many
+                free += ("train.batch_size", "train.micro_steps")
+                assert tokens_of(config_of(name, arm.name)) == tokens_of(base_of(name, arm))
+            assert all(key.startswith(free) for key in changed), (arm.name, changed)
+
+
+@each_arm
+def test_factors_are_what_the_config_says(name: str, arms: Arms) -> None:
+    for arm in arms(name):
+        settings = flat_config(config_of(name, arm.name))
+        for key, level in arm.factors.items():
+            if "." in key:
+                assert settings[key] == level
+
+
+@each_arm
+def test_an_arm_sends_less_than_its_baseline(name: str, arms: Arms) -> None:
+    """Builds the plans; the meta device holds no weights."""
+    for arm in arms(name):
+        config, base = config_of(name, arm.name), base_of(name, arm)
+        if arm.role == "baseline" or config.model.layers > 6 or config.cluster.world > 64:
+            continue  # large ones are slow to lay out, and no other code
+        if config.engine.name == "deepspeed":
+            continue  # it follows no plan of ours
+        sent, whole = bytes_of(config), bytes_of(base)
+        rounds = config.train.micro_steps // base.train.micro_steps
+        assert sent == whole * rounds if arm.role == "order_control" else sent < whole
+
+
+def bytes_of(config: Config) -> int:
+    plan = build_plan(build_model(config.model, 256, device="meta"), config)
+    return sum(sum(traffic) for traffic in plan.step_bytes().values())
+
+
+def test_bits_is_nine_arms_by_five_seeds_on_eight_nodes() -> None:
+    study = study_of("bits")
+    assert (len(study.arms), len(study.seeds)) == (9, 5)
+    config = config_of("bits", "zero3")
+    assert (config.cluster.nodes, config.cluster.gpus_per_node) == (8, 8)
+    assert config.model.preset == "10m"
+
+
+def test_world_keeps_the_global_batch_or_the_batch_of_a_rank() -> None:
+    bases = [arm.name for arm in study_of("world").arms if arm.role == "baseline"]
+    made = {name: config_of("world", name) for name in bases}
+    whole = {n: c.train.batch_size * c.cluster.world for n, c in made.items()}
+    assert {whole[n] for n in made if n.endswith("_global")} == {384}
+    assert {c.train.batch_size for n, c in made.items() if n.endswith("_per_rank")} == {1}
+    assert sorted(c.cluster.world for n, c in made.items() if n.endswith("_global")) == [
+        2,
+        8,
+        64,
+        384,
+    ]

@@ -1,0 +1,71 @@
+"""The live table, read from folders that a fake trainer wrote."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.study.fake_trainer import STEPS
+from tests.study.run.test_launch import launch, study
+from zpp_lab.cli.main import main
+from zpp_lab.files import held, hold
+from zpp_lab.runs.reader import write_study
+from zpp_lab.study.run.progress import RunState, Watch, seconds_left, show
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=140), out
+
+
+def test_states_of_runs(tmp_path: Path) -> None:
+    launch(study("zero3", "raises", "diverges"), tmp_path)
+    states = {(s.arm, s.seed): s.state for s in Watch(tmp_path).look()}
+    assert states["zero3", 1] == "finished"
+    assert states["raises", 2] == "crashed"
+    assert states["diverges", 1] == "diverged"
+    for name in ("summary.json", "attempts.jsonl"):
+        (tmp_path / "zero3" / "seed1" / name).unlink(missing_ok=True)
+    watch = Watch(tmp_path)
+    assert watch.look()[0].state == "stopped"
+    with hold(tmp_path / "zero3" / "seed1"):
+        assert watch.look()[0] == RunState("zero3", 1, "running", STEPS, STEPS, 0.4)
+    assert not held(tmp_path / "zero3" / "seed1")
+    assert not watch.running
+
+
+def test_the_table_is_readable_without_a_terminal(tmp_path: Path) -> None:
+    launch(study("zero3", "diverges"), tmp_path)
+    console, out = plain()
+    show(tmp_path, study("zero3"), console)
+    text = out.getvalue()
+    assert "test: 2 of 4 runs finished, 2 diverged, no process is at work here" in text
+    assert "2.5150" in text  # the mean of the baseline's held-out losses
+    assert "\x1b" not in text
+
+
+def test_seeds_that_were_added_are_shown(tmp_path: Path) -> None:
+    launch(study("zero3", "a", seeds=3), tmp_path)
+    write_study(tmp_path, study("zero3", "a", seeds=1))
+    assert [s.seed for s in Watch(tmp_path).look()] == [1, 2, 3] * 2
+
+
+def test_time_left_is_the_work_over_the_runs_side_by_side() -> None:
+    states = [
+        RunState("a", 1, "finished", 100, 100, 50.0),
+        RunState("a", 2, "running", 50, 100, 25.0),
+        RunState("a", 3, "running", 50, 100, 25.0),
+        RunState("a", 4, "waiting"),
+    ]
+    assert seconds_left(states) == pytest.approx(0.5 * (50 + 50 + 100) / 2)
+    assert seconds_left([RunState("a", 1, "waiting")]) is None
+
+
+def test_watching_nothing_is_answered(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no study has been started here"):
+        show(tmp_path / "none", study("zero3"))
+    assert main(["study", "smoke", "--watch", "--dir", str(tmp_path / "none")]) == 2
+    assert main(["study", "smoke", "--seeds", "1,two"]) == 2

@@ -1,0 +1,131 @@
+"""`zpp-lab dashboard`: a file without a key, pages with one, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs.conftest import FakeWandb
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import load_study
+from zpp_lab.study.wandb_pages import apply
+from zpp_lab.study.wandb_pages.spec import make_spec, read_spec
+
+pytest.importorskip("wandb_workspaces")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
+
+
+def filters(view: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(f["key"]["name"], f["op"], f["value"]) for f in view["filters"]]
+
+
+def spec_colors(study_root: Path) -> dict[str, str]:
+    colors: dict[str, str] = read_spec(study_root / "dashboard.json")["runs"]["colors"]
+    assert set(colors) == {"zero3", "w4", "w2"}
+    return colors
+
+
+def test_offline_it_writes_the_folders_pages(
+    study_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dashboard", str(study_root), "--entity", "team"]) == 0
+    file = study_root / "dashboard.json"
+    assert f"zpp-lab dashboard --apply {file}" in capsys.readouterr().out
+    spec = read_spec(file)
+    assert (spec["study"], spec["project"], spec["entity"]) == ("fake", "mine", "team")
+    verdicts = spec["report"]["blocks"][2]["text"]
+    assert "| w4 |" in verdicts
+    assert "worse" in verdicts
+
+
+def test_a_study_that_has_not_run_needs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["dashboard", "smoke", "--project", "p"]) == 0
+    spec = read_spec(tmp_path / "smoke-dashboard.json")
+    assert spec == make_spec(load_study("smoke"), project="p")
+    capsys.readouterr()
+
+
+def test_applied_pages_hold_the_specification(
+    study_root: Path, fake_wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dashboard", str(study_root)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.startswith(fake_wandb.url) for line in shown] == [True, True]
+    report, workspace = (json.loads(view["spec"]) for view in fake_wandb.views)
+    assert [view["entityName"] for view in fake_wandb.views] == ["e", "e"]  # the account's own
+    runs = workspace["section"]["runSets"][0]
+    assert filters(runs["filters"]) == [("group", "=", "fake")]
+    assert [key["name"] for key in runs["grouping"]] == ["jobType"]
+    sections = workspace["section"]["panelBankConfig"]["sections"]
+    drawn = {m for s in sections for p in s["panels"] for m in p["config"].get("metrics", ())}
+    assert {"loss", "gap_vs_zero3/heldout_loss", "bytes/grads_inter/inter"} <= drawn
+    grids = [block for block in report["blocks"] if block["type"] == "panel-grid"]
+    chosen = [filters(grid["metadata"]["runSets"][0]["filters"]) for grid in grids]
+    assert chosen[0] == [("group", "=", "fake"), ("jobType", "=", "report")]
+    assert chosen[1] == [("group", "=", "fake"), ("jobType", "!=", "report")]
+    colors = grids[1]["metadata"]["customRunColors"]
+    assert {key.split("-", 1)[1]: color for key, color in colors.items()} == {
+        f"run:jobType:{arm}": color for arm, color in spec_colors(study_root).items()
+    }
+    assert not grids[0]["metadata"]["customRunColors"]
+    painted = workspace["section"]["customRunColors"]
+    assert list(painted.values()) == list(spec_colors(study_root).values())
+    texts = [block["content"] for block in report["blocks"] if block["type"] == "markdown-block"]
+    assert any("| w4 |" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a study"),
+        (["smoke", "--apply", "x.json"], "name a study"),
+        (["no_such_study"], "no study 'no_such_study'"),
+        (["--apply", "missing.json"], "missing.json"),
+        (["--apply", "spec.json"], "wandb login"),
+        (["."], "is no study's folder"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = make_spec(load_study("smoke"), project="p")
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    assert main(["dashboard", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_is_one_line(
+    study_root: Path, dead_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: Any) -> list[str]:
+        raise ConnectionError("refused")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zpp_lab.study.wandb_pages.command.apply", refuse)
+        assert main(["dashboard", str(study_root)]) == 1
+    assert "wandb did not take the pages (ConnectionError" in capsys.readouterr().err
+    assert (study_root / "dashboard.json").exists()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.workspaces", None)
+    with pytest.raises(ValueError, match=r"zpp_lab\[dashboard\]"):
+        apply.pages(make_spec(load_study("smoke"), project="p"), "e")
+
+
+def test_an_unknown_panel_is_named() -> None:
+    spec = make_spec(load_study("smoke"), project="p")
+    spec["workspace"]["sections"][0]["panels"] = [{"kind": "pie"}]
+    with pytest.raises(ValueError, match="panel kind 'pie': use line"):
+        apply.pages(spec, "e")

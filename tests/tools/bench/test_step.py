@@ -1,0 +1,318 @@
+"""`zpp-lab bench step`: arms, the order of turns, floors and files; and the real thing on gloo."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.links.shared import refusal
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.study.report.speed.results import read_speeds
+from zpp_lab.tools.bench.step import run
+from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, merged, sessions, with_compute
+from zpp_lab.tools.bench.step.command import links, main
+from zpp_lab.tools.bench.step.results import Cell, bytes_sent, floor, seconds_on_link
+from zpp_lab.tools.bench.step.run import Pace, StepBench
+from zpp_lab.tools.bench.step.session import SessionError
+from zpp_lab.tools.links.nodes import OneHost
+from zpp_lab.train.launch import processes
+from zpp_lab.train.launch.gpus import Placement
+
+TINY = [
+    "model.dim=32",
+    "model.ffn=48",
+    "model.vocab_size=64",
+    "data.seq_len=8",
+    "train.param_dtype=fp32",
+    "train.reduce_dtype=fp32",
+    "train.batch_size=1",
+]
+
+
+def test_words_become_arms_and_foreign_engines_get_processes_of_their_own() -> None:
+    words = ["fsdp2", "fsdp2+node", "zeropp", "four: recipe=zeropp recipe.weights.bits=4"]
+    found = with_compute(arms([*words, "ds: engine=virtual engine.name=deepspeed"], TINY))
+    assert [(a.name, a.maker, a.session) for a in found] == [
+        (COMPUTE, "compute", "ours"),
+        ("fsdp2", "plain", "ours"),
+        ("fsdp2+node", "plain_node", "ours"),
+        ("zeropp", "quick", "ours"),
+        ("four", "quick", "ours"),
+        ("ds", "built", "ds"),
+    ]
+    assert found[4].config.recipe.weights.bits == 4
+    assert found[4].config.train.param_dtype == "fp32"  # the call's overrides over the defaults
+    assert [[a.name for a in group] for group in sessions(found)][1] == ["ds"]
+
+
+def test_an_arm_of_a_loop_of_its_own_takes_overrides() -> None:
+    (two,) = arms(["two: fsdp2+node train.micro_steps=2"], TINY)
+    assert (two.name, two.maker, two.engine, two.session) == ("two", "plain_node", "fsdp2", "ours")
+    assert two.config.train.micro_steps == 2
+    assert two.config.recipe.name == "zero3"
+    assert two.config.train.param_dtype == "fp32"
+    with pytest.raises(ValueError, match=r"engine\.blocks: no such setting"):
+        arms(["two: fsdp2 engine.blocks=2"], TINY)
+
+
+def test_what_is_no_arm_and_no_link_is_refused() -> None:
+    with pytest.raises(ValueError, match="named twice: zeropp"):
+        arms(["zeropp", "zeropp"], TINY)
+    with pytest.raises(ValueError, match="engine=fsdp"):
+        arms(["v: engine=virtual"], TINY)
+    with pytest.raises(ValueError, match="zeroppp"):
+        arms(["zeroppp"], TINY)
+    with pytest.raises(ValueError, match="12,25,max"):
+        links("12,fast", 2)
+    with pytest.raises(ValueError, match="no link"):
+        links("12", 1)
+    with pytest.raises(ValueError, match="--steps 0"):
+        Pace(0, 1, 1.0, 1.0, 1.0)
+    assert links("0.2,12,max", 2) == [0.2, 12.0, None]
+    assert merged(["a=1", "b=2"], ["a=3"]) == ["a=3", "b=2"]
+
+
+def test_floors() -> None:
+    """Two nodes that send 5 GB each at 20 Gb/s need 2 s, by the ledger or by the interface."""
+    ledger = Cell(
+        [3.0], {"weights_forward": [9, 6 * 10**9], "grads_inter": [0, 4 * 10**9]}, [5.2e9]
+    )
+    assert seconds_on_link(ledger, 2, 20.0) == pytest.approx(2.0)
+    assert bytes_sent(Cell([3.0], None, [5.2e9, 5.0e9, 5.4e9]), 2) == 5.2e9
+    assert seconds_on_link(ledger, 2, None) is None
+    assert floor(2.0, 0.5) == 2.0
+    assert floor(None, 0.5) == 0.5
+    assert floor(2.0, None) is None
+
+
+class Fake:
+    """Ranks that answer at once: 0.5 s a step, and arm `fails` not at all."""
+
+    fails: str | None = None
+    asked: list[tuple[str, str, int]] = []
+
+    def __init__(self, hosts: Any, placement: Placement, arms: list[Arm], folder: Path) -> None:
+        self.arms, self.world = arms, placement.cluster.world
+
+    def ask(self, limit: float, do: str, arm: int = 0, steps: int = 0) -> list[dict[str, Any]]:
+        name = self.arms[arm].name
+        Fake.asked.append((do, name, steps))
+        if do == "steps" and name == Fake.fails and steps > 1:
+            raise SessionError("rank 1: it is broken")
+        wires = {"weights_forward": [10, 20]} if name == "zeropp" else None
+        slow = [{"seconds": [0.1 * (r + 1)] * steps, "bytes": wires} for r in range(self.world)]
+        idle = [None if name == "fsdp2" else 0.01] * steps
+        return [{**a, "peak": 2**30, "device": "none", "waiting": idle} for a in slow]
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    Fake.asked, Fake.fails = [], None
+    monkeypatch.setattr(run, "Session", Fake)
+    return Fake
+
+
+def bench(folder: Path, words: list[str], tag: str = "", **changes: Any) -> StepBench:
+    cluster = ClusterConfig(nodes=1, gpus_per_node=2)
+    pace = Pace(**{"steps": 3, "rounds": 2, "turn_seconds": 8, "limit": 9, "budget": 99, **changes})
+    every = with_compute(arms(words, TINY))
+    made = StepBench(OneHost(), Placement(cluster), every, pace, folder, tag=tag)
+    made.run([None])
+    return made
+
+
+def read_rows(folder: Path) -> dict[str, dict[str, str]]:
+    with (folder / "results.csv").open() as file:
+        return {row["arm"]: row for row in csv.DictReader(file)}
+
+
+def test_a_call_with_a_tag_adds_arms_and_leaves_the_step_without_communication(
+    fake: type[Fake], tmp_path: Path
+) -> None:
+    bench(tmp_path, ["fsdp2"])
+    first = read_rows(tmp_path)[COMPUTE]
+    table = tmp_path / "results.csv"
+    table.write_text(table.read_text().replace(f"{first['step_s']},", "7.5,", 1))
+    changed = read_rows(tmp_path)[COMPUTE]
+    bench(tmp_path, ["zeropp"], tag="more")
+    assert set(read_rows(tmp_path)) == {COMPUTE, "fsdp2", "zeropp"}
+    assert read_rows(tmp_path)[COMPUTE] == changed
+    bench(tmp_path / "alone", ["zeropp"], tag="more")
+    assert COMPUTE in read_rows(tmp_path / "alone")
+
+
+def test_arms_take_turns_and_the_files_say_what_came_out(
+    fake: type[Fake], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = bench(tmp_path, ["fsdp2", "zeropp"])
+    assert made.cells["zeropp", None].waiting == [0.01] * 6
+    assert made.cells["fsdp2", None].waiting == []  # nobody told
+    timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
+    assert timed == [COMPUTE, "fsdp2", "zeropp"] * 2
+    rows = read_rows(tmp_path)
+    assert rows["zeropp"]["step_s"] == "0.2"  # the slowest rank's
+    assert rows["zeropp"]["steps"] == "6"
+    assert float(rows["zeropp"]["tokens_per_s"]) == 2 * 8 / 0.2
+    assert rows["zeropp"]["wire_bytes"] == "weights_forward:10+20"
+    assert rows["fsdp2"]["engine"] == "fsdp2"
+    assert rows["fsdp2"]["peak_gib"] == "1"
+    assert rows["fsdp2"]["share_of_floor"] == "1"
+    found = {m.arm: m for m in read_speeds(tmp_path)}
+    assert list(found) == ["fsdp2", "zeropp"]
+    assert (found["zeropp"].tokens_per_s, found["zeropp"].gbps) == (80.0, None)
+    assert found["zeropp"].machine.startswith("one host of ")
+    path = tmp_path / "results.csv"
+    assert (rows["zeropp"]["waiting_s"], rows["fsdp2"]["waiting_s"]) == ("0.01", "")
+    for columns in (1, 2, 4):  # of files from before the last so many
+        older = [row[:-columns] for row in csv.reader(path.open())]
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(older)
+        bench(tmp_path, ["qsdp"])  # another call adds to the files
+        assert list(read_rows(tmp_path)) == ["fsdp2", "zeropp", COMPUTE, "qsdp"]
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_a_row_says_the_config_that_was_timed(fake: type[Fake], tmp_path: Path) -> None:
+    rules = "'recipe.rules=[{name: \"embed*\", exempt: true}]'"
+    made = bench(tmp_path, ["zeropp", f"w4: recipe=w4 {rules}"])
+    told = {m.arm: m.config for m in read_speeds(tmp_path)}
+    for arm in made.arms[1:]:
+        config = {k: v for k, v in asdict(arm.config).items() if k not in ("run", "tracking")}
+        assert {k: told[arm.name][k] for k in config} == config
+
+
+def test_an_arm_that_fails_costs_only_itself(fake: type[Fake], tmp_path: Path) -> None:
+    fake.fails = "fsdp2"
+    made = bench(tmp_path, ["fsdp2", "zeropp"])
+    assert made.failed == {"fsdp2": "rank 1: it is broken"}
+    assert list(read_rows(tmp_path)) == [COMPUTE, "zeropp"]
+    timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
+    assert timed == [COMPUTE, "fsdp2", "zeropp", COMPUTE, "zeropp"]  # no turn is taken twice
+    assert json.loads((tmp_path / "1x2.json").read_text())["failed"] == made.failed
+
+
+def test_a_budget_ends_it_and_keeps_what_there_is(fake: type[Fake], tmp_path: Path) -> None:
+    made = bench(tmp_path, ["fsdp2"], budget=1e-9)
+    assert made.stopped
+    assert not (tmp_path / "results.csv").exists()
+
+
+def test_a_link_that_cannot_be_limited_is_told_before_ranks_start(
+    fake: type[Fake], tmp_path: Path
+) -> None:
+    """OneHost limits nothing, as a kernel without tc's token bucket."""
+    cluster = ClusterConfig(nodes=1, gpus_per_node=2)
+    pace = Pace(steps=3, rounds=1, turn_seconds=8, limit=9, budget=99)
+    made = StepBench(OneHost(), Placement(cluster), arms(["fsdp2"], TINY), pace, tmp_path)
+    with pytest.raises(ValueError, match="no link to limit to 12"):
+        made.run([None, 12.0])
+    assert not fake.asked
+
+
+def test_long_steps_are_timed_fewer_times() -> None:
+    pace = Pace(4, 1, 8.0, 1.0, 1.0)
+    assert [pace.steps_of(s) for s in (0.1, 3.0, 100.0)] == [4, 2, 1]
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
+    """Each byte goes between nodes once: the gather saw two hosts, and the interface agrees."""
+    from zpp_lab.config.compose import compose
+    from zpp_lab.engines.build import build_plan
+    from zpp_lab.models import build_model
+
+    words = ["--nodes", "2", "--gpus-per-node", "2", "--link-gbps", "0.2", "--recipes", "zeropp"]
+    pace = ["--steps", "2", "--rounds", "1", "--cpu", "--out", str(tmp_path)]
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-m", "zpp_lab.cli", "bench", "step", *words, *pace, *TINY],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = read_rows(tmp_path)["zeropp"]
+    config = compose(["recipe=zeropp", "cluster=2x2", "engine.gather=hierarchical", *TINY])
+    planned = build_plan(build_model(config.model, 64, device="meta"), config).step_bytes()
+    text = " ".join(f"{wire}:{t.intra}+{t.inter}" for wire, t in planned.items())
+    assert row["wire_bytes"] == text
+    ledger, measured = float(row["gb_sent_ledger"]), float(row["gb_sent_measured"])
+    assert ledger == pytest.approx(sum(t.inter for t in planned.values()) / 2 / 1e9, rel=1e-4)
+    assert ledger < measured < 3 * ledger  # headers, losses, the norm
+    assert float(row["measured_gbps"]) < 0.4
+    assert float(row["link_s"]) == pytest.approx(ledger * 8 / 0.2, rel=1e-4)
+    facts = json.loads((tmp_path / "2x2.json").read_text())
+    assert facts["network"]["nccl"]["NCCL_IB_DISABLE"] == "1"
+    assert set(read_rows(tmp_path)) == {COMPUTE, "zeropp"}
+
+
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_nothing_is_left_of_a_bench_that_is_killed(tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--gpus-per-node", "1", "--recipes", "zeropp", "--no-probe", "--cpu"]
+    bench = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "zpp_lab.cli",
+            "bench",
+            "step",
+            *words,
+            "--out",
+            str(tmp_path),
+            *TINY,
+        ],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    owner = processes.mark(bench.pid)
+    ours = partial(processes.marked, lambda mark: mark == owner)
+    deadline = time.monotonic() + 240
+    while len(ours()) < 4:  # two holders and two ranks
+        assert bench.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    bench.kill()
+    bench.wait()
+    deadline = time.monotonic() + 240
+    while ours():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_one_node_needs_no_rights(tmp_path: Path, fake: type[Fake]) -> None:
+    words = ["--nodes", "1", "--gpus-per-node", "2", "--recipes", "zeropp", "--cpu"]
+    assert main([*words, "--no-compute", "--out", str(tmp_path), *TINY]) == 0
+    assert list(read_rows(tmp_path)) == ["zeropp"]
+
+
+def test_compute_only_updates_a_ranks_part_from_the_gradient_of_its_batch() -> None:
+    """The step that the floor is made of: forward, backward and AdamW on 1/W of each parameter."""
+    import torch
+
+    from zpp_lab.tools.bench.step.engines import ComputeOnly
+    from zpp_lab.tools.bench.step.rank import random_batch
+
+    config = with_compute(arms(["zeropp"], [*TINY, "cluster=1x2"]))[0].config
+    made = ComputeOnly(config, torch.device("cpu"))
+    before = {name: p.detach().clone() for name, p in made.weights.items()}
+    made.step(0, lambda rank, micro: random_batch(config, 0, rank, micro))
+    for name, p in made.weights.items():
+        own = -(-p.numel() // 2)
+        changed = (p.detach() != before[name]).view(-1)
+        assert changed[:own].any(), name
+        assert not changed[own:].any(), name
+        assert p.grad is None

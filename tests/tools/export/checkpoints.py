@@ -1,0 +1,44 @@
+"""A run's folder without a run: the settings and a checkpoint, as training leaves them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from zpp_lab.config.schema import Config
+from zpp_lab.data import open_data
+from zpp_lab.engines.build import build_engine
+from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
+from zpp_lab.train.evaluation import open_heldout
+
+
+def leave(config: Config, step: int = 3) -> VirtualEngine:
+    """Write the run's folder; returns the engine, the gathered weights of `step` in it."""
+    data = open_data(config.data)
+    engine = build_engine(config, data.vocab_size, torch.device("cpu"))
+    assert isinstance(engine, VirtualEngine)
+    with torch.no_grad():
+        for name, p in engine.master.items():  # norms and biases start as ones and zeros
+            noise = torch.Generator().manual_seed(len(name))
+            p.add_(torch.randn(p.shape, generator=noise) * 0.1)
+    assert config.run.dir is not None
+    folder = Path(config.run.dir)
+    Checkpoints(folder / "checkpoints", 1, Saving(host=None)).save(step, engine.state_dict())
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    heldout_losses(engine, config, step)
+    return engine
+
+
+def heldout_losses(engine: VirtualEngine, config: Config, step: int = 3) -> Tensor:
+    """By the engine's own gather: fp32 [tokens]."""
+    batches = open_heldout(config, open_data(config.data)).batches
+    return engine.token_losses(step, batches, wire=True)
+
+
+def gathered(engine: VirtualEngine) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in engine.weights.items()}

@@ -1,0 +1,106 @@
+"""Groups along rows hold the numbers of blocks over flat shards."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zpp_lab.codecs import BlockCodec, RawCodec, kernels
+from zpp_lab.codecs.layout import Layout, Parameter
+from zpp_lab.tools.export.packed import (
+    Grid,
+    codes_with_zero_points,
+    exact_codes,
+    misfit,
+    nearest_fitting,
+    stored,
+    stored_shapes,
+    widest_group,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from([2, 4, 6, 8]),
+    block=st.sampled_from([16, 32, 64, 256]),
+    rows=st.integers(1, 13),
+    columns=st.integers(1, 80),
+    world=st.integers(1, 5),
+    narrow=st.booleans(),
+)
+def test_every_number_of_the_wire(
+    bits: int, block: int, rows: int, columns: int, world: int, narrow: bool
+) -> None:
+    codec = BlockCodec(bits, block, scale_dtype="bf16" if narrow else "fp32")
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    n = Parameter("w", (rows, columns), world).shard_numel
+    layout = Layout.build(["w"], [n], [codec])
+    payload = torch.empty(world, layout.nbytes, dtype=torch.uint8)
+    kernels.encode(layout, [weight], None, payload)
+    wire = torch.empty_like(weight)
+    kernels.decode(layout, payload, [wire])
+    widest = widest_group([(codec, columns)])
+    assert widest == gcd(block, columns)
+    for group in {widest, 1}:
+        codes = exact_codes(codec, payload, n, (rows, columns), group)
+        assert torch.equal(codes.decoded(), wire)
+        assert codes.scales.shape == (rows, columns // group)
+
+
+def test_what_does_not_fit_says_why() -> None:
+    assert misfit(BlockCodec(6, 64)) is None
+    assert "hadamard=16 rotates" in str(misfit(BlockCodec(4, 64, hadamard=16)))
+    assert "integer zero points" in str(misfit(BlockCodec(4, 64, symmetric=False)))
+    assert "RawCodec" in str(misfit(RawCodec(torch.float32)))
+    turned = BlockCodec(4, 64, hadamard=16, random_signs=True, rounding="stochastic")
+    assert nearest_fitting(turned) == BlockCodec(4, 64)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("scale_dtype", ["fp32", "bf16"])
+def test_integer_zero_points(bits: int, scale_dtype: str) -> None:
+    codec = BlockCodec(bits, 64, symmetric=False, scale_dtype=scale_dtype)  # type: ignore[arg-type]
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(bits)) + 0.3
+    weight[0, :32] = 0.0
+    weight[1, :32] = 7.0
+    codes = codes_with_zero_points(codec, weight, 32)
+    assert codes.zeros is not None
+    worst = (codes.decoded() - weight).abs().unflatten(1, (-1, 32)).amax(-1)
+    steps = 0.5 if scale_dtype == "fp32" else 0.5 + 2**bits * 2.0**-8  # a bf16 scale is off too
+    assert bool((worst <= codes.scales * (steps + 0.5) + 1e-6).all())  # 0 is a level: half a step
+    assert bool((codes.decoded()[0, :32] == 0).all())
+    low = -(2 ** (bits - 1))
+    assert codes.levels.min() >= low
+    assert codes.levels.max() <= -low - 1
+
+
+def test_the_library_unpacks_what_is_stored() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+    for codec in (BlockCodec(2, 16), BlockCodec(6, 16), BlockCodec(4, 16, symmetric=False)):
+        payload = torch.empty(1, codec.nbytes(weight.numel()), dtype=torch.uint8)
+        codec.encode(weight.view(1, -1), None, payload)
+        if codec.symmetric:
+            codes = exact_codes(codec, payload, weight.numel(), (6, 48), 16)
+        else:
+            codes = codes_with_zero_points(codec, weight, 16)
+        parts = stored(codes)
+        told = stored_shapes(codes.grid, (6, 48))
+        assert {n: (tuple(t.shape), t.dtype) for n, t in parts.items()} == {
+            n: (shape, dtype or torch.float32) for n, (shape, dtype) in told.items()
+        }
+        scheme = QuantizationScheme.model_validate(codes.grid.scheme(["Linear"]))
+        compressor = BaseCompressor.get_value_from_registry(codes.grid.format)
+        assert torch.equal(compressor.decompress(parts, scheme)["weight"], codes.decoded())
+
+
+def test_grids_are_one_kind_each() -> None:
+    assert Grid(4, True, 64).format == "pack-quantized"
+    assert Grid(4, False, 64).format == "naive-quantized"

@@ -1,0 +1,232 @@
+"""What transformers computes with is what training computed with, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.fsdp_world import run_world
+from tests.models.hf_cases import settings
+from tests.small_runs import newest, small
+from tests.tools.export.checkpoints import gathered, heldout_losses, leave
+from tests.tools.export.test_model import heldout_loss, llama, loaded
+from zpp_lab.config.schema import Config
+from zpp_lab.models.llama_hf import hf_name, to_halves, turned
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
+from zpp_lab.tools.evaluate import evaluate
+from zpp_lab.tools.export import export_hf, export_quantized
+from zpp_lab.tools.export.wire import parse_codec
+from zpp_lab.train.trainer import run
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+CODECS = {
+    "4 bits over several rows": ["recipe=w4"],
+    "8 bits of a random draw": ["recipe=qsdp", "recipe.weights.block_size=16"],
+    "6 bits, bf16 scales": ["recipe=w6", "recipe.weights.scale_dtype=bf16"],
+    "2 bits, the head as it is": ["recipe=w2", "recipe.exempt.names=[head*]", "cluster=1x8"],
+    "two widths": ["recipe=w4", "recipe.rules=[{name: '*mlp*', set: {bits: 8}}]"],
+}
+
+
+def theirs(weights: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """The built-in decoder's weights under LlamaForCausalLM's names."""
+    return {hf_name(n): to_halves(w, head_dim) if turned(n) else w for n, w in weights.items()}
+
+
+@torch.no_grad()
+def check_model(folder: Path, want: dict[str, Tensor], **how: Any) -> Any:
+    """Every weight and every logit of the folder's model are those of a model made of `want`."""
+    model = loaded(folder, **how)
+    tokens = torch.arange(12)[None]
+    logits = model(input_ids=tokens).logits  # unpacks the weights
+    state = model.state_dict()
+    differing = [n for n in want if not torch.equal(state[n], want[n])]
+    assert not differing
+    dtype = next(iter(want.values())).dtype
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    plain.load_state_dict(want, strict=False)
+    plain.tie_weights()
+    assert torch.equal(plain(input_ids=tokens).logits, logits)
+    return model
+
+
+@pytest.mark.parametrize("case", CODECS)
+def test_the_built_in_decoder(case: str, tmp_path: Path) -> None:
+    config = llama(tmp_path, "grouped", *CODECS[case])
+    engine = leave(config)
+    made = export_quantized(tmp_path / "run", tmp_path / "out", limit=8000)
+    assert (made.step, made.requantized) == (3, 0)
+    want = theirs(gathered(engine), 8)
+    check_model(tmp_path / "out", want)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert ("takes one kind of group for all" in text) == (case == "two widths")
+    if case != "two widths":
+        at_once = transformers.CompressedTensorsConfig(dequantize=True)
+        check_model(tmp_path / "out", want, quantization_config=at_once)
+
+
+def test_a_trained_run_keeps_its_heldout_loss(tmp_path: Path) -> None:
+    config = llama(tmp_path, "tied", "recipe=zeropp", "recipe.weights.bits=4")
+    summary = run(config)
+    export_quantized(tmp_path / "run", tmp_path / "out")
+    model = loaded(tmp_path / "out")
+    assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss"], rel=1e-6)
+    assert summary["heldout_loss"] != summary["heldout_loss_master"]
+    said = json.loads((tmp_path / "out" / "zpp_lab.json").read_text())
+    assert said["exact"]
+    assert said["decoded"] == ["model.embed_tokens.weight"]
+    assert said["run"] == {"recipe": "zeropp", "seed": 1, "step": 12}
+    assert "as training used them" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "opt", "qwen2"])
+def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
+    config = small(tmp_path, "recipe=w4", "recipe.weights.block_size=16")
+    config = replace(config, model=settings(kind, {"vocab_size": 256}))
+    engine = leave(config)
+    export_quantized(tmp_path / "run", tmp_path / "out")
+    model = check_model(tmp_path / "out", gathered(engine))
+    own = float(heldout_losses(engine, config).double().mean())
+    assert heldout_loss(model, config) == pytest.approx(own, rel=1e-6)
+
+
+def test_weights_that_are_no_linear(tmp_path: Path) -> None:
+    config = small(tmp_path, "recipe=w4", "recipe.weights.hadamard=16")
+    config = replace(config, model=settings("gpt2", {"vocab_size": 256}))
+    engine = leave(config)
+    with pytest.raises(ValueError, match="packs Linear modules"):
+        export_quantized(tmp_path / "run", tmp_path / "out")
+    made = export_quantized(tmp_path / "run", tmp_path / "out", unfit="dense")
+    assert made.packed == 0
+    state = loaded(tmp_path / "out").state_dict()
+    assert all(torch.equal(state[n], w) for n, w in gathered(engine).items())
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def trained_on_ranks(config: Config) -> float | None:
+    import torch.distributed as dist
+
+    return run(config, dist.get_rank()).get("heldout_loss")
+
+
+@pytest.mark.slow
+def test_shards_of_real_ranks(tmp_path: Path) -> None:
+    more = ["engine=fsdp", "engine.device=cpu", "cluster.nodes=1", "recipe=qsdp"]
+    config = llama(tmp_path, "grouped", *more)
+    loss = run_world(2, partial(trained_on_ranks, config), seconds=300)
+    export_quantized(tmp_path / "run", tmp_path / "out")
+    assert heldout_loss(loaded(tmp_path / "out"), config) == pytest.approx(loss, rel=1e-6)
+    assert evaluate([tmp_path / "run"])[1].heldout_loss == loss
+
+
+def test_rounding_after_training(tmp_path: Path) -> None:
+    """A plain model, rounded with a wire's codec, is what that wire makes of the same masters."""
+    config = llama(tmp_path, "plain", "recipe=w4", "recipe.exempt.names=[embed*]")
+    engine = leave(config)
+    plain = llama(tmp_path, "plain", "recipe.exempt.names=[embed*]", f"run.dir={tmp_path}/plain")
+    leave(plain)
+    export_quantized(tmp_path / "plain", tmp_path / "out", codec=parse_codec("bits=4"))
+    check_model(tmp_path / "out", theirs(gathered(engine), 16))
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "rounded to nearest with `bits=4`" in text
+    assert not json.loads((tmp_path / "out" / "zpp_lab.json").read_text())["exact"]
+
+
+@pytest.mark.parametrize(
+    "more", [["recipe.weights.hadamard=16"], ["recipe.weights.symmetric=false"]]
+)
+def test_a_codec_that_does_not_fit(more: list[str], tmp_path: Path) -> None:
+    config = llama(tmp_path, "plain", "recipe=w4", *more)
+    engine = leave(config)
+    with pytest.raises(ValueError, match=r"and 14 more: .*--requantize rounds the masters"):
+        export_quantized(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    made = export_quantized(tmp_path / "run", tmp_path / "near", unfit="requantize")
+    assert (made.packed, made.requantized, made.decoded) == (15, 15, 1)
+    assert "Not the numbers of training" in (tmp_path / "near" / "README.md").read_text()
+    masters = theirs({n: p.detach() for n, p in engine.master.items()}, 16)
+    model = loaded(tmp_path / "near")
+    heldout_loss(model, config)
+    assert_near(model.state_dict(), masters)
+    export_quantized(tmp_path / "run", tmp_path / "dense", unfit="dense")
+    state = loaded(tmp_path / "dense").state_dict()
+    want = theirs(gathered(engine), 16)
+    assert all(torch.equal(state[n], w) for n, w in want.items())
+
+
+def assert_near(state: dict[str, Tensor], masters: dict[str, Tensor]) -> None:
+    """Off by no more than a 4-bit step of the weight's whole range, and off at all."""
+    for name, master in masters.items():
+        worst = float((state[name] - master).abs().max())
+        assert worst <= float(master.max() - master.min()) / 14 + 1e-6
+    assert any(not torch.equal(state[n], m) for n, m in masters.items())
+
+
+def left(folder: Path, *overrides: str) -> Config:
+    config = llama(folder, "plain", *overrides)
+    leave(config)
+    return config
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    left(tmp_path, "recipe=zero3")
+    source, out = tmp_path / "run", tmp_path / "out"
+    with pytest.raises(ValueError, match=r"zero3 has no codec on its weights.*--codec bits=4"):
+        export_quantized(source, out)
+    with pytest.raises(ValueError, match="leave rounding=stochastic out"):
+        export_quantized(source, out, codec=parse_codec("bits=4,rounding=stochastic"))
+    with pytest.raises(ValueError, match="has no bits"):
+        export_quantized(source, out, codec=parse_codec("block_size=64"))
+    with pytest.raises(ValueError, match="allow 8 and what divides it"):
+        export_quantized(source, out, codec=parse_codec("bits=4"), group=16)
+    assert export_quantized(source, out, codec=parse_codec("bits=4"), group=4).packed == 15
+    with pytest.raises(ValueError, match="is there already"):
+        export_quantized(source, out)
+    with pytest.raises(ValueError, match=r"bits=5: use one of"):
+        export_quantized(source, tmp_path / "again", codec=parse_codec("bits=5"))
+    shutil.rmtree(newest(source))
+    with pytest.raises(ValueError, match="has no whole checkpoint"):
+        export_quantized(source, tmp_path / "again")
+    assert not list(tmp_path.glob("*again*"))
+
+
+def test_how_a_codec_is_written() -> None:
+    assert parse_codec("bits=4, symmetric=false").symmetric is False
+    with pytest.raises(ValueError, match="write settings such as"):
+        parse_codec("4")
+    with pytest.raises(ValueError, match="Did you mean bits"):
+        parse_codec("bit=4")
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    left(tmp_path, "recipe=w4")
+    state = Saved(newest(tmp_path / "run")).state()
+    state["weights"]["head.weight"][3, 3] = torch.nan
+    Checkpoints(tmp_path / "run" / "checkpoints", 1, Saving(host=None)).save(3, state)
+    with pytest.raises(ValueError, match=r"head\.weight has numbers that are not finite"):
+        export_quantized(tmp_path / "run", tmp_path / "out")
+
+
+def test_one_rank_can_be_rounded_too(tmp_path: Path) -> None:
+    left(tmp_path, "cluster.nodes=1", "cluster.gpus_per_node=1")
+    made = export_quantized(tmp_path / "run", tmp_path / "out", codec=parse_codec("bits=8"))
+    export_hf(tmp_path / "run", tmp_path / "whole")
+    model, whole = loaded(tmp_path / "out"), loaded(tmp_path / "whole")
+    tokens = torch.arange(12)[None]
+    assert made.packed == 15
+    with torch.no_grad():
+        gap = (model(input_ids=tokens).logits - whole(input_ids=tokens).logits).abs().max()
+    assert 0 < float(gap) < 0.5

@@ -1,0 +1,97 @@
+"""The chosen plan is the fastest of all, as trying every plan shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zpp_lab.tools.plan.cost.step import predict
+from zpp_lab.tools.plan.search.fastest import TIE, NothingFits, Option, Problem, options, search
+from zpp_lab.tools.plan.search.limits import read_limit
+from zpp_lab.train.memory.buffers import GIB
+
+from .problems import problem, study
+
+SMALL = (None, 4)
+
+
+def every(problem: Problem) -> list[tuple[float, Option]]:
+    """(seconds, plan) of all that there is, without any shortcut."""
+    found, _ = options(problem)
+    timed = [
+        (predict(o.candidate.config(problem.base), problem.machine, problem.link_gbps).step_s, o)
+        for o in found
+    ]
+    return sorted(timed, key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize("link", [0.5, 400.0])
+def test_no_plan_that_fits_is_faster(link: float) -> None:
+    asked = problem(link=link, bits=SMALL)
+    found = every(asked)
+    peaks = sorted(o.peak for _, o in found)
+    for gib in (80.0, peaks[len(peaks) // 8] / GIB):
+        tight = problem(link=link, bits=SMALL, gib=gib)
+        best = min(seconds for seconds, o in found if o.peak <= tight.device)
+        answer = search(tight)
+        assert answer.fits(answer.chosen)
+        assert best <= answer.chosen.step_s <= best * (1 + 2 * TIE)
+        for kind in (answer.too_large, answer.next_best):
+            assert [t.step_s for t in kind] == sorted(t.step_s for t in kind)
+        assert all(o.floor <= seconds * (1 + 1e-9) for seconds, o in found)
+
+
+def test_a_slow_link_wants_few_bits_and_a_fast_one_none() -> None:
+    slow = search(problem("model=125m", link=1.0, bits=(None, 2))).chosen.option
+    assert max(slow.wire_bits[0], slow.wire_bits[3]) == 2
+    fast = search(problem("model=125m", link=None, bits=(None, 2))).chosen.option
+    assert sum(fast.wire_bits) > sum(slow.wire_bits)
+
+
+def test_the_study_limits_the_choice(tmp_path: Path) -> None:
+    limit = read_limit(study(tmp_path / "study"))
+    answer = search(problem("model=125m", link=1.0, limit=limit, bits=(None, 4, 2)))
+    recipe = answer.chosen.option.candidate.recipe
+    assert answer.chosen.option.ruling.arm == "w4"
+    assert recipe.weights.bits == 4
+    assert recipe.grads.bits is None
+    assert answer.chosen.option.candidate.knobs.optimizer_state == "fp32"
+    assert recipe.secondary or recipe.stage == 2  # 4 bits once between nodes: the least there is
+    assert answer.speed_up(answer.chosen) > 1.3
+    assert {t.option.ruling.kind for t in answer.unmeasured} == {"not measured"}
+    assert {t.option.ruling.arm for t in answer.too_lossy} <= {"w2", "g4"}
+    for turned_down in (*answer.unmeasured, *answer.too_lossy):
+        assert turned_down.step_s < answer.chosen.step_s
+    assert answer.promising is not None
+    assert sum(answer.promising.option.wire_bits) > sum(answer.unmeasured[0].option.wire_bits)
+
+
+LONG = ("model=1_3b", "data.seq_len=2048", "train.batch_size=4")
+
+
+def test_memory_is_a_limit() -> None:
+    most = search(problem(*LONG, link=None, bits=(None,))).chosen
+    assert not most.option.candidate.knobs.checkpoint_activations
+    less = search(problem(*LONG, link=None, bits=(None,), gib=most.option.peak / GIB / 2))
+    assert less.chosen.option.candidate.knobs.checkpoint_activations
+    assert less.chosen.step_s > most.step_s
+    assert less.fits(less.chosen)
+    assert less.too_large
+    for large in less.too_large:
+        assert large.option.peak > less.problem.device
+        assert large.step_s < less.chosen.step_s
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(NothingFits) as found:
+        search(problem(*LONG, gib=4, bits=(None,)))
+    closest = found.value.closest
+    assert closest.candidate.knobs.checkpoint_activations
+    assert found.value.others == 0
+    assert closest.peak > 4 * GIB
+
+
+def test_what_cannot_be_predicted_is_said() -> None:
+    with pytest.raises(ValueError, match=r"set train\.param_dtype=bf16"):
+        search(problem("train.param_dtype=fp32", bits=(None,)))

@@ -1,0 +1,60 @@
+"""What the search looks at: valid, each once, and no part of a recipe left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.schema import RecipeConfig
+from zpp_lab.tools.plan.search.space import Space, named_recipes, runs, without_bits, without_name
+
+from .problems import base
+
+
+def recipes(*overrides: str, studied: bool = False) -> list[RecipeConfig]:
+    return Space(base(*overrides), studied=studied).recipes()
+
+
+@pytest.mark.slow
+def test_every_recipe_runs_and_comes_once() -> None:
+    found = recipes(studied=True)
+    assert len(found) > 2000
+    assert len({without_name(r) for r in found[::10]}) == len(found[::10])
+    assert len({r.name for r in found}) == len(found)
+    assert all(runs(r, base()) for r in found[::50])
+
+
+def test_known_recipes_are_in_it_by_name() -> None:
+    names = {r.name for r in recipes(studied=True)}
+    assert {"zero3", "zeropp", "w8", "w2", "g8_4_hadamard", "zero2", "hsdp"} <= names
+    assert "broken" not in names
+    assert {"zeropp", "broken"} <= {r.name for r in named_recipes()}
+
+
+def test_one_node_has_one_hop_and_one_rank_has_no_wires() -> None:
+    assert {r.hops for r in recipes("cluster=1x4")} == {1}
+    assert {r.shard for r in recipes("cluster=1x4")} == {"world"}
+    alone = recipes("cluster.nodes=1", "cluster.gpus_per_node=1")
+    assert [r.name for r in alone] == ["zero3"]
+
+
+def test_stage_1_is_there_where_it_differs() -> None:
+    assert {r.stage for r in recipes()} == {2, 3}
+    assert {r.stage for r in recipes("train.micro_steps=2")} == {1, 2, 3}
+    assert {r.stage for r in recipes("train.micro_steps=2", "train.accumulate=last")} == {2, 3}
+
+
+def test_the_users_exemptions_stay() -> None:
+    found = recipes("recipe.exempt.names=[embed*]")
+    assert all(r.exempt.names == ["embed*"] for r in found)
+
+
+def test_other_models_take_their_loss_whole() -> None:
+    chunks = {k.loss_chunk for k in Space(base("model.loss_chunk=512")).knobs()}
+    assert chunks == {0, 512, 2048}
+
+
+def test_builds_differ_in_more_than_bits() -> None:
+    four = RecipeConfig(weights=CodecConfig(bits=4))
+    assert without_bits(four) == without_bits(RecipeConfig(weights=CodecConfig(bits=2)))
+    assert without_bits(four) != without_bits(RecipeConfig(weights=CodecConfig(bits=4), hops=2))

@@ -1,0 +1,204 @@
+"""`zpp-lab plan` as a user types it: what it prints, its exit code and its advice."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import compose
+from zpp_lab.engines.build import vocabulary
+from zpp_lab.tools.plan import planner
+from zpp_lab.tools.plan.planner import Outlook, advise
+from zpp_lab.train.memory.buffers import GIB
+
+LARGE = ["model=1_3b", "cluster=1x4", "train.param_dtype=bf16", "data.seq_len=2048"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "gpu_memory", lambda: None)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_small_run_fits_and_its_wires_are_the_plan(capsys) -> None:
+    code, found = planned(capsys, "recipe=zeropp")
+    assert (code, found["fits"], found["advice"]) == (0, True, [])
+    assert found["device"] == 80 * GIB
+    assert found["wires"]["weights_backward"]["inter"] == 0 < found["wires"]["grads_inter"]["inter"]
+    assert found["parameters"] == 393_856
+    on_gpu = [i for i in found["items"] if i["place"] == "gpu"]
+    assert found["peak"] == sum(i[found["peak_moment"]] for i in on_gpu)
+
+
+def test_the_first_line_tells_the_batch_that_is_planned(capsys) -> None:
+    assert main(["plan", "cluster=2x8", "data.seq_len=128", "train.micro_steps=3"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "tiny (0.4M), recipe zero3, 2 × 8 GPUs, 3 × 4 × 128 tokens a GPU"
+
+
+def test_little_to_spare_is_said(capsys) -> None:
+    assert main(["plan", *LARGE, "--gpu-gib", "200"]) == 0
+    assert "fits, tightly" not in capsys.readouterr().out
+    peak = Outlook.of(compose(list(LARGE)), 0).estimate.peak / GIB
+    assert main(["plan", *LARGE, "--gpu-gib", f"{peak + 4.4:.2f}"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fits, tightly" in text
+    assert "Only 4.40 GiB to spare" in text
+
+
+def test_what_does_not_fit_is_answered_in_order(capsys) -> None:
+    code, found = planned(capsys, *LARGE, "train.batch_size=16", "--gpu-gib", "14")
+    assert (code, found["fits"]) == (1, False)
+    advice = [one["overrides"] for one in found["advice"]]
+    assert advice[:2] == [["model.checkpoint_activations=true"], ["model.loss_chunk=1024"]]
+    peaks = [found["peak"], *(one["peak"] for one in found["advice"] if not one["instead"])]
+    assert peaks == sorted(peaks, reverse=True)
+    assert found["advice"][-1]["fits"]
+
+
+def test_advice_keeps_the_tokens_of_a_step() -> None:
+    outlook = Outlook.of(compose([*LARGE, "train.batch_size=16"]), 10 * GIB)
+    halved = [a for a in advise(outlook) if a.overrides[0].startswith("train.batch_size")]
+    assert halved
+    for one in halved:
+        train = one.outlook.config.train
+        assert train.batch_size * train.micro_steps == 16
+
+
+def test_smaller_states_come_before_offload() -> None:
+    outlook = Outlook.of(compose([*LARGE, "model=32_5b", "train.batch_size=1"]), 85 * GIB)
+    found = list(advise(outlook))
+    assert [a.overrides for a in found[-2:]] == [
+        ("train.optimizer_state=bf16",),
+        ("train.optimizer_state=8bit",),
+    ]
+    assert found[-1].outlook.fits
+    assert not found[-2].outlook.fits
+
+
+def test_moments_in_host_memory_come_before_offload_where_they_are_enough(capsys) -> None:
+    """32.5B on two GPUs, as finetune_30b_x2 trains it."""
+    words = ["model=32_5b", "recipe=w4", "cluster=1x2", "train.batch_size=1", *BF16]
+    words += ["data.seq_len=2048", "engine=fsdp", "engine.transport=peer", "engine.gather=flat"]
+    code, found = planned(capsys, *words, "--gpu-gib", "139.8")
+    *states, moved = found["advice"]
+    assert code == 1
+    assert [a["overrides"] for a in states] == [
+        ["train.optimizer_state=bf16"],
+        ["train.optimizer_state=8bit"],
+    ]
+    assert moved["overrides"] == ["train.optimizer_place=host"]
+    assert (moved["fits"], states[-1]["fits"]) == (True, False)
+    config = compose([*words, *(o for a in found["advice"] for o in a["overrides"])])
+    estimate = Outlook.of(config, 0).estimate
+    assert (estimate.peak, estimate.host) == (moved["peak"], moved["host"])
+    assert main(["plan", *words, "--gpu-gib", "139.8"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"fits, {estimate.host / GIB:.2f} GiB of host memory a rank" in said
+    outlook = Outlook.of(compose(words), 120 * GIB)
+    assert ("train.optimizer_place=host",) not in [a.overrides for a in advise(outlook)]
+
+
+def test_memory_that_nobody_named_or_saw_is_said(capsys) -> None:
+    assert main(["plan"]) == 0
+    assert "No GPU is seen here: 80 GiB are taken" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--gpu-gib", "80"]) == 0
+    assert "No GPU" not in capsys.readouterr().out
+
+
+def test_offload_and_more_ranks_are_alternatives() -> None:
+    outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 24 * GIB)
+    offloaded, more = list(advise(outlook))[-2:]
+    assert offloaded.overrides == ("engine.offload=true",)
+    assert not more.outlook.config.engine.offload
+    assert more.instead
+    assert more.outlook.fits
+    assert more.outlook.config.cluster.nodes in (2, 4, 8)
+
+
+def test_the_table(capsys) -> None:
+    assert main(["plan", *LARGE, "model=32_5b", "train.batch_size=1", "--gpu-gib", "50"]) == 1
+    shown = capsys.readouterr().out
+    for text in ("weights_forward", "master weights, fp32", "does not fit", "engine.offload=true"):
+        assert text in shown
+    assert "(assumed)" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["modle=13b"], "modle"),
+        (["--gpu-gib", "-3"], "use more than 0"),
+        (["--memory-gib", "-3"], "--memory-gib"),
+        (["recipe=w4", "cluster.nodes=1", "cluster.gpus_per_node=1"], "no wires to quantize"),
+        (["model=hf", "model.options={model_type: gpt2}"], "has dropout"),
+    ],
+)
+def test_mistakes(words: list[str], answer: str, capsys) -> None:
+    assert main(["plan", *words]) == 2
+    assert any(part in capsys.readouterr().err for part in answer.split("|"))
+
+
+def test_vocabulary_needs_no_corpus() -> None:
+    assert vocabulary(compose([])) == 256
+    assert vocabulary(compose(["data.tokenizer=bpe", "data.vocab_size=4096"])) == 4096
+    assert vocabulary(compose(["model=13b"])) == 32000
+
+
+BF16 = ["train.param_dtype=bf16", "train.reduce_dtype=bf16"]
+
+
+def test_a_machine_adds_predicted_times_by_link(capsys) -> None:
+    words = ["recipe=zeropp", "cluster=2x2", *BF16, "--machine", "h200"]
+    _, found = planned(capsys, *words, "--link-gbps", "0.001,10,max")
+    times = found["time"]["links"]
+    assert list(times) == ["0.001", "10", "max"]
+    steps = [times[link]["step_s"] for link in times]
+    assert steps == sorted(steps, reverse=True)
+    assert times["0.001"]["bound"] == "between nodes"
+    assert main(["plan", *words]) == 0
+    assert "predicted on h200, ms" in capsys.readouterr().out
+
+
+def test_without_a_machine_nothing_is_predicted(capsys) -> None:
+    _, found = planned(capsys, "recipe=zeropp")
+    assert "time" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--machine", "h200"], "param_dtype=bf16"),
+        (["--machine", "none", *BF16], "no such file"),
+        (["--machine", "h200", "--link-gbps", "fast", *BF16], "12,25,max"),
+        (["--machine", "h200", "--link-gbps", "0", *BF16], "more than 0"),
+        (["--link-gbps", "100"], "--link-gbps goes with --machine"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(capsys, words: list[str], message: str) -> None:
+    assert main(["plan", "recipe=zeropp", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_hop_between_nodes_of_several_gpus_is_said(capsys) -> None:
+    """Every GPU of a node sends its own row with one hop; with two their sum goes once."""
+    _, found = planned(capsys, "recipe=w8", "cluster=2x4")
+    bytes_of = found["grads_between_nodes"]
+    assert bytes_of["one_hop"] == found["wires"]["grads_inter"]["inter"]
+    assert bytes_of["one_hop"] == 4 * bytes_of["two_hops"]
+    main(["plan", "recipe=w8", "cluster=2x4"])
+    assert "recipe.hops=2" in capsys.readouterr().out
+    for words in (
+        ["recipe=zeropp", "cluster=2x4"],  # two hops
+        ["recipe=zero3", "cluster=2x4"],  # FSDP2's ring
+        ["recipe=w8", "cluster.nodes=4", "cluster.gpus_per_node=1"],
+        ["recipe=w8", "cluster=1x4"],
+    ):
+        assert planned(capsys, *words)[1]["grads_between_nodes"] is None

@@ -1,0 +1,272 @@
+"""Steps on machines simple enough to work out by hand, and what must hold for every recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.build import plan_of
+from zpp_lab.tools.plan.cost.machine import (
+    OPERATORS,
+    Between,
+    Codec,
+    Curve,
+    Host,
+    Inside,
+    Machine,
+    load_machine,
+)
+from zpp_lab.tools.plan.cost.model import block_work
+from zpp_lab.tools.plan.cost.show import host_advice, host_lacks, times
+from zpp_lab.tools.plan.cost.step import predict
+
+BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16", "cluster=2x2"]
+RECIPES = ["zero3", "zero3_reordered", "w8", "w4", "w2", "zeropp", "qsdp", "g8_4_hadamard"]
+NOTHING = 1e-30
+CODECS = ("raw", "8", "4", "2", "8r", "8h", "4h")
+
+
+def machine(**changes: object) -> Machine:
+    """One on which everything but what is changed takes no time."""
+    codec = {op: dict.fromkeys(CODECS, NOTHING) for op in OPERATORS}
+    free = Curve(((1.0, NOTHING),))
+    made = Machine(
+        name="ideal",
+        compute={"eager": free},
+        memory_bytes_per_s=1e30,
+        host=Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0),
+        intra=Inside(free, free, 0.0),
+        inter=Between(0.0, 1.0),
+        codec=Codec(0.0, codec),
+        comment={},
+    )
+    return replace(made, **changes)
+
+
+def config(*overrides: str) -> Config:
+    return compose([*BASE, *overrides])
+
+
+def node_bytes(settings: Config) -> float:
+    """Between nodes, of one node."""
+    total = sum(t.inter for t in plan_of(settings).step_bytes().values())
+    return total / settings.cluster.nodes
+
+
+@pytest.mark.parametrize("recipe", ["zero3_reordered", "w8", "zeropp", "g8_4_hadamard"])
+def test_where_only_the_link_takes_time_the_step_is_its_bytes(recipe: str) -> None:
+    settings = config(f"recipe={recipe}")
+    found = predict(settings, machine(), link_gbps=8e-3)  # a million bytes a second
+    assert found.step_s == pytest.approx(node_bytes(settings) / 1e6)
+    assert found.inter_s == pytest.approx(found.step_s)
+    assert found.bound == "between nodes"
+
+
+def test_fsdp2_sends_a_ring_between_nodes() -> None:
+    settings = config("recipe=zero3")
+    plan = plan_of(settings)
+    rows = sum(u.forward.nbytes + u.hops[0].nbytes for u in plan.units)
+    rows += sum(u.backward.nbytes for u in plan.units if u.gathers_backward)
+    found = predict(settings, machine(), link_gbps=8e-3)
+    assert found.step_s == pytest.approx(3 * rows / 1e6)  # W - 1 rows of each unit
+
+
+def test_hsdp_sends_gradients_alone_between_nodes() -> None:
+    settings = config("recipe=zero3", "recipe.shard=node")
+    rows = sum(u.hops[0].nbytes for u in plan_of(settings).units)
+    found = predict(settings, machine(), link_gbps=8e-3)
+    assert found.step_s == pytest.approx(2 * rows / 1e6)  # an all-reduce of two local ranks' rows
+
+
+def test_where_only_computation_takes_time_it_is_the_flops() -> None:
+    settings = config("recipe=zeropp")
+    busy = machine(compute={"eager": Curve(((1e6, 1.0),))})
+    unit = plan_of(settings).units[0]
+    work = block_work(unit, settings)
+    tokens = settings.train.batch_size * settings.data.seq_len
+    head = 2 * 256 * settings.model.dim * tokens
+    assert (work.backward, work.recompute) == (2 * work.forward, 0)
+    flops = 3 * (settings.model.layers * work.forward + head)
+    assert predict(settings, busy, 100.0).step_s == pytest.approx(flops / 1e6)
+    again = predict(config("recipe=zeropp", "model.checkpoint_activations=true"), busy, 100.0)
+    assert again.step_s == pytest.approx((flops + settings.model.layers * work.forward) / 1e6)
+
+
+def test_what_the_model_loses_beside_transfers_counts_as_the_gpus_time() -> None:
+    settings = config("recipe=w8", "cluster=1x4")
+    link = Curve(((1.0, 1e-6),))
+    alone, beside = (
+        predict(settings, machine(intra=Inside(link, link, share))) for share in (0.0, 0.25)
+    )
+    assert beside.codec_s - alone.codec_s == pytest.approx(0.25 * alone.intra_s)
+    assert alone.step_s == pytest.approx(alone.intra_s)
+
+
+def test_where_the_host_is_slow_it_is_the_step() -> None:
+    host = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    settings = config("recipe=zeropp", "model.layers=3")
+    found = predict(settings, machine(host=host), None)
+    gathers, reductions = 4 + 3, 4  # the root is gathered once
+    assert found.step_s == pytest.approx(3 * 3.0 + gathers * 0.25 + reductions * 0.5 + 12.0)
+    assert found.bound == "host"
+    assert found.exposed_s == pytest.approx(found.step_s)
+
+
+def test_a_block_computed_again_takes_the_host_what_was_measured_or_a_forward() -> None:
+    old = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    new = replace(old, block_again_s={"eager": 1.5}, block_rest_s=0.125)
+    kept, again = (
+        config("recipe=zeropp", "model.layers=3", f"model.checkpoint_activations={words}")
+        for words in ("false", "true")
+    )
+
+    def seconds(settings: Config, host: Host) -> float:
+        return predict(settings, machine(host=host), None).host_s
+
+    assert seconds(again, old) - seconds(kept, old) == pytest.approx(3 * 1.0)
+    assert seconds(again, new) - seconds(kept, new) == pytest.approx(3 * 1.5)
+    assert seconds(kept, new) - seconds(kept, old) == pytest.approx(3 * 0.125)
+
+
+def test_what_a_file_lacks_of_the_host_is_said() -> None:
+    old = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    half = replace(old, block_again_s={"eager": 1.5})
+    whole = replace(half, block_rest_s=0.0)
+    assert "of ideal lack host.block_again_s and host.block_rest_s:" in str(
+        host_lacks(machine(host=old))
+    )
+    assert "lack host.block_rest_s:" in str(host_lacks(machine(host=half)))
+    assert host_lacks(machine(host=whole)) is None
+
+
+def test_what_helps_where_the_host_is_the_bound() -> None:
+    settings = config("recipe=zeropp", "model.layers=3")
+
+    def said(host: Host, *modes: str, compiled: bool = False) -> str | None:
+        free = Curve(((1.0, NOTHING),))
+        made = machine(host=host, compute=dict.fromkeys(("eager", *modes), free))
+        asked = replace(settings, engine=replace(settings.engine, compile=compiled))
+        return host_advice(asked, made, times(asked, made, [1e-6, None]))
+
+    eager = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    both = replace(eager, block_forward_s={"eager": 1.0, "compiled": 0.1})
+    both = replace(both, block_backward_s={"eager": 2.0, "compiled": 0.2})
+    assert "at max:" in str(said(eager))
+    assert "engine.compile=true takes fewer launches" in str(said(eager))
+    then = 1000 * (3 * 0.3 + 7 * 0.25 + 4 * 0.5 + 12)
+    assert f"with engine.compile=true, {then:.1f} ms" in str(said(both, "compiled"))
+    assert "engine.compile" not in str(said(both, "compiled", compiled=True))
+    assert said(Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0)) is None
+
+
+def test_gathers_hide_behind_the_block_before() -> None:
+    """Two equal blocks and next to no root: forward of one block takes as long as its gather."""
+    settings = config("recipe=zero3", "cluster=1x4", "recipe.stage=2", "train.reduce_dtype=bf16")
+    plan = plan_of(settings)
+    block = block_work(plan.units[0], settings).forward
+    row = 3 * plan.units[0].forward.nbytes
+    root = 3 * plan.units[-1].forward.nbytes
+    slow = machine(
+        compute={"eager": Curve(((block, 1.0),))},
+        intra=Inside(Curve(((float(row), 1.0),)), Curve(((1.0, NOTHING),)), 0.0),
+    )
+    head = 2 * 256 * settings.model.dim * settings.train.batch_size * settings.data.seq_len / block
+    found = predict(settings, slow)
+    # root's gather, the first block's, two forwards (the second gather beside the first), and
+    # the head; backward takes twice as long and gathers nothing
+    assert found.step_s == pytest.approx(root / row + 1 + 2 + head + 2 * (2 + head))
+    assert found.exposed_s == pytest.approx(root / row + 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_seconds_add_up_and_faster_links_are_never_slower(recipe: str) -> None:
+    settings = config("model=1_3b", "data.seq_len=2048", "train.batch_size=1", f"recipe={recipe}")
+    h200 = load_machine("h200")
+    found = [predict(settings, h200, gbps) for gbps in (5, 12, 25, 50, 100, 400)]
+    for one in found:
+        own = one.compute_s + one.codec_s + one.optimizer_s + one.exposed_s
+        assert own == pytest.approx(one.step_s)
+        assert one.step_s >= max(one.inter_s, one.intra_s, one.host_s) * (1 - 1e-9)
+        assert one.tokens_per_s == pytest.approx(4 * 2048 / one.step_s)
+    for slower, faster in pairwise(found):
+        assert faster.step_s <= slower.step_s * (1 + 1e-9)
+
+
+def test_fewer_bits_are_never_more_bytes_or_slower_on_a_slow_link() -> None:
+    found = [
+        predict(
+            config("model=125m", "recipe=w8", f"recipe.weights.bits={b}"), load_machine("h200"), 5
+        )
+        for b in (8, 6, 4, 2)
+    ]
+    for more, fewer in pairwise(found):
+        assert fewer.inter_s < more.inter_s
+        assert fewer.step_s < more.step_s
+
+
+def test_several_micro_steps_that_reduce_once_send_less() -> None:
+    every = config("recipe=zeropp", "train.micro_steps=4")
+    once = config("recipe=zeropp", "train.micro_steps=4", "train.accumulate=last")
+    long, short = (predict(c, machine(), 8e-3) for c in (every, once))
+    assert long.step_s == pytest.approx(node_bytes(every) / 1e6)
+    assert short.step_s == pytest.approx(node_bytes(once) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.param_dtype=fp32"], "param_dtype=bf16"),
+        (["engine.offload=true"], r"engine\.offload=false"),
+        (["train.optimizer_state=8bit", "train.optimizer_place=host"], "optimizer_place=device"),
+        (["engine=deepspeed", "recipe=zero3"], "engine=fsdp"),
+        (["engine.compile=true"], r"engine\.compile=false"),
+        (["recipe=w8", "recipe.weights.bits=6"], r"encode\.6"),
+    ],
+)
+def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        predict(config(*overrides), machine(), 10.0)
+
+
+def test_a_link_without_speed_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 0"):
+        predict(config(), machine(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora=q4", "model.weights=pretrained", "model.path=FOLDER"],
+        ["model.tied_head=true", "model.loss_chunk=16"],
+        ["recipe.stage=1", "train.micro_steps=2"],
+        ["engine.prefetch=0"],
+        ["model.checkpoint_activations=true"],
+        ["engine.prefetch=3"],
+        ["train.optimizer_state=8bit"],
+        ["cluster.nodes=1", "cluster.gpus_per_node=1"],
+        ["cluster.nodes=4", "cluster.gpus_per_node=1"],
+    ],
+)
+def test_every_kind_of_run_has_a_step(overrides: list[str]) -> None:
+    words = ["engine=fsdp", "train.param_dtype=bf16", "recipe=zero3", "model.layers=4"]
+    found = predict(compose([*words, *overrides]), load_machine("h200"), 1.0)
+    own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
+    assert own == pytest.approx(found.step_s)
+    assert found.step_s >= max(found.inter_s, found.intra_s, found.host_s) * (1 - 1e-9)
+
+
+def test_a_frozen_base_needs_no_gradients_of_its_own() -> None:
+    lora = ["lora=q4", "model.weights=pretrained", "model.path=FOLDER"]
+    plain, frozen = config("recipe=zero3"), config("recipe=zero3", *lora)
+    whole = block_work(plan_of(plain).units[0], plain)
+    work = block_work(plan_of(frozen).units[0], frozen)
+    assert work.backward < 1.5 * work.forward < 1.5 * whole.backward
+
+
+def test_fsdp2_alone_has_no_codecs() -> None:
+    with pytest.raises(ValueError, match="no codecs"):
+        predict(config("recipe=w8"), machine(), 10.0, own_loop=False)

@@ -1,0 +1,191 @@
+"""Evaluation gives a run's own losses back to the bit, and refuses to compare other tokens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.models.hf_cases import settings
+from tests.small_runs import CORPUS, newest, small
+from tests.tools.export.checkpoints import leave
+from zpp_lab.cli.main import main
+from zpp_lab.tools.evaluate import evaluate, table
+from zpp_lab.tools.export import export_hf
+from zpp_lab.tools.export.wire import parse_codec
+from zpp_lab.train.trainer import run
+
+
+def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("compressed_tensors")
+    summary = run(small(tmp_path, "recipe=qsdp", "train.param_dtype=bf16"))
+    own, packed, whole = (str(tmp_path / n) for n in ("run", "packed", "whole"))
+    words = ["export", own, "--to", "hf", "--out"]
+    assert main([*words, packed, "--quantized"]) == 0
+    assert main([*words, whole]) == 0
+    assert "8 weights packed (0 of them rounded anew), 1 stored as they" in capsys.readouterr().out
+    out = tmp_path / "made" / "rows.json"
+    said = ["evaluate", packed, own, whole, "--codec", "bits=4", "--out", str(out)]
+    assert main(said) == 0
+    assert "256 held-out tokens" in capsys.readouterr().out
+    rows = json.loads(out.read_text())
+    kinds = ["transformers", "master", "wire", "nearest bits=4", "transformers"]
+    assert [row["weights"] for row in rows] == kinds
+    losses = [row["heldout_loss"] for row in rows]
+    assert losses[1:3] == [summary["heldout_loss_master"], summary["heldout_loss"]]
+    assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # bf16 on both sides, not alike
+    assert rows[0]["dtype"] == "bfloat16"
+    assert rows[4]["dtype"] == "float32"
+    assert (rows[0]["recipe"], rows[0]["step"], rows[4]["recipe"]) == ("qsdp", 12, "")
+    assert len({row["heldout_hash"] for row in rows}) == 1
+    assert rows[2]["dtype"] == "bfloat16"
+
+
+def test_a_bf16_run_s_masters_are_its_folder_in_bf16(tmp_path: Path) -> None:
+    """It computes with masters rounded to bf16; the fp32 folder has them whole."""
+    pytest.importorskip("transformers")
+    leave(small(tmp_path, "recipe=w4", "train.param_dtype=bf16"))
+    own, near, whole = (tmp_path / n for n in ("run", "bf16", "fp32"))
+    export_hf(own, near, dtype="bf16")
+    export_hf(own, whole)
+    master, _, rounded, plain = (r.heldout_loss for r in evaluate([own, near, whole], dtype="fp32"))
+    assert rounded == pytest.approx(master, abs=1e-7)
+    assert plain != pytest.approx(master, abs=1e-7)
+
+
+def test_models_with_buffers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = small(tmp_path, "recipe=w4", "train.steps=3")
+    summary = run(replace(config, model=settings("gpt_neox", {"vocab_size": 256})))
+    master, wire = evaluate([tmp_path / "run"])
+    assert wire.heldout_loss == summary["heldout_loss"]
+    assert master.heldout_loss == summary["heldout_loss_master"]
+
+
+def test_rounding_with_the_wire_s_codec_is_the_wire(tmp_path: Path) -> None:
+    leave(small(tmp_path, "recipe=w4"))
+    leave(small(tmp_path, f"run.dir={tmp_path}/plain"))
+    codec = parse_codec("bits=4")
+    rows = evaluate([tmp_path / "run", tmp_path / "plain"], codecs=[codec], tokens=64)
+    assert [row.weights for row in rows] == [
+        "master",
+        "wire",
+        *["nearest bits=4", "master"],
+        "nearest bits=4",
+    ]
+    assert rows[1].heldout_loss == rows[2].heldout_loss == rows[4].heldout_loss
+    assert rows[0].heldout_loss == rows[3].heldout_loss != rows[1].heldout_loss
+    assert rows[0].tokens == 64
+    assert "+0.00000" in table(rows)
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "run"
+    leave(small(tmp_path))
+    with pytest.raises(ValueError, match="neither a run"):
+        evaluate([own, tmp_path])
+    with pytest.raises(ValueError, match="--tokens 0: use 1 or more"):
+        evaluate([own], tokens=0)
+    leave(small(tmp_path, "data.tokenizer=bpe", "data.vocab_size=280", f"run.dir={tmp_path}/bpe"))
+    with pytest.raises(ValueError, match=r"other tokens than .*data\.tokenizer is 'bpe'"):
+        evaluate([own, tmp_path / "bpe"])
+    assert main(["evaluate", str(own), "--out", str(tmp_path / "rows.txt")]) == 2
+    assert main(["evaluate", str(own), "--device", "nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "ends with .csv or .json" in said
+    assert "use auto, cpu, cuda" in said
+    shutil.rmtree(newest(own))
+    with pytest.raises(ValueError, match="has no whole checkpoint"):
+        evaluate([own])
+
+
+def test_a_corpus_that_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A BPE that is trained anew has other tokens; of bytes the held-out ones may be known."""
+    run(small(tmp_path, "train.steps=2"))
+    bpe = ("data.tokenizer=bpe", "data.vocab_size=280", f"run.dir={tmp_path}/bpe")
+    run(small(tmp_path, "train.steps=2", *bpe))
+    evaluate([tmp_path / "run"])
+    evaluate([tmp_path / "bpe"])
+    assert "other tokens" not in capsys.readouterr().err
+    for file in (tmp_path / "texts").iterdir():
+        file.write_text(CORPUS.replace("def", "class").replace("return", "yield"))
+    evaluate([tmp_path / "run"])
+    assert "no held-out losses if it saw some of these" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"another tokenizer .* would read noise"):
+        evaluate([tmp_path / "bpe"])
+
+
+def test_only_tokens_that_count_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    record = {"prompt": "what is it?", "completion": "no"}
+    file.write_text("".join(json.dumps(record) + "\n" for _ in range(200)))
+    config = small(tmp_path, "train.steps=2")
+    data = replace(config.data, name="jsonl", path=str(file), seq_len=24, heldout_every=2)
+    run(replace(config, data=data))
+    (row,) = evaluate([tmp_path / "run"])
+    said = json.loads((tmp_path / "run" / "heldout.json").read_text())
+    assert row.tokens == sum(said["tokens"])
+
+
+def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    leave(small(tmp_path))
+    own, folder = tmp_path / "run", tmp_path / "folder"
+    export_hf(own, folder)
+    with pytest.raises(ValueError, match="--data RUN"):
+        evaluate([folder])
+    (row,) = evaluate([folder], data=own)
+    assert row.heldout_loss == pytest.approx(evaluate([own])[0].heldout_loss, rel=1e-6)
+    leave(small(tmp_path, "data.tokenizer=bpe", "data.vocab_size=280", f"run.dir={tmp_path}/bpe"))
+    with pytest.raises(ValueError, match=r"knows 256 tokens, .* has 280"):
+        evaluate([folder], data=tmp_path / "bpe")
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random and give a loss for that."""
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    leave(small(tmp_path))
+    own, folder = tmp_path / "run", tmp_path / "folder"
+    export_hf(own, folder)
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    gone = "model.layers.0.mlp.up_proj.weight"
+    save_file({n: t for n, t in state.items() if n != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 tensors missing: {gone}"):
+        evaluate([folder], data=own)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="transformers cannot load it"):
+        evaluate([folder], data=own)
+
+
+def test_rows_as_csv(tmp_path: Path) -> None:
+    leave(small(tmp_path))
+    out = tmp_path / "rows.csv"
+    assert main(["evaluate", str(tmp_path / "run"), "--out", str(out)]) == 0
+    with out.open() as lines:
+        (row,) = csv.DictReader(lines)
+    assert (row["weights"], row["seed"], row["step"]) == ("master", "1", "3")
+    assert float(row["perplexity"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--quantized"], "--quantized is for --to hf"),
+        (["--to", "hf", "--codec", "bits=4"], "--codec is for --quantized"),
+        (["--to", "hf", "--group-size", "4"], "--group-size is for --quantized"),
+        (["--to", "hf", "--dense"], "--dense is for --quantized"),
+        (["--to", "hf", "--quantized", "--steps"], "--steps is for --to table"),
+    ],
+)
+def test_the_grammar_of_export(
+    words: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), *words]) == 2
+    assert fault in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Finding one's place among ranks that torchrun or srun started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.train.launch.place import check_place, enter, placed, see_own_node, slurm_place
+
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "MASTER_ADDR": "first",
+}
+CLUSTER = ClusterConfig(nodes=2, gpus_per_node=4)
+
+
+def test_place_among_ranks() -> None:
+    assert not placed({})
+    assert placed({"RANK": "1", "WORLD_SIZE": "4"})
+    assert placed(STEP)
+    batch = {k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}
+    assert not placed(batch), "a batch script is no step"
+    assert not placed({**STEP, "SLURM_STEP_NUM_TASKS": "1"}), "srun --pty of one task"
+
+
+def test_srun_gives_what_torchrun_gives() -> None:
+    environment = dict(STEP)
+    enter(environment)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [environment[n] for n in names] == ["5", "8", "1", "1", "2"]
+    assert environment["LOCAL_WORLD_SIZE"] == "4"
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("first", "20077")
+    check_place(environment, CLUSTER)
+
+
+def test_torchrun_is_left_alone() -> None:
+    environment = {**STEP, "RANK": "0", "WORLD_SIZE": "2"}
+    enter(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "2")
+
+
+def test_a_variable_that_srun_did_not_pass_on() -> None:
+    with pytest.raises(ValueError, match="SLURM_LOCALID is not set"):
+        slurm_place({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
+
+
+def test_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no scontrol
+    with pytest.raises(ValueError, match="set MASTER_ADDR to the host of rank 0"):
+        slurm_place({k: v for k, v in STEP.items() if k != "MASTER_ADDR"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"WORLD_SIZE": "6"}, "6 processes were started, but cluster.nodes=2"),
+        ({"GROUP_WORLD_SIZE": "4"}, "set cluster.nodes=4 cluster.gpus_per_node=2"),
+        ({"GROUP_RANK": "0", "LOCAL_RANK": "2"}, "--ntasks-per-node=4 --distribution=block"),
+    ],
+)
+def test_what_does_not_fit_the_cluster(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_place({**slurm_place(STEP), **changes}, CLUSTER)
+
+
+def test_one_machine_may_stand_for_several_nodes() -> None:
+    check_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("rank", "listed", "own", "local"),
+    [(0, None, "0,1", "0"), (3, None, "2,3", "1"), (2, "4,5,6,7", "6,7", "0"), (1, "", "", "1")],
+)
+def test_a_machine_that_stands_for_two_nodes(
+    rank: int, listed: str | None, own: str, local: str
+) -> None:
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if listed is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = listed
+    see_own_node(environment, ClusterConfig(nodes=2, gpus_per_node=2))
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["LOCAL_RANK"]) == (own, local)
+
+
+def test_real_nodes_are_left_alone() -> None:
+    environment = {"RANK": "5", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    see_own_node(environment, CLUSTER)
+    assert environment == {"RANK": "5", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    alone = {"RANK": "1", "LOCAL_RANK": "1"}
+    see_own_node(alone, ClusterConfig(nodes=1, gpus_per_node=2))
+    assert "CUDA_VISIBLE_DEVICES" not in alone
+
+
+RANK = """
+import sys, time
+from zpp_lab.train.launch.place import die_with_parent
+die_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(rank.pid, flush=True)
+rank.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word to a child is Linux's")
+def test_a_rank_in_a_session_of_its_own_ends_with_its_launcher() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.kill()
+    launcher.wait()
+    for _ in range(500):
+        if not Path(f"/proc/{rank}").exists() or "Z" in status(rank):
+            return
+        time.sleep(0.02)
+    pytest.fail("the rank goes on without its launcher")
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

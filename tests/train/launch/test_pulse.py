@@ -1,0 +1,138 @@
+"""Ranks notice when one of them fails, falls silent, ends, or falls behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.engines.fsdp_world import run_world
+from zpp_lab.train.launch import heartbeat as pulses
+from zpp_lab.train.launch.heartbeat import Pulse, told
+
+NEVER = 600.0  # seconds
+
+
+def heard(how: str) -> list[Any]:
+    """What ranks 0 and 2 heard of rank 1, which fails, falls silent, ends or hangs, of ranks that
+    just leave, or of rank 0, whose thread stands still.
+
+    Where nothing else must tell, only the rank that must lose its patience has little: the others
+    may be slow machines.
+    """
+    pulses.BEAT = 0.25
+    said: list[Any] = []
+    event, rank = threading.Event(), dist.get_rank()
+    begun = 7 if how == "hangs" and rank != 1 else 3
+
+    def note(lost: int | None, text: str) -> None:
+        said.append([lost, text])
+        event.set()
+
+    def doing() -> tuple[int, str]:
+        if still.is_set():
+            time.sleep(NEVER)
+        if ending.is_set():
+            raise SystemExit
+        known.release()
+        return begun, f"a transfer of rank {rank}"
+
+    still, ending, known = threading.Event(), threading.Event(), threading.Semaphore(0)
+    lost = 0 if how == "rank 0 is silent" else 1
+    hurried = (how == "silent" and rank == 0) or (how == "rank 0 is silent" and rank == 2)
+    pulse = Pulse(3.0 if hurried else NEVER, note, doing)
+    if rank == lost:
+        if how == "fails":
+            pulse.fail("Traceback\nKeyError: 'a'")
+        elif how in ("silent", "rank 0 is silent", "missed"):
+            still.set()
+        elif how == "ends":
+            for _ in range(2):
+                known.acquire()  # the first beat has been answered
+            ending.set()
+    if how == "leave":
+        if rank != 0:
+            pulse.leave()
+        dist.barrier()  # from here on these give no sign of life
+        if rank == 0:
+            pulse.silence = 0.5
+            event.wait(3.0)
+            pulse.leave()
+    elif how in ("missed", "hangs", "alike") and rank == 2:
+        pulse.missing("Connection closed by peer")
+    elif rank == 2 or (rank == 0 and lost == 1):
+        event.wait(NEVER)
+    every: list[Any] = [None] * 3
+    dist.all_gather_object(every, said)
+    dist.barrier()
+    return [every[0], every[2]]
+
+
+def each(*jobs: str) -> list[Any]:
+    return [heard(job) for job in jobs]
+
+
+def test_the_others_hear_of_it() -> None:
+    jobs = ("fails", "silent", "missed", "ends", "hangs", "alike", "leave", "rank 0 is silent")
+    found = dict(zip(jobs, run_world(3, each, *jobs), strict=True))
+    fault = "ended the run: KeyError: 'a'\nTraceback\nKeyError: 'a'"
+    assert found["fails"] == [[[1, fault]]] * 2
+    for how in ("silent", "missed"):
+        rank_0, rank_2 = found[how]
+        assert rank_0 == rank_2
+        assert [rank for rank, _ in rank_0] == [1]
+        assert re.match(r"is silent, no sign of life for \d+ s: it was stopped", rank_0[0][1])
+    assert found["ends"] == [[[1, "is gone: its process has ended"]]] * 2
+    behind = "hangs: it lives, but has not begun what others wait for, and itself waits for a tra"
+    for ((rank, text),) in found["hangs"]:
+        assert rank == 1
+        assert text.startswith(behind)
+    nobody = "no rank is silent or behind: Connection closed by peer"
+    assert found["alike"] == [[[None, nobody]]] * 2
+    assert found["leave"] == [[], []]
+    none, ((lost, text),) = found["rank 0 is silent"]
+    assert (none, lost) == ([], 0)
+    assert text.startswith("is silent, no sign of life for")
+
+
+ORDINARY = """
+import os, sys, time
+import torch.distributed as dist
+from zpp_lab.train.launch import heartbeat as pulse
+pulse.BEAT = 1e-4
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+pulse.Pulse(600.0, lambda rank, text: None)
+time.sleep(0.3)
+dist.barrier()
+"""
+
+
+def test_a_rank_that_ends_in_the_ordinary_way_does_not_abort(tmp_path: Path) -> None:
+    """As it did while its thread was in a call of torch's store: the interpreter ends such a
+    thread, and C++ then the process."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ORDINARY, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=240)[1].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+
+
+def test_the_line_has_the_place_the_rank_and_why() -> None:
+    assert told(2, "grads_intra of unit a", 1, "is silent\nmore") == (
+        "rank 2: grads_intra of unit a: rank 1 is silent"
+    )
+    assert told(1, "", 1, "hangs") == "rank 1: rank 1, this one, hangs"
+    assert told(0, "x failed", None, "no rank is silent") == "rank 0: x failed: no rank is silent"

@@ -1,0 +1,74 @@
+"""Ranks on the CPU that the machine cannot hold are refused before they start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.small_runs import small
+from zpp_lab.config.compose import compose
+from zpp_lab.runs.metrics import from_json
+from zpp_lab.train.launch import launcher
+from zpp_lab.train.memory import estimate
+from zpp_lab.train.memory.buffers import GIB
+from zpp_lab.train.memory.estimate import check_host_memory
+
+
+@dataclass
+class Failure:
+    """What torch's launcher says of a rank that was killed."""
+
+    exitcode: int = -9
+    timestamp: int = 0
+    message: object = "Signal 9 (SIGKILL) received by PID 4"
+
+    def signal_name(self) -> str:
+        return "SIGKILL"
+
+
+@dataclass
+class Failed:
+    failures: dict[int, Failure]
+
+
+def test_what_cannot_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "memory_bytes", lambda: 32 * GIB)
+    wide = ["engine=fsdp", "engine.device=cpu", "cluster=1x8"]
+    check_host_memory(compose([*wide, "model=125m"]))
+    with pytest.raises(ValueError, match=r"8 ranks on the CPU need \d\.\d GiB each .* 32\.0 GiB"):
+        check_host_memory(compose([*wide, "model=1_3b"]))
+
+
+def test_the_launcher_looks_before_it_starts_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "memory_bytes", lambda: 1000)
+    config = small(tmp_path, "engine=fsdp", "engine.device=cpu", "cluster=1x2")
+    with pytest.raises(ValueError, match=r"this machine has 0\.0 GiB"):
+        launcher.start(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_one_process_cannot_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The virtual engine holds it all, however many ranks it simulates."""
+    monkeypatch.setattr(estimate, "memory_bytes", lambda: 32 * GIB)
+    words = ["engine.device=cpu", "train.optimizer_state=fp32", f"run.dir={tmp_path / 'run'}"]
+    check_host_memory(compose([*words, "model=350m"]))
+    with pytest.raises(
+        ValueError, match=r"need 1\d\d\.\d GiB and this machine has 32\.0 GiB: take a"
+    ):
+        launcher.launch(compose([*words, "model=6_7b"]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_rank_that_was_killed_for_memory_says_so(tmp_path: Path, full: bool) -> None:
+    with pytest.raises(launcher.RankFailed, match="SIGKILL") as told:
+        launcher._report(Failed({5: Failure()}), tmp_path, full)
+    assert ("memory was full" in str(told.value)) == full
+    outcome = from_json((tmp_path / "failure.json").read_text())["outcome"]
+    assert outcome == ("out_of_memory" if full else "crashed")

@@ -1,0 +1,388 @@
+"""Planned memory: closed forms against what a real run allocates on the CPU, and known peaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.engines.fsdp_jobs import real
+from tests.engines.fsdp_parity import configured
+from tests.engines.fsdp_world import run_world
+from tests.engines.uneven import batch
+from zpp_lab.collectives.gather import Gather
+from zpp_lab.collectives.reduce import Reduce
+from zpp_lab.config.load import load
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig, Config
+from zpp_lab.engines.build import build_plan
+from zpp_lab.models import build_model
+from zpp_lab.models.loss import chunked_losses, token_losses
+from zpp_lab.runs.checkpoint.write import parts_of
+from zpp_lab.train.memory.activations import Activations
+from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, payload_bytes
+from zpp_lab.train.memory.estimate import estimate, heldout_shape, secondary_bytes
+from zpp_lab.train.memory.trace import Live
+
+VOCAB = 37
+SMALL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
+CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
+CASES += ["bf16_states", "8bit_states"]
+
+# ---------------------------------------------------------------------- a real run
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(t.to_local().untyped_storage().nbytes() for t in tensors)
+
+
+def counted(config: Config) -> dict[str, Any]:
+    """Bytes of one rank in a step of a real run."""
+    engine = real(config, build_model(SMALL, VOCAB, seed=3))
+    found: dict[str, Any] = {"payloads": {}, "exchanged": {}}
+    empty, leg, update = Gather._empty, Reduce._leg, engine._update
+
+    def noting_empty(self: Any, wire: Any, layout: Any, *rest: Any) -> Any:
+        packet = empty(self, wire, layout, *rest)
+        found["payloads"][f"{wire} {self.spec.unit}"] = packet.payload.nbytes
+        return packet
+
+    def noting_leg(self: Any, hop: int, layout: Any, device: Any) -> Any:
+        made = leg(self, hop, layout, device)
+        rows = found["exchanged"].setdefault(self.spec.unit, [0] * len(self.hops))
+        rows[hop] = made.out.nbytes
+        return made
+
+    def noting_update(*args: Any) -> None:
+        found["grads"] = sum(p.grad.to_local().nbytes for p in engine.parameters.values())
+        update(*args)
+
+    Gather._empty, Reduce._leg, engine._update = noting_empty, noting_leg, noting_update  # type: ignore
+    try:
+        engine.step(0, 1e-2, partial(batch, 0), telemetry=False)
+    finally:
+        Gather._empty, Reduce._leg = empty, leg  # type: ignore[method-assign]
+    found["saved"] = sum(p.nbytes for p in parts_of(engine.state_dict()))
+    found["weights"] = nbytes(engine.parameters.values())
+    state = engine.optimizer.state.values()
+    found["optimizer"] = sum(
+        value.to_local().nbytes for s in state for key, value in s.items() if key != "step"
+    )
+    kept = [u.gather.secondary for u in engine.wrapped.installed]
+    found["secondary"] = sum(t.nbytes for t in kept if t is not None)
+    return found
+
+
+def all_counted(nodes: int, local: int) -> dict[str, Any]:
+    return {c: counted(configured(c, nodes, local)) for c in CASES}
+
+
+def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
+    config = configured(case, nodes, local, transport="groups")
+    config = replace(config, model=SMALL)
+    plan = build_plan(build_model(SMALL, VOCAB, "meta"), config)
+    planned = estimate(plan, config, VOCAB)
+    assert found["weights"] == planned.item("master weights, fp32").most
+    assert (
+        found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
+    )
+    scalars = 4 * (SMALL.layers + 1) * 20  # numbers of steps
+    assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
+    assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
+    assert found["secondary"] == secondary_bytes(plan)
+    for unit in plan.units:
+        name, held = unit.unit.name, plan.recipe.cluster.nodes if unit.hierarchical else 0
+        forward = payload_bytes(plan, unit) - held * unit.forward.nbytes
+        assert found["payloads"][f"weights_forward {name}"] == forward
+        if unit.gathers_backward and not plan.recipe.config.secondary:
+            backward = payload_bytes(plan, unit, backward=True) - held * unit.backward.nbytes
+            assert found["payloads"][f"weights_backward {name}"] == backward
+    root, out = plan.units[-1].unit.name, sum(found["exchanged"][plan.units[-1].unit.name])
+    assert root == "root"
+    each = plan.recipe.grads_dtype.itemsize
+    sums = each * sum(p.shard_numel for p in plan.units[-1].unit.parameters)
+    assert planned.item("reduction buffers").nbytes["root"] == 2 * out + sums
+
+
+def test_a_real_run_holds_what_was_planned() -> None:
+    found = run_world(2, all_counted, 1, 2)
+    for case in CASES:
+        check(found[case], case, 1, 2)
+
+
+# ---------------------------------------------------------------------- activations
+
+
+def kept(block: torch.nn.Module, x: Tensor, run: Any) -> int:
+    """Bytes that autograd saves in one forward, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def note(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            saved.setdefault(t.untyped_storage().data_ptr(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        run(x)
+    return sum(t.untyped_storage().nbytes() for t in saved.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_block_keeps_what_autograd_saves(dtype: torch.dtype, kv_heads: int) -> None:
+    cfg = ModelConfig(dim=64, layers=1, heads=4, kv_heads=kv_heads, ffn=176)
+    block = build_model(cfg, 97).to(dtype).layers[0]
+    x = torch.randn(2, 128, 64, dtype=dtype, requires_grad=True)
+    tokens, size = 256, dtype.itemsize
+    # On the CPU each norm keeps its input and the normed input in fp32, where a fused one keeps
+    # its input as it is; the rotations are shared by all blocks.
+    norms = 2 * tokens * 64 * (4 + 4 - size)
+    planned = Activations(cfg, 97, tokens, size).block
+    assert kept(block, x, block) == planned + norms + ROTATIONS
+
+
+@pytest.mark.parametrize(
+    "shape",  # by default without grouped heads and with them, and both sides of dim = ffn
+    [
+        (64, 4, 4, 64),
+        (32, 2, 1, 256),
+        pytest.param((64, 4, 4, 176), marks=pytest.mark.slow),
+        pytest.param((64, 4, 2, 176), marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_block_keeps_what_its_partition_says(shape: tuple[int, int, int, int]) -> None:
+    """By the partition of torch.compile's default backend, without its code."""
+    dim, heads, kv_heads, ffn = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    block = build_model(cfg, 97).to(torch.bfloat16).layers[0]
+    x = torch.randn(2, 128, dim, dtype=torch.bfloat16, requires_grad=True)
+    block.attention.rope.table(128, x.device)  # as the model does before its first block
+    torch._dynamo.reset()
+    run = torch.compile(block._compute, backend="aot_eager_decomp_partition", dynamic=False)
+    planned = Activations(cfg, 97, 256, 2, compiled=True).block
+    assert kept(block, x, run) == planned + ROTATIONS
+
+
+ROTATIONS = 128 * 8 * 8  # of 128 positions, fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int) -> None:
+    tokens, dim, vocab = 512, 32, 2000
+    cfg = ModelConfig(dim=dim, heads=4, kv_heads=4, loss_chunk=chunk)
+    hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
+    head = torch.randn(vocab, dim).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    with Live() as live:
+        if chunk:
+            loss = chunked_losses(hidden, head, targets, chunk).mean()
+        else:
+            loss = F.cross_entropy(F.linear(hidden, head).float(), targets)
+        loss.backward()
+    wanted = Activations(cfg, vocab, tokens, dtype.itemsize).loss
+    if chunk and dtype == torch.bfloat16:  # on the CPU a softmax widens what comes in first
+        wanted += 4 * chunk * vocab
+    assert 0.8 * wanted < live.most <= 1.001 * wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_held_out_losses_take_what_was_planned(dtype: torch.dtype, chunk: int) -> None:
+    vocab, dim = 2000, 32
+    shape = {"dim": dim, "layers": 1, "heads": 4, "kv_heads": 4, "ffn": 16, "loss_chunk": chunk}
+    cfg = ModelConfig(**shape, vocab_size=vocab)  # type: ignore[arg-type]
+    model = build_model(cfg, vocab).to(dtype)
+    tokens = torch.randint(0, vocab, (4, 128))
+    with Live() as live, torch.no_grad():
+        token_losses(model, tokens, tokens)
+    wanted = Activations(cfg, vocab, 512, dtype.itemsize).heldout_loss
+    if dtype == torch.bfloat16 and chunk:  # on the CPU a softmax widens what comes in first
+        wanted += 4 * chunk * vocab
+    assert live.most == pytest.approx(wanted, rel=0.08)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 4, 4, 176), (64, 4, 2, 512), (128, 4, 4, 16)])
+def test_a_block_without_gradients_holds_what_was_planned(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    dim, heads, kv_heads, ffn = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    block = build_model(cfg, 97).to(dtype).layers[0]
+    for norm in (block.attention_norm, block.mlp_norm):
+        norm.forward = lambda x, weight=norm.weight: FusedNorm.apply(x, weight)
+    block.attention.rope.table(128, torch.device("cpu"))
+    x = torch.randn(2, 128, dim, dtype=dtype)
+    with Live() as live, torch.no_grad():
+        block(x)
+    held, acts = live.most + x.nbytes, Activations(cfg, 97, 256, dtype.itemsize)
+    assert held <= acts.passing <= held + 2 * acts.row
+
+
+def test_an_evaluation_has_batches_of_its_own() -> None:
+    """8192 tokens, where a step of training has fewer: with adapters alone it is the peak."""
+    config = load(Config, {"data": {"seq_len": 2048}, "train": {"eval_tokens": 65536}})
+    assert heldout_shape(config) == (4, 2048)
+    few = replace(config, train=replace(config.train, eval_tokens=5000))
+    assert heldout_shape(few) == (2, 2048)
+    plain, kept = big("1_3b", 1), big("1_3b", 1, recipe={"stage": 2})
+    item = plain.item("logits and loss").nbytes
+    assert item["eval loss"] > 2.5 * item["loss"]
+    assert kept.item("gathered weights").nbytes["eval"] > 2 * 1.3e9
+    assert plain.item("optimizer state, fp32").nbytes["eval"] > 0
+    for name in ("gradients, fp32", "whole gradients", "reduction buffers"):
+        assert plain.item(name).nbytes["eval"] == 0
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what a GPU's kernel does; no norm otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x[..., :1].float())
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _, weight, _ = ctx.saved_tensors
+        return grad.clone(), torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize(
+    "shape", [(64, 4, 4, 176), (64, 4, 2, 512), (128, 4, 4, 16), (128, 4, 1, 16), (256, 4, 2, 704)]
+)
+def test_a_blocks_backward_holds_what_was_planned(
+    shape: tuple[int, int, int, int], batch_size: int
+) -> None:
+    dim, heads, kv_heads, ffn = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    block = build_model(cfg, 97).to(torch.bfloat16).layers[0]
+    for norm in (block.attention_norm, block.mlp_norm):
+        norm.forward = lambda x, weight=norm.weight: FusedNorm.apply(x, weight)
+    x = torch.randn(batch_size, 128, dim, dtype=torch.bfloat16, requires_grad=True)
+    comes_in = torch.ones_like(x)
+    with Live() as live:
+        out = block(x)
+        before = live.most = live.now
+        out.backward(comes_in)
+    acts = Activations(cfg, 97, batch_size * 128, 2)
+    assert before == acts.block  # its output in place of its input
+    held = live.most - before + acts.row
+    grads = sum(p.nbytes for p in block.parameters())
+    assert held <= acts.backward(grads) <= held + acts.row
+
+
+def test_checkpoints_and_chunks_keep_less() -> None:
+    cfg = ModelConfig(dim=64, layers=8, heads=4, kv_heads=4, ffn=176)
+    plain = Activations(cfg, 32000, 4096, 2)
+    light = replace(plain, model=replace(cfg, checkpoint_activations=True, loss_chunk=256))
+    assert plain.kept > 8 * plain.block
+    assert plain.recomputed == 0
+    assert light.kept == 4096 * (10 * 64 * 2 + 4)
+    assert light.recomputed == light.block - light.row == light.block - 4096 * 64 * 2
+    assert light.loss < plain.loss / 20
+    assert replace(plain, compiled=True).block < plain.block
+
+
+# ---------------------------------------------------------------------- whole estimates
+
+
+def planned(model: dict[str, Any], **groups: Any) -> Estimate:
+    config = load(Config, {"model": model, **groups})
+    return estimate(build_plan(build_model(config.model, 256, "meta"), config), config, 32000)
+
+
+def big(name: str, batch_size: int, **groups: Any) -> Estimate:
+    from tests.models.test_presets import preset
+
+    train = {"param_dtype": "bf16", "batch_size": batch_size, **groups.pop("train", {})}
+    cluster = {"nodes": 1, "gpus_per_node": 4}
+    settings = {"cluster": cluster, "data": {"seq_len": 2048}, "train": train, **groups}
+    return planned(dict(preset(name).__dict__) | settings.pop("model", {}), **settings)
+
+
+def test_near_a_compiled_run_that_keeps_its_activations() -> None:
+    """Untouched FSDP2 on four H200s: 64.435 GiB (experiments/plan)."""
+    groups = {"engine": {"compile": True}, "train": {"reduce_dtype": "bf16"}}
+    config = {"cluster": {"nodes": 2, "gpus_per_node": 2}, **groups}
+    found = big("13b", 2, model={"checkpoint_activations": False}, **config)
+    assert found.tensors / GIB == pytest.approx(64.435, rel=0.01)
+    assert found.peak_moment == "early"
+
+
+@pytest.mark.parametrize(("name", "batch_size", "gib"), [("13b", 2, 52), ("32_5b", 1, 125)])
+def test_near_measured_peaks(name: str, batch_size: int, gib: int) -> None:
+    """FSDP2 on four H200s: bf16, fp32 master weights, sequence 2048."""
+    found = big(name, batch_size)
+    assert found.tensors / GIB == pytest.approx(gib, rel=0.05)
+    assert found.peak_moment == "late"
+
+
+def test_offload_leaves_the_state_in_host_memory() -> None:
+    here, there = big("13b", 2), big("13b", 2, engine={"offload": True})
+    state = sum(i.most for i in here.items if i.name.endswith("fp32"))
+    staging = there.item("checkpoint, on its way").most
+    assert staging == 64 * 2**20  # too large for a copy
+    assert there.host == state + staging
+    assert state > 48 * GIB
+    assert there.peak < here.peak - 40 * GIB
+
+
+def test_moments_in_host_memory_pass_some_at_a_time() -> None:
+    here, there = (
+        big("13b", 2, train={"optimizer_state": "8bit", "optimizer_place": place})
+        for place in ("device", "host")
+    )
+    moments = here.item("optimizer state, 8bit").most
+    assert there.item("optimizer state, 8bit").place == "host"
+    passing = there.item("optimizer state, passing").nbytes
+    assert passing["update"] == 2**28  # a lane's; no parameter's moments are more
+    assert passing["late"] == 0
+    late = [e.at("late") for e in (here, there)]
+    assert late[0] - late[1] == moments
+    assert there.at("update") == here.at("update") - moments + 2 * 2**28
+    assert there.tensors < there.peak
+
+
+def test_smaller_optimizer_states() -> None:
+    found = {k: big("32_5b", 1, train={"optimizer_state": k}) for k in ("fp32", "bf16", "8bit")}
+    each = {k: e.item(f"optimizer state, {k}").most / (32.5e9 / 4) for k, e in found.items()}
+    assert each == pytest.approx({"fp32": 8, "bf16": 4, "8bit": 2 * (1 + 4 / 256)}, rel=0.01)
+    saved = found["fp32"].peak - found["8bit"].peak
+    assert saved / GIB == pytest.approx((8 - 2.03) * 32.5e9 / 4 / GIB, rel=0.02)
+
+
+def test_what_recipes_and_stages_add() -> None:
+    hpz = {"secondary": True, "weights": {"bits": 8}}
+    nodes = {"cluster": {"nodes": 2, "gpus_per_node": 2}}
+    kept = big("1_3b", 4, recipe=hpz, **nodes)
+    assert 0 < kept.item("secondary partition").most < 2 * 2 * 1.35e9 / 4
+    one = big("1_3b", 4, recipe=hpz)  # in one node backward encodes again what it would keep
+    assert "secondary partition" not in {item.name for item in one.items}
+    plain = big("1_3b", 4, **nodes)
+    early = [e.item("gather buffers").nbytes["early"] for e in (kept, plain)]
+    assert early[0] < 0.6 * early[1]
+    whole = big("1_3b", 4, recipe={"stage": 2})
+    assert whole.item("gathered weights").nbytes["loss"] > 2 * 1.3e9
+    once = big("1_3b", 4, train={"micro_steps": 4, "accumulate": "last"})
+    every = big("1_3b", 4, train={"micro_steps": 4})
+    assert once.item("whole gradients").nbytes["loss"] > 4 * 1.3e9
+    assert every.item("whole gradients").nbytes["loss"] == 0
+    assert every.item("gradients, fp32").nbytes["loss"] > 1.3e9
+
+
+def test_more_ranks_hold_less_and_moments_add_up() -> None:
+    few = big("13b", 2)
+    many = big("13b", 2, cluster=ClusterConfig(nodes=2, gpus_per_node=8).__dict__)
+    assert many.peak < few.peak / 2
+    for moment in MOMENTS:
+        assert few.at(moment) == sum(i.nbytes[moment] for i in few.items if i.place == "gpu")
+    assert few.peak - few.tensors == GIB * 3 // 2

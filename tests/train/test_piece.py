@@ -1,0 +1,264 @@
+"""A run in pieces: it stops in time with a checkpoint, and ends as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.engines.fsdp_world import run_world
+from tests.small_runs import newest, small
+from tests.train.launch.test_launcher import lines
+from tests.train.test_trainer import last_checkpoint, without_times
+from zpp_lab.cli.main import main
+from zpp_lab.config.schema import Config
+from zpp_lab.models import build_model
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints
+from zpp_lab.runs.metrics import read
+from zpp_lab.study.report.page import _commit
+from zpp_lab.train.launch.launcher import launch
+from zpp_lab.train.piece import PAUSED, Piece, seconds, writing_seconds
+from zpp_lab.train.trainer import run
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("480", 480), ("480s", 480), ("8m", 480), ("1.5h", 5400), (" 2m ", 120)]
+)
+def test_times(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "0m", "8 minutes", "-3m", "m"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 480"):
+        seconds(text)
+
+
+def test_a_piece_is_over_before_a_step_that_would_end_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    assert not Piece(None).over(1e9)
+    assert not Piece(1003.0).over(2.5)
+    assert Piece(1003.0).over(3.0)
+    assert Piece(999.0).over()
+
+
+class Steps:
+    """A clock for which every step lasts long enough that pieces are `length` steps."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.looks = length, 0
+
+    def over(self, *_: float) -> bool:
+        self.looks += 1
+        return self.looks > self.length
+
+
+def in_pieces(config: Config, monkeypatch: pytest.MonkeyPatch, length: int) -> list[int]:
+    """Run to the end, `length` steps at a start; the steps at which it stopped."""
+    stops = []
+    for _ in range(100):
+        monkeypatch.setattr("zpp_lab.train.trainer.Piece", lambda *_: Steps(length))
+        ended = run(config)
+        if ended["outcome"] == "finished":
+            return stops
+        stops.append(ended["step"])
+        folder = Path(str(config.run.dir))
+        assert not (folder / "failure.json").exists()
+        assert not (folder / "summary.json").exists()
+        assert len(read(folder / "metrics.jsonl")) == ended["step"]
+        _move(folder)
+    raise AssertionError("no end")
+
+
+def _move(folder: Path) -> None:
+    """As onto another machine: a copy of the folder, the old one gone."""
+    shutil.copytree(folder, folder.with_name("elsewhere"))
+    shutil.rmtree(folder)
+    folder.with_name("elsewhere").rename(folder)
+
+
+@pytest.mark.parametrize(("recipe", "every"), [("zero3", 5), ("qsdp", 0)])
+def test_pieces_end_with_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, every: int
+) -> None:
+    settings = (f"recipe={recipe}", f"train.checkpoint_every={every}")
+    run(small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}"))
+    cut = small(tmp_path, *settings, f"run.dir={tmp_path / 'cut'}")
+    assert in_pieces(cut, monkeypatch, 5) == [5, 10]
+    assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_a_piece_ends_with_a_whole_state_where_weights_alone_are_kept(tmp_path: Path) -> None:
+    settings = ("train.checkpoint_weights_only=true", "run.piece_steps=3")  # a checkpoint is due
+    alone = small(tmp_path, settings[0], f"run.dir={tmp_path / 'whole'}")
+    assert run(alone)["checkpoint_seconds"] > 0
+    cut = [run(small(tmp_path, *settings))["outcome"] for _ in range(4)]
+    assert cut == ["unfinished"] * 3 + ["finished"]
+    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_piece_leaves_time_for_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its size at first: 13B on four ranks, 12 bytes a parameter, a GB a second."""
+    assert writing_seconds(13 * 10**9 // 4, "fp32") == pytest.approx(39)
+    assert writing_seconds(13 * 10**9 // 4, "8bit") == pytest.approx(19.5)
+    soon = f"run.until={time.time() + 3600}"
+    asked: list[int] = []
+
+    def slow(numel: int, _: str) -> float:
+        asked.append(numel)
+        return 7200.0 if len(asked) > 2 else 0.0
+
+    monkeypatch.setattr("zpp_lab.train.trainer.writing_seconds", slow)
+    ended = run(small(tmp_path, soon))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 2)
+    model = build_model(small(tmp_path).model, 256, "meta")
+    assert set(asked) == {sum(p.numel() for p in model.parameters())}
+
+
+def test_a_slow_disk_is_known_after_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Checkpoints.save
+
+    def slow(self: Checkpoints, *args: Any) -> None:
+        real(self, *args)
+        self.took = 7200.0
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    ended = run(small(tmp_path, f"run.until={time.time() + 3600}"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 3), "one is due every three steps"
+
+
+def test_pieces_of_several_commits_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def piece(commit: str | None) -> dict[str, Any]:
+        monkeypatch.setattr("zpp_lab.train.trainer.commit", lambda: commit)
+        return run(small(tmp_path, "run.piece_steps=5"))
+
+    assert [piece("a")["step"], piece("b")["step"]] == [5, 10]
+    shutil.rmtree(newest(tmp_path / "run"))  # so step 10 is repeated
+    summary = piece(None)
+    assert summary["commit"] is None
+    assert summary["commits"] == [
+        {"after": 0, "commit": "a"},
+        {"after": 5, "commit": "b"},
+        {"after": 9, "commit": None},
+    ]
+    assert _commit(summary) == "a, after step 5 b, after step 9 not recorded"
+    assert "commits" not in run(small(tmp_path, f"run.dir={tmp_path / 'one'}"))
+
+
+def test_other_tokens_are_no_place_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zpp_lab.train.trainer.Piece", lambda *_: Steps(5))
+    run(small(tmp_path))
+    text = tmp_path / "texts" / "part0.py"
+    text.write_text(text.read_text() + "x = 1\n")
+    with pytest.raises(ValueError, match="trained on other tokens"):
+        run(compose_again(tmp_path))
+
+
+def compose_again(folder: Path) -> Config:
+    """`small` without writing the corpus anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.small_runs.corpus", lambda folder: folder / "texts")
+        return small(folder)
+
+
+def test_no_time_left_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pieces that are always too short would never get anywhere, so each says so."""
+    ended = run(small(tmp_path, "run.until=1.0"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 0)
+    assert "no step was begun: 0 s of this piece were left" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("zpp_lab.train.trainer.writing_seconds", lambda *_: 7200.0)
+        run(small(tmp_path, f"run.until={time.time() + 3600}"))
+    said = capsys.readouterr().out
+    assert "a checkpoint is taken to need 7200 s; give longer pieces (--for)" in said
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run
+    assert "no step was begun" not in capsys.readouterr().out
+
+
+def test_a_piece_of_some_steps(tmp_path: Path) -> None:
+    run(small(tmp_path, f"run.dir={tmp_path / 'whole'}"))
+    ended = run(small(tmp_path, "run.piece_steps=7"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 7)
+    assert run(small(tmp_path))["steps"] == 12
+    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
+    settings = ("train.keep_checkpoints=0", "train.checkpoint_every=0")
+    summary = run(small(tmp_path, *settings))
+    assert (summary["outcome"], summary["checkpoint_seconds"]) == ("finished", None)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+class Late(Piece):
+    """Lets two steps pass even where their time is over before: the machine may be slow."""
+
+    def over(self, next_step: float = 0.0) -> bool:
+        return super().over(next_step) and self.asked > 2
+
+
+def test_train_says_that_time_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zpp_lab.train.trainer.Piece", Late)
+    config = small(tmp_path)  # makes the corpus
+    words = [f"data.path={config.data.path}", f"data.cache_dir={tmp_path / 'cache'}", "data=text"]
+    words += ["data.seq_len=16", "data.heldout_every=2", "model=tiny", "tracking.wandb=off"]
+    words += ["engine.device=cpu", f"run.dir={tmp_path / 'cli'}", "train.steps=100000"]
+    assert main(["train", "--for", "2s", *words]) == PAUSED
+    assert "the same command goes on" in capsys.readouterr().out
+    steps = len(read(tmp_path / "cli" / "metrics.jsonl"))
+    assert 0 < steps < 100000
+    assert Saved(newest(tmp_path / "cli")).step == steps
+
+
+def decided() -> list[list[bool]]:
+    """What each rank hears where its clock and rank 0's say different things."""
+    rank, now = dist.get_rank(), time.time()
+    over, left = now - 1, now + 1e6
+    own = [Piece((over, left)[rank]).over(), Piece((left, over)[rank]).over()]
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, own)
+    return every
+
+
+def test_the_clock_of_rank_0_decides_for_all() -> None:
+    assert run_world(2, decided) == [[True, False]] * 2
+
+
+@pytest.mark.slow
+def test_real_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
+    settings = ("engine=fsdp", "engine.device=cpu", "recipe=zeropp")
+    settings += ("train.checkpoint_every=0", "cluster.nodes=1", "cluster.gpus_per_node=2")
+    launch(small(tmp_path, *settings, f"run.dir={tmp_path / 'whole'}"))
+    left = f"run.until={time.time() + 1e6}"
+    for more, step in (("run.until=1.0", 0), ("run.piece_steps=5", 5)):
+        ended = launch(small(tmp_path, *settings, left, more, f"run.dir={tmp_path / 'cut'}"))
+        assert ended["outcome"] == "unfinished"
+        assert lines(tmp_path / "cut") == step
+    assert launch(small(tmp_path, *settings, left, f"run.dir={tmp_path / 'cut'}"))["steps"] == 12
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    summaries = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("whole", "cut")]
+    assert summaries[0]["heldout_loss"] == summaries[1]["heldout_loss"]

@@ -1,0 +1,123 @@
+"""`zpp-lab plan`, `doctor`, `bench`, `emulate`, `mps` and `build`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zpp_lab.cli.adding import Add, takes_settings
+from zpp_lab.config.parser import number
+
+PLAN = """Nothing is allocated or trained.
+
+    run="model=13b cluster=2x8 train.param_dtype=bf16 data.seq_len=2048 train.batch_size=2"
+    zpp-lab plan $run                                        # bytes, memory, does it fit
+    zpp-lab plan $run --machine h200 --link-gbps 100,max     # seconds a step too
+    zpp-lab plan $run --machine h200 --link-gbps 100 --fastest --study runs/bits"""
+MEMORY = "memory of a GPU in GiB (default: this machine's, or 80)"
+TIMES = "predict times: a file of `bench calibrate`, or a name such as h200"
+LINKS = "with --machine: Gbit/s of a node's links, such as 12,25,max (default: max)"
+GAP = "share of the baseline's loss, such as 0.01 (default: the study's margin)"
+ALLOW = "undecided: arms of the study too; untested: without --study, any bits"
+NEXT = "write a study of the faster recipes that the study did not measure"
+BENCHES = {
+    "kernels": "encode, decode and sum of every codec on a GPU",
+    "collectives": "gather and reduction of one unit, encode and decode included",
+    "step": "training steps of several recipes over links of several speeds",
+    "calibrate": "the figures that `zpp-lab plan --machine` takes",
+}
+REMOVED = {
+    "virtual": "use python experiments/virtual/bench.py",
+    "deterministic": "train twice, with engine.deterministic=true and false",
+}
+
+
+def add_machine(add: Add) -> None:
+    _add_plan(add)
+    add("doctor", "what this machine can do, and what to install for the rest", _doctor)
+    text = "measure kernels, collectives or training steps"
+    bench = add("bench", text, _bench, passes_on=True)
+    bench.add_argument("what", nargs="?")
+    add("emulate", "run a command on emulated nodes of this host", _emulate, passes_on=True)
+    add("mps", "run a command whose processes share GPUs through MPS", _mps, passes_on=True)
+    add("build", "compile the CUDA kernels ahead of time", _build, passes_on=True)
+
+
+def _add_plan(add: Add) -> None:
+    plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan, PLAN)
+    memory = ("--gpu-gib", "--memory-gib")
+    plan.add_argument(*memory, dest="gpu_gib", metavar="GIB", type=number(above=0), help=MEMORY)
+    plan.add_argument("--json", action="store_true", help="for scripts; sizes in bytes")
+    plan.add_argument("--machine", metavar="FILE", help=TIMES)
+    plan.add_argument("--link-gbps", metavar="SPEEDS", help=LINKS)
+    plan.add_argument("--fastest", action="store_true", help="search the fastest plan that fits")
+    search = plan.add_argument_group("with --fastest")
+    search.add_argument("--study", type=Path, metavar="DIR", help="only recipes on par in it")
+    search.add_argument("--max-gap", type=number(least=0), metavar="SHARE", help=GAP)
+    search.add_argument("--allow", choices=["undecided", "untested"], help=ALLOW)
+    search.add_argument("--next-study", type=Path, metavar="FILE", help=NEXT)
+    takes_settings(plan)
+
+
+def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.config.compose import compose
+
+    compose(overrides)  # so that a typo is answered before torch has been imported
+    names = ("study", "max_gap", "allow", "next_study")
+    if args.fastest:
+        from zpp_lab.tools.plan.search.command import Wanted, fastest_command
+
+        own = {name: getattr(args, name) for name in (*names, "machine", "link_gbps", "gpu_gib")}
+        return fastest_command(overrides, Wanted(**own, as_json=args.json))
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --fastest")
+    if args.link_gbps is not None and args.machine is None:
+        raise ValueError("--link-gbps goes with --machine, whose figures predict times")
+    from zpp_lab.tools.plan.planner import plan_command
+
+    return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps or "max")
+
+
+def _doctor(_: argparse.Namespace, __: list[str]) -> int:
+    from zpp_lab.tools.doctor import doctor
+
+    return doctor()
+
+
+def _bench(args: argparse.Namespace, rest: list[str]) -> int:
+    if args.what is None:
+        if "-h" in rest or "--help" in rest:
+            print(f"usage: zpp-lab bench WHAT [option ...]\n\n{_benches()}")
+            return 0
+        raise ValueError(f"say what to measure: zpp-lab bench WHAT, of {', '.join(BENCHES)}")
+    if args.what in REMOVED:
+        raise ValueError(f"bench {args.what} was removed; {REMOVED[args.what]}")
+    if args.what not in BENCHES:
+        raise ValueError(f"no bench {args.what!r}; there are: {', '.join(BENCHES)}")
+    from importlib import import_module
+
+    return int(import_module(f"zpp_lab.tools.bench.{args.what}").main(rest))
+
+
+def _benches() -> str:
+    rows = [f"  {name:14} {text}" for name, text in BENCHES.items()]
+    return "\n".join([*rows, "zpp-lab bench WHAT --help says more."])
+
+
+def _emulate(_: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.tools.links import command
+
+    return command.main(rest)
+
+
+def _mps(_: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.train.launch import mps
+
+    return mps.main(rest)
+
+
+def _build(_: argparse.Namespace, rest: list[str]) -> int:
+    from zpp_lab.codecs.kernels import build
+
+    return build.main(rest)

@@ -1,0 +1,109 @@
+"""zpp-lab, the console script: from words to a command, from errors to exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+from zpp_lab.cli.adding import Add, check_words
+from zpp_lab.cli.machine import add_machine
+from zpp_lab.cli.results import add_results, report_advice
+from zpp_lab.cli.training import add_training
+from zpp_lab.cli.weights import add_weights
+from zpp_lab.config.parser import Parser
+from zpp_lab.train.launch.cause import FULL_MEMORY, memory_is_full, mistake
+
+ABOUT = """Train with quantized collectives, judge what that costs, plan and measure runs.
+
+    zpp-lab doctor                                       what this machine can do
+    zpp-lab train recipe=zeropp train.steps=100          one run
+    zpp-lab train -m recipe.weights.bits=2,4,8 seed=1,2  a sweep
+    zpp-lab study smoke                                  arms, seeds, verdicts and a report
+    zpp-lab plan model=13b cluster=1x4                   what a run will send and hold"""
+EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
+75 stopped by --for (0 of ranks that torchrun or srun started, which would take 75 for a failure);
+130 stopped by Ctrl-C (the same command goes on)"""
+
+
+_REMOVED = {"compare": "compare was removed; use zpp-lab export DIR… --out runs.csv"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, add = _parser()
+    if words and not words[0].startswith("-") and words[0] not in add.names:
+        return _mistake("", _no_command(words[0], add.names))
+    try:
+        known, rest = parser.parse_known_args(words)
+    except ValueError as error:
+        return _mistake(words[0], str(error))
+    if known.command is None:
+        if rest:
+            return _mistake("", f"unknown option {rest[0]}; see zpp-lab --help")
+        parser.print_help(sys.stderr)
+        return 2
+    return _call(known, rest)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Add]:
+    parser = Parser(
+        "zpp-lab",
+        usage="zpp-lab [-h] COMMAND ...",
+        description=ABOUT,
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    add = Add(parser)
+    for more in (add_training, add_results, add_weights, add_machine):
+        more(add)
+    return parser, add
+
+
+def _call(args: argparse.Namespace, rest: list[str]) -> int:
+    try:
+        return int(args.call(args, check_words(args, rest)) or 0)
+    except ModuleNotFoundError as error:
+        return _mistake(args.command, report_advice(error, "this again"))
+    except BrokenPipeError:  # who read the output has enough of it
+        _close_output()
+        return 0
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:
+        if memory_is_full(error):
+            _mistake(args.command, FULL_MEMORY)
+            return 1
+        text = mistake(error)
+        if text is None:
+            raise
+        return _mistake(args.command, text)
+    except KeyboardInterrupt:
+        alone = args.command in ("train", "study") and not args.dry_run
+        goes_on = alone and not getattr(args, "multirun", False)  # a sweep has said how
+        more = "; the same command goes on from here" if goes_on else ""
+        print(f"\ninterrupted{more}", file=sys.stderr)
+        return 130
+
+
+def _mistake(command: str, text: str) -> int:
+    print(f"zpp-lab {command}".rstrip() + f": {text}", file=sys.stderr)
+    return 2
+
+
+def _close_output() -> None:
+    """Python's end would try to write what is left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _no_command(word: str, names: list[str]) -> str:
+    if word in _REMOVED:
+        return _REMOVED[word]
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"no command {word!r}{hint}; there are: {', '.join(names)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

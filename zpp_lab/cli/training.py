@@ -1,0 +1,286 @@
+"""`zpp-lab train`, `study` and `prepare`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from zpp_lab.cli.adding import Add, takes_settings
+from zpp_lab.cli.results import finish
+from zpp_lab.config.parser import whole
+from zpp_lab.train.piece import PAUSED, UNFINISHED, seconds
+
+if TYPE_CHECKING:
+    from zpp_lab.config.schema import Config
+    from zpp_lab.config.study import StudyConfig
+
+ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
+PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
+PER_GPU = "that share a GPU; 0: as many as fit (default: the study's). See zpp-lab mps"
+MACHINE = "with --dry-run: predict seconds; a file of `bench calibrate`, or h200"
+LINK = "with --machine: Gbit/s of a node's links (default: max, as inside a node)"
+TRAIN = """Into run.dir, or runs/RECIPE/seedN. The same command goes on with an interrupted run; a
+folder that holds a run with other settings is left alone.
+
+    zpp-lab train recipe=zeropp train.steps=100
+    zpp-lab train recipe.name=mine recipe.weights.bits=4 recipe.weights.block_size=64
+    zpp-lab train -m recipe.weights.bits=null,4 seed=1,2     # into runs/sweep-DATE"""
+STUDY = """Trains every arm with every seed, prints the verdicts and writes report.html into --dir.
+Finished runs are not repeated. Settings are for all arms.
+
+    zpp-lab study smoke
+    zpp-lab study smoke --seeds 1,2,3,4,5
+    zpp-lab study bits --dry-run"""
+
+
+def add_training(add: Add) -> None:
+    _add_train(add)
+    _add_study(add)
+    tokens = add("prepare", "make a study's token files before its runs need them", _prepare)
+    tokens.add_argument("name", help="a study's name, or the path of a YAML file")
+    takes_settings(tokens)
+
+
+def _add_train(add: Add) -> None:
+    train = add("train", "train one run, or several with -m", _train, TRAIN)
+    train.add_argument(
+        "-m", "--multirun", action="store_true", help="every combination of a=1,2 b=x,y"
+    )
+    train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
+    train.add_argument("--dry-run", action="store_true", help="print all settings, do not train")
+    takes_settings(train)
+
+
+def _add_study(add: Add) -> None:
+    study = add("study", "train the arms of a study, then judge and report", _study, STUDY)
+    study.add_argument("name", help="a study's name, or the path of a YAML file")
+    study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
+    study.add_argument("--jobs", type=whole(0), help="runs side by side (default: cores or GPUs)")
+    study.add_argument("--runs-per-gpu", type=whole(0), metavar="N", help=PER_GPU)
+    study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
+    study.add_argument("--alone", action="store_true", help=ALONE)
+    study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
+    study.add_argument("--no-report", action="store_true", help="leave it to zpp-lab report DIR")
+    study.add_argument(
+        "--retry", action="store_true", help="try again what diverged or failed too often"
+    )
+    study.add_argument(
+        "--dry-run", action="store_true", help="show runs, cost and what is done; train nothing"
+    )
+    study.add_argument("--machine", metavar="FILE", help=MACHINE)
+    study.add_argument("--link-gbps", metavar="SPEED", help=LINK)
+    study.add_argument(
+        "--watch", action="store_true", help="show a live table of a study that runs"
+    )
+    study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
+    takes_settings(study)
+
+
+def _until(piece: str | None) -> float | None:
+    """The unix time that `--for` means, counted from now."""
+    return None if piece is None else time.time() + seconds(piece)
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    until = _until(args.piece)
+    if args.multirun:
+        if args.dry_run:
+            raise ValueError("--dry-run is for one run: leave out -m")
+        if until is not None:
+            raise ValueError("--for is for one run or a study: leave out -m, or write a study")
+        return _sweep(overrides)
+    from zpp_lab.config.compose import compose, has_ended, run_dir
+
+    config = compose([*overrides, *([] if until is None else [f"run.until={until!r}"])])
+    if args.dry_run:
+        _show_settings(config)
+        return 0
+    from zpp_lab.train.inputs import check_run
+    from zpp_lab.train.launch.place import placed
+
+    folder, ended = run_dir(config), has_ended(config)
+    if not ended:  # ranks that somebody else started end together, so rank 0 is not looked at apart
+        check_run(config, tracked=not placed(os.environ))
+    from zpp_lab.train.launch.launcher import launch, leave
+
+    try:
+        summary = launch(config)
+    except _ends() as error:
+        return _failed(error)
+    paused = summary.get("outcome") == UNFINISHED
+    if paused:
+        print("stopped before the end; the same command goes on from here")
+    elif summary:  # rank 0, when somebody else started the ranks
+        print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
+    leave()  # ends a rank with 0: torchrun and srun take anything else for a failure
+    return PAUSED if paused else 0
+
+
+def _show_settings(config: Config) -> None:
+    """Every setting as YAML, and as its comment what of a step's bytes travels in bits."""
+    from zpp_lab.files import shares
+    from zpp_lab.train.inputs import check_recipe, planned
+
+    check_recipe(config)
+    plan = planned(config)
+    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+    if plan is not None and config.engine.name != "deepspeed":
+        weights, grads = shares(plan.quantized_share())
+        print(f"# quantized, of a step's bytes: weights {weights}, gradients {grads}")
+
+
+def _result(summary: dict[str, Any]) -> str:
+    """What a finished run has come to, in a few words."""
+    loss = f"held-out loss {summary['heldout_loss']:.4f}"
+    if "perplexity" in summary:  # runs of older versions have none
+        loss += f", perplexity {summary['perplexity']:.4g},"
+    return f"{loss} after {summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
+
+
+def _sweep(overrides: list[str]) -> int:
+    from zpp_lab.study.run.multirun import multirun
+
+    try:
+        return multirun(overrides)
+    except _ends() as error:
+        return _failed(error)
+
+
+def _ends() -> tuple[type[Exception], ...]:
+    """How a run ends badly with all said: its own traceback would tell a user no more."""
+    from zpp_lab.engines.base import NonFiniteError
+    from zpp_lab.train.evaluation import DivergedError
+    from zpp_lab.train.launch.launcher import RankFailed
+
+    return RankFailed, DivergedError, NonFiniteError
+
+
+def _failed(error: Exception) -> int:
+    diverged = isinstance(error, ArithmeticError)
+    print(f"zpp-lab train: {'the run diverged: ' * diverged}{error}", file=sys.stderr)
+    return 1
+
+
+def _study(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.config.compose import load_study
+    from zpp_lab.config.load import setting_of
+    from zpp_lab.study import run_study
+    from zpp_lab.study.run.plan import matching, some_arms
+
+    seeds = _numbers(args.seeds) if args.seeds is not None else []
+    changes: dict[str, object] = {"seeds": seeds} if seeds and not args.alone else {}
+    if args.runs_per_gpu is not None:
+        changes["runs_per_gpu"] = args.runs_per_gpu
+    hydra = [word for word in overrides if setting_of(word).startswith(("hydra.", "hydra/"))]
+    if hydra and args.launcher is None:
+        raise ValueError(f"{hydra[0]}: Hydra's settings go with --launcher, such as slurm")
+    study = load_study(args.name, changes, [word for word in overrides if word not in hydra])
+    if args.alone and not args.arms:
+        raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
+    patterns = args.arms.split(",") if args.arms is not None else []
+    only = matching(study, patterns) if args.alone else []
+    if patterns and not args.alone:
+        study = some_arms(study, patterns)
+    root = args.dir or Path("runs") / study.name
+    if args.watch:
+        from zpp_lab.study.run.progress import show
+
+        show(root, study)
+        return 0
+    _check_launched(args)
+    own = seeds if args.alone else []
+    if args.dry_run:
+        return _dry_run(study, root, args, hydra, only, own)
+    for name in ("machine", "link_gbps"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
+    outcome = run_study(
+        study,
+        root,
+        args.jobs or 0,
+        retry=args.retry,
+        launcher=args.launcher,
+        settings=hydra,
+        arms=only,
+        seeds=own,
+        until=_until(args.piece),
+    )
+    if not (outcome.unfinished or outcome.waiting or args.no_report):
+        finish(root, study)
+    return outcome.exit_code
+
+
+def _check_launched(args: argparse.Namespace) -> None:
+    for name in ("jobs", "runs_per_gpu") if args.launcher is not None else ():
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is for runs on this machine: leave it out, or --launcher, whose own "
+                "settings say how many run at once (conf/hydra/launcher)"
+            )
+
+
+def _dry_run(
+    study: StudyConfig,
+    root: Path,
+    args: argparse.Namespace,
+    hydra: Sequence[str],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+) -> int:
+    from zpp_lab.tools.plan.dry_run import Machine, dry_run
+
+    link = None
+    if args.link_gbps is not None:
+        from zpp_lab.tools.plan.cost.show import links
+
+        if args.machine is None:
+            raise ValueError("--link-gbps goes with --machine")
+        (link, *more) = links(args.link_gbps)
+        if more:
+            raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
+    dry_run(
+        study,
+        root,
+        args.jobs or 0,
+        None if args.machine is None else Machine(args.machine, link),
+        launcher=args.launcher,
+        settings=hydra,
+        arms=arms,
+        seeds=seeds,
+        until=_until(args.piece),
+    )
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {text!r}: give whole numbers, such as 1,2,3") from None
+
+
+def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
+    from zpp_lab.config.compose import compose, load_study
+    from zpp_lab.data import open_data
+
+    study = load_study(args.name, {}, overrides)
+    arm = next(arm for arm in study.arms if arm.name == study.baseline)
+    config = compose([*study.overrides, *arm.overrides])
+    began = time.monotonic()
+    data = open_data(config.data)
+    print(
+        f"{data.files} documents, {data.tokens:,} training and {data.heldout_tokens:,} held-out "
+        f"tokens, vocabulary {data.vocab_size}, hash {data.hash[:16]}, "
+        f"{time.monotonic() - began:.1f} s"
+    )
+    return 0

@@ -1,0 +1,161 @@
+"""`zpp-lab export` and `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zpp_lab.cli.adding import Add
+from zpp_lab.config.parser import new_file, whole
+
+EXPORT = """    zpp-lab export runs/smoke runs/bits --out runs.csv
+    zpp-lab export runs/smoke/w4/seed1 --to hf --out my_model --dtype bf16"""
+
+
+def add_weights(add: Add) -> None:
+    _add_export(add)
+    _add_evaluate(add)
+
+
+def _add_export(add: Add) -> None:
+    out = add(
+        "export", "write runs as one table, or a run's weights for transformers", _export, EXPORT
+    )
+    out.add_argument(
+        "dirs", type=Path, nargs="+", help="folders with runs; for hf and peft, one run's own"
+    )
+    out.add_argument(
+        "--to", choices=["table", "hf", "peft"], default="table", help="default: table"
+    )
+    out.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a .csv or .parquet file; for hf and peft, a new folder",
+    )
+    out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
+    out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
+    out.add_argument(
+        "--quantized", action="store_true", help="hf: the weights as the wire brings them, packed"
+    )
+    out.add_argument(
+        "--codec",
+        metavar="SETTINGS",
+        help="quantized: round the fp32 masters with this codec, such as bits=4,block_size=128",
+    )
+    out.add_argument(
+        "--group-size", type=whole(1), metavar="N", help="quantized: elements that share a scale"
+    )
+    unfit = out.add_mutually_exclusive_group()
+    unfit.add_argument(
+        "--requantize", action="store_true", help="quantized: round anew what does not fit"
+    )
+    unfit.add_argument("--dense", action="store_true", help="quantized: decode what does not fit")
+
+
+def _add_evaluate(add: Add) -> None:
+    losses = add(
+        "evaluate", "measure held-out loss and perplexity of runs and of folders", _evaluate
+    )
+    losses.add_argument("paths", type=Path, nargs="+", help="runs, and folders for transformers")
+    losses.add_argument(
+        "--data", type=Path, metavar="RUN", help="the run whose held-out tokens to take"
+    )
+    losses.add_argument(
+        "--codec",
+        action="append",
+        default=[],
+        metavar="SETTINGS",
+        help="runs: rounded with it too, such as bits=4; may be given again",
+    )
+    losses.add_argument(
+        "--tokens",
+        type=whole(1),
+        metavar="N",
+        help="held-out tokens (default: as the run has them)",
+    )
+    losses.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        help="compute all in it (default: as trained, or as the folder says)",
+    )
+    losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    losses.add_argument(
+        "--out", type=new_file, metavar="FILE", help="write a .csv or .json file too"
+    )
+
+
+_OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
+
+
+def _export(args: argparse.Namespace, _: list[str]) -> int:
+    args.dir, *others = args.dirs
+    if args.to != "table" and others:
+        raise ValueError(f"--to {args.to} takes one run's folder, not {len(args.dirs)}")
+    if args.to == "hf":
+        return _export_quantized(args) if args.quantized else _export_hf(args)
+    _refuse(args, ("quantized",), "--to hf")
+    _refuse(args, _OF_QUANTIZED, "--to hf --quantized")
+    if args.to == "peft":
+        return _export_peft(args)
+    _refuse(args, ("dtype",), "--to hf")
+    from zpp_lab.study.report.export import export
+
+    print(f"{export(args.dirs, args.out, args.steps)} rows: {args.out}")
+    return 0
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
+    """ValueError for a setting that would not be heeded."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:  # 0 was given
+            raise ValueError(f"--{name.replace('_', '-')} is for {where}")
+
+
+def _export_hf(args: argparse.Namespace) -> int:
+    _refuse(args, ("steps",), "--to table")
+    _refuse(args, _OF_QUANTIZED, "--quantized")
+    from zpp_lab.tools.export import export_hf
+
+    made = export_hf(args.dir, args.out, args.dtype or "fp32")
+    print(f"step {made.step}: {made.tensors} tensors, {made.nbytes:,} bytes: {args.out}")
+    return 0
+
+
+def _export_quantized(args: argparse.Namespace) -> int:
+    _refuse(args, ("steps",), "--to table")
+    from zpp_lab.tools.export import export_quantized
+    from zpp_lab.tools.export.wire import parse_codec
+
+    made = export_quantized(
+        args.dir,
+        args.out,
+        codec=None if args.codec is None else parse_codec(args.codec),
+        unfit="requantize" if args.requantize else "dense" if args.dense else "refuse",
+        group=args.group_size,
+        dtype=args.dtype,
+    )
+    print(
+        f"step {made.step}: {made.packed} weights packed ({made.requantized} of them rounded "
+        f"anew), {made.decoded} stored as they decode; {made.nbytes:,} bytes: {args.out}"
+    )
+    return 0
+
+
+def _export_peft(args: argparse.Namespace) -> int:
+    if args.steps or args.dtype:
+        raise ValueError("--to peft takes no --steps and no --dtype: adapters stay in fp32")
+    from zpp_lab.tools.export import export_peft
+
+    made = export_peft(args.dir, args.out)
+    print(f"step {made.step}: {made.tensors} adapters, {made.nbytes:,} bytes: {args.out}")
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.tools.evaluate import evaluate_command
+
+    return evaluate_command(
+        args.paths, args.data, args.codec, args.tokens, args.device, args.out, args.dtype
+    )

@@ -1,0 +1,172 @@
+"""The layout operators on CUDA kernels: the same calls as reference.py, the same bits.
+
+Segments of codecs that the kernels do not know run through their own torch code, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import Noise
+from zpp_lab.codecs.errors import SUMS, TILE
+from zpp_lab.codecs.kernels import reference
+from zpp_lab.codecs.kernels.table import hop, incoming, noise_rows, outgoing, signed
+from zpp_lab.codecs.layout import Layout, Segment
+from zpp_lab.codecs.numerics import fold_sum
+
+NAMES = (
+    "encode",
+    "decode",
+    "decode_sum",
+    "reduce",
+    "encode_sums",
+    "finish_sums",
+    "decode_sum_encode",
+    "adamw",
+    "square_sums",
+)
+
+
+def register_fakes() -> None:
+    """Shape functions for torch.compile: the operators write into their arguments only."""
+    for name in NAMES:
+        torch.library.register_fake(f"zpp_lab::{name}", lambda *args, **kwargs: None)
+
+
+def encode(
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None = None,
+) -> None:
+    table = outgoing(layout)
+    if table.kernel:
+        own = (
+            [sources[i].contiguous() for i in table.kernel]
+            if table.others
+            else [s if s.is_contiguous() else s.contiguous() for s in sources]
+        )
+        partials = None if errors is None else _partials(layout, table.kernel, out)
+        torch.ops.zpp_lab.encode.default(
+            own, table.rows, *_noise(noise, layout, out), out, partials
+        )
+        if errors is not None and partials is not None:
+            _fold_partials(layout, table.kernel, partials, errors)
+    for i in table.others:
+        part = None if errors is None else errors[:, i : i + 1]
+        reference.encode(_alone(layout, i), [sources[i]], noise, _bytes(layout, i, out), part)
+
+
+def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
+    table = incoming(layout)
+    if table.kernel:
+        own = [outs[i] for i in table.kernel] if table.others else list(outs)
+        torch.ops.zpp_lab.decode.default(payload, table.rows, own)
+    for i in table.others:
+        reference.decode(_alone(layout, i), _bytes(layout, i, payload), [outs[i]])
+
+
+def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
+    table = incoming(layout)
+    if table.kernel:
+        torch.ops.zpp_lab.decode_sum.default(payload, table.rows, sums)
+    for i in table.others:
+        reference.decode_sum(_alone(layout, i), _bytes(layout, i, payload), _sums(layout, i, sums))
+
+
+def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
+    table = incoming(layout)
+    if table.kernel:
+        torch.ops.zpp_lab.reduce.default(payload, table.rows, out)
+    for i in table.others:
+        at = layout.segments[i].offset_numel
+        part = out[:, at : at + layout.segments[i].numel]
+        reference.reduce(_alone(layout, i), _bytes(layout, i, payload), part)
+
+
+def encode_sums(
+    before: Layout, layout: Layout, sums: Tensor, noise: Noise | None, out: Tensor
+) -> None:
+    table = hop(before, layout)
+    if table.kernel:
+        torch.ops.zpp_lab.encode_sums.default(sums, table.rows, *_noise(noise, layout, out), out)
+    for i in table.others:
+        old, new = _alone(before, i), _alone(layout, i)
+        reference.encode_sums(old, new, _sums(before, i, sums), noise, _bytes(layout, i, out))
+
+
+def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
+    table = incoming(layout)
+    if table.others or not any(s.codec.rotation for s in layout.segments):
+        return reference.finish_sums(layout, sums)
+    out = torch.empty(sums.shape[0], layout.numel, dtype=sums.dtype, device=sums.device)
+    torch.ops.zpp_lab.finish_sums.default(sums, table.rows, out)
+    return out
+
+
+def decode_sum_encode(
+    before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
+) -> None:
+    table = hop(before, layout)
+    if table.kernel:
+        args = _noise(noise, layout, out)
+        torch.ops.zpp_lab.decode_sum_encode.default(payload, table.rows, *args, out)
+    for i in table.others:
+        old, new = _alone(before, i), _alone(layout, i)
+        rows = _bytes(before, i, payload)
+        reference.decode_sum_encode(old, new, rows, noise, _bytes(layout, i, out))
+
+
+def _alone(layout: Layout, i: int) -> Layout:
+    """The segment as a layout of its own, whose payloads and sums start with it."""
+    segment = layout.segments[i]
+    return Layout.build([segment.name], [segment.numel], [segment.codec])
+
+
+def _bytes(layout: Layout, i: int, payload: Tensor) -> Tensor:
+    """The segment's bytes in payload rows uint8 [..., nbytes]."""
+    segment = layout.segments[i]
+    return payload[..., segment.offset : segment.offset + segment.nbytes]
+
+
+def _sums(layout: Layout, i: int, sums: Tensor) -> Tensor:
+    """The segment's columns in sums [R, coded_numel]."""
+    segment = layout.segments[i]
+    return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]
+
+
+def _tiles(segment: Segment) -> int:
+    """Tiles of one row, the kernel's and those of `error_sums`: filling never adds one."""
+    return -(-segment.numel // TILE)
+
+
+def _partials(layout: Layout, chosen: Sequence[int], out: Tensor) -> Tensor:
+    """Room for the error sums of each tile: fp64 [tiles, 8], `count` left out."""
+    tiles = out.shape[0] * sum(_tiles(layout.segments[i]) for i in chosen)
+    return torch.empty(tiles, len(SUMS) - 1, dtype=torch.float64, device=out.device)
+
+
+def _fold_partials(layout: Layout, chosen: Sequence[int], partials: Tensor, errors: Tensor) -> None:
+    """The sums of tiles → `errors` fp64 [R, segments, 9], in the order of `error_sums`."""
+    done, rows = 0, errors.shape[0]
+    for i in chosen:
+        segment = layout.segments[i]
+        tiles = _tiles(segment)
+        part = partials[done : done + rows * tiles].view(rows, tiles, len(SUMS) - 1)
+        done += rows * tiles
+        errors[:, i, :-1] = fold_sum(part.transpose(1, 2))
+        # by a tensor, since CUDA turns division by a Python number into a product
+        codes = errors.new_full((), max(segment.coded_numel, 1))
+        errors[:, i, -2] = errors[:, i, -2] / codes * segment.numel
+        errors[:, i, -1] = segment.numel
+
+
+def _noise(noise: Noise | None, layout: Layout, out: Tensor) -> tuple[int, Tensor | None]:
+    """Key and rows, as the operators take them."""
+    if noise is None or not layout.stochastic:
+        return 0, None
+    return signed(noise.key), noise_rows(noise, out.device)

@@ -1,0 +1,157 @@
+"""The layout operators in plain torch: the truth for kernels, and the CPU's implementation.
+
+Rows: a payload is uint8 [R, layout.nbytes]. A source or a destination is a whole parameter,
+flat; row r of a segment with n elements is elements [r n, (r + 1) n) of it, and what lies past
+its end is zero padding. A rank's own shard is the case R = 1.
+
+Segments of a layout that share codec and length are stacked and handled by one call of the
+codec: rows do not see each other, so this changes no bit and saves most of the call overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import Noise, SegmentNoise
+from zpp_lab.codecs.errors import error_sums
+from zpp_lab.codecs.layout import Layout, Segment
+
+Group = tuple[int, ...]  # indices of segments with one codec and one length
+
+
+def encode(
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None = None,
+) -> None:
+    """Whole parameters (any float dtype, one per segment) → payload `out` uint8 [R, nbytes].
+
+    `errors` fp64 [R, segments, 9] takes each segment's `codecs.errors.error_sums`.
+    """
+    assert len(sources) == len(layout.segments)
+    for group in layout.groups:
+        segments = [layout.segments[i] for i in group]
+        rows = [padded_rows(sources[i], out.shape[0], segments[0].numel) for i in group]
+        _encode_group(segments, rows, noise, out, rotated=False)
+    if errors is not None:
+        for i, (segment, source) in enumerate(zip(layout.segments, sources, strict=True)):
+            x = padded_rows(source, out.shape[0], segment.numel)
+            errors[:, i] = error_sums(segment.codec, x.float(), _slot(out, segment))
+
+
+def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
+    """Payload uint8 [R, nbytes] → whole parameters, rounded once from fp32 to their dtype."""
+    assert len(outs) == len(layout.segments)
+    for group in layout.groups:
+        segments = [layout.segments[i] for i in group]
+        values = segments[0].codec.decode(_stack(payload, segments), segments[0].numel)
+        for i, part in zip(group, values.chunk(len(group)), strict=True):
+            outs[i].view(-1).copy_(part.reshape(-1)[: outs[i].numel()])
+
+
+def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
+    """Adds payload rows uint8 [K, R, nbytes] to `sums` fp32 [R, coded_numel], k = 0 first."""
+    for group in layout.groups:
+        segments = [layout.segments[i] for i in group]
+        codec, rotated = segments[0].codec, segments[0].codec.rotation is not None
+        for row in payload:
+            stacked = _stack(row, segments)[None]
+            values = codec.decode_sum(stacked, segments[0].numel, rotated=rotated)
+            for segment, part in zip(segments, values.chunk(len(group)), strict=True):
+                _sums(sums, segment).add_(part)
+
+
+def encode_sums(
+    before: Layout, layout: Layout, sums: Tensor, noise: Noise | None, out: Tensor
+) -> None:
+    """Sums of a hop with layout `before`, fp32 [R, before.coded_numel] → payload of the next hop.
+
+    A segment whose two codecs share their rotation stays in the rotated domain.
+    """
+    for group in layout.groups:
+        segments = [layout.segments[i] for i in group]
+        rotation = segments[0].codec.rotation
+        for stay in (False, True):
+            chosen = [i for i in group if _stays(before.segments[i], rotation) == stay]
+            parts = [_leave(before.segments[i], sums, stay) for i in chosen]
+            if chosen:
+                _encode_group([layout.segments[i] for i in chosen], parts, noise, out, rotated=stay)
+
+
+def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
+    """fp32 [R, coded_numel] → [R, numel]: out of the rotated domain, segments side by side."""
+    if not any(s.codec.rotation for s in layout.segments):
+        return sums
+    return torch.cat([_leave(s, sums, stay=False) for s in layout.segments], dim=1)
+
+
+def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
+    """Payload rows uint8 [K, R, nbytes] → `out` [R, numel] fp32 or bf16: 0 + row 0 + row 1 + ...,
+    out of the rotated domain, rounded once."""
+    out.copy_(finish_sums(layout, _summed(layout, payload)))
+
+
+def decode_sum_encode(
+    before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
+) -> None:
+    """The middle of a two-hop reduction: payload rows uint8 [K, R, before.nbytes] of the first
+    hop → payload uint8 [R, layout.nbytes] of the second."""
+    encode_sums(before, layout, _summed(before, payload), noise, out)
+
+
+def padded_rows(source: Tensor, rows: int, numel: int) -> Tensor:
+    """A whole parameter as [rows, numel], zeros past its end; a view where nothing is missing."""
+    flat = source.reshape(-1)
+    if flat.numel() != rows * numel:
+        flat = torch.nn.functional.pad(flat, (0, rows * numel - flat.numel()))
+    return flat.view(rows, numel)
+
+
+def _summed(layout: Layout, payload: Tensor) -> Tensor:
+    sums = torch.zeros(payload.shape[1], layout.coded_numel, device=payload.device)
+    decode_sum(layout, payload, sums)
+    return sums
+
+
+def _encode_group(
+    segments: list[Segment], rows: list[Tensor], noise: Noise | None, out: Tensor, rotated: bool
+) -> None:
+    """Rows [R, n] of segments with one codec → their places in `out` uint8 [R, nbytes]."""
+    first, many = segments[0], len(segments) > 1
+    ids = [s.parameter for s in segments]
+    drawn = SegmentNoise(noise, ids[0], tuple(ids[1:])) if noise is not None else None
+    place = _slot(out, first)
+    target = place.new_empty(len(rows) * place.shape[0], first.nbytes) if many else place
+    first.codec.encode(torch.cat(rows) if many else rows[0], drawn, target, rotated=rotated)
+    if many:
+        for segment, part in zip(segments, target.chunk(len(segments)), strict=True):
+            _slot(out, segment).copy_(part)
+
+
+def _stack(payload: Tensor, segments: list[Segment]) -> Tensor:
+    """The segments' bytes, one below the other: uint8 [G R, nbytes]."""
+    slots = [_slot(payload, s) for s in segments]
+    return torch.cat(slots) if len(slots) > 1 else slots[0]
+
+
+def _slot(payload: Tensor, segment: Segment) -> Tensor:
+    return payload[:, segment.offset : segment.offset + segment.nbytes]
+
+
+def _sums(sums: Tensor, segment: Segment) -> Tensor:
+    return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]
+
+
+def _stays(old: Segment, rotation: object) -> bool:
+    return rotation is not None and old.codec.rotation == rotation
+
+
+def _leave(segment: Segment, sums: Tensor, stay: bool) -> Tensor:
+    """The segment's sums, out of the rotated domain unless they stay."""
+    part, rotation = _sums(sums, segment), segment.codec.rotation
+    return part if stay or rotation is None else rotation.inverse(part, segment.numel)

@@ -1,0 +1,1 @@
+"""Transport between ranks of one host that read each other's memory."""

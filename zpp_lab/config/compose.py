@@ -1,0 +1,311 @@
+"""Configs through Hydra: conf/*.yaml plus overrides become one validated `Config`.
+
+Which folder a run lives in, and whether the folder already holds another run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from zpp_lab.config.factors import expand_arms
+from zpp_lab.config.load import load, outdated, readable, setting_of, unknown_key, valid_names
+from zpp_lab.config.schema import Config
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.files import check_name, conf_dir, missing, parse_yaml, read_yaml
+
+_ELSEWHERE = {
+    "engine": " (engine=fsdp for those of real ranks)",
+    "model": " (model=hf for those of transformers, model=tiny … for the decoder's)",
+}
+GROUPS = ("lora",)  # of conf/, whose settings lie deeper in `Config`
+
+
+def compose(overrides: list[str]) -> Config:
+    """The run that `zpp-lab train <overrides>` would do; ValueError lists the valid names."""
+    overrides = [readable(word) for word in overrides]
+    for word in overrides:
+        if word.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
+            raise ValueError(f"{word}: settings of Hydra's own go with -m; leave it out")
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = hydra_compose("config", overrides)
+    except (HydraException, ValueError) as error:
+        raise ValueError(explain(error, overrides)) from None
+    return to_config(composed)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """A composed Hydra config as a validated `Config`."""
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    return load(Config, values)
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """Hydra's complaint in our words: an override it cannot read, an unknown key or option."""
+    for override in overrides:
+        if _parsed(override) is None:
+            return (
+                f"{override!r} cannot be read: write name=value, and quote a value with spaces, "
+                "commas or brackets, such as 'data.suffixes=[.h,.hpp]'"
+            )
+    key = _unknown_key(overrides)
+    if key is not None and "Could not override" in str(error):
+        return unknown_key(Config, key, GROUPS)
+    unlisted = re.search(r"Could not override '([\w.]+)'", str(error))
+    if unlisted is not None:
+        other = _ELSEWHERE.get(unlisted[1].partition(".")[0], "")
+        return (
+            f"{unlisted[1]} is a setting, but what was chosen from conf/ does not list it: write "
+            f"++{unlisted[1]}=VALUE, or choose what does{other}"
+        )
+    several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
+    if several is not None:
+        return f"{several[1]}: add -m to run each value, or write a list in brackets"
+    missing = re.search(r"Could not find '(\w+)/([^']*)'", str(error))
+    if missing is not None:
+        return _unknown_option(*missing.groups())
+    for override in overrides:
+        parsed = _parsed(override)
+        if parsed is not None and parsed.value() is None and _is_group(parsed.key_or_group):
+            return _unknown_option(parsed.key_or_group, "null")
+    again = re.search(r"An item is already at '([\w.]+)'", str(error))
+    if again is not None:
+        return f"+{again[1]}: the setting is there already; leave out the +"
+    text = str(error).split("\nConfig search path")[0]
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _unknown_option(group: str, name: str) -> str:
+    """The message for a file that a group of conf/ does not have."""
+    there = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    near = difflib.get_close_matches(name, there, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    other = "; any other: cluster.nodes=3 cluster.gpus_per_node=4" if group == "cluster" else ""
+    return f"{group}={name}: no such {group}.{hint} There are: {', '.join(there)}{other}"
+
+
+def _parsed(override: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None
+
+
+def _unknown_key(overrides: list[str]) -> str | None:
+    for override in overrides:
+        parsed = _parsed(override)
+        if parsed is None:
+            continue
+        key = parsed.key_or_group.split("@")[0]
+        parents, _, last = key.rpartition(".")
+        names = valid_names(Config, parents.split(".") if parents else [])
+        if last not in names and not _is_group(key):
+            return key
+    return None
+
+
+def _is_group(key: str) -> bool:
+    """Whether files of conf/ have the settings, as of lora."""
+    return (conf_dir() / key).is_dir()
+
+
+def study_names() -> list[str]:
+    return sorted(p.stem for p in (conf_dir() / "study").glob("*.yaml"))
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a study's file holds; ValueError that names the file when that is no study."""
+    values = parse_yaml(path, "mend it, or name another file")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+    for name in ("overrides", "without"):
+        if not isinstance(values.get(name, []), list):
+            raise ValueError(f"{path}: {name}={values[name]!r}: use a list, such as [a, b]")
+    return values
+
+
+def load_study(
+    name: str, changes: dict[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> StudyConfig:
+    """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
+
+    Arms written as a grid are expanded, and what it `extends` is there. `changes` replace the
+    study's own settings; `overrides` go to every run.
+    """
+    values = _inherited(_study_path(name))
+    values |= changes or {}
+    values["overrides"] = [*values.get("overrides", []), *overrides]
+    values["arms"] = expand_arms(values.get("arms"))
+    try:
+        study = load(StudyConfig, values)
+        study.check_folders()
+    except ValueError as error:
+        raise ValueError("\n".join(f"{name}: {line}" for line in str(error).split("\n"))) from None
+    _check_heard(study, overrides)
+    return study
+
+
+def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
+    """ValueError for a setting that every arm, and every run before the arms, sets again, so that
+    no run would have it."""
+    runs = [*(arm.overrides for arm in study.arms), *(one.overrides for one in study.prepare)]
+    by_run = [{setting_of(word) for word in own} for own in runs]
+    for word in overrides:
+        if all(setting_of(word) in own for own in by_run):
+            raise ValueError(
+                f"{word}: every arm of study {study.name} sets {setting_of(word)} itself; write a "
+                f"study with arms of your own (extends: {study.name}), or train one run with "
+                "zpp-lab train"
+            )
+
+
+def _study_path(name: str) -> Path:
+    """The file that a study's name or path means; ValueError when there is none."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"{name}: {missing(path, 'file')}; name a study's YAML file")
+        return path
+    if name not in study_names():
+        if Path(name).is_file():
+            raise ValueError(f"{name}: a study's file ends with .yaml; rename it, or name another")
+        near = difflib.get_close_matches(name, study_names(), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(
+            f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
+        )
+    return conf_dir() / "study" / f"{name}.yaml"
+
+
+def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A study's mapping. With `extends: STUDY` it is that study's with this one's keys in place
+    of its own; overrides are added, arms replaced by name or added, those in `without` left out."""
+    values = _mapping(path)
+    if "extends" not in values:
+        return values
+    if path in heirs:
+        raise ValueError(f"{path}: extends itself, by way of {heirs[-1].name}")
+    try:
+        extended = _study_path(str(values.pop("extends")))
+    except ValueError as error:
+        raise ValueError(f"{path}: extends: {error}") from None
+    base = _inherited(extended, (*heirs, path))
+    arms = _by_name(path, base.get("arms"))
+    without = values.pop("without", [])
+    unknown = [name for name in without if name not in arms]
+    if unknown:
+        raise ValueError(
+            f"{path}: without: {', '.join(unknown)}: no such arm in what it extends; "
+            f"there are: {', '.join(arms)}"
+        )
+    own = _by_name(path, values.pop("arms", []))
+    overrides = [*base.get("overrides", []), *values.pop("overrides", [])]
+    kept = {name: same for name, same in arms.items() if name not in without} | own
+    return base | values | {"overrides": overrides, "arms": list(chain(*kept.values()))}
+
+
+def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
+    """Grids go by the name that they give their arms, which several of one file may share."""
+    if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
+        raise ValueError(f"{path}: arms must be a list of mappings with a name each")
+    named: dict[str, list[Any]] = {}
+    for arm in arms:
+        named.setdefault(str(arm["name"]), []).append(arm)
+    return named
+
+
+# Settings that may differ between two starts of one run: they change no numbers.
+FREE = (
+    "run",
+    "tracking",
+    "engine.threads",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.checkpoint_weights_only",
+    "train.checkpoint_host_gib",
+    "train.checkpoint_staging_mib",
+    "train.checkpoint_full_disk",
+    "train.optimizer_place",
+    "engine.timeout_seconds",
+    "engine.silence_seconds",
+)
+
+
+def run_dir(config: Config) -> Path:
+    """`run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that name."""
+    if config.run.dir:
+        return Path(config.run.dir)
+    check_recipe_name(config.recipe.name)
+    return Path("runs") / config.recipe.name / f"seed{config.seed}"
+
+
+def check_recipe_name(name: str) -> None:
+    """ValueError when a run without `run.dir` would leave the folder of all runs by this name."""
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise ValueError(f"recipe.name={name!r}: {error}, or set run.dir") from None
+
+
+def has_ended(config: Config) -> bool:
+    """Whether the run has its summary, which another start only returns."""
+    return config.run.resume and (run_dir(config) / "summary.json").is_file()
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """ValueError when `folder` holds a run with other settings; it names them."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return
+    before = flat_config(read_yaml(path))
+    now = flat_config(config)
+    changed = differing(before, now)
+    if changed:
+        listed = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed[:5])
+        raise ValueError(
+            f"{folder} holds a run with other settings ({listed}). "
+            "Give another run.dir, or delete the folder to start over"
+        )
+
+
+def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of `config`; one that a stored mapping lacks has today's default, which is what
+    it did before there was a choice. One that is gone, with a value that did what is done without
+    it, is left out."""
+    if isinstance(config, Config):
+        return flatten(asdict(config))
+    stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
+    return flatten(asdict(Config())) | stored
+
+
+def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Dotted names that differ, apart from those that change no numbers."""
+    keys = sorted(set(before) | set(now))
+    return [k for k in keys if before.get(k) != now.get(k) and not _free(k)]
+
+
+def _free(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in FREE)
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}; lists are values."""
+    if not isinstance(values, dict) or not values:
+        return {prefix: values} if prefix else {}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return out

@@ -1,0 +1,89 @@
+"""Settings of the data: corpus, tokenizer, sequences. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from zpp_lab.config.codec import STRICT, need
+
+
+@dataclass(frozen=True, config=STRICT)
+class RecordConfig:
+    """How records of a JSON-lines file become text to finetune on: names of their fields, the marks
+    around a chat's turns, and what fits a sequence.
+
+    A record is `{"prompt": …, "completion": …}`, or `{"messages": [{"role": …, "content": …}, …]}`,
+    under the names given here.
+    """
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"  # where a record has it, it is a chat
+    turn_open: str = "<|{role}|>\n"  # before a turn's content; {role} is the turn's
+    turn_close: str = "\n"  # after it; of an assistant's turn the loss counts it
+    pack: bool = True  # several records in a sequence; they see those before them in it
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"  # truncate: prompts, from the left
+
+    def __post_init__(self) -> None:
+        names = (self.prompt, self.completion, self.messages)
+        if not all(names) or len(set(names)) < 3:
+            raise ValueError(
+                "data.records: prompt, completion and messages must be three names of fields"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    name: Literal["stdlib", "installation", "text", "jsonl", "hf"] = "stdlib"
+    path: str | None = None  # file or folder for `text`, dataset for `hf`, more `installation`
+    suffixes: list[str] = field(default_factory=lambda: [".py"])  # of files of `installation`
+    mask_prompt: bool = True  # jsonl: the loss counts completions only
+    records: RecordConfig = field(default_factory=RecordConfig)  # jsonl
+    subset: str | None = None  # of an `hf` dataset
+    split: str = "train"  # of an `hf` dataset
+    column: str = "text"  # where a row of an `hf` dataset keeps its text
+    tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
+    tokenizer_path: str | None = None  # hf: a tokenizer.json, or its folder
+    end_token: str | None = None  # hf: closes a document; None: the tokenizer's eos_token
+    vocab_size: int = 256  # of a BPE to train
+    bpe_every: int = 1  # a BPE learns from every n-th training document
+    seq_len: int = 64
+    draw_ranks: int = 0  # a step's sequences are those of so many ranks; 0: of the cluster's
+    heldout_every: int = 20  # every n-th file is held out
+    max_bytes: int = 0  # 0 reads all
+    cache_dir: str = "data_cache"
+
+    def __post_init__(self) -> None:
+        need(self.seq_len >= 2, f"data.seq_len={self.seq_len}: use 2 or more")
+        need(self.heldout_every >= 2, f"data.heldout_every={self.heldout_every}: use 2 or more")
+        need(self.bpe_every >= 1, f"data.bpe_every={self.bpe_every}: use 1 (all) or more")
+        need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
+        need(
+            self.draw_ranks == 0 or (self.draw_ranks > 0 and self.name != "jsonl"),
+            f"data.draw_ranks={self.draw_ranks}: use 0 (the cluster's ranks), or more of another "
+            "corpus than jsonl, whose sequences are drawn by the step's own ranks",
+        )
+        need(
+            all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
+            f"data.suffixes={self.suffixes}: name endings of files, such as [.py,.h]",
+        )
+        need(
+            self.name in ("stdlib", "installation") or bool(self.path),
+            f"data.name={self.name} needs data.path (a file, a folder or a dataset's name)",
+        )
+        need(
+            self.tokenizer != "bpe" or self.vocab_size > 256,
+            f"data.tokenizer=bpe needs data.vocab_size above 256, not {self.vocab_size}",
+        )
+        need(
+            (self.tokenizer == "hf") == bool(self.tokenizer_path),
+            "data.tokenizer=hf and data.tokenizer_path (a tokenizer.json, or its folder) go "
+            "together: set both or neither",
+        )
+        need(
+            self.tokenizer == "hf" or self.end_token is None,
+            "data.end_token is for data.tokenizer=hf",
+        )

@@ -1,0 +1,226 @@
+"""Nested mappings as validated dataclasses, with messages that name the place and the choices.
+
+Values as words of a command line, in the grammar of Hydra's overrides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+T = typing.TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A setting of former versions. kept: its values that meant what is done without it, which
+    what was written then may still say; None: all."""
+
+    when: str
+    instead: str
+    kept: tuple[Any, ...] | None = ()
+
+
+_COPIED = "leave it out: peers' rows are always copied, which cost no model more at any size"
+REMOVED = {  # by dotted name, of runs and of machines' files
+    "engine.blocks_per_unit": Removed("November 2026", "leave it out: each block is a unit", (1,)),
+    "engine.pull": Removed("November 2026", _COPIED, ("auto", "copy")),
+    "engine.pull_multiprocessors": Removed("November 2026", _COPIED, (0,)),
+    "intra.pull": Removed("November 2026", _COPIED, None),
+}
+
+
+def outdated(name: str, value: Any) -> bool:
+    """Whether the setting of this dotted name is gone, and `value` is no reason to stop."""
+    gone = REMOVED.get(name)
+    return gone is not None and (gone.kept is None or value in gone.kept)
+
+
+def _without_outdated(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    return {
+        key: _without_outdated(value, f"{place}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if not outdated(f"{place}{key}", value)
+    }
+
+
+def load(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"no mapping of names to values: {str(values)[:40]!r}")
+    flags = [f"{place}={_spelt(flag)}: use a number" for place, flag in _misplaced(cls, values)]
+    try:
+        made = TypeAdapter(cls).validate_python(_without_outdated(dict(values)))
+    except ValidationError as error:
+        faults = [_explain(cls, e) for e in error.errors() if e["type"] != "missing"]
+        if absent := _absent(cls, error):
+            faults.append(f"{', '.join(absent)}: missing")
+        raise ValueError("\n".join([*flags, *faults])) from None
+    if flags:
+        raise ValueError("\n".join(flags))
+    return made
+
+
+def _absent(cls: type, error: ValidationError) -> list[str]:
+    """What is missing, apart from what an unknown name beside it was meant to be."""
+    faults = error.errors()
+    unknown = [e["loc"] for e in faults if e["type"] == "unexpected_keyword_argument"]
+    absent = []
+    for place in (e["loc"] for e in faults if e["type"] == "missing"):
+        beside = [str(u[-1]) for u in unknown if u[:-1] == place[:-1]]
+        if not difflib.get_close_matches(str(place[-1]), beside, n=1):
+            absent.append(".".join(map(str, place)))
+    return absent
+
+
+def _misplaced(cls: type, values: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, bool]]:
+    """Every true or false where a number belongs, which Python takes for 1 or 0."""
+    if isinstance(values, Mapping):
+        inner = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list):
+        inner = [(str(i), value) for i, value in enumerate(values)]
+    else:
+        inner = []
+        hint = _hint(cls, list(place))
+        taken = get_args(hint) or (hint,)
+        if isinstance(values, bool) and bool not in taken and {int, float} & set(taken):
+            yield ".".join(place), values
+    for key, value in inner:
+        yield from _misplaced(cls, value, (*place, key))
+
+
+def _spelt(value: Any) -> str:
+    """As a file or a command line has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def _explain(cls: type, error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "unexpected_keyword_argument":
+        return unknown_key(cls, place)
+    if error["type"] == "value_error":  # raised by a __post_init__ above: says it all
+        return str(error["ctx"]["error"])
+    given = _spelt(error["input"])
+    if error["type"] == "dataclass_type":  # a group of settings
+        names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
+        return f"{place}={given}: has settings of its own, so set those: {names}"
+    null = ", or null" if _nullable(cls, place) else ""
+    return f"{place}={given}: use {_expected(error)}{null}"
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list, such as [a,b]",
+    "dict": "a mapping, such as {a: 1}",
+}
+
+
+def _expected(error: Any) -> str:
+    """What a setting takes, from pydantic's complaint."""
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return _KINDS.get(error["type"].split("_")[0], str(error["msg"]))
+
+
+def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
+    """The message for a dotted key that `cls` does not have. groups: names that stand for settings
+    at the top level without being one."""
+    if gone := REMOVED.get(place):
+        return f"{place} was removed in {gone.when}; {gone.instead}"
+    *parents, key = place.split(".")
+    while parents and not valid_names(cls, parents):  # the group itself is unknown
+        *parents, key = parents
+    valid = sorted({*valid_names(cls, parents), *(() if parents else groups)})
+    near = difflib.get_close_matches(key, valid, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    where = f"in {'.'.join(parents)}" if parents else "at the top level"
+    return f"{place}: no such setting.{hint} Valid names {where}: {', '.join(valid)}"
+
+
+def valid_names(cls: Any, path: list[str]) -> list[str]:
+    """Field names of the dataclass found below `cls` along `path` (list indices are skipped)."""
+    cls = _dataclass_in(_hint(cls, path))
+    return [f.name for f in fields(cls)] if is_dataclass(cls) else []
+
+
+def _nullable(cls: Any, place: str) -> bool:
+    """Whether the setting may be null."""
+    return type(None) in get_args(_hint(cls, place.split(".")))
+
+
+def _hint(cls: Any, path: list[str]) -> Any:
+    """The type of what lies below `cls` along `path`; None where nothing does."""
+    for part in path:
+        if not part.isdigit():
+            inner = _dataclass_in(cls)
+            cls = typing.get_type_hints(inner).get(part) if is_dataclass(inner) else None
+    return cls
+
+
+def _dataclass_in(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is not None:
+        return next((a for a in get_args(hint) if is_dataclass(a)), None)
+    return hint
+
+
+_BARE = re.compile(r"[\w./-]*[A-Za-z_/][\w./-]*", re.ASCII)
+_FOREIGN = re.compile(r"[^\s,()\[\]{}:='\"\\]*[^\x00-\x7f][^\s,()\[\]{}:='\"\\]*")
+_NUMBER = re.compile(r"[-.\d_]+(e[-\d]*)?|-?(nan|inf)|null|true|false", re.IGNORECASE)
+
+
+def written(value: Any) -> str:
+    """A value as Hydra reads it; quotes only where they are needed."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{written(k)}:{written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(written, value)) + "]"
+    if not isinstance(value, str):
+        return repr(value)
+    bare = _BARE.fullmatch(value) and not _NUMBER.fullmatch(value)
+    return value if bare else quote(value)
+
+
+def quote(value: str) -> str:
+    """`value` as a quoted string of Hydra's override grammar."""
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+
+
+def from_home(override: str) -> str:
+    """`name=~/x` with the user's own folder in place of ~, which no shell expands behind a name and
+    Hydra cannot read; other overrides as they are."""
+    name, mark, value = override.partition("=")
+    bare = value.strip("\"'")
+    if not mark or not (bare == "~" or bare.startswith("~/")) or "," in bare:
+        return override
+    return f"{name}={quote(os.path.expanduser(bare))}"
+
+
+def readable(override: str) -> str:
+    """`from_home`, and with quotes around what has letters that Hydra's grammar does not know."""
+    name, mark, value = from_home(override).partition("=")
+    if value.isascii() or "'" in value or '"' in value:
+        return f"{name}{mark}{value}"
+    return f"{name}={_FOREIGN.sub(lambda found: quote(found[0]), value)}"
+
+
+def setting_of(word: str) -> str:
+    """The setting, or the group of conf/, that an override names: `recipe` of +recipe=w4."""
+    return word.lstrip("+").split("=")[0]

@@ -1,0 +1,195 @@
+"""Settings of the model: what it is, and where its first weights come from. No torch.
+
+Settings of low-rank adapters on a frozen base, and of how the base is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from zpp_lab.config.codec import STRICT, CodecConfig, ExemptConfig, need
+from zpp_lab.files import below, looks_like_folder, missing, need_folder
+
+# Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them as they are.
+# As the default it may match in part; a list of the user's own must match name by name.
+OUTER = ["*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    """y = W x + (alpha / rank) B A x with W frozen (Hu et al. 2021, arXiv:2106.09685).
+
+    W is encoded once, when the run starts. Every rank keeps the payload of its own rows and sends
+    that, so all steps see the same decoded W. Parameters that `base_exempt` matches, or all of
+    them without `base_codec.bits`, are kept in train.param_dtype.
+    """
+
+    rank: int = 0  # 0: no adapters, all parameters are trained
+    alpha: float = 32.0
+    dropout: float = 0.0  # nothing else: no run could repeat it
+    targets: list[str] = field(default_factory=list)  # names or globs; []: every linear of a block
+    base_codec: CodecConfig = field(default_factory=CodecConfig)
+    base_exempt: ExemptConfig = field(default_factory=lambda: ExemptConfig(names=list(OUTER)))
+
+    def __post_init__(self) -> None:
+        need(self.rank >= 0, f"model.lora.rank={self.rank}: use 0 (no adapters) or more")
+        need(self.alpha > 0, f"model.lora.alpha={self.alpha}: use more than 0")
+        need(
+            self.dropout == 0,
+            f"model.lora.dropout={self.dropout}: dropout is refused, since no run could repeat "
+            "it; set 0",
+        )
+        need(
+            self.base_codec.rounding in (None, "nearest"),
+            "model.lora.base_codec.rounding=stochastic: the base is encoded once, so its noise "
+            "would never average out; use nearest",
+        )
+        asked = bool(self.targets) or self.base_codec != CodecConfig()
+        need(
+            self.rank > 0 or not asked,
+            "model.lora.targets and model.lora.base_codec need adapters: set model.lora.rank",
+        )
+
+    @property
+    def on(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The built-in decoder, or (`hf`) any causal language model of Hugging Face's transformers.
+
+    `hf` takes its shape from `path`, or from `options.model_type`, and ignores dim … norm_eps.
+    The built-in decoder can start from a LlamaForCausalLM folder of the same shape.
+    """
+
+    name: Literal["llama", "hf"] = "llama"
+    path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
+    weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
+    start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
+    init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
+    embedding_std: float = 0.02  # of random weights; 1 keeps first gradients small in deep models
+    head_std: float = 0.02
+    units: str | None = None  # hf: the ModuleList of layers; None finds it
+    options: dict[str, Any] | None = None  # hf: changes to the model's own config
+    preset: str = "tiny"  # for the record; the numbers below decide
+    dim: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    ffn: int = 256
+    vocab_size: int = 0  # 0 takes the tokenizer's
+    tied_head: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    checkpoint_activations: bool = False  # blocks run again in backward; for loss.backward() alone
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        self._check_start()
+        self._check_decoder()
+        self._check_shape()
+
+    def _check_start(self) -> None:
+        """Where the weights come from."""
+        need(
+            not self.lora.on or self.weights == "pretrained" or bool(self.start),
+            "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
+            "its folder, or model.start to a run of ours; model.lora.rank=0 trains all parameters",
+        )
+        need(
+            self.name == "hf" or not self.path or self.weights == "pretrained",
+            "model.path with the built-in decoder needs model.weights=pretrained; the shape of a "
+            "folder's model alone is read by model=hf",
+        )
+        need(
+            self.name != "hf" or bool(self.path) or "model_type" in (self.options or {}),
+            "model=hf needs model.path (a folder with config.json, or a name on the hub) or "
+            "model.options={model_type: ...}",
+        )
+        need(
+            self.weights == "random" or bool(self.path),
+            "model.weights=pretrained needs model.path, a folder with safetensors",
+        )
+        need(
+            not self.start or self.weights == "random",
+            "model.start and model.weights=pretrained are two starts: set one of them",
+        )
+
+    def _check_decoder(self) -> None:
+        """What only one of the built-in decoder and transformers' models has."""
+        changed = [k for k in ("units", "options") if getattr(self, k) is not None]
+        need(
+            self.name == "hf" or not changed,
+            f"model.{changed[0] if changed else ''} is for model=hf",
+        )
+        for key in ("embedding_std", "head_std"):
+            std = getattr(self, key)
+            need(std > 0, f"model.{key}={std}: use more than 0")
+            need(
+                self.name != "hf" or std == 0.02,
+                f"model.{key} is for the built-in decoder; models of transformers draw their "
+                "weights by their own rules, so leave it out",
+            )
+        need(
+            not self.tied_head or self.head_std == 0.02,
+            "model.head_std: a tied head is the embedding, so set model.embedding_std alone",
+        )
+        need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
+        need(
+            self.name != "hf" or self.init == "torch",
+            "model.init=philox is for the built-in decoder; models of transformers draw their "
+            "weights by their own rules, so set model.init=torch",
+        )
+
+    def _check_shape(self) -> None:
+        for key in ("dim", "layers", "heads", "kv_heads", "ffn"):
+            need(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: use 1 or more")
+        need(
+            self.vocab_size >= 0,
+            f"model.vocab_size={self.vocab_size}: use 0 (the tokenizer's) or more",
+        )
+        need(self.norm_eps >= 0, f"model.norm_eps={self.norm_eps}: use 0 or more")
+        need(self.rope_theta > 0, f"model.rope_theta={self.rope_theta}: use more than 0")
+        need(
+            self.dim % self.heads == 0 and self.dim // self.heads % 2 == 0,
+            f"model.dim={self.dim}, model.heads={self.heads}: dim / heads must be an even number",
+        )
+        need(
+            self.heads % self.kv_heads == 0,
+            f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}",
+        )
+
+
+DOWNLOAD = "download the model first (hf download NAME --local-dir FOLDER), or mend the path"
+
+
+def check_model_path(cfg: ModelConfig) -> None:
+    """ValueError when `model.path` is read as a folder and is no model's."""
+    if not cfg.path:
+        return
+    path, named = Path(cfg.path), f"model.path={cfg.path}"
+    if cfg.weights == "pretrained":
+        if not path.is_dir():
+            raise ValueError(
+                f"model.weights=pretrained reads a folder, and {named} is none: {missing(path)}; "
+                f"{DOWNLOAD}"
+            )
+    elif path.is_file() and path.suffix == ".json":
+        return  # a config by itself
+    elif looks_like_folder(cfg.path):
+        need_folder(named, path, DOWNLOAD)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{named} has no config.json{below(path, 'config.json')}: name the folder that "
+            "transformers, or zpp-lab export --to hf, has written"
+        )

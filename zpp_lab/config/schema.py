@@ -1,0 +1,337 @@
+"""Every setting of zpp_lab as a frozen dataclass, validated when it is built.
+
+The larger parts have files of their own (`model.py` …), and are found here as well.
+Nothing of them imports torch: a study of a thousand runs reads configs only.
+`load` turns the nested mapping that Hydra composed into a `Config`; an unknown
+key, a wrong type or an impossible value is a `ValueError` that names the place
+and the valid choices.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from typing import Literal, get_args
+
+from pydantic.dataclasses import dataclass
+
+from zpp_lab.config.codec import STRICT as _STRICT
+from zpp_lab.config.codec import CodecConfig, ExemptConfig
+from zpp_lab.config.codec import need as _need
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.model import ModelConfig
+
+Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+
+# Held-out tokens below which no verdict is given, and below which there is a warning. All seeds
+# share the held-out text, so no interval shows what other text would have said. By the documents
+# of w4 and zeropp (`tiny`, 150 steps, gaps 0.063 and 0.022) that is 0.9 to 1.0 / sqrt(tokens) nats:
+# 0.03 at 1,000 tokens, more than the smaller gap; 0.01 at 10,000, two margins.
+LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
+
+TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RuleConfig:
+    """Codec settings for the parameters that match; the last matching rule wins."""
+
+    name: str = "*"
+    ndim: int | None = None
+    min_numel: int = 0
+    max_numel: int | None = None
+    wires: list[Wire] = field(default_factory=lambda: list(WIRES))
+    exempt: bool = False
+    set: CodecConfig = field(default_factory=CodecConfig)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RecipeConfig:
+    """Which codec each wire uses, for which parameters, and the sharding.
+
+    `weights` and `grads` are short-hands: each wire starts from its short-hand
+    and changes what it sets itself.
+    """
+
+    name: str = "zero3"
+    stage: Literal[1, 2, 3] = 3
+    shard: Literal["world", "node"] = "world"  # node: sharded inside a node, copies across (HSDP)
+    secondary: bool = False  # hpZ: the node keeps the forward payload for backward
+    hops: Literal[1, 2] = 1
+    order: Literal["rank", "reversed"] = "rank"
+    weights: CodecConfig = field(default_factory=CodecConfig)
+    grads: CodecConfig = field(default_factory=CodecConfig)
+    weights_forward: CodecConfig = field(default_factory=CodecConfig)
+    weights_backward: CodecConfig = field(default_factory=CodecConfig)
+    grads_intra: CodecConfig = field(default_factory=CodecConfig)
+    grads_inter: CodecConfig = field(default_factory=CodecConfig)
+    exempt: ExemptConfig = field(default_factory=ExemptConfig)
+    rules: list[RuleConfig] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _need(
+            not (self.secondary and self.stage != 3),
+            f"recipe.secondary=true needs recipe.stage=3: stage {self.stage} keeps the weights "
+            "between forward and backward, so there is nothing to gather again",
+        )
+        self._check_codecs()
+        clash = [
+            text
+            for text, there in (
+                ("secondary=true (all weights are in the node anyway)", self.secondary),
+                ("hops=2 (it has two hops of its own)", self.hops == 2),
+                ("order=reversed (FSDP2 sums in its own order)", self.order == "reversed"),
+            )
+            if there and self.shard == "node"
+        ]
+        _need(not clash, f"recipe.shard=node does not go with recipe.{'; recipe.'.join(clash)}")
+
+    def wire(self, wire: Wire) -> CodecConfig:
+        """The wire's own codec settings over its short-hand."""
+        short = self.weights if wire.startswith("weights") else self.grads
+        own: CodecConfig = getattr(self, wire)
+        return own.over(short)
+
+    def _check_codecs(self) -> None:
+        rules = [r for r in self.rules if not r.exempt]
+        for wire in WIRES:
+            own = self.wire(wire)
+            ruled = [rule.set.over(own) for rule in rules if wire in rule.wires]
+            for settings in (own, *ruled):
+                try:
+                    settings.check()
+                except ValueError as error:
+                    raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ClusterConfig:
+    nodes: int = 2
+    gpus_per_node: int = 2
+
+    def __post_init__(self) -> None:
+        _need(self.nodes >= 1, f"cluster.nodes={self.nodes}: use 1 or more")
+        _need(self.gpus_per_node >= 1, f"cluster.gpus_per_node={self.gpus_per_node}: use 1 or more")
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EngineConfig:
+    name: Literal["virtual", "fsdp", "deepspeed"] = "virtual"
+    device: str = "auto"  # auto, cpu, cuda or cuda:0
+    gather: Literal["auto", "flat", "hierarchical"] = "auto"
+    threads: int = 0  # CPU threads; 0 leaves torch's choice
+    deterministic: bool = True
+    graph: bool = True  # virtual, on a GPU: passes are replayed from a CUDA graph
+    lanes: int = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
+    ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
+    prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
+    offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
+    compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
+    allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
+    emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
+    # on one host with fewer GPUs than ranks: its nodes share them (train/launch/gpus.py)
+    share_gpus: Literal["mps", "time-slices"] | None = None
+    # fsdp: a transfer that takes longer, or a rank that is silent so long, ends the run on all
+    # ranks, within 15 seconds more. To outlast an outage both must be more than twice as long.
+    timeout_seconds: float = 300.0
+    silence_seconds: float = 40.0
+    transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
+
+    def __post_init__(self) -> None:
+        _need(
+            0 <= self.threads <= 4096,
+            f"engine.threads={self.threads}: use 0 (torch's choice) to 4096",
+        )
+        _need(
+            bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)),
+            f"engine.device={self.device!r}: use auto, cpu, cuda or cuda:N",
+        )
+        _need(self.lanes >= 0, f"engine.lanes={self.lanes}: use 0 (by the size of a pass) or more")
+        _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
+        timeout, silence = self.timeout_seconds, self.silence_seconds
+        _need(timeout > 0, f"engine.timeout_seconds={timeout}: use more than 0")
+        _need(silence >= 5, f"engine.silence_seconds={silence}: use 5 or more")
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the engine has a process for every rank."""
+        return self.name != "virtual"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OpsConfig:
+    backend: Literal["auto", "cuda", "reference"] = "auto"
+
+
+def heldout_notes(tokens: int, eval_tokens: int) -> tuple[str, ...]:
+    """What to say of losses over so few held-out tokens, of at most `eval_tokens`; none where they
+    are enough."""
+    if tokens >= FEW_HELDOUT:
+        return ()
+    least = tokens < LEAST_HELDOUT
+    said = "get no verdict" if least else "say little of other text, which no interval shows"
+    return (
+        f"losses over {tokens:,} held-out tokens, fewer than "
+        f"{LEAST_HELDOUT if least else FEW_HELDOUT:,}, {said}: {more_heldout(eval_tokens)}",
+    )
+
+
+def more_heldout(eval_tokens: int) -> str:
+    """What to set for more held-out tokens than there were with `eval_tokens`."""
+    if eval_tokens < FEW_HELDOUT:
+        return f"set train.eval_tokens={TrainConfig.eval_tokens} or more"
+    return (
+        "hold out more text (a smaller data.heldout_every, or more documents), with "
+        "train.eval_tokens to match"
+    )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    steps: int = 180
+    batch_size: int = 4  # sequences of one rank in one micro-step
+    micro_steps: int = 1  # gradient accumulation
+    accumulate: Literal["every", "last"] = "every"  # reduce each micro-step, or the last only
+    param_dtype: TrainDtype = "fp32"
+    reduce_dtype: TrainDtype = "fp32"
+    lr: float = 3e-3
+    residual_lr: float = 1.0  # lr times this, for projections into the residual stream: see GUIDE
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    schedule: Literal["cosine", "constant"] = "cosine"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # 0 does not clip
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"  # AdamW's moments; masters stay fp32
+    optimizer_place: Literal["device", "host"] = "device"  # host: moments pass through the GPU
+    eval_every: int = 50
+    eval_tokens: int = 32768
+    checkpoint_every: int = 100  # 0 saves at the end only
+    keep_checkpoints: int = 2  # 0: none once the run has finished
+    checkpoint_weights_only: bool = False  # weights alone, in bf16: to export, not to resume
+    checkpoint_host_gib: float = 8.0  # fsdp: a rank's copy up to so large is written meanwhile
+    checkpoint_staging_mib: int = 64  # a rank's buffers on the way to the disk; more is not used
+    checkpoint_full_disk: Literal["stop", "skip"] = "stop"  # skip: train on without a checkpoint
+    diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
+    diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_size", "micro_steps", "eval_every", "eval_tokens"):
+            _need(getattr(self, key) >= 1, f"train.{key}={getattr(self, key)}: use 1 or more")
+        for key in (
+            "warmup_steps",
+            "checkpoint_every",
+            "clip",
+            "lr",
+            "weight_decay",
+            "diverge_above",
+        ):
+            _need(getattr(self, key) >= 0, f"train.{key}={getattr(self, key)}: use 0 or more")
+        _need(self.residual_lr > 0, f"train.residual_lr={self.residual_lr}: use more than 0")
+        _need(
+            self.keep_checkpoints >= 0,
+            f"train.keep_checkpoints={self.keep_checkpoints}: use 0 or more",
+        )
+        _need(
+            self.optimizer_place == "device" or self.optimizer_state != "fp32",
+            "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: moments cross "
+            "the host's bus twice a step, and torch's own AdamW keeps fp32 ones where weights are",
+        )
+        _need(
+            self.checkpoint_staging_mib >= 1 and self.checkpoint_host_gib >= 0,
+            "train.checkpoint_staging_mib: use 1 or more; train.checkpoint_host_gib: 0 (never "
+            "copy) or more",
+        )
+        _need(self.diverge_steps >= 1, f"train.diverge_steps={self.diverge_steps}: use 1 or more")
+        for key in ("beta1", "beta2"):
+            value = getattr(self, key)
+            _need(0 <= value < 1, f"train.{key}={value}: use 0 or more, and less than 1")
+        _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
+        _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know before the first step. No errors: a trial of a few steps keeps the
+        warm-up of the run that it tries, and its short evaluation."""
+        return (*self._warm_up, *heldout_notes(self.eval_tokens, self.eval_tokens))
+
+    @property
+    def _warm_up(self) -> tuple[str, ...]:
+        if self.warmup_steps <= self.steps:
+            return ()
+        return (
+            f"train.warmup_steps={self.warmup_steps} is more than train.steps={self.steps}: the "
+            f"learning rate ends at {self.lr * self.steps / self.warmup_steps:.3g} and never "
+            f"reaches train.lr={self.lr:g}; unless this is a trial, set train.warmup_steps="
+            f"{self.steps} or less",
+        )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrackingConfig:
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: offline without a key
+    project: str = "zpp_lab"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    telemetry_every: int = 50  # 0 measures no codec errors
+    timeout_seconds: float = 60.0  # for wandb's server to answer, at the start and at the end
+    wait_seconds: float = 0.0  # at a run's end for wandb; a batch system may kill what stays behind
+
+    def __post_init__(self) -> None:
+        every, timeout, wait = self.telemetry_every, self.timeout_seconds, self.wait_seconds
+        _need(every >= 0, f"tracking.telemetry_every={every}: use 0 (off) or more")
+        _need(timeout > 0, f"tracking.timeout_seconds={timeout}: use more than 0")
+        _need(wait >= 0, f"tracking.wait_seconds={wait}: use 0 (do not wait) or more")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RunConfig:
+    dir: str | None = None  # None: runs/<recipe>-seed<seed>
+    name: str | None = None
+    study: str | None = None
+    arm: str | None = None
+    resume: bool = True
+    until: float | None = None  # unix time before which to stop with a checkpoint; see --for
+    piece_steps: int = 0  # steps of this start, after which to stop alike; 0: any number
+    start_from: str | None = None  # another run's checkpoint, of any engine and cluster
+
+    def __post_init__(self) -> None:
+        _need(self.dir != "", "run.dir='': name a folder, or null (runs/RECIPE/seedN)")
+        _need(self.until is None or self.until > 0, f"run.until={self.until}: use a unix time")
+        _need(self.piece_steps >= 0, f"run.piece_steps={self.piece_steps}: use 0 (all) or more")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Config:
+    seed: int = 1
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
+        _need(
+            not (self.model.lora.on and self.engine.offload),
+            "engine.offload=true with model.lora: a frozen base stays on the GPU as its payload; "
+            "set engine.offload=false",
+        )
+        half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
+        _need(
+            not half or self.engine.name == "deepspeed",
+            f"train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed, which "
+            f"scales the loss; engine={self.engine.name} has bf16 and fp32",
+        )

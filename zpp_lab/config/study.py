@@ -1,0 +1,116 @@
+"""Every setting of a study as frozen dataclasses, validated when they are built."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from zpp_lab.config.codec import STRICT as _STRICT
+from zpp_lab.config.codec import need as _need
+from zpp_lab.files import check_name
+
+Role = Literal["baseline", "arm", "negative_control", "order_control"]
+NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", "prepare"})  # folders beside runs
+Level = str | int | float | bool | None  # of a factor
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ArmConfig:
+    """One recipe in a study: its name and the Hydra overrides that make it.
+
+    Where the baseline differs by level (model size, ranks), each level has an arm of role
+    `baseline`, and the other arms of that level say in `against` which one they are paired with.
+    """
+
+    name: str
+    overrides: list[str] = field(default_factory=list)
+    describe: str = ""
+    role: Role = "arm"
+    against: str | None = None  # the arm that this one is paired with; None: the study's baseline
+    factors: dict[str, Level] = field(default_factory=dict)  # what this arm's place in a grid is
+    start: str | None = None  # the prepared run it starts from; None: the study's only one
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PrepareConfig:
+    """A run before the arms of a study, which start from its weights. It takes the study's own
+    overrides and then these."""
+
+    name: str
+    overrides: list[str] = field(default_factory=list)
+    seed: int = 1
+
+
+@dataclass(frozen=True, config=_STRICT)
+class StudyConfig:
+    """Arms × seeds with a question. Lives in conf/study/NAME.yaml."""
+
+    name: str
+    question: str
+    arms: list[ArmConfig]
+    seeds: list[int]
+    overrides: list[str] = field(default_factory=list)  # for every arm
+    prepare: list[PrepareConfig] = field(default_factory=list)  # runs before the arms
+    baseline: str = "zero3"
+    margin: float = 0.0025  # of the baseline's held-out loss
+    confidence: float = 0.95
+    jobs: int = 0  # runs side by side; 0: as many as the machine has cores or GPUs
+    runs_per_gpu: int = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
+    retries: int = 2  # new starts of a run that crashed or ran out of memory
+    max_seeds: int = 0  # seeds are added until every arm is decided, up to so many; 0: never
+    seeds_per_look: int = 1  # so many at a time
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        _need(not twice, f"study {self.name}: arm named twice: {', '.join(twice)}")
+        _need(
+            self.baseline in names,
+            f"study {self.name}: baseline {self.baseline!r} is no arm; arms: {', '.join(names)}",
+        )
+        distinct = len(set(self.seeds)) == len(self.seeds) > 0
+        _need(distinct, f"study {self.name}: seeds={self.seeds}: use one or more, all different")
+        _need(self.margin > 0, f"study {self.name}: margin={self.margin}: use more than 0")
+        _need(0.5 < self.confidence < 1, f"study {self.name}: confidence must lie in (0.5, 1)")
+        for key in ("jobs", "runs_per_gpu", "retries", "max_seeds"):
+            _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
+        _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
+        self._check_pairs()
+        self._check_starts()
+
+    def check_folders(self) -> None:
+        """ValueError where a name cannot be a folder's: the study's below runs/, its arms' below
+        the study's. Not for every study: plain runs that a report groups have other names."""
+        named = [("", self.name), *(("arm", arm.name) for arm in self.arms)]
+        for what, name in [*named, *(("prepare", one.name) for one in self.prepare)]:
+            whose = f"study {self.name!r}{f', {what} {name!r}' if what else ''}"
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise ValueError(f"{whose}: {error}") from None
+            _need(
+                what != "arm" or name not in NOT_RUNS,
+                f"{whose}: no arm can have this name, its folder holds other things: "
+                f"{', '.join(sorted(NOT_RUNS))}",
+            )
+
+    def _check_starts(self) -> None:
+        known = [one.name for one in self.prepare]
+        _need(len(set(known)) == len(known), f"study {self.name}: two prepared runs of one name")
+        for arm in self.arms:
+            _need(
+                arm.start in known or (arm.start is None and len(known) < 2),
+                f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "
+                f"there are: {', '.join(known) or 'none'}",
+            )
+
+    def _check_pairs(self) -> None:
+        bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
+        for arm in self.arms:
+            _need(
+                arm.against in (None, *bases),
+                f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
+                f"baseline; there are: {', '.join(sorted(bases))}",
+            )

@@ -1,0 +1,1 @@
+"""The peer: DeepSpeed's ZeRO-3 and ZeRO++ behind the same interface."""

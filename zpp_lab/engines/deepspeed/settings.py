@@ -1,0 +1,192 @@
+"""What DeepSpeed is told: a config as its settings, or an error that names what it cannot express.
+
+DeepSpeed 0.19 has three switches for the wires, none of which takes a number of bits or a block:
+
+    zero_quantized_weights      8-bit symmetric gathers (qwZ); the block follows from the tensor
+    zero_hpz_partition_size     the backward's gather stays in the node (hpZ)
+    zero_quantized_gradients    4-bit symmetric reduction in two hops (qgZ), across nodes only
+
+A recipe that asks for anything else is refused rather than run as something near it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.codec import CodecConfig, ExemptConfig
+from zpp_lab.config.schema import Config, EngineConfig, Wire
+
+WEIGHT_BITS, GRAD_BITS = 8, 4
+# What a codec may say beside its bits: DeepSpeed's own values, or nothing.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "codec": (None, "block"),
+    "block_size": (None,),
+    "symmetric": (None, True),
+    "rounding": (None, "nearest"),
+    "scale_dtype": (None, "fp32"),
+    "hadamard": (None, 0),
+    "random_signs": (None, False),
+    "options": (None, {}),
+}
+_OURS = (
+    "gather",
+    "ordered",
+    "prefetch",
+    "offload",
+    "compile",
+    "transport",
+)
+
+
+def deepspeed_settings(config: Config, longest_vector: int = 0) -> dict[str, Any]:
+    """DeepSpeed's configuration; ValueError names the setting that it cannot follow.
+
+    longest_vector: elements of the model's largest vector. Parameters up to DeepSpeed's threshold
+    are never quantized on the weights' wires; where there are codecs it is put here, so that all
+    matrices are and no vector is, as the recipe says.
+    """
+    _check_engine(config.engine)
+    _check_recipe(config)
+    train, zero = config.train, _zero(config)
+    if quantizes_weights(config):
+        zero["stage3_param_persistence_threshold"] = longest_vector
+    return {
+        "train_micro_batch_size_per_gpu": train.batch_size,
+        "gradient_accumulation_steps": train.micro_steps,
+        "gradient_clipping": train.clip,
+        "steps_per_print": 2**31,
+        "bf16": {"enabled": train.param_dtype == "bf16"},
+        "fp16": {"enabled": train.param_dtype == "fp16"},  # with DeepSpeed's dynamic loss scale
+        "communication_data_type": train.reduce_dtype,
+        "data_types": {"grad_accum_dtype": "fp32"},  # as ours: reduced gradients add up in fp32
+        "zero_optimization": zero,
+    }
+
+
+def _zero(config: Config) -> dict[str, Any]:
+    secondary = config.cluster.gpus_per_node if config.recipe.secondary else 1
+    return {
+        "stage": 3,
+        "zero_quantized_weights": quantizes_weights(config),
+        "zero_hpz_partition_size": secondary,
+        "zero_quantized_gradients": quantizes_grads(config),
+    }
+
+
+def quantizes_weights(config: Config) -> bool:
+    return _bits(Recipe(config.recipe, config.cluster), "weights_forward") is not None
+
+
+def quantizes_grads(config: Config) -> bool:
+    return _bits(Recipe(config.recipe, config.cluster), "grads_inter") is not None
+
+
+def _bits(recipe: Recipe, wire: Wire) -> int | None:
+    return recipe.wire(wire).bits
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    for key in _OURS:
+        value, usual = getattr(engine, key), getattr(EngineConfig(), key)
+        if value != usual:
+            raise ValueError(
+                f"engine.{key}={value} is for zpp_lab's own engines; DeepSpeed decides that "
+                f"itself: leave engine.{key}={usual} with engine=deepspeed"
+            )
+
+
+def _check_recipe(config: Config) -> None:
+    recipe, cluster = config.recipe, config.cluster
+    checked = Recipe(recipe, cluster)
+    for wanted, said in (
+        (recipe.stage == 3, f"recipe.stage={recipe.stage} (use 3)"),
+        (recipe.shard == "world", "recipe.shard=node (use world)"),
+        (recipe.order == "rank", "recipe.order=reversed (use rank)"),
+        (recipe.exempt == ExemptConfig(), "recipe.exempt (leave it as it is)"),
+        (not recipe.rules, "recipe.rules (use none)"),
+        (not config.model.lora.on, "model.lora (use lora=none)"),
+        (
+            config.train.optimizer_state == "fp32",
+            f"train.optimizer_state={config.train.optimizer_state} (use fp32)",
+        ),
+        (
+            config.train.residual_lr == 1,
+            f"train.residual_lr={config.train.residual_lr} (use 1)",
+        ),
+        (
+            config.data.name != "jsonl" or not config.data.mask_prompt,
+            "masked prompts (use data.mask_prompt=false)",
+        ),
+        (config.train.accumulate == "every", "train.accumulate=last (use every)"),
+        (
+            not recipe.secondary or cluster.gpus_per_node > 1,
+            "recipe.secondary=true with one GPU a node (use recipe.secondary=false)",
+        ),
+    ):
+        _need(wanted, said)
+    for wire in ("weights_forward", "weights_backward", "grads_intra", "grads_inter"):
+        _check_codec(wire, checked.wire(wire), WEIGHT_BITS if "weights" in wire else GRAD_BITS)
+    forward, backward = _bits(checked, "weights_forward"), _bits(checked, "weights_backward")
+    _need(forward == backward, "weights_forward and weights_backward apart (set recipe.weights)")
+    _check_hops(checked)
+
+
+def _check_hops(checked: Recipe) -> None:
+    """qgZ is both hops at 4 bits, and nothing else."""
+    intra, inter = _bits(checked, "grads_intra"), _bits(checked, "grads_inter")
+    hops = checked.config.hops
+    _need(intra == inter, "grads_intra and grads_inter apart (set recipe.grads)")
+    _need(
+        (hops == 2) == (inter is not None),
+        f"recipe.hops={hops} with {'raw' if inter is None else 'quantized'} gradients "
+        f"(use recipe.hops={1 if inter is None else 2})",
+    )
+    _need(
+        inter is None or checked.cluster.nodes > 1,
+        "quantized gradients on one node: it turns them off there without a word "
+        "(use cluster.nodes=2 or more)",
+    )
+
+
+def _check_codec(wire: str, codec: CodecConfig, bits: int) -> None:
+    if codec.bits is None and codec.codec in (None, "none", "block"):
+        return  # the tensor's own bytes
+    _need(codec.bits in (None, bits), f"{codec.bits} bits on {wire} (use {bits} or null)")
+    for key, allowed in _ONLY.items():
+        value = getattr(codec, key)
+        _need(value in allowed, f"{key}={value} on {wire} (leave it null)")
+
+
+def _need(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(f"engine=deepspeed cannot express {what}; engine=fsdp can")
+
+
+def check_gradients(shapes: dict[str, tuple[int, ...]], config: Config, visible: int) -> list[str]:
+    """What keeps DeepSpeed from the quantized reduction that the recipe asks for; [] if nothing.
+
+    shapes: of all parameters by name. visible: GPUs that a rank sees, which DeepSpeed takes for
+    the size of a node. From its sources (0.19.8): with fewer than two such nodes, or elements that
+    2 · world does not divide, it reduces plainly; and a row count that the world does not divide
+    loses the rest.
+    """
+    if not quantizes_grads(config):
+        return []
+    world, own = config.cluster.world, config.cluster.gpus_per_node
+    found = []
+    if visible != own:
+        found.append(
+            f"a rank sees {visible} GPUs, which DeepSpeed takes for its node, but "
+            f"cluster.gpus_per_node={own}: use engine.emulate_nodes=true, or start each node with "
+            "its own CUDA_VISIBLE_DEVICES"
+        )
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            continue  # DeepSpeed reduces vectors as they are, and so does the recipe
+        numel, groups = shape[0] * shape[1], max(*shape[:2], world)
+        if numel % (2 * world):
+            found.append(f"{name} has {numel} elements, which {2 * world} does not divide")
+        elif groups % world:
+            found.append(f"{name} is cut into {groups} blocks, which {world} ranks cannot share")
+    return found

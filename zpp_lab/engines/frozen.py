@@ -1,0 +1,82 @@
+"""A frozen base as its ranks keep it: encoded once, at the start, and never again.
+
+Each rank's rows of a parameter are one row of the payload, as on the wires. So blocks are cut by
+the rows that a rank has, and the decoded base depends on the number of ranks, as the weights of
+any quantized gather do; for one number of ranks it is the same in every engine, run and step.
+
+Checkpoints do not hold the base. They hold a mark of each of its parameters, which any engine on
+any cluster can take and which tells another base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import kernels
+from zpp_lab.codecs.layout import Layout, Segment
+
+Marks = dict[str, Tensor]  # parameter → int64 [1 + dimensions]: sum, then the whole shape
+
+_PIECE = 2**22  # elements of a mark's sum at a time
+_ODD = -7046029254386353131  # 2^64 / golden ratio, as a signed number: spreads places over words
+
+
+def encode_shards(segment: Segment, whole: Tensor, shards: int) -> Tensor:
+    """The first `shards` rows of the payload of one parameter: uint8 [shards, segment.nbytes].
+
+    whole: float, the rows' elements in order, filled up with zeros.
+    """
+    alone = Layout.build([segment.name], [segment.numel], [segment.codec])
+    out = torch.empty(shards, segment.nbytes, dtype=torch.uint8, device=whole.device)
+    kernels.encode(alone, [kernels.padded_rows(whole, shards, segment.numel)], None, out)
+    return out
+
+
+def decode_shards(segment: Segment, payload: Tensor, out: Tensor) -> None:
+    """Payload uint8 [W, nbytes] → the whole parameter, in out's dtype.
+
+    ValueError when it holds a NaN or Inf, or did before it was encoded.
+    """
+    alone = Layout.build([segment.name], [segment.numel], [segment.codec])
+    kernels.decode(alone, payload, [out])
+    if not bool(torch.isfinite(out).all()):
+        raise ValueError(
+            f"{segment.name} of the frozen base is not finite, or has numbers that its codec "
+            "cannot hold: mend the weights that the run starts from"
+        )
+
+
+def mark(rows: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
+    """Of rows [first, ...) of a parameter of `shape`, fp32: int64 [1 + len(shape)].
+
+    The sum of each element's bits times an odd number for its place, modulo 2^64: marks of parts
+    add up to the whole's, in any order.
+    """
+    flat = rows.reshape(-1)
+    start = first * math.prod(shape[1:])
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for at in range(0, flat.numel(), _PIECE):
+        bits = flat[at : at + _PIECE].contiguous().view(torch.int32).long()
+        places = torch.arange(start + at, start + at + bits.numel(), device=rows.device)
+        total += (bits * ((2 * places + 1) * _ODD)).sum()
+    return torch.tensor([int(total), *shape], dtype=torch.int64)
+
+
+def check_marks(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """ValueError, naming a parameter, when a checkpoint stands on another base than this run's."""
+    differing = sorted(
+        n for n in {*own, *saved} if n not in own or n not in saved or _differ(own[n], saved[n])
+    )
+    if differing:
+        raise ValueError(
+            f"the checkpoint's adapters stand on another frozen base; it differs in "
+            f"{differing[0]}: start from the weights that the checkpoint's run started from"
+        )
+
+
+def _differ(own: Tensor, saved: Tensor) -> bool:
+    return not torch.equal(own.cpu(), saved.cpu())

@@ -1,0 +1,1 @@
+"""One process a rank: FSDP2 with the recipe's collectives."""

@@ -1,0 +1,116 @@
+"""A frozen base under FSDP2, which shall gather it, place it and free it, but not keep it.
+
+FSDP2 wants a shard of every parameter that it gathers. What it gets for a parameter of the base is
+one NaN that claims to be the whole shard (all its strides are 0), in the dtype that is gathered, so
+that FSDP2 never casts it. The base itself is this rank's payload row, held by the unit's `Gather`,
+and travels with the adapters in one shipment. Should FSDP2 ever read the shard itself, the loss
+turns NaN and the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.transport import all_gather
+from zpp_lab.engines.frozen import Marks, decode_shards, encode_shards, mark
+from zpp_lab.engines.fsdp.comm import Installed, managed
+
+Rows = Callable[[str, int, int], Tensor]  # parameter, first row, last + 1 → fp32
+
+
+def in_param_dtype(model: nn.Module, names: Set[str], dtype: torch.dtype) -> None:
+    """Before FSDP2 looks at the model: the base is in the dtype that is gathered."""
+    for name, p in model.named_parameters():
+        if name in names:
+            p.data = p.data.to(dtype)
+
+
+def set_aside(
+    model: nn.Module, wrapped: Iterable[nn.Module], names: Set[str], device: torch.device
+) -> None:
+    """Put a shard without memory in the place of each parameter of the base that is wrapped."""
+    if not names:
+        return
+    known = {id(p): n for n, p in model.named_parameters()}
+    for module in wrapped:
+        for p in managed(module):
+            if known[id(p.sharded_param)] in names:
+                _without_memory(p, device)
+
+
+def _without_memory(p: Any, device: torch.device) -> None:
+    """`p`: FSDP2's parameter object. Both tensors share one storage, which tells FSDP2 at its
+    lazy start that nothing was exchanged and nothing needs padding."""
+    nan = torch.full((), torch.nan, dtype=p.sharded_param.dtype, device=device)
+    p._sharded_param_data = nan.expand(p.padded_sharded_param_size.numel())
+    shard = p.to_sharded_dtensor(nan.expand(p.sharded_size))
+    p.sharded_param = nn.Parameter(shard, requires_grad=False)
+    p._setattr_on_modules(p.sharded_param)
+
+
+class FrozenBase:
+    """A rank's part of the base: made before FSDP2 takes the model, loaded after it."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        if plan.stored and plan.recipe.cluster.world == 1:
+            raise ValueError(
+                "model.lora with engine=fsdp needs two ranks or more: FSDP2 gathers nothing for "
+                "one; use engine=virtual, or a larger cluster"
+            )
+        self.names, self.shards = plan.stored, plan.recipe.shards
+        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n in self.names}
+        # a model that is whole already: its values, before they are set aside
+        self.whole = {
+            n: p.detach() for n, p in model.named_parameters() if n in self.names and not p.is_meta
+        }
+        self.marks: Marks = {}
+
+    def load(
+        self, units: Sequence[Installed], start: Rows | None, part: int, device: torch.device
+    ) -> None:
+        """Encode this rank's rows, shard `part` of each parameter, one parameter at a time.
+
+        start: of a model that was on the meta device. ValueError, naming it, for a weight that is
+        not finite.
+        """
+        own: Marks = {}
+        for unit in units:
+            stored = unit.plan.stored
+            row = torch.empty(1, stored.nbytes, dtype=torch.uint8, device=device)
+            for segment in stored.segments:
+                name = segment.name
+                first, last = own_rows(self.shapes[name], self.shards, part)
+                rows = start(name, first, last) if start else self.whole[name][first:last]
+                rows = rows.to(device)
+                own[name] = mark(rows, first, self.shapes[name])
+                payload = encode_shards(segment, rows, 1)
+                decode_shards(segment, payload, torch.empty(rows.shape, device=device))
+                row[:, segment.offset : segment.offset + segment.nbytes] = payload
+            unit.gather.base = row
+        self.whole = {}
+        self.marks = _added(own, device)
+
+
+def own_rows(shape: tuple[int, ...], shards: int, part: int) -> tuple[int, int]:
+    """FSDP2's cut along dimension 0: a shard's first row, and the one after its last."""
+    rows = -(-shape[0] // shards)
+    first = min(part * rows, shape[0])
+    return first, min(first + rows, shape[0])
+
+
+def _added(own: Marks, device: torch.device) -> Marks:
+    """Marks of all ranks' rows together."""
+    if not own:
+        return {}
+    names = sorted(own)
+    sums = torch.stack([own[n][0] for n in names]).to(device)
+    every = torch.empty(dist.get_world_size(), len(names), dtype=sums.dtype, device=device)
+    all_gather(every.view(-1), sums)
+    total = every.sum(0).cpu()
+    return {n: torch.cat((total[i : i + 1], own[n][1:])) for i, n in enumerate(names)}

@@ -1,0 +1,299 @@
+"""Our collectives inside an untouched FSDP2, whose insides only this file and its neighbours know.
+
+FSDP2 lets a unit have an AllGather and a ReduceScatter of its own. What their `allocate`
+returns here is a `Packed` buffer: a tensor without storage that owns a packet. FSDP2's own
+copy-in and copy-out operators then land there (`packed.py`):
+
+    fsdp::all_gather_copy_in      this rank's shards are encoded           (copy-in stream)
+    AllGather.__call__            payload rows travel                      (gather stream)
+    fsdp::split_with_sizes_copy   payload is decoded into the parameters   (compute stream)
+    fsdp::chunk_cat               the gradients are noted down             (compute stream)
+    ReduceScatter.__call__        encode, hops, sum in rank order, divide  (reduce stream)
+
+Streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the copy-out is
+done, and the reduction's input until its event has passed, and a packet (payload, or the
+gradients) lives in that buffer. Nothing here waits on the host.
+
+Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
+FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
+`chunk_cat`. Comms are per module, or per list of modules that it was given as one, whose first
+speaks for all; not recursive. FSDP2 names the division in the op: AVG, or PREMUL_SUM with a
+factor, and after a forced SUM it divides by itself.
+
+Compares what a unit really sent in a step with what its plan says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
+from zpp_lab.collectives.ledger import Ledger, LedgerError
+from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
+from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
+from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.transport import Transport, all_gather, peers, reduce_scatter
+from zpp_lab.config.schema import Wire
+from zpp_lab.engines.fsdp.gradients import LandedReduce, Landing, Present
+from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
+
+# What the files fsdp_*.py lean on beyond the names that they spell out; a test looks for each.
+LEANS_ON = {
+    # what fully_shard.state(module) returns; several groups a module from torch 2.13 on
+    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
+    "FSDPParamGroup": ("fsdp_params",),
+    "FSDPParam": (
+        "sharded_param",
+        # the rest for fsdp_base.py
+        "_sharded_param_data",
+        "padded_sharded_param_size",
+        "sharded_size",
+        "to_sharded_dtensor",
+        "_setattr_on_modules",
+    ),
+    "operators": (
+        "all_gather_copy_in",
+        "split_with_sizes_copy",
+        "chunk_cat|chunk_cat_mixed_dtype",  # the second name from torch 2.15 on
+    ),
+}
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class PackedGather(AllGather):
+    """FSDP2's AllGather for one unit."""
+
+    def __init__(
+        self, gather: Gather, fallbacks: Fallbacks, places: Sequence[int] | None = None
+    ) -> None:
+        """`places`: where FSDP2 has each of the layout's parameters, if in another order."""
+        self.gather, self.fallbacks, self.places = gather, fallbacks, places
+        self.peers = peers(gather.cluster, "world")
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not dtype.is_floating_point:  # parameters of several dtypes travel as bytes
+            self.fallbacks.note(f"a gather of {dtype}")
+            return torch.empty(*size, dtype=dtype, device=device)
+        return Packed(Box(self, math.prod(size), dtype, device), size)
+
+    def copy_in(self, output: Packed, shards: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        output.box.packet = self.gather.pack(self._ordered(shards), in_backward())
+        return output, output
+
+    def unpack(self, packet: Packet, outs: Sequence[Tensor]) -> None:
+        self.gather.unpack(packet, self._ordered(outs))
+
+    def _ordered(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors if self.places is None else [tensors[i] for i in self.places]
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if isinstance(output_tensor, Packed) and output_tensor.box.packet is not None:
+            self.gather.send(output_tensor.box.packet)
+            return None
+        self.fallbacks.note("an all-gather of plain tensors")
+        wire: Wire = "weights_backward" if in_backward() else "weights_forward"
+        self.gather.ledger.add(wire, Traffic(*(n * _nbytes(input_tensor) for n in self.peers)))
+        out = output_tensor.box.plain if isinstance(output_tensor, Packed) else output_tensor
+        row = input_tensor.box.plain if isinstance(input_tensor, Packed) else input_tensor
+        return all_gather(out, row, group=group, async_op=async_op)
+
+
+class PackedReduce(LandedReduce):
+    """FSDP2's ReduceScatter for one unit."""
+
+    def __init__(
+        self, reduce: Reduce, present: Present, fallbacks: Fallbacks, landing: Landing
+    ) -> None:
+        super().__init__(landing)
+        self.reduce, self.present, self.fallbacks = reduce, present, fallbacks
+
+    def make_input(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return Packed(Box(self, math.prod(size), dtype, device), size)
+
+    def run(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        box = rows.box if isinstance(rows, Packed) else None
+        if box is not None and box.grads:
+            self.reduce.run(*self.present.take(box.grads), out)
+        else:
+            self._plain(rows if box is None else box.plain, out, group)
+        _divide(out, op, self.reduce.cluster.world)
+
+    def _plain(self, rows: Tensor | None, out: Tensor, group: dist.ProcessGroup) -> None:
+        self.fallbacks.note("a reduce-scatter of plain tensors")
+        inside, beyond = peers(self.reduce.cluster, "world")
+        self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
+        self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))
+        reduce_scatter(out, rows, group=group)
+
+
+def _divide(sums: Tensor, op: Any, world: int) -> None:
+    """As FSDP2 asks of a reduction: AVG, or a factor of the user's
+    (`set_gradient_divide_factor`). After SUM it divides by itself."""
+    if op == dist.ReduceOp.AVG:
+        sums.div_(world)
+    elif op == dist.ReduceOp.PREMUL_SUM:
+        sums.mul_(op.__getstate__()[1])
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize  # a packed buffer has no bytes of its own
+
+
+# ---------------------------------------------------------------------- installation
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One unit's collectives inside FSDP2."""
+
+    plan: UnitPlan
+    ledger: Ledger
+    gather: Gather
+    reduce: Reduce
+    present: Present
+
+    def start_step(self) -> None:
+        self.ledger.start_step()
+        self.present.taken = []
+
+
+def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
+    """The names of a unit's parameters as FSDP2 orders them; `module`: any of the unit's.
+
+    `names`: id of each sharded parameter of the model → its full name.
+    """
+    return tuple(names[id(p.sharded_param)] for p in managed(module))
+
+
+def managed(module: nn.Module) -> list[Any]:
+    """FSDP2's own parameter objects of a wrapped module and those it travels with, in its
+    order."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [p for g in groups if g for p in g.fsdp_params]
+
+
+def gradient_dtype(module: nn.Module) -> torch.dtype | None:
+    """Of a unit's reduced gradients, to which FSDP2 casts them: their weights' dtype, or with torch
+    2.15 the weights' grad_dtype. None where it is not one, which torch 2.15 allows."""
+    found = {
+        getattr(p, "sharded_grad_dtype", p.sharded_param.dtype)
+        for p in managed(module)
+        if p.sharded_param.requires_grad
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def gather_spec(plan: UnitPlan) -> GatherSpec:
+    recipe = plan.recipe
+    secondary = recipe.config.secondary and plan.gathers_backward
+    return GatherSpec(
+        plan.unit.name,
+        plan.forward,
+        plan.backward,
+        recipe.weights_dtype,
+        secondary,
+        plan.hierarchical,
+        len(plan.unit.stored),
+    )
+
+
+def reduce_spec(plan: UnitPlan) -> ReduceSpec:
+    recipe = plan.recipe
+    return ReduceSpec(plan.unit.name, recipe.hops, plan.hops, recipe.config.order == "reversed")
+
+
+def install(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    plans: Sequence[UnitPlan],
+    transport: Transport,
+    clock: Clock,
+    fallbacks: Fallbacks,
+) -> list[Installed]:
+    """Give every unit of a model that `fully_shard` has wrapped our collectives.
+
+    `modules`: each unit's first module by the unit's name; the root unit's is `model`.
+    """
+    names = {id(p): n for n, p in model.named_parameters()}
+    done = []
+    for plan in plans:
+        module = modules[plan.unit.name]
+        assert isinstance(module, FSDPModule), f"unit {plan.unit.name} is not wrapped"
+        order = parameter_order(module, names)
+        own = UnitPlan(_ordered(plan.unit, order), plan.recipe, plan.hierarchical)
+        ledger = Ledger()
+        unit = Installed(
+            own,
+            ledger,
+            Gather(gather_spec(own), transport, ledger, clock),
+            Reduce(reduce_spec(own), transport, ledger, clock),
+            Present(model, module, order),
+        )
+        places = [order.index(p.name) for p in own.unit.parameters] if own.unit.stored else None
+        module.set_custom_all_gather(PackedGather(unit.gather, fallbacks, places))
+        landing = Landing(own.recipe.cluster.world, gradient_dtype(module))
+        module.set_custom_reduce_scatter(
+            PackedReduce(unit.reduce, unit.present, fallbacks, landing)
+        )
+        done.append(unit)
+    return done
+
+
+def land(modules: Iterable[nn.Module], world: int) -> None:
+    """Let the gradients of units that FSDP2 reduces by itself lie in the computing stream's
+    memory; `modules`: each unit's first, on `world` > 1 ranks."""
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        landing = Landing(world, gradient_dtype(module))
+        module.set_custom_reduce_scatter(LandedReduce(landing))
+
+
+def _ordered(unit: Unit, order: Names) -> Unit:
+    by_name = {p.name: p for p in unit.parameters}
+    assert set(by_name) == set(order), f"unit {unit.name}: FSDP2 manages other parameters"
+    last = sorted(order, key=lambda n: n in unit.stored)  # a frozen base ends the payload
+    parameters = tuple(by_name[n] for n in last)
+    return replace(unit, parameters=parameters)
+
+
+def check_unit(unit: Installed, sent: Bytes, planned: Bytes, present: Set[str]) -> None:
+    """LedgerError when bytes differ on a wire, or when a parameter's gradient (`present`: names)
+    did not come from our reductions."""
+    name = unit.plan.unit.name
+    for wire, traffic in planned.items():
+        if sent[wire] != traffic:
+            raise LedgerError(
+                f"unit {name}, {wire}: sent {sent[wire]}, planned {traffic} bytes in this step "
+                "(inside nodes, between nodes): the engine did not follow the recipe; please "
+                "report this"
+            )
+    reduced = {n for names in unit.present.taken for n in names}
+    astray = reduced ^ (unit.plan.unit.trainable & present)
+    if astray:
+        raise LedgerError(
+            f"unit {name}: the gradient of {min(astray)} and the unit's reductions do not agree "
+            "on whether it was sent; please report this"
+        )

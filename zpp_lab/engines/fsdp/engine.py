@@ -1,0 +1,370 @@
+"""The real engine: one process a rank, FSDP2 with the recipe's collectives, NCCL or gloo.
+
+Its losses, norms and weights equal the virtual engine's to the bit, so it follows the same
+order: sums in rank order (`collectives/reduce.py`), the norm parameter by parameter and rank
+by rank, losses micro-step by micro-step. Where FSDP2 is left untouched (recipe zero3 without
+engine.ordered) the backend's own order decides, and only that differs.
+
+The host waits for the device once a step, at its end, to read the loss and the norm. By then the
+update has been started; a norm that is not finite has held it back on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zpp_lab.codecs.errors import ErrorSums, Telemetry
+from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
+from zpp_lab.collectives.choose import connect
+from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
+from zpp_lab.collectives.transport import Transport, all_gather
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.frozen import check_marks
+from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
+from zpp_lab.engines.fsdp.comm import check_unit
+from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
+from zpp_lab.engines.fsdp.watch import Finding, RankWatch, merged_telemetry
+from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
+from zpp_lab.engines.norm import squares
+from zpp_lab.engines.optim.build import (
+    adamw,
+    check_state,
+    guarded_step,
+    optimizer_state,
+    set_rate,
+    zero_state,
+)
+from zpp_lab.engines.units import ROOT, named_units, with_root
+from zpp_lab.engines.watch import gathered_in_vain
+from zpp_lab.models.loss import counted, token_losses
+from zpp_lab.models.start import Start, fill, materialize
+from zpp_lab.runs.checkpoint.read import Saved
+
+
+class FsdpEngine(Engine):
+    """Trains `model` as `plan` says; every rank of the default process group has one.
+
+    `model` is whole on this rank's device, or on the meta device: then each rank makes its own
+    shards of the initial weights. Its parameters become FSDP2's sharded ones. `transport`: one
+    that is there already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        config: Config,
+        device: torch.device,
+        transport: Transport | None = None,
+    ) -> None:
+        self.model, self.plan, self.config, self.device = model, plan, config, device
+        building = Laps()
+        self.cluster = plan.recipe.cluster
+        self.transport = transport or self._connect()
+        building.done("transport")
+        self.rank = self.transport.rank
+        self.shards = plan.recipe.shards
+        self.part = self.rank % self.shards  # which shard of every parameter is this rank's
+        self.base = FrozenBase(model, plan)
+        self.wrapped: Wrapped = wrap(
+            model,
+            named_units(model),
+            plan,
+            self.transport,
+            device,
+            seed=config.seed,
+            ordered=config.engine.ordered,
+            offload=config.engine.offload,
+        )
+        building.done("sharding")
+        self.root = cast(FSDPModule, model)
+        start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
+        rows = start.rows if start else None
+        self.base.load(self.wrapped.installed, rows, self.part, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the first step would wait for them
+        building.done("weights")
+        self.usage = Usage(with_root(model, named_units(model)))
+        self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
+        self.vain = InVain(plan.recipe.config.stage)
+        self.started: set[str] = set()  # units that have run at least once
+        self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
+        self.clock, self.laps = self.wrapped.clock, Laps()
+        names = self.base.names  # not ours to train, or to save
+        self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
+        self.optimizer = adamw(self.parameters, config.train, config.seed)
+        self.built = building.seconds
+
+    def _connect(self) -> Transport:
+        wanted = self.config.engine
+        watchdog = Watchdog(wanted.timeout_seconds)
+        return connect(self.cluster, watchdog, wanted.transport, self.device)
+
+    def _initialize(self) -> Start | None:
+        """Fill this rank's shards; returns where their rows came from."""
+        materialize(self.model, "cpu" if self.config.engine.offload else self.device)
+        start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
+        fill(self.model, start, self._own_rows, _local, skip=self.base.names)
+        return start
+
+    def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return own_rows(shape, self.shards, self.part)
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+        watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
+        laps = self.laps = Laps()
+        own, use = self._gradients(step, batches, watch)
+        fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
+        grads = self._grads()
+        sent = self._sent(use, frozenset(grads), as_planned=not fell_back)
+        losses, norm = self._totals(own, grads)
+        laps.done("norm")
+        self._update(step, lr, norm, list(grads.values()))
+        laps.done("update")
+        loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
+        if not math.isfinite(length):
+            self._explain(step, batches)
+        errors = self._telemetry(watch.errors, use) if watch and watch.errors else None
+        laps.done("waiting")
+        return StepResult(loss, length, sent, errors, laps.seconds)
+
+    def _telemetry(self, errors: ErrorSums, use: StepUse) -> Telemetry:
+        errors.drop(gathered_in_vain(self.plan, use.passes))
+        return merged_telemetry(errors, self.device)
+
+    def _gradients(
+        self, step: int, batches: Batches, watch: RankWatch | None
+    ) -> tuple[Tensor, StepUse]:
+        """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps]."""
+        self.wrapped.reshard()
+        for unit in self.wrapped.installed:
+            unit.start_step()
+        micros = self.plan.micro_steps
+        losses = torch.zeros(micros, dtype=torch.float64, device=self.device)
+        passes = []
+        self.vain.clear()
+        self.clock.step, self.clock.grad, self.clock.master = step, True, False
+        for micro in range(micros):
+            last = micro == micros - 1
+            self.clock.micro = micro
+            self.clock.observer = watch.at(micro) if watch else None
+            self.root.set_reshard_after_backward(last or self.plan.recipe.config.stage == 3)
+            reduces = last or not self.plan.accumulate_last
+            losses[micro] = self._pass(batches(self.rank, micro), reduces)
+            passes.append(self.usage.taken())
+        self.clock.observer = None
+        return losses, StepUse(tuple(passes), self._reduced())
+
+    def _pass(self, batch: Batch, reduces: bool) -> Tensor:
+        """One forward and backward of this rank; the loss."""
+        self.usage.start()
+        loss: Tensor = self.model(*self._on_device(batch))
+        self.laps.done("forward")
+        self.prefetch.before_backward(self.usage)
+        self.started |= set(self.usage.order)
+        for name, module in self.wrapped.by_name.items():
+            # FSDP2 cannot keep a gradient back for a unit that has never run
+            module.set_requires_gradient_sync(reduces or name not in self.started, recurse=False)
+        (loss / self.plan.micro_steps).backward()
+        if not reduces:
+            for unit in self.wrapped.installed:
+                unit.present.dtypes.keep()
+        self.laps.done("backward")
+        self.vain.add(self.prefetch.wasted(self.usage), self.usage)
+        self.prefetch.after_pass(self.usage)
+        return loss.detach()
+
+    def _on_device(self, batch: Batch) -> Batch:
+        if self.device.type != "cuda":
+            return batch
+        return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in batch)
+
+    def _reduced(self) -> Mapping[str, tuple[frozenset[str], ...]]:
+        """Which parameters had a gradient in each reduction, by unit."""
+        if self.wrapped.installed:
+            units = self.wrapped.installed
+            return {u.plan.unit.name: tuple(map(frozenset, u.present.taken)) for u in units}
+        # an untouched FSDP2 does not say which, or how often
+        absent = frozenset(n for n, p in self.parameters.items() if p.grad is None)
+        return self.plan.all_used(absent).reduced
+
+    @torch.no_grad()  # else each to_local is an autograd function: 20 µs a parameter
+    def _grads(self) -> dict[str, Tensor]:
+        """This rank's shards of the mean gradient by name, without padding."""
+        return {n: _local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+
+    def _totals(self, losses: Tensor, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
+        own = torch.cat((losses, squares(grads, self.plan, self.device).view(1)))
+        every = torch.empty(self.cluster.world, own.numel(), dtype=own.dtype, device=self.device)
+        with self.transport.watched("losses and gradient norm (world)", self.device):
+            all_gather(every.view(-1), own)
+        return every[:, :-1].t().contiguous(), total_norm(every[: self.shards, -1])
+
+    def _read(self, *scalars: Tensor) -> list[float]:
+        """The step's one wait for the device, when everything has been started."""
+        with self.transport.watched("the end of the step", torch.device("cpu")):
+            values: list[float] = torch.stack(scalars).tolist()
+        return values
+
+    def _sent(self, use: StepUse, present: frozenset[str], as_planned: bool) -> Bytes:
+        """What all ranks sent; LedgerError names a unit that did not follow the plan.
+        `present`: who has a gradient.
+
+        Every rank sends the same, so each compares its own count. Where FSDP2 is untouched its
+        transfers are out of sight, and the figures are the plan's.
+        """
+        units = self.wrapped.installed
+        vain = dict(self.vain.forward), dict(self.vain.backward)
+        facts = use, present, vain, [u.ledger.step for u in units], [u.present.taken for u in units]
+        if self.settled is not None and as_planned and self.settled[0] == facts:
+            return dict(self.settled[1])  # the same again: what was checked holds
+        total = self._compared(use, present, as_planned) if units else self.plan.step_bytes(use)
+        self.settled = (facts, dict(total)) if as_planned else None
+        return total
+
+    def _compared(self, use: StepUse, present: frozenset[str], as_planned: bool) -> Bytes:
+        total = no_bytes()
+        for unit in self.wrapped.installed:
+            sent = {wire: t * self.cluster.world for wire, t in unit.ledger.step.items()}
+            planned = unit.plan.used_bytes(use)
+            self.vain.add_to(planned, unit.plan)
+            if as_planned:
+                check_unit(unit, sent, planned, present)
+            add_bytes(total, sent)
+        return total
+
+    def _update(self, step: int, lr: float, norm: Tensor, grads: list[Tensor]) -> None:
+        """Clip and update, or change nothing when the norm is not finite; the device decides."""
+        if self.config.train.clip and grads:
+            factor = clip_factor(norm, self.config.train.clip)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        set_rate(self.optimizer, lr)
+        guarded_step(self.optimizer, torch.isfinite(norm), step)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _explain(self, step: int, batches: Batches) -> None:
+        """The step is a pure function of the state: run it again and look at every value.
+
+        No rank may stop half-way, so findings are collected and compared at the end.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        order = {name: i for i, name in enumerate(self.parameters)}
+        watch = RankWatch(step, self.rank, order, check=True)
+        self._gradients(step, batches, watch)
+        if not self.wrapped.installed:
+            self._look_at_means(watch)
+        self.optimizer.zero_grad(set_to_none=True)
+        found: list[Finding | None] = [None] * self.cluster.world
+        dist.all_gather_object(found, watch.first)
+        findings = sorted(f for f in found if f is not None)
+        if findings:
+            raise NonFiniteError(step, findings[0].where)
+        raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
+
+    def _look_at_means(self, watch: RankWatch) -> None:
+        """Nothing of ours sees what an untouched FSDP2 sends; its result is all there is."""
+        for name, grad in self._grads().items():
+            if not bool(torch.isfinite(grad).all()):
+                watch.mean(name)
+
+    # ------------------------------------------------------------------ the rest
+
+    @torch.no_grad()
+    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        """Ranks take the batches in turn; all of them join every gather and get all losses."""
+        todo, world = list(batches), self.cluster.world
+        self.wrapped.reshard()
+        self.clock.step, self.clock.grad, self.clock.master = step, False, not wire
+        self.clock.observer = None
+        self.model.eval()
+        rounds, sizes = -(-len(todo) // world), [counted(batch[1]) for batch in todo]
+        own = torch.zeros(rounds, max(sizes), dtype=torch.float32, device=self.device)
+        for i in range(rounds):
+            batch = todo[min(i * world + self.rank, len(todo) - 1)]
+            self.usage.start()
+            losses = token_losses(self.model, *self._on_device(batch[:2]))
+            self.prefetch.settle(self.usage)
+            own[i, : losses.numel()] = losses
+        self.model.train()
+        self.wrapped.reshard()
+        self.clock.master = False
+        every = torch.empty(world, *own.shape, dtype=own.dtype, device=self.device)
+        with self.transport.watched("held-out losses (world)", self.device):
+            all_gather(every.view(-1), own.view(-1))
+        in_order = every.transpose(0, 1).flatten(0, 1).cpu()
+        return torch.cat([row[:size] for row, size in zip(in_order, sizes, strict=False)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
+        return {
+            "weights": {n: p.detach() for n, p in self.parameters.items()},
+            "optimizer": optimizer_state(self.optimizer, self.parameters),
+            **({"base": dict(self.base.marks)} if self.base.marks else {}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sharded or whole tensors by name, of this model on any cluster.
+
+        ValueError when they are another model's.
+        """
+        differing = sorted(set(self.parameters) ^ set(state["weights"]))
+        if differing:
+            raise ValueError(f"the checkpoint is of another model; it differs in {differing[0]}")
+        check_marks(self.base.marks, state.get("base", {}))
+        kept = state["optimizer"]
+        dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
+        check_state(self.optimizer, self.parameters, dtypes)
+        self.wrapped.reshard()
+        self._make_optimizer_state(kept.get("step", {}))
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                self._put(p, state["weights"][name])
+            for key, values in kept.items():
+                for name, value in values.items():
+                    self._put(self.optimizer.state[self.parameters[name]][key], value)
+
+    def load_checkpoint(self, saved: Saved) -> int:
+        """Read this rank's part of a checkpoint that any cluster wrote; returns its step.
+
+        ValueError when the checkpoint is another model's, or keeps optimizer states otherwise;
+        DamagedError, half-way, when this rank's part is not what was written.
+        """
+        differing = sorted(set(self.parameters) ^ set(saved.shapes))
+        if differing:
+            raise ValueError(f"{saved.path} is of another model; it differs in {differing[0]}")
+        check_marks(self.base.marks, saved.marks)
+        states = saved.states()
+        check_state(self.optimizer, self.parameters, states)
+        self._make_optimizer_state(states.get("step", {}))
+        self.wrapped.reshard()
+        saved.read_into({k: v for k, v in self.state_dict().items() if k != "base"})
+        return saved.step
+
+    def _make_optimizer_state(self, names: Iterable[str]) -> None:
+        """Zeros in place of the optimizer's state: for the named parameters, none for others."""
+        self.optimizer.state.clear()
+        for name in names:
+            p = self.parameters[name]
+            self.optimizer.state[p] = zero_state(self.optimizer, p.detach())
+
+    def _put(self, into: Tensor, value: Tensor) -> None:
+        whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
+        part = value[slice(*self._own_rows(value.shape))] if whole else _local(value)
+        _local(into).copy_(part)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

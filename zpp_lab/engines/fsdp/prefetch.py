@@ -1,0 +1,176 @@
+"""Which units are gathered ahead of the one that computes, learned from what the model ran.
+
+The first forward shows the order. From then on a unit is gathered ahead while the one before it
+computes, as long as it has run in every forward so far; a unit that was left out once is gathered
+when it is called. In backward the units ahead are those of this very forward whose outputs need a
+gradient, but for those that the last backward did not reach. A unit that stops running is gathered
+in vain once: `wasted` says so.
+
+How long the parts of a step take the host: the first step's tell what a start waits for.
+
+Which units a forward and its backward ran, seen by hooks on their blocks.
+
+A model may leave a module unused or take one branch of several. Such a unit has nothing gathered
+and nothing reduced, so the plan must know. All ranks of a cluster must run the same units: the
+transfers of one that does not would be waited for for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from zpp_lab.collectives.plan import Bytes, PassUse, UnitPlan, add_bytes
+
+
+class Laps:
+    """Seconds of parts that follow one another; those of parts with one name are added."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+
+class Usage:
+    """Counts the calls of each unit, by name, since `start`. The last of `units` is the root."""
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self.start()
+        for name, module in units.items():
+            module.register_forward_pre_hook(partial(self._entered, name))
+            module.register_forward_hook(partial(self._left, name))
+
+    def start(self) -> None:
+        """A new forward begins."""
+        self.forwards: Counter[str] = Counter()
+        self.backwards: Counter[str] = Counter()
+        self.order: list[str] = []  # of first calls
+        self.needed: list[str] = []  # whose outputs need a gradient, in the order of calls
+
+    def taken(self) -> PassUse:
+        return PassUse(dict(self.forwards), dict(self.backwards))
+
+    def _entered(self, name: str, *_: Any) -> None:
+        if name not in self.forwards:
+            self.order.append(name)
+        self.forwards[name] += 1
+
+    def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            self.needed.append(name)
+            when_reached(outputs, partial(self._came_back, name))
+
+    def _came_back(self, name: str, grad: Tensor) -> None:
+        self.backwards[name] += 1
+
+
+def when_reached(outputs: Sequence[Tensor], hook: Callable[[Tensor], None]) -> None:
+    """`hook` gets the first gradient of `outputs` that a backward has, once in each backward."""
+    # One tensor's own hook does that; torch's for several takes the host thrice as long.
+    if len(outputs) == 1:
+        outputs[0].register_hook(hook)
+    else:
+        register_multi_grad_hook(outputs, hook, mode="any")
+
+
+Ahead = dict[str, list[str]]  # unit → the units gathered while it computes
+
+
+class Prefetch:
+    """Sets FSDP2's explicit prefetches. `root` is the last of `modules`, and runs around all."""
+
+    def __init__(self, modules: Mapping[str, FSDPModule], root: str, count: int) -> None:
+        self.modules, self.root, self.count = modules, root, count
+        self.always: set[str] | None = None  # have run in every forward so far
+        self.unreached: set[str] = set()  # no part of the last loss
+        self.forward: Ahead = {}
+        self.backward: Ahead = {}
+
+    def before_backward(self, usage: Usage) -> None:
+        """Backward's order is known now. FSDP2's own guess (one unit back) is switched off by
+        naming the unit itself, which is there already."""
+        order = [n for n in dict.fromkeys(usage.needed) if n not in (self.root, *self.unreached)]
+        order.append(self.root)
+        wanted = {
+            name: order[max(0, i - max(1, self.count)) : i][::-1] for i, name in enumerate(order)
+        }
+        if wanted != self.backward:
+            for name, ahead in wanted.items():
+                self.modules[name].set_modules_to_backward_prefetch(self._of(ahead or [name]))
+            self.backward = wanted
+
+    def after_pass(self, usage: Usage) -> None:
+        """Learn from a training forward."""
+        ran = set(usage.order)
+        self.unreached = {n for n in usage.needed if not usage.backwards[n]}
+        self.always = ran if self.always is None else self.always & ran
+        order = [n for n in usage.order if n in self.always and n != self.root]
+        order.insert(0, self.root)
+        once = [n for n in order if usage.forwards[n] == 1]  # others have no single successor
+        wanted = {n: order[i + 1 : i + 1 + self.count] for i, n in enumerate(order) if n in once}
+        if wanted != self.forward:
+            for name, module in self.modules.items():
+                module.set_modules_to_forward_prefetch(self._of(wanted.get(name, [])))
+            self.forward = wanted
+
+    def wasted(self, usage: Usage) -> tuple[Counter[str], Counter[str]]:
+        """Units gathered in vain by this pass, for its forward and for its backward."""
+        return (
+            _in_vain(self.forward, usage.forwards),
+            _in_vain(self.backward, usage.backwards),
+        )
+
+    def settle(self, usage: Usage) -> None:
+        """After a forward without a backward: drop what was gathered in vain."""
+        for name in _in_vain(self.forward, usage.forwards):
+            self.modules[name].unshard()  # it is under way: this only waits
+            self.modules[name].reshard()
+
+    def _of(self, names: Sequence[str]) -> list[FSDPModule]:
+        return [self.modules[n] for n in names]
+
+
+class InVain:
+    """Gathers of one step that nobody needed, by unit: forward's and backward's."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.clear()
+
+    def clear(self) -> None:
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.ran: set[str] = set()
+
+    def add(self, found: tuple[Counter[str], Counter[str]], usage: Usage) -> None:
+        """`found` in one pass. Where weights stay (stages 1 and 2) a unit that ran is there."""
+        forward, backward = found
+        stays = self.ran if self.stage != 3 else set()
+        self.forward += Counter({n: c for n, c in forward.items() if n not in stays})
+        if self.stage == 3:
+            self.backward += backward
+        self.ran |= set(usage.forwards)
+
+    def add_to(self, planned: Bytes, unit: UnitPlan) -> None:
+        add_bytes(planned, unit.forward_bytes(), self.forward[unit.unit.name])
+        add_bytes(planned, unit.backward_bytes(), self.backward[unit.unit.name])
+
+
+def _in_vain(ahead: Ahead, ran: Mapping[str, int]) -> Counter[str]:
+    asked: Iterable[str] = {n for unit, names in ahead.items() if ran.get(unit) for n in names}
+    return Counter(n for n in asked if not ran.get(n))

@@ -1,0 +1,99 @@
+"""Wraps a model's units in FSDP2 as a plan says, with our collectives or with FSDP2's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.collectives.transport import Transport
+from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
+from zpp_lab.engines.fsdp.comm import Installed, install, land
+from zpp_lab.engines.fsdp.packed import Fallbacks
+from zpp_lab.engines.units import ROOT, Block, is_untouched, with_root
+
+
+@dataclass
+class Wrapped:
+    """A model under FSDP2. `installed` is empty when FSDP2 is left untouched."""
+
+    model: nn.Module
+    by_name: dict[str, FSDPModule]  # units, then the root
+    clock: Clock
+    fallbacks: Fallbacks
+    installed: list[Installed] = field(default_factory=list)
+
+    def reshard(self) -> None:
+        """Drop gathered weights and what hpZ kept: the next forward gathers anew."""
+        for module in self.by_name.values():
+            module.reshard()
+        for unit in self.installed:
+            unit.gather.release()
+
+
+def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
+    """All ranks; or nodes × ranks of a node, where FSDP2 shards inside and copies across."""
+    if recipe.config.shard == "world":
+        return init_device_mesh(device.type, (recipe.cluster.world,), mesh_dim_names=("ranks",))
+    shape = (recipe.cluster.nodes, recipe.cluster.gpus_per_node)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
+
+
+def wrap(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    plan: Plan,
+    transport: Transport,
+    device: torch.device,
+    *,
+    seed: int,
+    ordered: bool,
+    cast_inputs: bool = False,
+    offload: bool = False,
+) -> Wrapped:
+    """`fully_shard` each unit and the root, then install the plan's collectives.
+
+    `blocks`: the units' modules, without the root; parameters are sharded in place.
+    """
+    recipe = plan.recipe
+    mesh = _mesh(recipe, device)
+    in_param_dtype(model, plan.stored, recipe.weights_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=recipe.weights_dtype,
+        reduce_dtype=recipe.grads_dtype,
+        cast_forward_inputs=cast_inputs,
+    )
+    offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    units = with_root(model, blocks)
+    for name, module in units.items():
+        reshard = recipe.config.stage == 3 and name != ROOT
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offloading,
+            reshard_after_forward=reshard,
+        )
+    modules: dict[str, FSDPModule] = {n: m for n, m in units.items() if isinstance(m, FSDPModule)}
+    set_aside(model, units.values(), plan.stored, device)
+    wrapped = Wrapped(model, modules, Clock(seed), Fallbacks())
+    if not is_untouched(plan, ordered):
+        wrapped.installed = install(
+            model, units, plan.units, transport, wrapped.clock, wrapped.fallbacks
+        )
+    elif recipe.config.shard == "world" and recipe.cluster.world > 1:
+        land(units.values(), recipe.cluster.world)
+    return wrapped

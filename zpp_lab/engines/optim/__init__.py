@@ -1,0 +1,16 @@
+"""AdamW on the shards of DTensors, and AdamW whose moments take two or one byte an element."""
+
+from zpp_lab.engines.optim.adamw import BATCH, SCRATCH, CompactAdamW
+from zpp_lab.engines.optim.shards import ShardAdamW
+from zpp_lab.engines.optim.states import DTYPES, StateKind, kind_of, state_bytes
+
+__all__ = [
+    "BATCH",
+    "DTYPES",
+    "SCRATCH",
+    "CompactAdamW",
+    "ShardAdamW",
+    "StateKind",
+    "kind_of",
+    "state_bytes",
+]

@@ -1,0 +1,338 @@
+"""AdamW that keeps its moments as `states.py` says.
+
+Plain torch operators define it; on a GPU a kernel (`update.py`) takes their place, with the same
+bits in one pass over memory where the operators take tens, and no temporaries.
+Every operation is elementwise or stays inside a block of a row, and each rounds by itself, so a
+shard's update is the whole tensor's to the bit. The host never waits for the device: step numbers
+and the decision whether an update happens are tensors. Operators work through rows in batches, so
+their temporaries stay below `BATCH` elements times `SCRATCH` bytes whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zpp_lab.engines.optim import update as host
+from zpp_lab.engines.optim import update as kernel
+from zpp_lab.engines.optim.shards import is_sharded, local
+from zpp_lab.engines.optim.states import (
+    DTYPES,
+    MOMENTS,
+    SCALE,
+    StateKind,
+    blocks_of,
+    decode,
+    encode,
+    kind_of,
+    noise_key,
+    row_noise,
+    to_bf16,
+)
+from zpp_lab.engines.optim.update import Lanes
+
+BATCH = 2**23
+SCRATCH = 20  # bytes an element: two moments, the update and what encoding takes
+SPREAD = 2**16  # rows start at so many places of a step's noise
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of a parameter on this rank; all tensors are views [rows, n] or [rows, k]."""
+
+    kind: StateKind
+    group: dict[str, Any]
+    weight: Tensor
+    grad: Tensor
+    rate: Tensor  # fp32 scalar: the learning rate over the first moment's bias correction
+    root: Tensor  # fp32 scalar: root of the second moment's bias correction
+    state: dict[str, Tensor]
+    noise: Tensor  # int32 [n]
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW's formula with moments in bf16 or 8 bits; weights and sums are fp32.
+
+    Parameters are fp32 tensors or DTensors cut along dimension 0. `step` needs the number of the
+    training step, which with `seed` decides how moments are rounded. `host`: moments lie in host
+    memory and pass through the parameters' device (`update.py`), with the same bits.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        kind: StateKind,
+        seed: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+        host: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self.kind, self.seed, self.host = kind, seed, host
+        self.near: dict[Tensor, dict[str, Tensor]] = {}  # of the parameters under way, if `host`
+        # Kept from step to step: torch keeps what a stream has freed for that stream alone, so
+        # with new ones in every step tens of stages would lie about.
+        self.lanes: Lanes | None = None
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.offsets = {p: 7919 * i % SPREAD for i, p in enumerate(every)}
+        self.kinds = {p: kind_of(p.shape, kind) for p in every}
+        self.widest = max(prod(p.shape[1:]) for p in every)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters lie, all in one place, and what updates them."""
+        return local(self.param_groups[0]["params"][0]).device
+
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        """A parameter's state before its first update, sharded as it is."""
+        kind, device = kind_of(p.shape, self.kind), local(p).device
+        own, wide = tuple(local(p).shape), (blocks_of(p.shape),)
+        state = {"step": torch.zeros((), device=device)}
+        for moment in MOMENTS:
+            made = host.zeros(own, DTYPES[kind], device, self.host)
+            state[moment] = _sharded_as(p, made, p.shape)
+            if kind == "8bit":
+                made = host.zeros((own[0], *wide), torch.float32, device, self.host)
+                state[moment + SCALE] = _sharded_as(p, made, (p.shape[0], *wide))
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, number: int = 0, ok: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update with the gradients that are there. `number`: of the training step.
+        Where `ok` (bool scalar on the parameters' device) is false, nothing changes."""
+        assert closure is None
+        trained = {
+            i: [p for p in group["params"] if p.grad is not None]
+            for i, group in enumerate(self.param_groups)
+        }
+        every = [p for ps in trained.values() for p in ps]
+        for p in every:
+            if p not in self.state:
+                self.state[p] = self.zero_state(p.detach())
+        if not every:
+            return
+        if ok is None:
+            torch._foreach_add_([self.state[p]["step"] for p in every], 1.0)
+        else:  # as a list: with one tensor torch would wait for the device
+            done = [ok.to(torch.float32)] * len(every)
+            torch._foreach_add_([self.state[p]["step"] for p in every], done)
+        noise = None if kernel.serves(local(every[0])) else self._noise(number)
+        if self.host and self.lanes is None:
+            self.lanes = Lanes(self.device)
+        lanes = self.lanes
+        for i, parameters in trained.items():
+            group = self.param_groups[i]
+            if lanes is None:
+                self._change(group, parameters, number, noise, ok)
+                continue
+            for some in together(parameters, self._nbytes, host.STAGE):
+                with lanes.next(), self._passing(some):
+                    self._change(group, some, number, noise, ok)
+        if lanes is not None:
+            lanes.join()
+
+    def _change(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        number: int,
+        noise: Tensor | None,
+        ok: Tensor | None,
+    ) -> None:
+        """Update parameters and what `_states` gives of them; without noise by the kernel."""
+        if noise is None:
+            self._by_kernel(group, parameters, number, ok)
+            return
+        pieces = self._pieces(group, parameters, noise)
+        for batch in together(pieces, lambda piece: piece.weight.numel(), BATCH):
+            _update(batch, ok)
+
+    @contextmanager
+    def _passing(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Moments that lie in host memory are on the device inside, and back there afterwards."""
+        far = {p: self._states(p) for p in parameters}
+        self.near = {
+            p: {k: v.to(self.device, non_blocking=True, copy=True) for k, v in state.items()}
+            for p, state in far.items()
+        }
+        yield
+        for p, state in far.items():
+            for key, value in state.items():
+                value.copy_(self.near[p][key], non_blocking=True)
+        self.near = {}
+
+    def _states(self, p: Tensor) -> dict[str, Tensor]:
+        """Moments and scales of this rank's rows, where the update finds them."""
+        own = self.near.get(p)
+        return own or {k: local(v) for k, v in self.state[p].items() if k != "step"}
+
+    def _nbytes(self, p: Tensor) -> int:
+        return sum(v.nbytes for v in self._states(p).values())
+
+    def _by_kernel(
+        self, group: dict[str, Any], parameters: list[Tensor], number: int, ok: Tensor | None
+    ) -> None:
+        """One call for the parameters whose moments are kept alike."""
+        alike: dict[StateKind, list[Tensor]] = defaultdict(list)
+        for p in parameters:
+            alike[self.kinds[p]].append(p)
+        for some in alike.values():
+            states = [self._states(p) for p in some]
+            kernel.launch(
+                kernel.Parameters(
+                    weights=[local(p) for p in some],
+                    grads=[local(p.grad) for p in some],
+                    states={k: [s[k] for s in states] for k in states[0]},
+                    offsets=[self.offsets[p] for p in some],
+                ),
+                group,
+                *self._corrections(group, some),
+                noise_key(self.seed, number),
+                ok,
+            )
+
+    def _noise(self, number: int) -> Tensor:
+        """One strip of noise a step; each parameter's rows read it from a place of their own."""
+        return row_noise(self.seed, number, SPREAD + self.widest, self.device)
+
+    def _corrections(
+        self, group: dict[str, Any], parameters: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """fp32 [parameters] each: `rate` and `root` of their pieces."""
+        steps = torch.stack([self.state[p]["step"] for p in parameters]).double()
+        beta1, beta2 = group["betas"]
+        return (group["lr"] / (1 - beta1**steps)).float(), (1 - beta2**steps).sqrt().float()
+
+    def _pieces(
+        self, group: dict[str, Any], parameters: list[Tensor], noise: Tensor
+    ) -> Iterator[Piece]:
+        if not parameters:
+            return
+        rates, roots = (t.unbind() for t in self._corrections(group, parameters))
+        for p, rate, root in zip(parameters, rates, roots, strict=True):
+            yield from self._rows(group, p, rate, root, noise)
+
+    def _rows(
+        self, group: dict[str, Any], p: Tensor, rate: Tensor, root: Tensor, noise: Tensor
+    ) -> Iterator[Piece]:
+        kind = self.kinds[p]
+        n = prod(p.shape[1:])
+        weight, grad = local(p.detach()), local(p.grad)
+        state = self._states(p)
+        wide = 1 if kind == "fp32" else n  # in fp32 rows mean nothing
+        own = noise[self.offsets[p] :][:n]
+        rows = weight.numel() // wide
+        flat = {k: v.reshape(rows, -1) for k, v in state.items()} if rows else {}
+        each = max(1, BATCH // wide)
+        for first in range(0, rows, each):
+            part = slice(first, first + each)
+            yield Piece(
+                kind,
+                group,
+                weight.view(rows, wide)[part],
+                grad.reshape(rows, wide)[part],
+                rate,
+                root,
+                {k: v[part] for k, v in flat.items()},
+                own,
+            )
+
+
+def _sharded_as(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
+    """`own` as this rank's rows of a tensor of `shape` that is cut as `p` is; wherever it lies, as
+    `DTensor.from_local` would move it to the mesh's device."""
+    if not is_sharded(p):
+        return own
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, own.dtype)
+    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
+    return DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def together(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in order, whose sizes add up to at most `most` where several are together."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        if batch and held + size(item) > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size(item)
+    if batch:
+        yield batch
+
+
+def _update(batch: list[Piece], ok: Tensor | None) -> None:
+    """torch.optim.AdamW's formula, each product and sum rounded by itself."""
+    group = batch[0].group
+    beta1, beta2 = group["betas"]
+    grads = [p.grad for p in batch]
+    first = [_moment(p, MOMENTS[0]) for p in batch]
+    second = [_moment(p, MOMENTS[1]) for p in batch]
+    torch._foreach_mul_(first, beta1)
+    update = torch._foreach_mul(grads, 1 - beta1)
+    torch._foreach_add_(first, update)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_copy_(update, grads)
+    torch._foreach_mul_(update, grads)
+    torch._foreach_mul_(update, 1 - beta2)
+    torch._foreach_add_(second, update)
+    torch._foreach_copy_(update, second)
+    torch._foreach_sqrt_(update)
+    for u, piece in zip(update, batch, strict=True):
+        u.div_(piece.root)
+    torch._foreach_add_(update, group["eps"])
+    for u, m, piece in zip(update, first, batch, strict=True):
+        torch.div(m, u, out=u).mul_(piece.rate)
+    for piece, m, v in zip(batch, first, second, strict=True):
+        _keep(piece, MOMENTS[0], m, ok)
+        _keep(piece, MOMENTS[1], v, ok)
+    del first, second
+    weights = [p.weight for p in batch]
+    if ok is None:
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(weights, update)
+        return
+    for w, u in zip(weights, update, strict=True):
+        _put(w, (w * (1 - group["lr"] * group["weight_decay"])).sub_(u), ok)
+
+
+def _moment(piece: Piece, name: str) -> Tensor:
+    """A fresh fp32 tensor [rows, n]."""
+    kept = piece.state[name]
+    if piece.kind == "8bit":
+        return decode(kept, piece.state[name + SCALE], signed=name == MOMENTS[0])
+    return kept.to(torch.float32, copy=True)
+
+
+def _keep(piece: Piece, name: str, value: Tensor, ok: Tensor | None) -> None:
+    """Write a moment back as its state keeps it. Overwrites `value`."""
+    if piece.kind == "8bit":
+        first = name == MOMENTS[0]
+        codes, scale = encode(value, signed=first, noise=None if first else piece.noise)
+        _put(piece.state[name], codes, ok)
+        _put(piece.state[name + SCALE], scale, ok)
+        return
+    if piece.kind == "bf16":
+        value = to_bf16(value, piece.noise)
+    _put(piece.state[name], value, ok)
+
+
+def _put(into: Tensor, value: Tensor, ok: Tensor | None) -> None:
+    into.copy_(value if ok is None else torch.where(ok, value, into))

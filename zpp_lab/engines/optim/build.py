@@ -1,0 +1,190 @@
+"""AdamW and the learning-rate schedule.
+
+Projections into the residual stream may learn at a multiple of the rate (`train.residual_lr`), as
+what they give adds up over depth. `set_rate` applies it in every step, so checkpoints hold no
+rates and a run goes on with its config's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.config.schema import TrainConfig
+from zpp_lab.engines.optim import DTYPES, CompactAdamW, ShardAdamW, kind_of
+from zpp_lab.engines.optim.shards import is_sharded
+from zpp_lab.models.params import feeds_residual, param_class
+
+AdamW = torch.optim.AdamW | CompactAdamW
+
+
+def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
+    """AdamW with weight decay on matrices only (norms and biases have one dimension), and a rate of
+    its own for projections into the residual stream (train.residual_lr). ValueError when there is
+    nothing to train, or no such projection.
+
+    With states in fp32 torch's own, on a GPU the fused one, and of DTensors their shards alone
+    are updated. `guarded_step` can hold back the fused one and ours without asking the host.
+    `seed`: of the rounding of smaller states.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not trained:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
+    if train.residual_lr != 1:
+        _check_projections(parameters, trained, train.residual_lr)
+    groups = _groups(trained, train)
+    betas = (train.beta1, train.beta2)
+    if train.optimizer_state != "fp32":
+        host = train.optimizer_place == "host"
+        settings = (train.optimizer_state, seed, train.lr, betas, train.eps)
+        return CompactAdamW(groups, *settings, host=host)
+    every = list(trained.values())
+    made = ShardAdamW if any(map(is_sharded, every)) else torch.optim.AdamW
+    return made(groups, lr=train.lr, betas=betas, eps=train.eps, **_kind(every))
+
+
+def _check_projections(
+    parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter], factor: float
+) -> None:
+    """ValueError where no projection into the residual stream is known, or half of a block's."""
+    names = [name for name, p in parameters.items() if p.ndim > 1]
+    known = {param_class(name) for name in names if feeds_residual(name)}
+    half = {"attention", "mlp"} & {param_class(name) for name in names} - known
+    slow = any(feeds_residual(name) for name, p in trained.items() if p.ndim > 1)
+    if half or not slow:
+        whose = f"matrix of the model's {min(half)}" if half else "trained matrix of the model"
+        raise ValueError(
+            f"train.residual_lr={factor}: no {whose} is known by its name to project into the "
+            "residual stream; set train.residual_lr=1"
+        )
+
+
+def _groups(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
+    """Parameters that share settings; `factor` is what `set_rate` multiplies the rate by."""
+    matrices = {name: p for name, p in trained.items() if p.ndim > 1}
+    slow = {name for name in matrices if train.residual_lr != 1 and feeds_residual(name)}
+    decay = train.weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in matrices.items() if name not in slow], "weight_decay": decay},
+        {"params": [matrices[name] for name in matrices if name in slow], "weight_decay": decay},
+        {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups[1] |= {"factor": train.residual_lr, "lr": train.lr * train.residual_lr}
+    return [group for group in groups if group["params"]]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Take the next step at the learning rate `lr`, some parameters at a multiple of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("factor", 1.0)
+
+
+def _kind(trained: Sequence[Tensor]) -> dict[str, bool]:
+    fused = all(p.device.type == "cuda" for p in trained)
+    return {"fused": True} if fused else {"foreach": True}
+
+
+def update(optimizer: AdamW, number: int, ok: Tensor | None = None) -> None:
+    """Update the weights in training step `number`, unless `ok` (bool scalar) is false on the
+    device, which the host does not wait to learn."""
+    if isinstance(optimizer, CompactAdamW):
+        optimizer.step(number=number, ok=ok)
+        return
+    if ok is not None:
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = (~ok).float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def guarded_step(optimizer: AdamW, ok: Tensor, number: int = 0) -> None:
+    """`update`, or leave weights and state as they are where `ok` is false. Where weights lie on
+    the CPU the host asks."""
+    if on_device(optimizer):
+        update(optimizer, number, ok)
+    elif bool(ok):
+        update(optimizer, number)
+
+
+def on_device(optimizer: AdamW) -> bool:
+    """Whether the optimizer's kernels take the decision themselves."""
+    if isinstance(optimizer, CompactAdamW):
+        return optimizer.device.type == "cuda"
+    return bool(optimizer.defaults["fused"])
+
+
+def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
+    """A parameter's state before its first update."""
+    if isinstance(optimizer, CompactAdamW | ShardAdamW):
+        return optimizer.zero_state(p)
+    step = torch.zeros((), device=p.device if on_device(optimizer) else "cpu")
+    return {"step": step} | {key: torch.zeros_like(p) for key in STATE if key != "step"}
+
+
+# AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
+STATE = ("step", "exp_avg", "exp_avg_sq")
+
+OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> OptimizerState:
+    """Tensors by key and parameter; parameters that were never updated have none."""
+    found: OptimizerState = {key: {} for key in STATE}
+    for name, p in parameters.items():
+        for key, value in optimizer.state[p].items() if p in optimizer.state else ():
+            found.setdefault(key, {})[name] = value
+    return found
+
+
+def load_optimizer_state(
+    optimizer: AdamW,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """The inverse of `optimizer_state`. ValueError when the states are kept otherwise."""
+    dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in state.items()}
+    check_state(optimizer, parameters, dtypes)
+    optimizer.state.clear()
+    for name, p in parameters.items():
+        if name in state.get("step", {}):
+            own = zero_state(optimizer, p.detach())
+            for key, value in own.items():
+                value.copy_(state[key][name])
+            optimizer.state[p] = own
+
+
+def check_state(
+    optimizer: AdamW,
+    parameters: Mapping[str, nn.Parameter],
+    found: Mapping[str, Mapping[str, torch.dtype]],
+) -> None:
+    """ValueError when a checkpoint with these dtypes of states {key: {parameter: dtype}} keeps
+    them otherwise than `optimizer`; nothing is ever converted."""
+    kind = optimizer.kind if isinstance(optimizer, CompactAdamW) else "fp32"
+    for name, dtype in found.get("exp_avg", {}).items():
+        if name not in parameters:
+            raise ValueError(f"the checkpoint is of another model; it differs in {name}")
+        wanted = DTYPES[kind_of(parameters[name].shape, kind)]
+        there = next((k for k, d in DTYPES.items() if d == dtype), kind)
+        if dtype != wanted and there != kind:
+            raise ValueError(
+                f"the checkpoint keeps optimizer states in {there}, this run in {kind}: set "
+                f"train.optimizer_state={there}, or begin a new run from its weights alone "
+                "(model.start=CHECKPOINT)"
+            )
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """The rate of step `step` (from 0): linear warm-up, then cosine to min_lr_ratio or constant."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    low = train.lr * train.min_lr_ratio
+    return low + (train.lr - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))

@@ -1,0 +1,120 @@
+"""Moments that lie in host memory and pass through the GPU that updates them.
+
+Where masters and gradients fill the GPUs, moments need not: a step wants each of them once. They
+come in some parameters at a time, are updated by what updates moments on the GPU, with the same
+bits, and go out again. Two streams take turns, so that one's moments come while the other's go:
+the bus carries both ways at once.
+
+AdamW's update on a GPU by the kernel of cuda/adamw.cu: one call for many parameters, so that
+the host's time for a step does not grow with their elements, and hardly with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs.kernels.backend import use_kernels
+from zpp_lab.codecs.kernels.table import signed
+from zpp_lab.engines.optim.states import MOMENTS, SCALE, StateKind, moment_bytes
+
+STAGE = 2**28  # bytes of moments that a lane has on the GPU; one parameter's may be more
+LANES = 2
+
+
+class Lanes:
+    """Streams beside the current one, in turns; on a CPU there are none, and all is in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in range(LANES)] if cuda else []
+        self.turns = 0
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """What is started inside runs after what the current stream has so far."""
+        if not self.streams:
+            yield
+            return
+        stream = self.streams[self.turns % LANES]
+        self.turns += 1
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """What the current stream does from here on comes after all lanes."""
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device, host: bool) -> Tensor:
+    """A moment's memory on `device`, or (`host`) where a GPU `device` reads it directly."""
+    if not host:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def pinned_state_bytes(shape: Sequence[int], kind: StateKind) -> int:
+    """Of both moments of a shard of this shape, scales included, each a tensor of its own."""
+    return sum(2 * pinned_bytes(nbytes) for nbytes in moment_bytes(shape, kind))
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What a tensor of so many bytes takes of host memory: powers of two are handed out."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """What belongs to some parameters with one kind of state, this rank's rows of each."""
+
+    weights: Sequence[Tensor]  # fp32, contiguous
+    grads: Sequence[Tensor]  # fp32
+    states: Mapping[str, Sequence[Tensor]]
+    offsets: Sequence[int]  # where their rows begin in the step's noise
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether the kernel updates this weight and all beside it."""
+    return weight.is_cuda and use_kernels(weight)
+
+
+def launch(
+    these: Parameters,
+    group: Mapping[str, Any],
+    rates: Tensor,
+    roots: Tensor,
+    key: int,
+    ok: Tensor | None,
+) -> None:
+    """Update weights and states as the operators in adamw.py do, to the bit.
+
+    rates, roots: fp32 [parameters], `rate` and `root` of a `Piece`. key: of the step's noise.
+    """
+    first, second = MOMENTS
+    operator()(
+        these.weights,
+        [g if g.is_contiguous() else g.contiguous() for g in these.grads],
+        these.states[first],
+        these.states[second],
+        these.states.get(first + SCALE, ()),
+        these.states.get(second + SCALE, ()),
+        these.offsets,
+        signed(key),
+        rates,
+        roots,
+        ok,
+        *group["betas"],
+        group["eps"],
+        1 - group["lr"] * group["weight_decay"],
+    )
+
+
+def operator() -> Any:
+    return torch.ops.zpp_lab.adamw.default

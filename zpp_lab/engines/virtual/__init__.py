@@ -1,0 +1,1 @@
+"""All ranks of a cluster in one process, with the same numerics."""

@@ -1,0 +1,304 @@
+"""The virtual engine: all ranks of a cluster in one process, with a sharded run's numerics.
+
+Ranks take turns. The weights are gathered once a step: every rank would decode the same
+payload, so one copy serves all. Then each rank's gradient (`passes.py`) is encoded, decoded and
+added to running sums, rank by rank and node by node (`reduction.py`), so memory does not grow with
+the number of nodes. Sums, division, norm and update follow the order of a real run to the bit.
+Between its first and its last rank a step never waits for the device.
+
+Where backward gathers other weights than forward (another codec, fresh noise) they take the place
+of the forward's after it, as a second gather would bring them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.codecs import Noise, kernels, noise_key
+from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
+from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import PassUse, Plan, StepUse
+from zpp_lab.collectives.recipe import DTYPES
+from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic
+from zpp_lab.config.schema import Config, Wire
+from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
+from zpp_lab.engines.fsdp.prefetch import Usage
+from zpp_lab.engines.norm import rank_squares
+from zpp_lab.engines.optim.build import (
+    adamw,
+    load_optimizer_state,
+    optimizer_state,
+    set_rate,
+    update,
+)
+from zpp_lab.engines.units import named_units, with_root
+from zpp_lab.engines.virtual.passes import Grads, Passes
+from zpp_lab.engines.virtual.reduction import Reduction, together
+from zpp_lab.engines.watch import Watch, gathered_in_vain
+from zpp_lab.models.loss import token_losses
+
+
+class VirtualEngine(Engine):
+    """Trains `model` (fp32, on its device) as `plan` says. The model's parameters become the
+    gathered weights in `param_dtype`; the fp32 master weights are kept beside them."""
+
+    def __init__(self, model: nn.Module, plan: Plan, config: Config) -> None:
+        self.model, self.plan, self.config = model, plan, config
+        self.cluster = plan.recipe.cluster
+        self.seed = config.seed
+        self.built: dict[str, float] = {}
+        self.reduce_dtype = DTYPES[config.train.reduce_dtype]
+        self.ledger = Ledger()
+        self.weights = dict(model.named_parameters())
+        self.device = next(iter(self.weights.values())).device
+        self.marks = self._store_base()
+        live = {n: p for n, p in self.weights.items() if n not in self.marks}
+        self.master = {n: nn.Parameter(p.detach().clone()) for n, p in live.items()}
+        for name, p in live.items():
+            self.master[name].requires_grad_(p.requires_grad)
+            p.data = p.data.to(DTYPES[config.train.param_dtype])
+        self.optimizer = adamw(self.master, config.train, config.seed)
+        self.usage = Usage(with_root(model, named_units(model)))
+        self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
+        self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
+        self._make_buffers()
+
+    def _store_base(self) -> Marks:
+        """Put what every rank would decode of a frozen base in its place, for good."""
+        marks, world = {}, self.cluster.world
+        for segment in (s for u in self.plan.units for s in u.stored.segments):
+            p = self.weights[segment.name]
+            whole = p.detach()
+            marks[segment.name] = mark(whole, 0, tuple(p.shape))
+            p.data = torch.empty_like(whole, dtype=DTYPES[self.config.train.param_dtype])
+            decode_shards(segment, encode_shards(segment, whole, world), p.detach())
+        return marks
+
+    def _make_buffers(self) -> None:
+        """What every step writes anew, at places that stay."""
+        dtype = DTYPES[self.config.train.param_dtype]
+        self.sources = {n: p.detach() for n, p in self.master.items()}  # in param_dtype
+        if dtype != torch.float32:
+            self.sources = {n: p.to(dtype) for n, p in self.sources.items()}
+        own = [
+            s.name
+            for u in self.plan.units
+            if u.own_backward
+            for s in u.live("weights_backward").segments
+        ]
+        self.forward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
+        self.backward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
+        self.reductions = [
+            Reduction(unit, self.device, self.ledger) for unit in together(self.plan.units)
+        ]
+        # backward's own weights take the place of the forward's, so no two passes may overlap
+        lanes = 1 if own else self.config.engine.lanes
+        self.passes = Passes(self._backward, self.weights, self.config.engine, lanes)
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+        self.ledger.start_step()
+        watch = Watch(ErrorSums() if telemetry else None)
+        losses, grads = self._gradients(step, batches, watch)
+        norm = self._norm(grads)
+        if not bool(torch.isfinite(norm)):
+            self._explain(step, batches)
+        self._check_bytes()
+        if self.config.train.clip:
+            factor = clip_factor(norm, self.config.train.clip)
+            torch._foreach_mul_(list(grads.values()), factor)
+        self._update(grads, lr, step)
+        loss = fold_sum(losses.flatten()) / losses.numel()
+        errors = self._telemetry(watch.errors) if watch.errors else None
+        return StepResult(float(loss), float(norm), dict(self.ledger.step), errors)
+
+    def _telemetry(self, errors: ErrorSums) -> Telemetry:
+        errors.drop(gathered_in_vain(self.plan, self._passes()))
+        return telemetry(*errors.by_rank())
+
+    def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
+        """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
+        self._gather_both(step, watch)
+        shape = (self.plan.micro_steps, self.cluster.world)
+        losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        total: Grads = {}
+        self.used, self.reduced = {}, []
+        for micros in self._reductions():
+            for reduction in self.reductions:
+                reduction.start((self.seed, step, micros[-1]), watch)
+            turns = [(rank, micro) for rank in self._ranks() for micro in micros]
+            passes = self.passes.each(batches(*turn) for turn in turns)
+            local: Grads = {}
+            for (rank, micro), (loss, grads, use) in zip(turns, passes, strict=True):
+                losses[micro, rank] = loss
+                self._note_use(rank, micro, use)
+                for name, grad in grads.items() if watch.check else ():
+                    watch.gradient(step, rank, name, grad)
+                local = grads if len(micros) == 1 else self._accumulate(local, grads)
+                if micro == micros[-1]:
+                    for reduction in self.reductions:
+                        reduction.add(rank, local)
+                    present, local = frozenset(local), {}
+            self.reduced.append(present)
+            for reduction in self.reductions:
+                self._add_mean(total, reduction.mean(self.reduce_dtype))
+        return losses, total
+
+    def _reductions(self) -> list[range]:
+        """The micro-steps that each reduction covers."""
+        n = self.plan.micro_steps
+        return [range(n)] if self.plan.accumulate_last else [range(m, m + 1) for m in range(n)]
+
+    def _ranks(self) -> Sequence[int]:
+        ranks = range(self.cluster.world)
+        return ranks if self.plan.recipe.config.order == "rank" else ranks[::-1]
+
+    def _backward(self, *batch: Tensor) -> tuple[Tensor, PassUse]:
+        """One rank's forward and backward: a `Pass` of passes.py."""
+        self.usage.start()
+        loss: Tensor = self.model(*batch)
+        self._load(self.backward)  # the weights that backward gathers, where they differ
+        (loss / self.plan.micro_steps).backward()
+        self._load(self.forward)
+        return loss.detach(), self.usage.taken()
+
+    def _load(self, values: Mapping[str, Tensor]) -> None:
+        if values:
+            into = [self.weights[name].data for name in values]  # unseen by autograd
+            torch._foreach_copy_(into, list(values.values()))
+
+    def _accumulate(self, local: Grads, grads: Grads) -> Grads:
+        """Several micro-steps of a rank add up in reduce_dtype."""
+        for name, grad in grads.items():
+            if name in local:
+                local[name] += grad
+            else:
+                local[name] = grad.to(self.reduce_dtype, copy=True)
+        return local
+
+    def _add_mean(self, total: Grads, means: Mapping[str, Tensor]) -> None:
+        """Add a reduction's means [W, n] to the step's gradient, without their padding."""
+        for name, rows in means.items():
+            shape = self.master[name].shape
+            whole = rows.flatten()[: shape.numel()].view(shape)
+            total[name] = total[name] + whole if name in total else whole
+
+    def _norm(self, grads: Grads) -> Tensor:
+        return total_norm(rank_squares(grads, self.plan, self.device))
+
+    def _update(self, grads: Grads, lr: float, step: int) -> None:
+        set_rate(self.optimizer, lr)
+        for name, p in self.master.items():
+            p.grad = grads.get(name)
+        update(self.optimizer, step)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------------ weights
+
+    def _gather_both(self, step: int, watch: Watch) -> None:
+        """Load the forward's weights. Where backward's differ, keep both of them."""
+        self._gather(step, "weights_forward", self.weights, watch)
+        self._gather(step, "weights_backward", self.backward, watch)
+        for name, value in self.forward.items():
+            value.copy_(self.weights[name].detach())
+
+    def _gather(self, step: int, wire: Wire, into: Mapping[str, Tensor], watch: Watch) -> None:
+        """Gather the parameters that `into` holds, as `wire` brings them."""
+        world = self.cluster.world
+        ranks = tuple(range(world))
+        noise = Noise(noise_key(self.seed, step, 0, wire), ranks, ranks)
+        if into:
+            self._round_sources()
+        for unit in self.plan.units:
+            layout = unit.live(wire)
+            if layout.segments and all(s.name in into for s in layout.segments):
+                sources = [self.sources[s.name] for s in layout.segments]
+                payload = torch.empty(world, layout.nbytes, dtype=torch.uint8, device=self.device)
+                errors = watch.room(layout, payload)
+                kernels.encode(layout, sources, noise, payload, errors)
+                watch.encoded(wire, 0, ranks, layout, errors)
+                if unit.repeats_forward:  # a real backward gathers the same bits once more
+                    watch.encoded("weights_backward", 0, ranks, layout, errors)
+                outs = [into[s.name].detach() for s in layout.segments]
+                kernels.decode(layout, payload, outs)
+                if watch.check:
+                    watch.weights(step, wire, layout, outs, world)
+
+    def _round_sources(self) -> None:
+        """Master weights in param_dtype, which is what gets encoded."""
+        masters = {n: p.detach() for n, p in self.master.items()}
+        if self.config.train.param_dtype == "fp32":
+            self.sources = masters
+        else:
+            torch._foreach_copy_([self.sources[n] for n in masters], list(masters.values()))
+
+    def _note_use(self, rank: int, micro: int, use: PassUse) -> None:
+        if self.used.setdefault(micro, use) != use:
+            raise ValueError(
+                f"rank {rank} ran other units of the model than the ranks before it: ranks of a "
+                "real cluster would wait for each other for ever"
+            )
+
+    def _passes(self) -> tuple[PassUse, ...]:
+        """What each micro-step of the last step ran."""
+        return tuple(self.used[m] for m in sorted(self.used))
+
+    def _check_bytes(self) -> None:
+        """Count the gathers of a real run of this step, then compare all bytes with the plan."""
+        names = [u.unit.name for u in self.plan.units]
+        passes = self._passes()
+        use = StepUse(passes, dict.fromkeys(names, tuple(self.reduced)))
+        for unit in self.plan.units:
+            forwards, backwards = unit.gathers(passes)
+            row = unit.forward.nbytes
+            whole = gather_traffic(self.cluster, row, unit.hierarchical)
+            self.ledger.add("weights_forward", whole * forwards)
+            if unit.gathers_backward and self.plan.recipe.config.secondary:
+                whole = secondary_traffic(self.cluster, row)
+            elif unit.gathers_backward:
+                whole = gather_traffic(self.cluster, unit.backward.nbytes, unit.hierarchical)
+            self.ledger.add("weights_backward", whole * backwards)
+        self.ledger.check(self.plan.step_bytes(use))
+
+    # ------------------------------------------------------------------ the rest
+
+    def _explain(self, step: int, batches: Batches) -> None:
+        """The step is a pure function of the state: run it again and look at every value."""
+        self._gradients(step, batches, Watch(check=True))
+        raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
+
+    @torch.no_grad()
+    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        if wire:
+            self._gather(step, "weights_forward", self.weights, Watch())
+        else:
+            self._load({n: p.detach() for n, p in self.master.items()})
+        self.model.eval()
+        pairs = ((b[0].to(self.device), b[1].to(self.device)) for b in batches)
+        losses = [token_losses(self.model, x, y) for x, y in pairs]
+        self.model.train()
+        return torch.cat(losses).cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "weights": {n: p.detach() for n, p in self.master.items()},
+            "optimizer": optimizer_state(self.optimizer, self.master),
+            **({"base": self.marks} if self.marks else {}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = sorted(set(self.master) ^ set(state["weights"]))
+        if missing:
+            raise ValueError(f"the checkpoint is of another model; it differs in {missing[0]}")
+        check_marks(self.marks, state.get("base", {}))
+        with torch.no_grad():
+            for name, p in self.master.items():
+                p.copy_(state["weights"][name])
+        load_optimizer_state(self.optimizer, self.master, state["optimizer"])

@@ -1,0 +1,157 @@
+"""The gradient reduction for all ranks of a cluster, one rank at a time.
+
+The sums of a real run, in its order: inside a node rank by rank, then node by node. With one
+hop the rows of every rank are added to one running sum. With two hops the sum of a node is
+re-encoded when the node's last rank has come, and added to the sum over nodes.
+
+Buffers are made once and serve every reduction. Small units are reduced together: a segment's
+bytes do not depend on its neighbours, so this changes no bit and saves launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import Noise, kernels, noise_key
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.plan import Unit, UnitPlan
+from zpp_lab.collectives.traffic import hop_traffic
+from zpp_lab.config.schema import Wire
+from zpp_lab.engines.watch import Watch
+
+TOGETHER = 2**24  # elements of units that are reduced together at most
+
+Key = tuple[int, int, int]  # seed, step, micro-step
+
+
+class Reduction:
+    """`start`, then every rank's gradients with `add`, node after node; `mean` ends it."""
+
+    def __init__(self, plan: UnitPlan, device: torch.device, ledger: Ledger) -> None:
+        self.plan, self.recipe, self.cluster = plan, plan.recipe, plan.recipe.cluster
+        self.device, self.ledger = device, ledger
+        self.names: tuple[str, ...] | None = None  # parameters that have a gradient
+        self.layouts: tuple[Layout, ...] = ()  # one a hop
+        self.sums: list[Tensor] = []  # of each hop, in its rotated domain: fp32 [W, coded_numel]
+        self.payloads: list[Tensor] = []  # of each hop: uint8 [W, nbytes]
+        self.alone: dict[str, Tensor] = {}  # a single rank's gradients
+        self.start((0, 0, 0), Watch())
+
+    def start(self, key: Key, watch: Watch) -> None:
+        """Begin a reduction whose noise is keyed by `key`."""
+        self.key, self.watch, self.added = key, watch, 0
+
+    def add(self, rank: int, grads: Mapping[str, Tensor]) -> None:
+        """One rank's gradients by name; parameters without one are left out, by all ranks."""
+        names = tuple(p.name for p in self.plan.unit.parameters if p.name in grads)
+        if not self.added:
+            self._prepare(names)
+        assert names == self.names, "ranks differ in which parameters have a gradient"
+        self.added += 1
+        if not self.layouts:  # a single rank: its gradient is the sum
+            self.alone = {n: grads[n].reshape(1, -1) for n in names}
+            return
+        self._encode(rank, [grads[n] for n in names])
+        kernels.decode_sum(self.layouts[0], self.payloads[0][None], self.sums[0])
+        if len(self.layouts) == 2 and self.added % self.cluster.gpus_per_node == 0:
+            self._end_node(rank // self.cluster.gpus_per_node)
+
+    def mean(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The sums over all ranks, rounded to `dtype` and divided there: fp32 [W, n] by name,
+        padding rows included. Tensors of the caller's own."""
+        assert self.added == self.cluster.world
+        if not self.layouts:
+            return {n: (g.float().to(dtype) / 1).float() for n, g in self.alone.items()}
+        if self.names:
+            rows = [layout.nbytes for layout in self.layouts]
+            for wire, traffic in hop_traffic(self.cluster, self.recipe.hops, rows).items():
+                self.ledger.add(wire, traffic)
+        last = self.layouts[-1]
+        flat = kernels.finish_sums(last, self.sums[-1]).to(dtype)
+        return _columns(last, (flat / self.cluster.world).float())
+
+    def _prepare(self, names: tuple[str, ...]) -> None:
+        """Sums of zeros for these parameters; every parameter without a gradient drops out."""
+        if names == self.names:
+            for sums in self.sums:
+                sums.zero_()
+            return
+        world, chosen = self.cluster.world, set(names)
+        self.names = names
+        self.layouts = tuple(layout.select(chosen) for layout in self.plan.hops)
+        self.sums = [
+            torch.zeros(world, lay.coded_numel, device=self.device) for lay in self.layouts
+        ]
+        self.payloads = [
+            torch.empty(world, lay.nbytes, dtype=torch.uint8, device=self.device)
+            for lay in self.layouts
+        ]
+
+    def _encode(self, rank: int, grads: Sequence[Tensor]) -> None:
+        layout, payload, world = self.layouts[0], self.payloads[0], self.cluster.world
+        wire = self.recipe.hops[0]
+        errors = self.watch.room(layout, payload)
+        kernels.encode(layout, grads, self._noise(wire, [rank] * world), payload, errors)
+        self.watch.encoded(wire, self.key[2], [rank] * world, layout, errors)
+        self._check(wire, layout, payload, rank)
+
+    def _end_node(self, node: int) -> None:
+        """Second hop: local rank l of the node sends its sum of shard (m, l) to node m."""
+        first, second = self.layouts
+        local, payload = self.cluster.gpus_per_node, self.payloads[1]
+        senders = [node * local + row % local for row in range(self.cluster.world)]
+        kernels.encode_sums(
+            first, second, self.sums[0], self._noise(self.recipe.hops[1], senders), payload
+        )
+        if self.watch.looks:
+            wire = self.recipe.hops[1]
+            rows = list(_columns(first, kernels.finish_sums(first, self.sums[0])).values())
+            self.watch.encoded_again(wire, self.key[2], senders, second, rows, payload)
+            self._check(wire, second, payload, senders[0])
+        kernels.decode_sum(second, payload[None], self.sums[1])
+        self.sums[0].zero_()
+
+    def _noise(self, wire: Wire, ranks: Sequence[int]) -> Noise:
+        rows = tuple(range(self.cluster.world))
+        return Noise(noise_key(*self.key, wire), tuple(ranks), rows)
+
+    def _check(self, wire: Wire, layout: Layout, payload: Tensor, rank: int) -> None:
+        """Look at every value that the payload brings."""
+        if not self.watch.check:
+            return
+        sums = torch.zeros(payload.shape[0], layout.coded_numel, device=self.device)
+        kernels.decode_sum(layout, payload[None], sums)
+        after = list(_columns(layout, kernels.finish_sums(layout, sums)).values())
+        self.watch.rows(self.key[1], wire, layout, after, rank)
+
+
+def _columns(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
+    """[W, numel] → [W, n] of each segment by name, as views."""
+    return {s.name: flat[:, s.offset_numel : s.offset_numel + s.numel] for s in layout.segments}
+
+
+def together(units: Iterable[UnitPlan], limit: int = TOGETHER) -> list[UnitPlan]:
+    """Neighbouring units joined as long as they have at most `limit` elements."""
+    joined: list[UnitPlan] = []
+    for unit in units:
+        if joined and _numel(joined[-1]) + _numel(unit) <= limit:
+            joined[-1] = _join(joined[-1], unit)
+        else:
+            joined.append(unit)
+    return joined
+
+
+def _join(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+    a, b = one.unit, other.unit
+    name = f"{a.name}+{b.name}"
+    parameters, trainable = a.parameters + b.parameters, a.trainable | b.trainable
+    return replace(one, unit=Unit(name, parameters, trainable, stored=a.stored | b.stored))
+
+
+def _numel(plan: UnitPlan) -> int:
+    return sum(p.numel for p in plan.unit.parameters)

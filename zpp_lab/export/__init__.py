@@ -1,7 +1,0 @@
-"""A run's newest weights as a folder that transformers loads, whole or quantized, or peft."""
-
-from zpp_lab.export.adapters import export_peft
-from zpp_lab.export.model import export_hf
-from zpp_lab.export.quantized import export_quantized
-
-__all__ = ["export_hf", "export_peft", "export_quantized"]

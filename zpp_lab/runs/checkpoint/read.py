@@ -1,0 +1,260 @@
+"""Reads checkpoints: whole, by tensor or by rows, on any number of ranks, whichever engine wrote.
+
+What is read is checked first, 16 MiB at a time, and nothing else is: a rank that wants its rows
+reads and checks those of a 13B checkpoint alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zpp_lab.runs.checkpoint.index import (
+    BLOCK,
+    DamagedError,
+    Shard,
+    Stored,
+    check_format,
+    intact,
+    listed,
+    open_index,
+)
+from zpp_lab.runs.checkpoint.tensor_file import torch_dtype
+
+State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
+THREADS = 4  # tensors that are read side by side
+
+
+class SavedWeights(Protocol):
+    """The weights of a checkpoint, or what stands for them."""
+
+    step: int
+    shapes: dict[str, tuple[int, ...]]
+    marks: dict[str, Tensor]  # of the frozen base that the weights, adapters then, stand on
+
+    def read(self, name: str) -> Tensor:
+        """A whole weight on the CPU, fp32."""
+        ...
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a weight on the CPU, fp32; others are not kept, nor whole ones
+        read."""
+        ...
+
+
+class Saved:
+    """A checkpoint whose index and files' sizes are whole; its content is checked when it is read.
+
+    Opening it raises DamagedError, or ValueError when it is of another format; so does reading.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, index = path, open_index(path)
+        self.step, self.weights_only, self.tensors = index.step, index.weights_only, index.tensors
+        self.marks = {n: self._whole(f"base.{n}") for n in self._kind("base")}
+        self.shapes = {n: t.shape for n, t in self._kind("weights").items()}
+
+    def _kind(self, kind: str) -> dict[str, Stored]:
+        """Tensors under `kind` by the rest of their names."""
+        start = f"{kind}."
+        return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
+
+    def states(self) -> dict[str, dict[str, torch.dtype]]:
+        """How optimizer states are kept: {key: {parameter: dtype}}; {} when there are none."""
+        found: dict[str, dict[str, torch.dtype]] = {}
+        for dotted, stored in self._kind("optimizer").items():
+            key, _, name = dotted.partition(".")
+            found.setdefault(key, {})[name] = torch_dtype(stored.dtype)
+        return found
+
+    def read(self, name: str) -> Tensor:
+        return self._whole(f"weights.{name}").float()
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a weight, fp32 on the CPU; the blocks that hold them are read."""
+        out = torch.empty(last - first, *self.shapes[name][1:])
+        self._fill(f"weights.{name}", first, out)
+        return out
+
+    def state(self) -> State:
+        """Everything as whole tensors on the CPU: `weights`, `optimizer`, and `base` and `scaler`
+        where there are some."""
+        state: State = {"weights": {}, "optimizer": {}}
+        for dotted, tensor in self._side_by_side(lambda n: (n, self._whole(n)), self.tensors):
+            kind, _, name = dotted.partition(".")
+            into = state.setdefault(kind, {})
+            if kind == "optimizer":
+                key, _, name = name.partition(".")
+                into = into.setdefault(key, {})
+            into[name] = tensor
+        return state
+
+    def read_into(self, state: State) -> None:
+        """Fill the tensors of `state`, sharded or whole, each rank its own rows.
+
+        ValueError when one is not there, or of another shape.
+        """
+        wanted = dict(flat(state))
+        for name, tensor in wanted.items():
+            stored = self.tensors.get(name)
+            if stored is None or stored.shape != tuple(tensor.shape):
+                raise ValueError(f"{self.path} is of another model; it differs in {name}")
+
+        def fill(name: str) -> None:
+            tensor = wanted[name]
+            self._fill(name, own_rows(tensor)[0], local(tensor).detach())
+
+        list(self._side_by_side(fill, wanted))
+
+    def check(self, kind: str = "") -> None:
+        """DamagedError unless every byte of the tensors under `kind` is what was written."""
+
+        def look(name: str) -> None:
+            for shard in self.tensors[name].shards:
+                for _ in self._blocks(name, shard, 0, shard.place.nbytes):
+                    pass
+
+        list(self._side_by_side(look, [n for n in self.tensors if n.startswith(kind)]))
+
+    def _side_by_side(self, job: Any, names: Any) -> Iterator[Any]:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint") as pool:
+            yield from pool.map(job, names)
+
+    def _whole(self, name: str) -> Tensor:
+        stored = self.tensors[name]
+        out = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
+        self._fill(name, 0, out)
+        return out
+
+    def _fill(self, name: str, first: int, out: Tensor) -> None:
+        """Copy the rows from `first` on into `out`, converted to its dtype."""
+        flat_out, stored = out.view(-1), self.tensors[name]
+        dtype = torch_dtype(stored.dtype)
+        each = prod(stored.shape[1:])  # elements of a row
+        last = first + (len(out) if stored.shape else 1)
+        for shard in stored.shards:
+            low, high, row = max(first, shard.first), min(last, shard.last), shard.place.row
+            if low >= high:
+                continue
+            ends = ((low - shard.first) * row, (high - shard.first) * row)
+            at = (low - first) * each
+            for data in self._blocks(name, shard, *ends):
+                values = data.view(dtype)
+                flat_out[at : at + values.numel()].copy_(values)
+                at += values.numel()
+
+    def _blocks(self, name: str, shard: Shard, start: int, end: int) -> Iterator[Tensor]:
+        """Bytes [start, end) of a shard, uint8, in pieces that lie in one checked block each; a
+        piece is overwritten by the next."""
+        size = shard.place.nbytes
+        buffer = torch.empty(min(BLOCK, size), dtype=torch.uint8)
+        first = start // BLOCK
+        with (
+            intact(self.path, f"{shard.file}: {name}"),
+            (self.path / shard.file).open("rb") as file,
+        ):
+            file.seek(shard.place.start + first * BLOCK)
+            for i in range(first, -(-end // BLOCK)):
+                block = buffer[: min(BLOCK, size - i * BLOCK)]
+                if (
+                    file.readinto(block.numpy().data) < len(block)
+                    or _hash(block) != shard.hashes[i]
+                ):
+                    what = f"{name}, in rows {shard.first} to {shard.last - 1}"
+                    raise DamagedError(
+                        self.path, f"{shard.file}: {what}: not the bytes that were written"
+                    )
+                yield block[max(0, start - i * BLOCK) : end - i * BLOCK]
+
+
+def _hash(data: Tensor) -> str:
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def flat(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Dotted names and tensors of nested dictionaries."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's rows of it."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor
+
+
+def _is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor, asked without importing their module, which takes a second."""
+    return hasattr(tensor, "placements")
+
+
+def own_rows(tensor: Any) -> tuple[int, int, bool]:
+    """Which rows of a whole tensor this rank has, [first, last), and whether it is the first rank
+    that has them. Of a tensor without dimensions there is one."""
+    rows, first_to_have = (tensor.shape[0] if tensor.ndim else 1), True
+    found = (0, rows)
+    if _is_sharded(tensor):
+        place = tensor.device_mesh.get_coordinate()
+        assert place is not None, "every rank has a part of every tensor"
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_shard(0):
+                each = -(-rows // tensor.device_mesh.size(dim))
+                found = tuple(min(rows, each * n) for n in (place[dim], place[dim] + 1))  # type: ignore[assignment]
+            else:
+                assert placement.is_replicate()
+                first_to_have &= place[dim] == 0
+        assert found[1] - found[0] == len(tensor.to_local())
+    return *found, first_to_have
+
+
+# ---------------------------------------------------------------------- by path
+
+
+def open_saved(path: Path) -> Saved:
+    """A checkpoint, or the newest one of a run's folder whose index and sizes are whole.
+
+    Every rank of a large run calls this, and then reads its own rows. ValueError when `path` is
+    neither, or the checkpoint is damaged.
+    """
+    if (path / "checkpoints").is_dir():
+        return newest(path, thorough=False)
+    if not path.exists() or not path.name.startswith("step-"):
+        raise ValueError(
+            f"{path} is no run's folder with checkpoints, and no checkpoint (step-…) of one"
+        )
+    check_format(path)
+    return Saved(path)
+
+
+def newest(run: Path, thorough: bool = True) -> Saved:
+    """The newest whole checkpoint of the run in `run`; damaged ones are named on stderr.
+
+    thorough: every byte of its weights is looked at. ValueError when there is none.
+    """
+    folder = run / "checkpoints"
+    for path in reversed(listed(folder)):
+        try:
+            saved = Saved(path)
+            if thorough:
+                saved.check("weights.")
+            return saved
+        except DamagedError as error:
+            say_passed_over(error)
+    raise ValueError(
+        f"{folder} has no whole checkpoint: let the run reach its first one "
+        "(train.checkpoint_every), or its end"
+    )
+
+
+def say_passed_over(error: DamagedError) -> None:
+    print(f"{error}; trying an older one", file=sys.stderr)

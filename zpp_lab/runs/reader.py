@@ -1,0 +1,313 @@
+"""What lies in a study's folder: its study.yaml and the run folders below it.
+
+A run folder holds config.yaml, metrics.jsonl and, once it ended, summary.json
+or failure.json; of a study's run that was cut before it could write them, its log alone.
+Nothing here judges or draws; it only reads.
+
+What became of a run, in words: running, stopped, failed and why, or never started.
+
+Only finished runs have a loss to judge; whoever reads a verdict must see which runs stand behind
+it, which do not, and how far those came.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zpp_lab.config.load import load
+from zpp_lab.config.study import NOT_RUNS, StudyConfig
+from zpp_lab.files import damaged, held, missing, read_yaml, write_atomic
+from zpp_lab.runs.metrics import read, read_object
+from zpp_lab.runs.wandb.folder import read_summary
+
+NOT_JUDGED = "not judged"
+# verdicts that say nothing of loss
+NO_ANSWER = ("no baseline", "not run", "unfinished", "failed", NOT_JUDGED)
+NOT_STARTED = "not started"
+_STATES = {"unfinished": "stopped", "out_of_memory": "out of memory"}
+_PREDICATES = {  # of one run, of several
+    NOT_STARTED: ("has not been started", "have not been started"),
+    "running": ("is running", "are running"),
+    "out of memory": ("ran out of memory", "ran out of memory"),
+}
+
+
+def state(run: Run | None) -> str:
+    """finished, running, stopped, diverged, crashed, out of memory or not started.
+
+    stopped: it began, and left neither a summary nor a failure of its own: Ctrl-C, SIGTERM, --for,
+    or whatever else ended its process.
+    """
+    if run is None:
+        return NOT_STARTED
+    if run.running:
+        return "running"
+    return _STATES.get(run.outcome, run.outcome)
+
+
+def reached(run: Run) -> str:
+    """How far a run came: "after step 120 of 300", or "before step 1"."""
+    if run.step == 0:
+        return "before step 1" + (f" of {run.steps}" if run.steps is not None else "")
+    return f"after step {run.step}" + (f" of {run.steps}" if run.steps is not None else "")
+
+
+def cause(run: Run | None) -> str:
+    """The first line of what a run that failed has said; "" for others."""
+    if run is None or run.running or state(run) == "stopped":
+        return ""
+    if run.failure is not None:
+        lines = str(run.failure.get("error", "")).strip().splitlines()
+        return lines[0][:200].rstrip(".") if lines else ""
+    return "its held-out loss is no number" if state(run) == "diverged" else ""
+
+
+def told(run: Run | None, several: bool = False) -> str:
+    """A predicate for a run that has not finished, or for several alike: "crashed after step 3 of
+    12 (it broke)"."""
+    name, why = state(run), cause(run)
+    said = _PREDICATES.get(name, (name, name))[several]
+    if run is None:
+        return said
+    return f"{said} {reached(run)}" + (f" ({why})" if why else "")
+
+
+def failures(runs: Sequence[Run]) -> str:
+    """How the failed runs of an arm ended, without their causes."""
+    ends = dict.fromkeys(f"{state(run)} {reached(run)}" for run in runs)
+    return ", ".join(ends if len(ends) < 3 else dict.fromkeys(map(state, runs)))
+
+
+def standing(runs: Mapping[int, Run], seeds: Sequence[int]) -> str:
+    """How far an arm has come that has begun and of which no run has finished."""
+    planned = {*seeds, *runs}
+    furthest = max(runs.values(), key=lambda run: run.step)
+    if len(planned) == 1:
+        return f"{state(furthest)} {reached(furthest)}"
+    active = sum(run.running for run in runs.values())
+    began = f"{len(runs)} of {len(planned)} runs began" + (f", {active} running" * (active > 0))
+    return f"{began}; the furthest is {reached(furthest)}"
+
+
+STUDY_FILE = "study.yaml"
+METRICS = "metrics.jsonl"
+HELDOUT = "heldout.json"
+LOG = "log.txt"  # of the process of a study's run
+_MARKS = ("config.yaml", "summary.json", "failure.json", METRICS)
+_TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. `config` is the nested mapping of config.yaml ({} when it is absent).
+
+    step: the last one that metrics.jsonl has. running: a living process held the folder when it
+    was read; of another machine's that is known where both share a file system and its locks.
+    """
+
+    dir: Path
+    arm: str
+    seed: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    failure: Mapping[str, Any] | None = None
+    step: int = 0
+    running: bool = False
+
+    @property
+    def steps(self) -> int | None:
+        """How many the run was to do; None where no config tells."""
+        steps = (self.config.get("train") or {}).get("steps")
+        return None if steps is None else int(steps)
+
+    @property
+    def outcome(self) -> str:
+        """finished, diverged, out_of_memory, crashed or unfinished."""
+        if self.summary is not None:
+            return "finished" if self.heldout_loss is not None else "diverged"
+        outcome = (
+            "unfinished" if self.failure is None else str(self.failure.get("outcome", "crashed"))
+        )
+        return "unfinished" if outcome == "interrupted" else outcome
+
+    @property
+    def recipe(self) -> str:
+        return str((self.config.get("recipe") or {}).get("name", ""))
+
+    @property
+    def heldout_loss(self) -> float | None:
+        """Nats per token; None when the run has not finished or the loss is not finite."""
+        value = (self.summary or {}).get("heldout_loss")
+        return float(value) if value is not None and math.isfinite(value) else None
+
+    @property
+    def quantized(self) -> Mapping[str, float]:
+        """Of each wire's bytes the part that codecs made, 0 to 1; {} when it is unknown."""
+        return (self.summary or {}).get("quantized_share") or {}
+
+    @cached_property
+    def heldout_tokens(self) -> int | None:
+        """Over how many tokens that loss is a mean; None where no file tells."""
+        if self.summary is None:
+            return None
+        if "heldout_tokens" in self.summary:
+            return int(self.summary["heldout_tokens"])
+        found = read_json(self.dir / HELDOUT)  # of older versions
+        try:
+            return None if found is None else sum(map(int, found["tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(self.dir / HELDOUT, error) from None
+
+    def bytes_per_step(self, hop: str | None = None) -> float | None:
+        """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both).
+
+        None when it is unknown."""
+        if self.summary is None or not self.summary["bytes"]:  # {}: the engine cannot tell
+            return None
+        hops = (hop,) if hop else ("intra", "inter")
+        sent = sum(wire.get(h, 0) for wire in self.summary["bytes"].values() for h in hops)
+        return sent / self.summary["steps"]
+
+
+def find_runs(root: Path) -> list[Run]:
+    """Every run folder at or below `root`, sorted by path; one that was refused before it began
+    (failure.json alone, nothing that tells a seed) is left out."""
+    return [read_run(folder) for folder in _run_folders(root) if _began(folder)]
+
+
+def _began(folder: Path) -> bool:
+    known = any((folder / name).is_file() for name in _MARKS[:2])
+    return known or _seed_of(folder.name) is not None
+
+
+def read_run(folder: Path) -> Run:
+    """One run folder; a file that cannot be read is a ValueError that names it."""
+    running = held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
+    config = _or_none(read_yaml, folder / "config.yaml") or {}
+    summary = _or_none(read_summary, folder / "summary.json")
+    failure = read_json(folder / "failure.json")
+    settings = config.get("run") or {}
+    source = summary or {}
+    arm = source.get("arm") or settings.get("arm") or source.get("recipe")
+    arm = arm or (config.get("recipe") or {}).get("name") or folder.parent.name
+    seed = source.get("seed", config.get("seed", _seed_of(folder.name)))
+    if seed is None:
+        raise ValueError(f"{folder}: no config.yaml and no summary.json tell the seed; delete it")
+    if summary is not None:
+        last = last_step(folder)
+        if last != summary["steps"] and (folder / METRICS).is_file():
+            ends = f"ends at step {last} of {summary['steps']}"
+            raise damaged(folder / METRICS, ends, "restore it from a copy, or start the run anew")
+        return Run(folder, str(arm), int(seed), config, summary, failure, summary["steps"])
+    step = last_step(folder)
+    return Run(folder, str(arm), int(seed), config, None, failure, step, running)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in step order; [] when there is none.
+
+    A last line that a kill cut short is left out; any other broken line is a ValueError, and so is
+    one without its step and loss.
+    """
+    path = folder / METRICS
+    rows = _read_at_once(path) or read(path)
+    for line, row in enumerate(rows, 1):
+        kinds = (("step", int), ("loss", int | float), ("heldout_loss", int | float | None))
+        wrong = [name for name, kind in kinds if not isinstance(row.get(name), kind)]
+        if wrong:
+            raise damaged(path, f"line {line}: {wrong[0]}: {row.get(wrong[0], 'missing')!r}")
+    return rows
+
+
+def _read_at_once(path: Path) -> list[dict[str, Any]] | None:
+    """All lines by one call of the parser, which is several times as fast as line by line.
+
+    None when there is anything unusual in the file, a spelled-out NaN or a broken line.
+    """
+    try:
+        text = path.read_bytes()
+        if b'NaN"' in text or b'Infinity"' in text:
+            return None
+        lines = text[: text.rfind(b"\n")].replace(b"\n", b",") if text else b""
+        rows = json.loads(b"[" + lines + b"]")
+    except (OSError, ValueError):
+        return None
+    return rows if all(isinstance(row, dict) for row in rows) else None
+
+
+def last_record(folder: Path) -> dict[str, Any] | None:
+    """The last whole line of metrics.jsonl, read from its end (None: none yet); for progress and
+    for how far a run came only."""
+    try:
+        with open(folder / METRICS, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read().split(b"\n")
+            if len(lines) < 3 and size > _TAIL:  # one line, with telemetry, may be longer
+                file.seek(0)
+                lines = file.read().split(b"\n")
+        record = json.loads(lines[-2])
+    except (OSError, ValueError, IndexError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def last_step(folder: Path) -> int:
+    """The step of `last_record`, 0 when there is none."""
+    return int((last_record(folder) or {}).get("step", 0))
+
+
+def read_study(root: Path) -> StudyConfig | None:
+    """The study that `root` was run as, or None for a folder of plain runs."""
+    path = root / STUDY_FILE
+    values = _or_none(read_yaml, path)
+    try:
+        return None if values is None else load(StudyConfig, values)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}. If another version of zpp_lab wrote it, use that one, or delete the "
+            "file: the runs stay"
+        ) from None
+
+
+def write_study(root: Path, study: StudyConfig) -> None:
+    text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)
+    write_atomic(root / STUDY_FILE, text)
+
+
+def _run_folders(root: Path) -> Iterator[Path]:
+    if not root.is_dir():
+        raise ValueError(f"{root}: {missing(root)}; give the folder of a study or of runs")
+    for place, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in NOT_RUNS and not f.startswith("."))
+        begun = any(mark in files for mark in _MARKS)
+        if begun or (LOG in files and _seed_of(Path(place).name) is not None):
+            folders.clear()
+            yield Path(place)
+
+
+def _seed_of(name: str) -> str | None:
+    """The number in a folder name such as seed3, for a run that failed before it wrote more."""
+    return name.removeprefix("seed") if re.fullmatch(r"seed\d+", name) else None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A file of a run folder; None when there is none, ValueError when it is broken."""
+    return _or_none(read_object, path)
+
+
+def _or_none(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
+    try:
+        return read(path)
+    except FileNotFoundError:  # not asked before: another start may remove it in between
+        return None

@@ -1,0 +1,1 @@
+"""A run's folder as a wandb run, sent by a process of its own."""

@@ -1,0 +1,137 @@
+"""A run's folder, seen by the process that sends it to wandb.
+
+Plain files and mappings, so that a folder of an older version can still be sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.files import damaged, read_yaml, write_atomic
+from zpp_lab.runs.metrics import Record, read_object, to_json
+
+METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+FAILURE = "failure.json"
+STATE = "wandb.json"
+LOG = "wandb.log"
+
+
+class RunFolder:
+    """The files of one run, and `wandb.json`: what wandb has been given of it.
+
+    `wandb.json` holds `id` (drawn once, kept for good: a resumed run goes on under
+    it), `mode`, `state` (sending, complete, failed), `sent_step`, `gaps` (loss gaps are there
+    up to this step), `error`, `url`, and `ended`, which tells one ending of the run from another.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).resolve()
+        self.metrics = self.path / METRICS
+
+    def config(self) -> dict[str, Any]:
+        """The run's config. FileNotFoundError when this is no run folder."""
+        return read_yaml(self.path / CONFIG)
+
+    def outcome(self) -> dict[str, Any] | None:
+        """The summary or the failure, None while the run goes on."""
+        for name, read in ((SUMMARY, read_summary), (FAILURE, read_object)):
+            with contextlib.suppress(FileNotFoundError):
+                return read(self.path / name)
+        return None
+
+    def ended(self) -> str | None:
+        """A mark of this ending, which a retried or resumed run does not share; None before it."""
+        for name in (SUMMARY, FAILURE):
+            with contextlib.suppress(FileNotFoundError):
+                written = os.stat(self.path / name).st_mtime_ns
+                return f"{name} {written} after {os.stat(self.metrics).st_size} bytes"
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What wandb.json says; made on the first call, with a new run id."""
+        found = read_state(self.path / STATE)
+        return found or self.note(id=f"{_slug(self.path.name)}-{secrets.token_hex(4)}")
+
+    def sent(self) -> str | None:
+        """The mark of the ending that wandb has, None when it has none."""
+        if not (self.path / STATE).exists():
+            return None
+        state = self.state()
+        return state.get("ended") if state.get("state") == "complete" else None
+
+    def note(self, **changes: Any) -> dict[str, Any]:
+        """Write changes to wandb.json and return all of it."""
+        if "id" not in changes:
+            self.state()  # there is always an id
+        return write_state(self.path / STATE, **changes)
+
+    @contextlib.contextmanager
+    def lock(self, wait: bool) -> Iterator[None]:
+        """One sender at a time: a resumed run's sender waits for the one before it.
+
+        RuntimeError when another one is at work and `wait` is false.
+        """
+        with open(self.path / ".wandb.lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise RuntimeError(
+                    f"{self.path} is being sent to wandb by another process: wait until it ends"
+                ) from None
+            yield
+
+
+def read_summary(path: Path) -> Record:
+    """A run's summary.json. FileNotFoundError, or ValueError that names a damaged one."""
+    found = read_object(path)
+    for name, kinds in (("steps", int), ("bytes", dict), ("heldout_loss", int | float | None)):
+        if name not in found or not isinstance(found[name], kinds):
+            said = repr(found[name]) if name in found else "missing"
+            raise damaged(path, f"{name}: {said}")
+    return found
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What is known of a wandb run beside this file's folder; {} when there is no file yet."""
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
+
+
+def write_state(path: Path, **changes: Any) -> dict[str, Any]:
+    """Write changes over what is known and return all of it."""
+    state = {**read_state(path), **changes}
+    write_atomic(path, json.dumps(state, indent=1) + "\n")
+    return state
+
+
+def find_runs(root: Path | str) -> list[RunFolder]:
+    """Every run folder in `root` or below it, in the order of their names."""
+    found = []
+    for folder, below, files in os.walk(root):
+        if METRICS in files:
+            found.append(RunFolder(folder))
+            below.clear()
+        below.sort()
+    return found
+
+
+def _slug(name: str) -> str:
+    """Letters that a wandb run id may have."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:60].strip("-") or "run"
+
+
+def write_failure(folder: Path, failure: Record) -> None:
+    """Leave what ended the run in `folder`."""
+    write_atomic(folder / FAILURE, to_json(failure, indent=1) + "\n")

@@ -1,0 +1,241 @@
+"""How a run is shown in wandb: its group, job type, name, tags and config.
+
+The stock pages of wandb group, filter and colour by these, so a sweep is readable there
+before anyone has made a chart. Plain mappings, as folders of older versions are sent too.
+
+What wandb gets of a record: flat names, histograms of errors, and results for tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from zpp_lab.config.compose import flat_config
+from zpp_lab.config.schema import WIRES, Config
+from zpp_lab.files import conf_dir
+from zpp_lab.runs.metrics import Record
+from zpp_lab.runs.wandb.baseline import Baseline
+from zpp_lab.runs.wandb.folder import RunFolder
+
+RAW = "raw"  # the tensor's own bytes
+_PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
+_OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
+_TAG = 64  # characters that a tag may have
+_NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
+
+
+def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
+    """wandb.init's arguments that say which run this is: group = study, job type = arm."""
+    run, tracking = _section(config, "run"), _section(config, "tracking")
+    return {
+        "id": folder.state()["id"],
+        "name": run_name(config),
+        "project": tracking.get("project", "zpp_lab"),
+        "entity": tracking.get("entity"),
+        "group": tracking.get("group") or run.get("study") or _sweep(folder, run),
+        "job_type": arm_of(config),
+        "tags": tags(config),
+    }
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """The user's own, or arm and seed."""
+    return _section(config, "run").get("name") or f"{arm_of(config)} seed{config.get('seed')}"
+
+
+def arm_of(config: Mapping[str, Any]) -> str:
+    return _section(config, "run").get("arm") or arm_name(config)
+
+
+def arm_name(
+    config: Config | Mapping[str, Any], varying: Collection[str] = (), name: str | None = None
+) -> str:
+    """What a run is called beside runs that differ from it in `varying`, by default for its recipe.
+
+    A recipe that is not what its file says tells where, such as "zero3 weights.bits=4": the name
+    alone would say that there is no codec.
+    """
+    settings = heeded(config)
+    usual = {} if name else _as_written(str(settings["recipe.name"]))
+    keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}
+    parts = [name or str(settings["recipe.name"])]
+    for key in sorted(keys):
+        if (value := settings.get(key, usual.get(key))) is not None or usual.get(key) is not None:
+            parts.append(f"{key.removeprefix('recipe.')}={'null' if value is None else value}")
+    return " ".join(parts)
+
+
+def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
+    that include null and over blocks has one baseline, not one for each block."""
+    flat = flat_config(config)
+    if sets(flat, ".bits", ".codec") or flat.get("recipe.rules"):
+        return flat
+    return flat | {k: _PLAIN.get(k) for k in {*flat, *_PLAIN} if k.startswith(_OF_WIRES)}
+
+
+def sets(flat: Mapping[str, Any], *fields: str) -> bool:
+    """Whether a recipe has a value for one of `fields` on any wire."""
+    own = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(fields))
+    return any(value is not None for value in own)
+
+
+@cache
+def _as_written(recipe: str) -> dict[str, Any]:
+    """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
+    if not (conf_dir() / "recipe" / f"{recipe}.yaml").is_file():
+        return {}
+    from zpp_lab.config.compose import compose  # Hydra, which no other rank needs
+
+    flat = heeded(compose([f"recipe={recipe}"]))
+    return {k: v for k, v in flat.items() if k.startswith("recipe.")}
+
+
+def tags(config: Mapping[str, Any]) -> list[str]:
+    """The user's own, then recipe, bits of weights and gradients, cluster and engine."""
+    recipe = _section(config, "recipe")
+    cluster, engine = _section(config, "cluster"), _section(config, "engine")
+    sent = {wire: codec_label(recipe, wire) for wire in WIRES}
+    named = {
+        "recipe": arm_name(config),
+        "weights": _pair(sent["weights_forward"], sent["weights_backward"]),
+        "grads": _pair(sent["grads_intra"], sent["grads_inter"]),
+        "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
+        "engine": engine.get("name"),
+    }
+    own = _section(config, "tracking").get("tags") or []
+    return [*own, *(f"{key}={value}"[:_TAG] for key, value in named.items() if value)]
+
+
+def codec_label(recipe: Mapping[str, Any], wire: str) -> str:
+    """What a wire carries: bits such as "4", an outside codec's name, or "raw"."""
+    codec, bits = _setting(recipe, wire, "codec"), _setting(recipe, wire, "bits")
+    if codec not in (None, "block", "none"):
+        return str(codec)
+    return str(bits) if bits else RAW
+
+
+def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config for tables, filters and parallel coordinates.
+
+    Sections stay nested, which wandb shows as recipe.weights.bits; settings left at null, where
+    a run was put and how it was watched are dropped. `study`, `arm` and `seed` come first;
+    `wires` says what each wire carries, short-hands resolved; `bits` the same as numbers.
+    """
+    recipe = _section(config, "recipe")
+    labels = {wire: codec_label(recipe, wire) for wire in WIRES}
+    first = {
+        "study": _section(config, "run").get("study"),
+        "arm": arm_of(config),
+        "seed": config.get("seed"),
+        "wires": labels,
+        "bits": {wire: int(label) for wire, label in labels.items() if label.isdigit()},
+    }
+    rest = {key: value for key, value in config.items() if key not in _NOT_SHOWN}
+    return _without_nothing({**first, **rest})
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return config.get(name) or {}
+
+
+def _setting(recipe: Mapping[str, Any], wire: str, key: str) -> Any:
+    """A wire's own setting, else its short-hand's."""
+    short = "weights" if wire.startswith("weights") else "grads"
+    own = _section(recipe, wire).get(key)
+    return _section(recipe, short).get(key) if own is None else own
+
+
+def _pair(one: str, other: str) -> str:
+    return one if one == other else f"{one}+{other}"
+
+
+def _sweep(folder: RunFolder, run: Mapping[str, Any]) -> str | None:
+    """The sweep's folder for a job of `zpp-lab train -m`, which names folder and arm itself (older
+    ones the run)."""
+    named = run.get("arm") or run.get("name")
+    return folder.path.parent.parent.name if run.get("dir") and named else None
+
+
+def _without_nothing(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: _without_nothing(item) for key, item in value.items()}
+    return {key: item for key, item in kept.items() if item not in (None, {}, [])}
+
+
+HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
+_CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
+
+
+def row(record: Record) -> dict[str, Any]:
+    """A step's record with names such as bytes/weights_forward/inter.
+
+    Telemetry's {"counts": [...], "edges": [...]} become wandb histograms, and for each wire
+    telemetry/<wire>/nmse_by_class is the histogram of log10(nmse) over parameter classes.
+    """
+    values = dict(flat(record))
+    for wire, kinds in (record.get("telemetry") or {}).items():
+        spread = _spread(kinds)
+        if len(spread) > 1:
+            values[f"telemetry/{wire}/{_CLASSES_MEASURE}_by_class"] = _histogram(spread)
+    return values
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested names joined by slashes."""
+    for key, value in record.items():
+        if isinstance(value, Mapping) and set(value) == HISTOGRAM:
+            yield f"{prefix}{key}", _counted(value["counts"], value["edges"])
+        elif isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def outcome_values(outcome: Mapping[str, Any], baseline: Baseline | None) -> dict[str, Any]:
+    """What decides a verdict, one number a run: gap, shares of the baseline's bytes, speed."""
+    values: dict[str, Any] = {}
+    if outcome.get("seconds") and outcome.get("tokens"):
+        values["final/tokens_per_second"] = outcome["tokens"] / outcome["seconds"]
+    theirs = baseline.folder.outcome() if baseline is not None else None
+    if baseline is None or theirs is None:
+        return values
+    if "heldout_loss" in outcome and "heldout_loss" in theirs:
+        gap = outcome["heldout_loss"] - theirs["heldout_loss"]
+        values[f"final/{baseline.prefix}"] = gap
+    for name, hops in (("bytes_share", ("intra", "inter")), ("bytes_share_inter", ("inter",))):
+        own, other = (_bytes_of_a_step(o, hops) for o in (outcome, theirs))
+        if own is not None and other:
+            values[f"final/{name}"] = own / other
+    return values
+
+
+def _bytes_of_a_step(outcome: Mapping[str, Any], hops: tuple[str, ...]) -> float | None:
+    wires, steps = outcome.get("bytes"), outcome.get("steps")
+    if not wires or not steps:
+        return None
+    return sum(wire.get(hop, 0) for wire in wires.values() for hop in hops) / steps
+
+
+def _spread(kinds: Mapping[str, Any]) -> list[float]:
+    """log10 of the classes' errors, those that have one."""
+    found = [figures.get(_CLASSES_MEASURE) for figures in kinds.values()]
+    return [math.log10(value) for value in found if value and 0 < value < math.inf]
+
+
+def _histogram(values: list[float]) -> Any:
+    import wandb
+
+    return wandb.Histogram(values, num_bins=min(32, 4 * len(values)))
+
+
+def _counted(counts: list[float], edges: list[float]) -> Any:
+    import wandb
+
+    return wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))

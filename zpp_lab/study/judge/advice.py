@@ -1,0 +1,174 @@
+"""What to use, from the verdicts, by rules that the report prints beside it.
+
+Every sentence names the rule that made it, so that a reader who disagrees knows with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zpp_lab.runs.reader import NO_ANSWER
+from zpp_lab.study.judge.noise import one_seed
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+from zpp_lab.study.report.speed.speeds import FASTER
+from zpp_lab.study.report.table import gap_text, percent
+
+Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
+_TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
+_OPEN = ("undecided", *NO_ANSWER)
+_LISTED = 8  # arms named in one sentence
+RULES = (
+    "If a control came out wrong, nothing is advised; while one is undecided, that is said.",
+    "Candidates are the arms that are on par with the baseline, or better. Controls never are.",
+    "Of the candidates, the one that sends the fewest bytes a step between nodes is advised (all "
+    f"bytes where there is one node). Within {_TIE:.0%} of the baseline's bytes, the one whose "
+    "interval of the gap ends lower.",
+    "Where speeds were measured, the candidate with the most tokens/s is advised at each "
+    f"bandwidth, or the baseline where none is faster by more than {FASTER:.0%}.",
+    "Undecided arms that send fewer bytes than the advised one are worth more seeds.",
+    "Arms that are worse, or that diverged, are not to be used at this scale.",
+    "With one seed an arm nothing is tested, so no arm is advised for or against by its loss.",
+)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One sentence and the number of the rule behind it, from 1."""
+
+    text: str
+    rule: int
+
+
+def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
+    """The paragraph, sentence by sentence. `speeds`: measured tokens/s by bandwidth and arm."""
+    if result.margin is None:
+        return [Advice("Nothing yet: the baseline has no finished run to compare with.", 2)]
+    wrong = [c.arm for c in result.controls if not c.ok and c.verdict not in _OPEN]
+    if wrong:
+        return [Advice(f"Nothing: {', '.join(wrong)} did not come out as a control must.", 1)]
+    arms = [a for a in result.arms if a.arm.role == "arm" and a.verdict != "baseline"]
+    if one_seed(result):
+        return [_untested(result), *_provisional(result), *_open(result, arms, None), *_bad(arms)]
+    candidates = [arm for arm in arms if arm.verdict in ("on par", "better")]
+    best = _cheapest(candidates)
+    return [
+        *_provisional(result),
+        _main(result, best, bool(candidates)),
+        *_by_speed(result, candidates, speeds or {}),
+        *_open(result, arms, best),
+        *_bad(arms),
+    ]
+
+
+def _provisional(result: StudyResult) -> list[Advice]:
+    lone = one_seed(result)
+    waiting = [
+        f"{c.arm} ({c.verdict})"
+        for c in result.controls
+        if c.verdict in _OPEN and not (lone and c.untested)
+    ]
+    if not waiting:
+        return []
+    if lone:
+        return [Advice(f"A control has no answer yet: {', '.join(waiting)}.", 1)]
+    return [Advice(f"Provisional: a control has no answer yet, {', '.join(waiting)}.", 1)]
+
+
+def _untested(result: StudyResult) -> Advice:
+    base = result.study.baseline
+    text = f"No arm is advised in place of {base}: with one seed an arm nothing is tested."
+    return Advice(text, 7)
+
+
+def cost(arm: ArmResult) -> float | None:
+    """Bytes a step between nodes, or over all links on one node, as a share of the baseline's."""
+    return arm.bytes_total if arm.bytes_inter is None else arm.bytes_inter
+
+
+def _cheapest(candidates: Sequence[ArmResult]) -> ArmResult | None:
+    known = [arm for arm in candidates if cost(arm) is not None]
+    if not known:
+        return None
+    least = min(_cost(arm) for arm in known)
+    near = [arm for arm in known if _cost(arm) <= least + _TIE]
+    return min(near, key=_upper_end)
+
+
+def _main(result: StudyResult, best: ArmResult | None, candidates: bool) -> Advice:
+    base = result.study.baseline
+    if best is None and candidates:  # a single rank: nobody sends anything
+        return Advice(
+            f"Stay with {base}: no arm that is on par sends less, as it sends nothing.", 3
+        )
+    if best is None:
+        return Advice(f"Stay with {base}: no other arm is shown to be on par with it.", 2)
+    base = result.baseline_of(best).name
+    where = "all links" if best.bytes_inter is None else "links between nodes"
+    what = f" ({best.arm.describe})" if best.arm.describe else ""
+    text = (
+        f"Use {best.name}{what}: it is {best.verdict} with {base} (gap {gap_text(best)} nats) and "
+        f"sends {percent(cost(best))} of its bytes over {where}."
+    )
+    return Advice(text.replace("better with", "better than"), 3)
+
+
+def _by_speed(result: StudyResult, candidates: Sequence[ArmResult], speeds: Speeds) -> list[Advice]:
+    names = {arm.name for arm in candidates}
+    said = []
+    for bandwidth, measured in speeds.items():
+        base = measured.get(result.study.baseline)
+        rates = {name: rate for name, rate in measured.items() if name in names}
+        if base is None or not rates:
+            continue
+        fastest = max(rates, key=lambda name: rates[name])
+        ratio = rates[fastest] / base
+        if ratio > 1 + FASTER:
+            text = f"By speed, {bandwidth}: {fastest}, {ratio:.2f}× the tokens/s of the baseline."
+        else:
+            text = f"By speed, {bandwidth}: the baseline; no candidate was measured to be faster."
+        said.append(Advice(text, 4))
+    return said
+
+
+def _open(result: StudyResult, arms: Sequence[ArmResult], best: ArmResult | None) -> list[Advice]:
+    limit = 1.0 if best is None else _cost(best)
+    tempting = [
+        arm
+        for arm in arms
+        if arm.verdict == "undecided" and (value := cost(arm)) is not None and value < limit
+    ]
+    if not tempting:
+        return []
+    if one_seed(result):
+        shares = [f"{arm.name} ({percent(cost(arm))})" for arm in sorted(tempting, key=_cost)]
+        return [Advice(f"Worth more seeds, by the bytes that they send: {_listed(shares)}.", 5)]
+    named = _listed([f"{arm.name} ({arm.note})" if arm.note else arm.name for arm in tempting])
+    return [Advice(f"Worth more seeds: {named}.", 5)]
+
+
+def _bad(arms: Sequence[ArmResult]) -> list[Advice]:
+    worse = [arm for arm in arms if arm.verdict == "worse"]
+    lost = [arm.name for arm in arms if arm.verdict == "diverged"]
+    said = []
+    if worse:
+        named = _listed([f"{arm.name} ({gap_text(arm)})" for arm in worse])
+        said.append(Advice(f"Not to be used, worse: {named}.", 6))
+    if lost:
+        said.append(Advice(f"Not to be used, diverged: {_listed(lost)}.", 6))
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _cost(arm: ArmResult) -> float:
+    value = cost(arm)
+    return float("inf") if value is None else value
+
+
+def _upper_end(arm: ArmResult) -> float:
+    assert arm.gap is not None
+    return arm.gap.interval[1] if arm.gap.interval else arm.gap.mean

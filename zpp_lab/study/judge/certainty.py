@@ -1,0 +1,109 @@
+"""How sure a study is of its gaps: p-values, intervals over documents, the noise floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zpp_lab.study.judge.documents import DocumentGap, document_gaps
+from zpp_lab.study.judge.noise import (
+    NAMED,
+    TIMES,
+    ApartStep,
+    NoiseFloor,
+    Quiet,
+    apart_steps,
+    noise_floors,
+    one_seed,
+    quiet_parts,
+)
+from zpp_lab.study.judge.verdict import StudyResult
+from zpp_lab.study.report.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
+
+COLUMNS = (
+    *P_VALUE_COLUMNS,
+    "Gap, other documents",
+    "Gap, other documents and seeds",
+    "Gap, quiet part",
+)
+
+
+@dataclass(frozen=True)
+class Certainty:
+    """documents: gaps over documents by arm; floors: one a baseline with two seeds or more;
+    quiet: the steps before noise takes over, one a baseline that has such; apart: steps in which
+    one run's gradient jumps alone."""
+
+    result: StudyResult
+    documents: Mapping[str, DocumentGap]
+    floors: Sequence[NoiseFloor]
+    quiet: Sequence[Quiet] = ()
+    apart: Sequence[ApartStep] = ()
+
+    def rows(self) -> list[list[str]]:
+        """COLUMNS as text, one row an arm but baselines and those of which nothing is known."""
+        quiet = {
+            arm: f"{signed(mean)}, at most {largest:.4f}"
+            for part in self.quiet
+            for arm, (mean, largest) in part.arms.items()
+        }
+        rows = [
+            [*row, *self._intervals(row[0]), quiet.get(row[0], NOTHING)]
+            for row in p_value_rows(self.result)
+        ]
+        looks = COLUMNS.index("Looks")
+        return [row for row in rows if any(c != NOTHING for c in row[1:looks] + row[looks + 1 :])]
+
+    def lines(self) -> list[str]:
+        """Sentences on the intervals, on the noise floor, on the quiet part, on steps apart."""
+        noise = [line for floor in self.floors for line in floor.lines]
+        noise += [
+            f"Quiet part of {part.baseline}: steps 1 to {part.end}, in which the training loss of "
+            f"{' and '.join(part.controls)} stays within {part.noise:.1e} nats of it. Gaps there: "
+            "mean and largest amount over steps and seeds."
+            for part in self.quiet
+        ]
+        if self.apart:
+            told = ", ".join(one.text for one in self.apart[:NAMED])
+            noise.append(
+                f"Steps apart, {len(self.apart)}, in which a gradient's norm was at least "
+                f"{TIMES:g} times what the other runs of its seed say: {told}"
+                f"{', …' if len(self.apart) > NAMED else ''}. `zpp-lab batch RUN STEP` shows the "
+                "text."
+            )
+        if not self.documents:
+            return noise
+        return [self._on_documents(), *noise]
+
+    def _on_documents(self) -> str:
+        counts = sorted({gap.documents for gap in self.documents.values()})
+        text = (
+            f"Other documents: {self.result.study.confidence:.0%} intervals of the gap when the "
+            f"{' or '.join(map(str, counts))} held-out documents are drawn again"
+        )
+        if one_seed(self.result):
+            return (
+                f"{text} (bootstrap), for these very runs. They say how much the choice of text "
+                "matters, not how far another run would move the gap: even where 0 lies outside, "
+                "no arm is shown to differ."
+            )
+        return (
+            f"{text}, with the same seeds and with seeds drawn again too (bootstrap); corrected "
+            "neither for arms nor for looks."
+        )
+
+    def _intervals(self, arm: str) -> tuple[str, str]:
+        gap = self.documents.get(arm)
+        return (NOTHING, NOTHING) if gap is None else (_range(gap.interval), _range(gap.both))
+
+
+def certainty(result: StudyResult) -> Certainty:
+    """Reads heldout.json and metrics.jsonl of every run."""
+    floors, quiet = noise_floors(result), quiet_parts(result)
+    return Certainty(result, document_gaps(result), floors, quiet, apart_steps(result))
+
+
+def _range(interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return NOTHING
+    return f"{signed(interval[0])} to {signed(interval[1])}"

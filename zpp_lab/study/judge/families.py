@@ -1,0 +1,235 @@
+"""The tests of a study's arms as one family: look by look, corrected for looks and for arms.
+
+Two families, each with its own error rate alpha = 1 − confidence: the claims "differs from the
+baseline" and the claims "equal within the margin". In each, an arm's p-value is the smallest
+over the looks so far, corrected for the planned looks (`families.py`), then for the number of arms
+(`families.py`). An arm that is decided at a look gets no further seeds, and its decision stands.
+
+Why the chance of any false claim in a family stays below alpha, however the arms' seeds are
+added: the smallest p-value over *all* planned looks, corrected, is a valid p-value, so Holm's
+method on these keeps alpha. At every look the p-values here are no smaller, and Holm's method
+rejects no more for larger p-values; so what is claimed at any look is claimed there too.
+
+Controls are in neither family: they test the instrument, and their claims are not the study's.
+
+Holm's correction: several arms tested at once must not multiply the chance of a false claim.
+
+Written out because statsmodels' `multipletests` takes seconds to import and collects garbage at
+every call, and a study corrects at every look; the tests hold it against that function.
+
+Looking at a study more than once without being fooled more often: looks and their correction.
+
+A sequential study tests after its first seeds, then after every few more. Each further look is
+another chance to cross a threshold by luck. The correction is Pocock's (1977, Biometrika 64):
+the same nominal level at every look, lowered until the chance of ever crossing it is the level
+that was promised. For a t test that level has no closed form, but the t statistics of the looks
+depend on no unknown when the null holds, so their joint distribution is simulated here once,
+for exactly the numbers of seeds that the study plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from scipy import special
+
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.study.judge import stats
+
+
+def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Corrected p-values by name (Holm 1979, Scand. J. Stat. 6).
+
+    An arm without a p-value yet stays None, and counts in the family as if it were 1: the
+    correction does not change when its runs come in.
+    """
+    values = np.array([1.0 if p is None else p for p in p_values.values()])
+    order = np.argsort(values)
+    steps = values[order] * np.arange(values.size, 0, -1)
+    corrected = np.empty_like(values)
+    corrected[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
+    pairs = zip(p_values.items(), corrected, strict=True)
+    return {name: None if p is None else float(c) for (name, p), c in pairs}
+
+
+Sides = Literal[1, 2]
+_PATHS, _CHUNK = 100_000, 10_000
+_KEY = 0x7A70702D6C6F6F6B  # of the generator; any fixed number
+
+
+def planned_seeds(study: StudyConfig) -> list[int]:
+    """All seeds that the study may run, in the order in which they are added.
+
+    After `study.seeds` follow the integers above the largest of them, up to `study.max_seeds`.
+    """
+    more = max(0, study.max_seeds - len(study.seeds))
+    start = max(study.seeds) + 1
+    return [*study.seeds, *range(start, start + more)]
+
+
+def look_sizes(study: StudyConfig) -> tuple[int, ...]:
+    """Seeds of an arm at each look: len(study.seeds), then seeds_per_look more at a time."""
+    first, last = len(study.seeds), len(planned_seeds(study))
+    return (*range(first, last, study.seeds_per_look), last)
+
+
+def ever_below(p: float, sizes: tuple[int, ...], sides: Sides) -> float:
+    """Chance, without any effect, that the smallest p-value over the looks is `p` or less.
+
+    sizes: seeds at each look. sides: 2 for "differs", 1 for one side of the equivalence test.
+    This is the p-value of the whole sequence; never above `p` times the number of looks.
+    """
+    tested = _tested(sizes)
+    if len(tested) < 2:
+        return p
+    smallest = _smallest(tested, sides)
+    count = int(np.searchsorted(smallest, p, side="right"))
+    return float(min(1.0, p * len(tested), max(p, (count + 1) / (smallest.size + 1))))
+
+
+def nominal_level(alpha: float, sizes: tuple[int, ...], sides: Sides) -> float:
+    """The level for each look at which the whole sequence errs with probability `alpha`."""
+    tested = _tested(sizes)
+    if len(tested) < 2:
+        return alpha
+    smallest = _smallest(tested, sides)
+    place = int(alpha * (smallest.size + 1)) - 1
+    return float(max(smallest[max(place, 0)] if place >= 0 else 0.0, alpha / len(tested)))
+
+
+def _tested(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """A single seed has no test."""
+    return tuple(n for n in sizes if n > 1)
+
+
+@lru_cache(maxsize=64)
+def _smallest(sizes: tuple[int, ...], sides: Sides) -> np.ndarray:
+    """The smallest p-value of simulated sequences without an effect, sorted, fp64 [_PATHS]."""
+    chunks = range(_PATHS // _CHUNK)
+    return np.sort(np.concatenate([_simulate(sizes, sides, chunk) for chunk in chunks]))
+
+
+def _simulate(sizes: tuple[int, ...], sides: Sides, chunk: int) -> np.ndarray:
+    rng = np.random.Generator(np.random.Philox(key=_KEY, counter=[0, 0, 0, chunk]))
+    values = rng.standard_normal((_CHUNK, sizes[-1]))
+    sums, squares = values.cumsum(1), np.square(values).cumsum(1)
+    smallest = np.ones(_CHUNK)
+    for n in sizes:
+        total = sums[:, n - 1]
+        t = total / np.sqrt((n * squares[:, n - 1] - total**2) / (n - 1))
+        tail = special.stdtr(n - 1, -np.abs(t) if sides == 2 else t)
+        np.minimum(smallest, sides * tail, out=smallest)
+    return smallest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One arm's data: gaps by seed (nats), the seeds whose runs have ended (with the
+    baseline's), its margin in nats (None without a baseline), and whether it can be judged."""
+
+    gaps: Mapping[int, float]
+    ended: frozenset[int]
+    margin: float | None
+    member: bool  # of the families
+    judged: bool = True  # False: diverged or failed; it gets no further seeds
+
+
+@dataclass(frozen=True)
+class PValues:
+    """An arm's p-values: `differs` and `equal`, as they are and corrected. None: too few seeds.
+
+    The plain ones are the smallest over the looks so far; `looks` says how many there were.
+    """
+
+    differs: float | None = None
+    equal: float | None = None
+    differs_corrected: float | None = None
+    equal_corrected: float | None = None
+    looks: int = 0
+
+    def decided(self, alpha: float) -> bool:
+        """Whether a claim can be made at level `alpha`."""
+        return any(
+            p is not None and p < alpha for p in (self.differs_corrected, self.equal_corrected)
+        )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The tests of every arm by name, and the seeds still to run at the present look."""
+
+    tests: Mapping[str, PValues]
+    missing: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+def replay(study: StudyConfig, entries: Mapping[str, Entry]) -> Replay:
+    """Go through the looks in order, as the study did or will.
+
+    A look counts once all its runs have ended, so a study that was interrupted in the middle of
+    one and goes on later decides as an undisturbed one. Only the first look may be judged
+    early, with the seeds that there are.
+    """
+    sizes, seeds, alpha = look_sizes(study), planned_seeds(study), 1 - study.confidence
+    open_arms = {name: entry for name, entry in entries.items() if entry.judged}
+    history = {name: _History() for name in entries}
+    tests = _corrected(entries, history, sizes)
+    for look, size in enumerate(sizes):
+        missing = {n: [s for s in seeds[:size] if s not in e.ended] for n, e in open_arms.items()}
+        missing = {name: left for name, left in missing.items() if left}
+        if missing and look > 0:
+            return Replay(tests, missing)
+        for name, entry in open_arms.items():
+            history[name].look(entry, seeds[:size])
+        tests = _corrected(entries, history, sizes)
+        if missing:
+            return Replay(tests, missing)
+        open_arms = {n: e for n, e in open_arms.items() if not tests[n].decided(alpha)}
+    return Replay(tests)
+
+
+@dataclass
+class _History:
+    """The smallest p-values of one arm over the looks so far."""
+
+    differs: float | None = None
+    equal: float | None = None
+    looks: int = 0
+    as_planned: bool = True  # every look had all its seeds
+
+    def look(self, entry: Entry, seeds: Sequence[int]) -> None:
+        gaps = [entry.gaps[seed] for seed in seeds if seed in entry.gaps]
+        self.looks += 1
+        self.as_planned &= len(gaps) == len(seeds)
+        if gaps and entry.margin:
+            differs, equal = stats.p_values(gaps, entry.margin)
+            self.differs = _smaller(self.differs, differs)
+            self.equal = _smaller(self.equal, equal)
+
+    def over_looks(self, p: float | None, sizes: tuple[int, ...], sides: Sides) -> float | None:
+        """`p` corrected for the planned looks; where seeds are missing, by their number."""
+        if p is None:
+            return None
+        return ever_below(p, sizes, sides) if self.as_planned else min(1.0, p * len(sizes))
+
+
+def _corrected(
+    entries: Mapping[str, Entry], history: Mapping[str, _History], sizes: tuple[int, ...]
+) -> dict[str, PValues]:
+    differs = {n: h.over_looks(h.differs, sizes, 2) for n, h in history.items()}
+    equal = {n: h.over_looks(h.equal, sizes, 1) for n, h in history.items()}
+    members = [name for name, entry in entries.items() if entry.member]
+    for family in (differs, equal):
+        family |= holm({name: family[name] for name in members})
+    return {
+        name: PValues(h.differs, h.equal, differs[name], equal[name], h.looks)
+        for name, h in history.items()
+    }
+
+
+def _smaller(one: float | None, other: float | None) -> float | None:
+    known = [p for p in (one, other) if p is not None]
+    return min(known) if known else None

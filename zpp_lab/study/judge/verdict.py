@@ -1,0 +1,424 @@
+"""From run folders to one verdict an arm.
+
+The rule, for the paired gaps of an arm (its held-out loss minus the baseline's of the same
+seed), a margin in nats and alpha = 1 − confidence:
+
+- **on par**: two one-sided t tests reject both "gap ≤ −margin" and "gap ≥ +margin": their larger
+  p-value, corrected, is below alpha (Schuirmann 1987, J. Pharmacokinet. Biopharm. 15; Lakens
+  2017, Soc. Psychol. Personal. Sci. 8). A gap that is real but smaller than the margin is on par.
+- **worse** / **better**: not on par, and the two-sided t test of "gap = 0", corrected, is below
+  alpha; the mean gap is above / below 0.
+- **undecided**: neither. More seeds decide it; the text says about how many.
+- **not judged**: a run of a pair was evaluated on fewer than `config.LEAST_HELDOUT` held-out
+  tokens, which seeds share: no test over seeds knows what other text would have said.
+- **diverged**: the loss of a seed was lost where the baseline's was not.
+- **failed**: no pair of finished runs, and a run of the arm failed.
+- **no baseline**: runs of the arm finished, their baseline's have not.
+- **unfinished**: runs of the arm began, and none has ended by itself: they run, or were
+  stopped.
+- **not run**: no run of the arm was ever started.
+
+A run counts once it has finished. What a run that was stopped or failed had reached enters no
+verdict, gap, mean or share of bytes; only curves over training show it.
+
+"Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
+Holm's method, separately for the claims "on par" and "differs"; `families.py` says why this keeps
+the chance of any false claim of a kind below alpha. Controls are corrected for looks only. An
+interval is corrected for looks, so that it covers whenever the study stops (Jennison & Turnbull
+1989, J. R. Stat. Soc. B 51), and not for the number of arms.
+
+The margin is a share of the mean loss of the baseline over the study's first seeds, so that
+later seeds cannot move it.
+
+Sentences on the seeds of an arm that could not be used.
+
+Controls: arms whose verdict is known before the study runs.
+
+From a folder to its verdicts, for whoever wants them without a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+from zpp_lab.config.schema import FEW_HELDOUT, LEAST_HELDOUT, heldout_notes, more_heldout
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.files import below
+from zpp_lab.runs.reader import (
+    NO_ANSWER,
+    NOT_JUDGED,
+    STUDY_FILE,
+    Run,
+    failures,
+    find_runs,
+    read_run,
+    read_study,
+    standing,
+    told,
+)
+from zpp_lab.study.judge import stats
+from zpp_lab.study.judge.arms import study_of
+from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
+from zpp_lab.study.judge.families import replay as replay_looks
+from zpp_lab.study.judge.stats import Gap
+from zpp_lab.study.run.plan import PREPARE
+
+
+def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
+    """Sentences on the runs that have not finished: which, how far they came, and why not. Seeds
+    of one fate share one."""
+    fates: dict[str, list[int]] = {}
+    for seed in sorted({*study.seeds, *result.runs}):
+        run = result.runs.get(seed)
+        if run is None or run.outcome != "finished":
+            fates.setdefault(told(run), []).append(seed)
+    return [_sentence(result, seeds) for seeds in fates.values()]
+
+
+def _sentence(result: ArmResult, seeds: list[int]) -> str:
+    several = len(seeds) > 1
+    named = f"{'seeds' if several else 'seed'} {', '.join(map(str, seeds))}"
+    return f"{result.name}: {named} {told(result.runs.get(seeds[0]), several)}."
+
+
+EXPECTED = {"negative_control": "worse", "order_control": "on par"}
+_WORDS = {"negative_control": "negative control", "order_control": "order control"}
+
+
+@dataclass(frozen=True)
+class Control:
+    """An arm whose verdict is known beforehand: if it comes out otherwise, trust nothing else."""
+
+    arm: str
+    role: str
+    expected: str
+    verdict: str
+    gap: float | None = None  # nats, where the arm has one seed, which no test can judge
+
+    @property
+    def untested(self) -> bool:
+        return self.gap is not None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether no run of it can be judged yet."""
+        return self.verdict in NO_ANSWER
+
+    @property
+    def ok(self) -> bool:
+        """A negative control that diverged is worse than worse."""
+        return self.verdict == self.expected or (
+            self.role == "negative_control" and self.verdict == "diverged"
+        )
+
+    @property
+    def text(self) -> str:
+        name = f"{_WORDS[self.role].capitalize()} {self.arm}"
+        if self.gap is not None:
+            gap = f"{self.gap:+.4f}".replace("-", "−")
+            return f"{name}: one seed, which no test can judge (gap {gap} nats)."
+        if self.unanswered:
+            return f"{name}: {self.verdict}, so it has no answer yet; it must be {self.expected}."
+        mark = "as it must be" if self.ok else f"but must be {self.expected}"
+        return f"{name}: {self.verdict}, {mark}."
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One arm: its runs by seed, its gaps by seed (nats), and what they say."""
+
+    arm: ArmConfig
+    runs: Mapping[int, Run]
+    verdict: str
+    note: str = ""
+    gaps: Mapping[int, float] = field(default_factory=dict)
+    gap: Gap | None = None
+    heldout_loss: float | None = None  # mean of the finished runs, nats per token
+    bytes_total: float | None = None  # bytes a step as a fraction of the baseline's
+    bytes_inter: float | None = None  # the same, between nodes only
+    margin: float | None = None  # nats; of the baseline that this arm is paired with
+    tests: PValues = field(default_factory=PValues)  # p-values, plain and corrected
+
+    @property
+    def name(self) -> str:
+        return self.arm.name
+
+    @property
+    def text(self) -> str:
+        return f"{self.verdict} ({self.note})" if self.note else self.verdict
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs.values() if run.outcome == "finished"]
+
+    @property
+    def first_run(self) -> Run | None:
+        """The run of the lowest seed that has a config: what the arm's settings are read from."""
+        return next((run for _, run in sorted(self.runs.items()) if run.config), None)
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """All arms in the study's order, with the margin in nats (None before any baseline has run)."""
+
+    study: StudyConfig
+    arms: Sequence[ArmResult]
+    margin: float | None
+    notes: Sequence[str] = ()
+
+    @property
+    def baseline(self) -> ArmResult:
+        return next(a for a in self.arms if a.name == self.study.baseline)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run, by arm in the study's order, then by seed."""
+        return [run for arm in self.arms for _, run in sorted(arm.runs.items())]
+
+    @property
+    def controls(self) -> list[Control]:
+        """The arms of a control's role, in the study's order."""
+        return [
+            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict, _lone_gap(arm))
+            for arm in self.arms
+            if arm.arm.role in EXPECTED
+        ]
+
+    def baseline_of(self, arm: ArmResult) -> ArmResult:
+        """The arm that `arm` is paired with."""
+        name = arm.arm.against or self.study.baseline
+        return next(a for a in self.arms if a.name == name)
+
+    @property
+    def other_baselines(self) -> list[str]:
+        """The arms, beside the study's baseline, that others are paired with."""
+        names = dict.fromkeys(arm.arm.against for arm in self.arms if arm.arm.against)
+        return [name for name in names if name != self.study.baseline]
+
+    @property
+    def compared_with(self) -> str:
+        """Whom an arm is compared with, in a sentence on every arm."""
+        return "its baseline" if self.other_baselines else self.study.baseline
+
+
+def judge(gap: Gap, tests: PValues, confidence: float = 0.95) -> str:
+    """on par, worse, better or undecided; see the module's docstring for the rule."""
+    alpha = 1 - confidence
+    if tests.equal_corrected is not None and tests.equal_corrected < alpha:
+        return "on par"
+    if tests.differs_corrected is not None and tests.differs_corrected < alpha:
+        return "worse" if gap.mean > 0 else "better"
+    return "undecided"
+
+
+def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = ()) -> StudyResult:
+    """Pair every arm's finished runs with its baseline's of the same seed, and judge."""
+    by_arm: dict[str, dict[int, Run]] = {arm.name: {} for arm in study.arms}
+    unknown: set[str] = set()
+    seeds = set(planned_seeds(study))
+    for run in runs:
+        if run.arm not in by_arm:
+            unknown.add(run.arm)
+        elif run.seed in seeds:
+            by_arm[run.arm].setdefault(run.seed, run)
+    arms = [_gather(study, arm, by_arm) for arm in study.arms]
+    tests = replay_looks(study, entries(study, arms)).tests
+    arms = _noted(study, [_decide(study, arm, tests.get(arm.name, PValues())) for arm in arms])
+    notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
+    few = _fewest(run for arm in arms for run in arm.finished)
+    told = heldout_notes(*few) if few is not None else ()
+    notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in told)]
+    for result in arms:
+        notes += seed_notes(study, result)
+    return StudyResult(study, arms, _margin(study, arms), notes)
+
+
+def _margin(study: StudyConfig, arms: Sequence[ArmResult]) -> float | None:
+    """The study's baseline's, or while that has not run the smallest of another baseline's."""
+    own = next(arm.margin for arm in arms if arm.name == study.baseline)
+    known = [arm.margin for arm in arms if arm.margin is not None]
+    return own if own is not None else min(known, default=None)
+
+
+def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
+    """What the tests need to know of each arm that is no baseline, by name."""
+    runs = {arm.name: arm.runs for arm in arms}
+    found = {}
+    for arm in arms:
+        if not is_baseline(study, arm.arm):
+            base = runs[arm.arm.against or study.baseline]
+            both = arm.runs.keys() & base.keys()
+            ended = {s for s in both if "unfinished" not in (arm.runs[s].outcome, base[s].outcome)}
+            judged = arm.verdict not in ("diverged", "failed", NOT_JUDGED)
+            member = arm.arm.role == "arm"
+            found[arm.name] = Entry(arm.gaps, frozenset(ended), arm.margin, member, judged)
+    return found
+
+
+def is_baseline(study: StudyConfig, arm: ArmConfig) -> bool:
+    return arm.name == study.baseline or arm.role == "baseline"
+
+
+def _gather(
+    study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]]
+) -> ArmResult:
+    """An arm's numbers, and its verdict where that follows from how its runs ended."""
+    own = arm.name if is_baseline(study, arm) else arm.against or study.baseline
+    runs, base = by_arm[arm.name], by_arm[own]
+    first = [base[s].heldout_loss for s in study.seeds if s in base]
+    losses = [loss for loss in first if loss is not None]
+    margin = study.margin * fmean(losses) if losses else None
+    gaps = _paired_gaps(runs, base)
+    finished = [run.heldout_loss for run in runs.values() if run.heldout_loss is not None]
+    verdict, note = _outcome(study, arm, runs, base, gaps if margin else {})
+    return ArmResult(
+        arm,
+        runs,
+        verdict,
+        note,
+        gaps,
+        _summary(study, gaps, margin),
+        fmean(finished) if finished else None,
+        _fraction(runs, base, None),
+        _fraction(runs, base, "inter"),
+        margin,
+    )
+
+
+def _summary(study: StudyConfig, gaps: Mapping[int, float], margin: float | None) -> Gap | None:
+    """Intervals that hold whenever the study stops."""
+    if not gaps or not margin:
+        return None
+    sizes, alpha = look_sizes(study), 1 - study.confidence
+    return stats.summarize(
+        list(gaps.values()),
+        margin,
+        1 - nominal_level(alpha, sizes, 2),
+        1 - 2 * nominal_level(alpha, sizes, 1),
+    )
+
+
+def _outcome(
+    study: StudyConfig,
+    arm: ArmConfig,
+    runs: Mapping[int, Run],
+    base: Mapping[int, Run],
+    gaps: Mapping[int, float],
+) -> tuple[str, str]:
+    """(verdict, note) as far as outcomes tell it; "undecided" where the gaps will."""
+    outcomes = {seed: run.outcome for seed, run in runs.items()}
+    diverged = [
+        seed
+        for seed, outcome in outcomes.items()
+        if outcome == "diverged" and (seed not in base or base[seed].outcome != "diverged")
+    ]
+    failed = [run for run in runs.values() if run.outcome not in ("finished", "unfinished")]
+    if is_baseline(study, arm):
+        if "finished" in outcomes.values():
+            return "baseline", ""
+    elif diverged:
+        return "diverged", f"{len(diverged)} of {max(len(study.seeds), len(runs))} seeds"
+    elif gaps:
+        few = _fewest(run for seed in gaps for run in (runs[seed], base[seed]))
+        if few is None or few[0] >= LEAST_HELDOUT:
+            return "undecided", ""
+        least = f"{few[0]:,} held-out tokens, {LEAST_HELDOUT:,} are the least"
+        return NOT_JUDGED, f"{least}: {more_heldout(few[1])}"
+    if failed:
+        return "failed", failures(failed)
+    if "finished" in outcomes.values():
+        return "no baseline", "it finished, its baseline has not"
+    if runs:
+        return "unfinished", standing(runs, study.seeds)
+    return "not run", "never started"
+
+
+def _fewest(runs: Iterable[Run]) -> tuple[int, int] | None:
+    """(held-out tokens, train.eval_tokens) of the run with the fewest; None where none is known."""
+    known = [
+        (run.heldout_tokens, int((run.config.get("train") or {}).get("eval_tokens", FEW_HELDOUT)))
+        for run in runs
+        if run.heldout_tokens is not None
+    ]
+    return min(known, default=None)
+
+
+def _lone_gap(arm: ArmResult) -> float | None:
+    """The gap of an arm's only pair of runs, in nats; None where there are more, or none."""
+    lone = arm.verdict == "undecided" and arm.gap is not None and arm.gap.n == 1
+    return next(iter(arm.gaps.values())) if lone else None
+
+
+def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
+    if arm.verdict != "undecided" or arm.gap is None:
+        return replace(arm, tests=tests)
+    return replace(arm, tests=tests, verdict=judge(arm.gap, tests, study.confidence))
+
+
+def _noted(study: StudyConfig, arms: Sequence[ArmResult]) -> list[ArmResult]:
+    """Undecided arms say how many seeds they need, at the level that is left for each of them."""
+    waiting = sum(arm.verdict == "undecided" and arm.arm.role == "arm" for arm in arms)
+    alpha = (1 - study.confidence) / max(1, waiting)
+    level = 1 - nominal_level(alpha, look_sizes(study), 2)
+    return [
+        replace(arm, note=_needs(arm, level)) if arm.verdict == "undecided" else arm for arm in arms
+    ]
+
+
+def _needs(arm: ArmResult, confidence: float) -> str:
+    if arm.gap is None or arm.margin is None or arm.gap.interval is None:
+        return "one seed"
+    needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence)
+    return f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
+
+
+def _paired_gaps(runs: Mapping[int, Run], base: Mapping[int, Run]) -> dict[int, float]:
+    gaps = {}
+    for seed in sorted(runs.keys() & base.keys()):
+        mine, theirs = runs[seed].heldout_loss, base[seed].heldout_loss
+        if mine is not None and theirs is not None:
+            gaps[seed] = mine - theirs
+    return gaps
+
+
+def _fraction(runs: Mapping[int, Run], base: Mapping[int, Run], hop: str | None) -> float | None:
+    """Mean bytes a step over the baseline's; None when either is unknown or nothing is sent."""
+    mine, theirs = (
+        [b for run in side.values() if (b := run.bytes_per_step(hop)) is not None]
+        for side in (runs, base)
+    )
+    if not mine or not theirs or fmean(theirs) == 0:
+        return None
+    return fmean(mine) / fmean(theirs)
+
+
+def read_result(root: Path, study: StudyConfig | None = None) -> StudyResult:
+    """The verdicts of the runs at and below `root`.
+
+    study: None takes the study that `root` was run as, and for plain runs one arm a recipe.
+    Raises ValueError when there are no runs or one cannot be read.
+    """
+    runs = find_runs(root)
+    study = study or read_study(root)
+    if study is not None:
+        return judge_study(study, runs, _prepare_notes(root, study))
+    if not runs:
+        raise ValueError(
+            f"{root}: no runs in or below it (none has a config.yaml); run something first, or "
+            f"name another folder{below(root.resolve().parent, STUDY_FILE)}"
+        )
+    return judge_study(*study_of(root.resolve().name, runs))
+
+
+def _prepare_notes(root: Path, study: StudyConfig) -> list[str]:
+    """Sentences on the runs that no arm can start without, where they have not finished."""
+    notes = []
+    for one in study.prepare:
+        folder = root / PREPARE / one.name
+        run = read_run(folder) if (folder / "config.yaml").is_file() else None
+        if run is None or run.outcome != "finished":
+            notes.append(f"{PREPARE} {one.name}, which arms start from, {told(run)}.")
+    return notes

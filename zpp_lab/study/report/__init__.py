@@ -1,0 +1,1 @@
+"""A study's report: tables, figures and words, each from the judged study."""

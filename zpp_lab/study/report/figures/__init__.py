@@ -1,0 +1,1 @@
+"""A report's figures: rows of data and Vega-Lite charts of them."""

@@ -1,0 +1,271 @@
+"""The figure of the final gaps, arm by arm, and what all figures of gaps share.
+
+Gaps lie on an axis that is linear around 0 and logarithmic beyond, so that a negative control
+and a gap within the margin are both readable.
+
+The Pareto front: arms that no other arm beats in both loss gap and cost.
+
+The rows behind the gap figures: an arm's gap with its intervals, its cost and its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import altair as alt
+
+from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+from zpp_lab.study.report.curves import Row
+from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish
+from zpp_lab.study.report.table import gap_text
+
+T = TypeVar("T")
+
+
+def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
+    """What is not dominated, by rising cost. points: (cost, gap, what), less is better in both.
+
+    A point is dominated when another one is no worse in both and better in one. Of points that
+    are alike in both, all stay. Points without a number (NaN) are on no front.
+    """
+    known = sorted((p for p in points if p[0] == p[0] and p[1] == p[1]), key=lambda p: p[:2])
+    kept: list[T] = []
+    best = float("inf")
+    at = float("nan")
+    for cost, gap, what in known:
+        if gap < best or (gap == best and cost == at):
+            kept.append(what)
+            best, at = gap, cost
+    return kept
+
+
+PANEL = (355, 340)  # pixels of a panel of the cost figures
+
+
+def margin_rows(margin: float) -> list[Row]:
+    return [{"from": -margin, "to": margin, "zero": 0}]
+
+
+def gap_rows(result: StudyResult) -> list[Row]:
+    """One row for each arm, but baselines, that has a gap."""
+    arms = [arm for arm in result.arms if arm.verdict != "baseline"]
+    bands = lone_bands(result)
+    return [_gap_row(arm, beside(result, arm, bands)) for arm in arms if arm.gap is not None]
+
+
+def lone_bands(result: StudyResult) -> dict[str, float]:
+    """The noise bands that figures of final gaps show: with one seed, in place of intervals."""
+    return noise_bands(result) if one_seed(result) else {}
+
+
+def _gap_row(arm: ArmResult, at: Beside | None) -> Row:
+    assert arm.gap is not None
+    low, high = arm.gap.interval or (arm.gap.mean, arm.gap.mean)
+    inner_low, inner_high = arm.gap.inner or (arm.gap.mean, arm.gap.mean)
+    margin = arm.margin or 0.0
+    return {
+        "arm": arm.name,
+        "verdict": arm.verdict,
+        "mean": arm.gap.mean,
+        "low": low,
+        "high": high,
+        "inner_low": inner_low,
+        "inner_high": inner_high,
+        "from": -margin,
+        "to": margin,
+        "bytes_total": arm.bytes_total,
+        "bytes_inter": arm.bytes_inter,
+        "seeds": arm.gap.n,
+        "label": f"{gap_text(arm)}  {arm.verdict if at is None else _placed(arm, at)}",
+    } | ({} if at is None else {"noise_from": -at.noise, "noise_to": at.noise})
+
+
+def _placed(arm: ArmResult, at: Beside) -> str:
+    """Where a lone seed's gap lies, in the words of the tables."""
+    if arm.arm.role == "order_control":
+        return "sets the noise band"
+    return f"{at.side} the noise band, {at.times}"
+
+
+def baseline_row(result: StudyResult) -> Row:
+    base = result.baseline
+    row: Row = {"arm": base.name, "verdict": "baseline", "seeds": len(base.finished)}
+    row |= dict.fromkeys(("mean", "low", "high"), 0.0)
+    return row | {"bytes_total": base.bytes_total, "bytes_inter": base.bytes_inter}
+
+
+def cost_rows(result: StudyResult) -> list[Row]:
+    """`gap_rows` after the baseline's, which is a point of its own on every front."""
+    return [baseline_row(result), *gap_rows(result)] if result.margin else []
+
+
+def speed_rows(result: StudyResult, speeds: Mapping[str, float]) -> list[Row]:
+    """`cost_rows` of the arms that were measured, with tokens/s."""
+    return [
+        row | {"speed": speeds[row["arm"]]} for row in cost_rows(result) if row["arm"] in speeds
+    ]
+
+
+def front_rows(result: StudyResult, rows: Sequence[Row], key: str, sign: int = 1) -> list[Row]:
+    """The rows on the Pareto front of the gap and sign × the cost `key`; controls are on none."""
+    controls = {control.arm for control in result.controls}
+    points = [
+        (sign * row[key], row["mean"], row)
+        for row in rows
+        if row.get(key) is not None and row["arm"] not in controls
+    ]
+    return sorted(front(points), key=lambda row: (row[key], row["mean"]))
+
+
+def telling_arms(result: StudyResult) -> list[str]:
+    """The arms that get a colour of their own: all when they are few.
+
+    Else the baseline, the arms on the Pareto front of bytes, the controls, then the others in
+    the study's order.
+    """
+    names = [result.study.baseline]
+    if len(result.arms) > TOLD:
+        key = "bytes_total" if result.baseline.bytes_inter is None else "bytes_inter"
+        fronts = [row["arm"] for row in front_rows(result, cost_rows(result), key)]
+        names += [*_spread(fronts, TOLD - 3), *(control.arm for control in result.controls)]
+    names += [arm.name for arm in result.arms]
+    return list(dict.fromkeys(names))[:TOLD]
+
+
+def seed_rows(result: StudyResult) -> list[Row]:
+    return [
+        {"arm": arm.name, "seed": seed, "gap": gap}
+        for arm in result.arms
+        if arm.verdict != "baseline" and arm.gap is not None
+        for seed, gap in arm.gaps.items()
+    ]
+
+
+def ends(rows: Sequence[Row]) -> tuple[float, float]:
+    """The range that shows every mean and noise band, and intervals unless they are far wider than
+    all means."""
+    low, high = min(row["mean"] for row in rows), max(row["mean"] for row in rows)
+    reach = 3 * max(abs(low), abs(high))
+    low = min(low, max(-reach, min(row["low"] for row in rows)))
+    high = max(high, min(reach, max(row["high"] for row in rows)))
+    noise = max((row.get("noise_to", 0.0) for row in rows), default=0.0)
+    return min(low, -noise), max(high, noise)
+
+
+def _spread(items: Sequence[str], count: int) -> list[str]:
+    """At most `count` of the items, evenly spread, with both ends."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+Spec = dict[str, Any]
+GAP = "Held-out loss gap (nats per token)"
+NOISE: dict[str, Any] = {  # the look of a noise band
+    **{"color": GREY, "fillOpacity": 0.25, "clip": True},
+    **{"stroke": GREY, "strokeWidth": 1, "strokeDash": [3, 2]},
+}
+_WIDTH, _ON_PHONE = 520, 210  # pixels of the gap figure
+_MANY = 24  # arms from which their rows are lower
+_NAME = 260  # pixels of an arm's name, at most
+_ARMS = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME)
+
+
+def gap_figure(result: StudyResult, style: Style) -> Spec:
+    """Every arm's mean gap with its intervals, its seeds and its margin; with one seed, which has
+    no intervals, the noise band."""
+    assert result.margin is not None
+    rows = style.dress(gap_rows(result))
+    gaps = GapAxis.around(result.margin, *ends(rows))
+    y = alt.Y("arm:N", sort=[arm.name for arm in result.arms], title=None, axis=_ARMS)
+    x: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(_WIDTH, across=True)}
+    x["title"] = f"Held-out loss gap to {result.compared_with} (nats per token)"
+    many, lone = len(rows) > _MANY, all(row["seeds"] == 1 for row in rows)
+    layers = [*_below(rows, y, x), *_marks(rows, style, y, x, not many and not lone)]
+    made = alt.layer(*layers).properties(width=_WIDTH, height=alt.Step(20 if many else 38))
+    marks = {} if many or lone else {"seeds": style.dress(seed_rows(result))}
+    data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
+    longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
+    spec = finish(made, data, side=30 + longest, legend=235 if lone else 210)
+    spec["usermeta"]["narrow"] = gaps.ticks(_ON_PHONE, across=True)
+    return spec
+
+
+def _below(rows: Sequence[Row], y: alt.Y, x: Mapping[str, Any]) -> list[Any]:
+    """The margin of each arm, its noise band where there is one, and the line at 0."""
+    whole = alt.RelativeBandSize(1)
+    band = chart("arms").mark_bar(color=BAND, opacity=0.8, height=whole)
+    zero = chart("margin", by_arm=False).mark_rule(color=GREY, strokeDash=[3, 3])
+    return [
+        band.encode(y=y, x=alt.X("from:Q", **x), x2="to:Q"),
+        *_noise(rows, y, x),
+        zero.encode(x=alt.X("zero:Q", **x)),
+    ]
+
+
+def _noise(rows: Sequence[Row], y: alt.Y, x: Mapping[str, Any]) -> list[Any]:
+    """One band over all rows where they share it, else each row's own."""
+    widths = {row.get("noise_to") for row in rows}
+    if widths == {None}:
+        return []
+    ends = {"x": alt.X("noise_from:Q", **x), "x2": "noise_to:Q"}
+    if len(widths) == 1:
+        one = chart("arms", by_arm=False).transform_window(row="row_number()")
+        return [one.transform_filter("datum.row == 1").mark_rect(**NOISE).encode(**ends)]
+    whole = alt.RelativeBandSize(1)
+    return [chart("arms").mark_bar(height=whole, invalid="filter", **NOISE).encode(y=y, **ends)]
+
+
+def _marks(
+    rows: Sequence[Row], style: Style, y: alt.Y, x: Mapping[str, Any], seeds: bool
+) -> list[Any]:
+    """Intervals, single seeds, means and the words beside them."""
+    color = style.color(rows, legend=None)
+    base = chart("arms").encode(y=y, color=color, tooltip=gap_tooltip())
+    outer = base.mark_rule(strokeWidth=2, clip=True)
+    inner = base.mark_rule(strokeWidth=6, opacity=0.55, clip=True)
+    point = base.mark_point(size=90, filled=True, opacity=1, stroke="white", strokeWidth=1)
+    ticks = chart("seeds").mark_tick(thickness=1.2, size=7, opacity=0.9, yOffset=10, clip=True)
+    text = base.mark_text(align="left", fontSize=11)
+    return [
+        outer.encode(x=alt.X("low:Q", **x), x2="high:Q"),
+        inner.encode(x=alt.X("inner_low:Q", **x), x2="inner_high:Q"),
+        *([ticks.encode(x=alt.X("gap:Q", **x), y=y, color=color)] if seeds else []),
+        point.encode(
+            x=alt.X("mean:Q", **x), shape=style.shape([r["verdict"] for r in rows], False)
+        ),
+        text.encode(
+            x=alt.value(_WIDTH + 12), text="label:N", color=alt.value("#111827")
+        ).properties(name="beside"),
+    ]
+
+
+def margin_layers(
+    channel: str, gaps: GapAxis, title: str, length: float, data: str = "margin"
+) -> list[Any]:
+    """The shaded margin and the line at 0; they come first, below the rows. length: the panel's
+    pixels along the axis."""
+    kind: Any = alt.X if channel == "x" else alt.Y
+    look = {"scale": gaps.scale, "axis": gaps.axis(length, channel == "x"), "title": title}
+    band = {channel: kind("from:Q", **look), f"{channel}2": "to:Q"}
+    zero = {channel: kind("zero:Q", **look)}
+    return [
+        chart(data, by_arm=False).mark_rect(color=BAND, opacity=0.8).encode(**band),
+        chart(data, by_arm=False).mark_rule(color=GREY, strokeDash=[3, 3]).encode(**zero),
+    ]
+
+
+def gap_tooltip() -> list[Any]:
+    """What a point of a final gap says when it is held."""
+    return [
+        "arm:N",
+        "verdict:N",
+        alt.Tooltip("mean:Q", title="mean gap", format="+.5f"),
+        alt.Tooltip("low:Q", title="from", format="+.5f"),
+        alt.Tooltip("high:Q", title="to", format="+.5f"),
+        alt.Tooltip("bytes_total:Q", title="bytes, all links", format=".1%"),
+        alt.Tooltip("bytes_inter:Q", title="bytes between nodes", format=".1%"),
+        alt.Tooltip("seeds:Q"),
+    ]

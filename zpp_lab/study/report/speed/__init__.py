@@ -1,0 +1,1 @@
+"""Measured speed: tables, figures and the page of a bench."""

@@ -1,0 +1,258 @@
+"""The figures of measured speed: speed-up and share of the floor over the bandwidth of the links.
+
+Both axes of the speed-up are logarithmic: twice as fast and half as fast lie as far from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from zpp_lab.study.report.figures.draw import Figure
+from zpp_lab.study.report.figures.gap import Spec
+from zpp_lab.study.report.speed.results import Setting
+from zpp_lab.study.report.speed.tables import (
+    Row,
+    SpeedFindings,
+    inside_rows,
+    link_rows,
+    predicted_rows,
+)
+from zpp_lab.study.report.style import GREY, Style, chart, finish, legend_pick
+
+_TEXTS = {
+    "speedup": (
+        "Speed-up over plain FSDP2",
+        "Tokens per second over those of plain FSDP2 at the same link, measured. Points: the "
+        "median step; upright lines: the slowest and the fastest step over FSDP2's median; joined "
+        "as the break-even is interpolated. Above the dashed line: faster. Links without a limit "
+        "lie where they were measured.",
+    ),
+    "speedup_inside": (
+        "Speed-up over plain FSDP2 inside a host",
+        "Tokens per second over those of plain FSDP2, measured where there is no link between "
+        "nodes, or none whose speed is known. Points: the median step; lines: the slowest and the "
+        "fastest step over FSDP2's median. Right of the dashed line: faster.",
+    ),
+    "floor": (
+        "Share of the floor reached",
+        "Floor: the larger one of the time that the link needs for a step's bytes and of a step "
+        "without any communication. 100%: all of the smaller one, and nothing else, is hidden.",
+    ),
+}
+SPEED_NAMES = tuple(_TEXTS)
+_PREDICTED = " Dotted: what the cost model predicts, over its own FSDP2."
+_SHARED = (
+    " Of settings with several ranks a GPU: nodes shared GPUs, so computing took as many times "
+    "longer than on a GPU a rank, at the same links."
+)
+_SIZE = 355, 300  # pixels of a panel
+_SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+_TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_TIMES = "format(datum.value, '~g') + '×'"
+_BANDWIDTH = "Bandwidth between nodes (Gb/s)"
+
+
+def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
+    """Those that there are measurements for, in SPEED_NAMES' order."""
+    linked, inside = link_rows(found), inside_rows(found)
+    faster = _having(linked, "value")
+    told = _having(linked, "share")
+    specs: dict[str, Spec] = {}
+    if faster:
+        specs["speedup"] = _speedup(faster, predicted_rows(found), found.names, style)
+    if inside:
+        specs["speedup_inside"] = _inside(inside, found.names, style)
+    if told:
+        specs["floor"] = _floor(told, found.names, style)
+    texts = dict(_TEXTS)
+    if found.predicted:
+        texts["speedup"] = (texts["speedup"][0], texts["speedup"][1] + _PREDICTED)
+    more = _SHARED if any(setting.ranks_per_gpu > 1 for setting in found.names) else ""
+    return [
+        Figure(name, texts[name][0], texts[name][1] + more, spec) for name, spec in specs.items()
+    ]
+
+
+def _having(rows: Mapping[Setting, Sequence[Row]], name: str) -> dict[Setting, list[Row]]:
+    kept = {s: [row for row in group if row[name] is not None] for s, group in rows.items()}
+    return {s: group for s, group in kept.items() if len({row["arm"] for row in group}) > 1}
+
+
+def _speedup(
+    rows: Mapping[Setting, Sequence[Row]],
+    predicted: Mapping[Setting, Sequence[Row]],
+    names: Mapping[Setting, str],
+    style: Style,
+) -> Spec:
+    every = [row for s in rows for row in [*rows[s], *predicted.get(s, ())]]
+    low = min(row.get("low") or row["value"] for row in every)
+    high = max(row.get("high") or row["value"] for row in every)
+    domain = [min(low, 0.95) / 1.08, max(high, 1.05) * 1.08]
+    ticks = [tick for tick in _TICKS if domain[0] <= tick <= domain[1]]
+    y = alt.Y(
+        "value:Q",
+        title="Speed-up over plain FSDP2",
+        scale=alt.Scale(type="log", domain=domain, nice=False),
+        axis=alt.Axis(values=ticks, labelExpr=_TIMES),
+    )
+    return _panels(rows, names, style, y, "value", predicted, rule=1.0)
+
+
+def _floor(
+    rows: Mapping[Setting, Sequence[Row]], names: Mapping[Setting, str], style: Style
+) -> Spec:
+    top = max(1.0, *(row["share"] for group in rows.values() for row in group))
+    y = alt.Y(
+        "share:Q",
+        title="Share of the floor reached",
+        scale=alt.Scale(domain=[0, 1.04 * top], nice=False),
+        axis=alt.Axis(format=".0%", tickCount=6),
+    )
+    return _panels(rows, names, style, y, "share", {}, rule=1.0)
+
+
+def _panels(
+    rows: Mapping[Setting, Sequence[Row]],
+    names: Mapping[Setting, str],
+    style: Style,
+    y: alt.Y,
+    field: str,
+    predicted: Mapping[Setting, Sequence[Row]],
+    rule: float,
+) -> Spec:
+    """A panel a setting, `field` over the bandwidth, with one legend for all."""
+    dressed = {s: style.dress(group) for s, group in rows.items()}
+    every = [row for group in dressed.values() for row in group]
+    color, shape = _arm_channels(style, every)
+    pick = legend_pick()
+    panels: list[Any] = []
+    data: dict[str, Sequence[Row]] = {"rule": [{"at": rule}]}
+    for number, (setting, group) in enumerate(dressed.items()):
+        name, more = f"links{number}", f"predicted{number}"
+        x = _bandwidths([*group, *predicted.get(setting, ())])
+        base = chart(name).encode(x=x, color=color, detail="arm:N")
+        seen = alt.condition(pick, alt.value(1), alt.value(0.1))
+        line = base.mark_line(strokeWidth=1.8, opacity=1).encode(y=y, opacity=seen)
+        point = base.mark_point(size=70, filled=True, opacity=1).encode(
+            y=y, shape=shape, opacity=seen, tooltip=_tooltip()
+        )
+        at_rule = alt.Y("at:Q", **_same(y))
+        layers = [
+            chart("rule", by_arm=False).mark_rule(color=GREY, strokeDash=[4, 3]).encode(y=at_rule),
+            line,
+            *([_spread(base, y, seen)] if field == "value" else []),
+            *([_dotted(more, x, y, color)] if setting in predicted else []),
+            point if panels else point.add_params(pick),
+        ]
+        panel = alt.layer(*layers).properties(width=_SIZE[0], height=_SIZE[1])
+        panels.append(panel.properties(title=names[setting]))
+        data[name] = group
+        if setting in predicted:
+            data[more] = style.dress(predicted[setting])
+    longest = max(len(row["look"]) for row in every)
+    made = alt.concat(*panels, columns=2)
+    return finish(made, data, side=62, legend=45 + 7 * min(30, longest))
+
+
+def _spread(base: alt.Chart, y: alt.Y, seen: Any) -> alt.Chart:
+    low = alt.Y("low:Q", **_same(y))
+    return base.mark_rule(strokeWidth=2).encode(y=low, y2="high:Q", opacity=seen)
+
+
+def _dotted(data: str, x: alt.X, y: alt.Y, color: alt.Color) -> alt.Chart:
+    mark = chart(data).mark_line(strokeWidth=1.6, strokeDash=[1.5, 3], clip=True)
+    return mark.encode(x=x, y=y, color=color, detail="arm:N")
+
+
+def _same(channel: Any) -> dict[str, Any]:
+    """Scale, axis and title of a channel, for another field of its layers."""
+    own = channel.to_dict()
+    return {name: own[name] for name in ("scale", "axis", "title")}
+
+
+def _bandwidths(rows: Sequence[Row]) -> alt.X:
+    known = sorted({float(f"{row['gbps']:.3g}") for row in rows if "link" in row})
+    ends = [row["gbps"] for row in rows]
+    low, high = min(ends) / 1.15, max(ends) * 1.15
+    steps = [c * 10.0**k for k in range(-2, 5) for c in (1, 2, 5)]
+    free = [s for s in steps if low <= s <= high and all(max(s / k, k / s) > 1.4 for k in known)]
+    return alt.X(
+        "gbps:Q",
+        title=_BANDWIDTH,
+        scale=alt.Scale(type="log", domain=[low, high], nice=False),
+        axis=alt.Axis(values=sorted([*known, *free]), format="~g", labelOverlap="greedy"),
+    )
+
+
+def _arm_channels(style: Style, rows: Sequence[Row]) -> tuple[alt.Color, alt.Shape]:
+    """Colour and shape by arm, in one legend: neither has to be told apart alone."""
+    shown = style.shown(rows)
+    legend = alt.Legend(labelLimit=220, symbolSize=70, symbolOpacity=1)
+    colors = alt.Scale(domain=shown, range=[style.colors[look] for look in shown])
+    marks = [_SHAPES[i % len(_SHAPES)] for i, _ in enumerate(shown)]
+    shapes = alt.Scale(domain=shown, range=marks)
+    return (
+        alt.Color("look:N", title="Arm", scale=colors, legend=legend),
+        alt.Shape("look:N", title="Arm", scale=shapes, legend=legend),
+    )
+
+
+def _inside(
+    rows: Mapping[Setting, Sequence[Row]], names: Mapping[Setting, str], style: Style
+) -> Spec:
+    """A row an arm, where there is no axis of bandwidths to lie on."""
+    every = style.dress([row for group in rows.values() for row in group])
+    color = style.color(every, legend=None)
+    x = alt.X(
+        "value:Q",
+        title="Speed-up over plain FSDP2",
+        scale=alt.Scale(domain=[0, 1.1 * max(row["high"] for row in every)], nice=False),
+        axis=alt.Axis(labelExpr=_TIMES, tickCount=6),
+    )
+    panels: list[Any] = []
+    data: dict[str, Sequence[Row]] = {"rule": [{"at": 1.0}]}
+    for number, (setting, group) in enumerate(rows.items()):
+        name = f"inside{number}"
+        order = [row["arm"] for row in group]
+        axis = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=160)
+        y = alt.Y("arm:N", sort=order, title=None, axis=axis)
+        base = chart(name).encode(y=y, color=color, tooltip=_tooltip())
+        low = alt.X("low:Q", **_same(x))
+        at_rule = alt.X("at:Q", **_same(x))
+        layers = [
+            chart("rule", by_arm=False).mark_rule(color=GREY, strokeDash=[4, 3]).encode(x=at_rule),
+            base.mark_rule(strokeWidth=2).encode(x=low, x2="high:Q"),
+            base.mark_point(size=80, filled=True, opacity=1).encode(x=x),
+            *_labels(base, x),
+        ]
+        panel = alt.layer(*layers).properties(width=_SIZE[0], height=alt.Step(30))
+        panels.append(panel.properties(title=names[setting]))
+        data[name] = style.dress(group)
+    longest = max(len(row["arm"]) for row in every)
+    return finish(alt.concat(*panels, columns=2), data, side=30 + 7 * min(24, longest))
+
+
+def _labels(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
+    """The values, each on the side of its point that is away from the rule at 1."""
+    sides: dict[str, Any] = {"datum.value < 1": "right", "datum.value >= 1": "left"}
+    return [
+        base.transform_filter(side)
+        .mark_text(align=align, dx=-5 if align == "right" else 5, dy=-9, fontSize=11)
+        .encode(x=x, text="label:N", color=alt.value("#111827"))
+        for side, align in sides.items()
+    ]
+
+
+def _tooltip() -> list[Any]:
+    return [
+        "arm:N",
+        "link:N",
+        alt.Tooltip("rate:Q", title="tokens/s", format=",.0f"),
+        alt.Tooltip("value:Q", title="speed-up", format=".3f"),
+        alt.Tooltip("low:Q", title="slowest step", format=".3f"),
+        alt.Tooltip("high:Q", title="fastest step", format=".3f"),
+        alt.Tooltip("share:Q", title="of the floor", format=".1%"),
+    ]

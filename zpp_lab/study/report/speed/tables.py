@@ -1,0 +1,336 @@
+"""Measured speed as tables, as CSV and in sentences; the page and the text both read these.
+
+The rows behind the figures of speed: one a measurement, in the settings that have a link.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zpp_lab.study.report.html_table import Line, Table
+from zpp_lab.study.report.speed.results import BASE, Measured, Predict, Predicted, Setting, labels
+from zpp_lab.study.report.speed.speeds import (
+    FASTER,
+    BreakEven,
+    SpeedUp,
+    StudySpeeds,
+    break_evens,
+    gbps_text,
+    speed_ups,
+    without_base,
+)
+from zpp_lab.study.report.table import NOTHING, percent
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SpeedFindings:
+    """All that a page on speed shows, worked out once."""
+
+    measured: Sequence[Measured]
+    ups: Sequence[SpeedUp]
+    breaks: Sequence[BreakEven]
+    names: dict[Setting, str]
+    alone: Sequence[Setting]  # without plain FSDP2
+    predicted: Sequence[Predicted] = ()
+    faults: Sequence[str] = ()  # why an arm has no prediction
+
+    @property
+    def arms(self) -> list[str]:
+        """The base first, then in the table's order."""
+        names = dict.fromkeys(m.arm for m in self.measured)
+        return sorted(names, key=lambda arm: arm != BASE)
+
+
+def find_speeds(measured: Sequence[Measured], predict: Predict | None = None) -> SpeedFindings:
+    """Speed-ups, break-even bandwidths and names of settings of what was measured."""
+    ups, names = speed_ups(measured), labels(measured)
+    predicted, faults = predict(measured) if predict else ([], [])
+    alone = without_base(measured)
+    return SpeedFindings(measured, ups, break_evens(ups), names, alone, predicted, faults)
+
+
+def link_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
+    """Measurements with a bandwidth, by setting; `value` (low, high) is the speed-up, None where
+    there is no base; `share` is that of the floor."""
+    ups = {id(one.at): one for one in found.ups}
+    rows: dict[Setting, list[Row]] = {}
+    for m in found.measured:
+        if m.gbps is not None:
+            rows.setdefault(m.setting, []).append(_row(m, ups.get(id(m))))
+    return {setting: sorted(group, key=lambda r: r["gbps"]) for setting, group in rows.items()}
+
+
+def inside_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
+    """Speed-ups where no bandwidth is known: inside a host, or on a link that nobody measured."""
+    rows: dict[Setting, list[Row]] = {}
+    for one in found.ups:
+        if one.at.gbps is None:
+            row = _row(one.at, one) | {"label": f"{one.value:.2f}×"}
+            rows.setdefault(one.at.setting, []).append(row)
+    return rows
+
+
+def predicted_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
+    """Predicted speed-ups over the predicted base, by setting."""
+    bases = {(p.setting, p.gbps): p.tokens_per_s for p in found.predicted if p.arm == BASE}
+    rows: dict[Setting, list[Row]] = {}
+    for p in sorted(found.predicted, key=lambda p: p.gbps or 0.0):
+        base = bases.get((p.setting, p.gbps))
+        if base is not None and p.gbps is not None:
+            row = {"arm": p.arm, "gbps": p.gbps, "value": p.tokens_per_s / base}
+            rows.setdefault(p.setting, []).append(row | {"rate": p.tokens_per_s})
+    return rows
+
+
+def _row(m: Measured, up: SpeedUp | None) -> Row:
+    return {
+        "arm": m.arm,
+        "link": m.place,
+        "gbps": m.gbps,
+        "rate": m.tokens_per_s,
+        "value": up and up.value,
+        "low": up and up.low,
+        "high": up and up.high,
+        "share": m.share_of_floor,
+    }
+
+
+_PLACE = ("model", "nodes", "gpus_per_node", "ranks_per_gpu")
+_CSV = (
+    *_PLACE,
+    "link_gbps",
+    "bandwidth_gbps",
+    "arm",
+    "engine",
+    "recipe",
+    "tokens_per_s",
+    "speedup",
+    "speedup_slowest_step",
+    "speedup_fastest_step",
+    "floor_s",
+    "share_of_floor",
+    "over_deepspeed",
+    "predicted_tokens_per_s",
+)
+_BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
+
+
+def speed_table(found: SpeedFindings) -> Table:
+    """One row a measurement."""
+    ups, said = _by_point(found), _predictions(found.predicted)
+    peers = _peers(found.measured)
+    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps"]
+    columns += [*(["Over DeepSpeed"] if peers else []), "Floor (s)", "Of the floor"]
+    waited = any(m.waiting_s is not None for m in found.measured)
+    columns += ["Step (s)", *(["Host waits (s)"] if waited else []), "Peak (GiB)"]
+    columns += ["Predicted tokens/s", "Off by"] if said else []
+    lines = []
+    for m in found.measured:
+        cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
+        cells += [*_up_cells(ups.get(id(m))), *([_over_text(m, peers)] if peers else [])]
+        cells += [_number(m.floor_s, ".4g"), percent(m.share_of_floor)]
+        cells += [_number(m.step_s, ".4g"), *([_number(m.waiting_s, ".3g")] if waited else [])]
+        cells += [_number(m.peak_gib, ".2f")]
+        cells += _said_cells(_said(said, m), m) if said else []
+        lines.append(Line(cells, m.arm))
+    return Table("speeds", "Every measured speed", columns, lines, range(3, len(columns)))
+
+
+def break_even_table(found: SpeedFindings) -> Table:
+    """For which bandwidths each arm is faster than the base."""
+    lines = [
+        Line([b.arm, found.names[b.setting], f"{_range(b.slowest, b.fastest)} Gb/s", b.text], b.arm)
+        for b in found.breaks
+    ]
+    columns = ("Arm", "Measured", "At", "Against plain FSDP2")
+    return Table("breaks", "Break-even bandwidth", columns, lines)
+
+
+def match_table(speeds: StudySpeeds, order: Sequence[str]) -> Table:
+    """Which measurement an arm of the study has, and why another has none."""
+    lines = []
+    for arm in order:
+        if arm in speeds.matches:
+            lines.append(Line([arm, ", ".join(speeds.matches[arm])], arm))
+        elif arm in speeds.missing:
+            lines.append(Line([arm, f"no measurement: {speeds.missing[arm]}"], arm))
+    return Table("matches", "Arms and their measured speeds", ("Arm", "Measured as"), lines)
+
+
+def headlines(found: SpeedFindings) -> list[str]:
+    """The fastest arm at every link, in the table's order, one sentence each."""
+    groups: dict[str, list[SpeedUp]] = {}
+    for one in found.ups:
+        groups.setdefault(f"{_where(one.at)} ({found.names[one.at.setting]})", []).append(one)
+    return [_headline(place, ups) for place, ups in groups.items()]
+
+
+def notes(found: SpeedFindings) -> list[str]:
+    """What the figures could not use, and what a column means that not all tables have."""
+    told = [
+        f"{found.names[setting]}: plain FSDP2 was not measured, so nothing is known of speed-ups; "
+        f"add the arm {BASE}."
+        for setting in found.alone
+    ]
+    bare = {m.link for m in found.measured if m.setting.nodes > 1 and m.gbps is None}
+    if bare:
+        told.append(
+            "Links without a limit whose own speed was not measured have no place on the axis of "
+            "bandwidths and no part in the break-even."
+        )
+    if any(m.waiting_s is not None for m in found.measured):
+        told.append(
+            "Host waits: how much of a step the host, with everything asked for, waited for the "
+            "device; near 0 the host was what bounded the step."
+        )
+    return [*told, *_calls(found), *_shared(found), *found.faults]
+
+
+def _calls(found: SpeedFindings) -> list[str]:
+    """Which settings were measured in several calls, so perhaps on several machines."""
+    told = []
+    for setting, name in found.names.items():
+        arms: dict[str, list[str]] = {}
+        for m in found.measured:
+            if m.setting == setting and m.commit and m.arm not in arms.setdefault(m.commit, []):
+                arms[m.commit].append(m.arm)
+        if len(arms) > 1:
+            each = "; ".join(f"{commit[:7]} {', '.join(own)}" for commit, own in arms.items())
+            told.append(
+                f"{name}: measured at several commits, so in several calls, whose machines may "
+                f"differ ({each})."
+            )
+    return told
+
+
+def _shared(found: SpeedFindings) -> list[str]:
+    """What it means for the figures that nodes shared GPUs."""
+    return [
+        f"{name}: each GPU served {setting.ranks_per_gpu} ranks of different nodes, so a rank "
+        "computed, encoded and moved bytes inside its node about as many times slower than on a "
+        "GPU of its own, while links between nodes had their full speed. Floors are those of the "
+        "shared GPUs. Where the link bounds plain FSDP2, speed-ups over it are lower bounds of "
+        "what a GPU for each rank would show; tokens/s always are."
+        for setting, name in found.names.items()
+        if setting.ranks_per_gpu > 1
+    ]
+
+
+def speed_csv(found: SpeedFindings) -> str:
+    """speedup.csv: a line a measurement."""
+    ups, said = _by_point(found), _predictions(found.predicted)
+    peers, lines = _peers(found.measured), []
+    for m in found.measured:
+        s, up = m.setting, ups.get(id(m))
+        line = [s.model, s.nodes, s.gpus_per_node, s.ranks_per_gpu, m.link, _text(m.gbps)]
+        line += [m.arm, m.engine, m.recipe, _text(m.tokens_per_s)]
+        line += [_text(v) for v in ((up.value, up.low, up.high) if up else (None, None, None))]
+        line += [_text(m.floor_s), _text(m.share_of_floor), _text(_over(m, peers))]
+        lines.append([*line, _text(_said(said, m))])
+    return _csv(_CSV, lines)
+
+
+def break_even_csv(found: SpeedFindings) -> str:
+    """break_even.csv: a line an arm; several crossings are parted by spaces."""
+    lines = []
+    for b in found.breaks:
+        s, ends = b.setting, (_text(b.slowest), _text(b.fastest))
+        crossings = " ".join(map(_text, b.crossings))
+        place = [s.model, s.nodes, s.gpus_per_node, s.ranks_per_gpu]
+        lines.append([*place, b.arm, *ends, crossings, b.text])
+    return _csv(_BREAKS, lines)
+
+
+def _headline(place: str, ups: Sequence[SpeedUp]) -> str:
+    best = max(ups, key=lambda one: one.value)
+    if best.value <= 1 + FASTER:
+        return f"{place}: no arm is more than {FASTER:.0%} faster than plain FSDP2."
+    reached = best.at.share_of_floor
+    floor = "" if reached is None else f", at {percent(reached)} of its floor"
+    return (
+        f"{place}: {best.at.arm} is fastest, {best.at.tokens_per_s:,.0f} tokens/s, "
+        f"{best.value:.2f}× plain FSDP2{floor}."
+    )
+
+
+def _where(m: Measured) -> str:
+    return m.place if m.place.endswith("b/s") else m.place.capitalize()
+
+
+def _by_point(found: SpeedFindings) -> dict[int, SpeedUp]:
+    return {id(one.at): one for one in found.ups}
+
+
+def _up_cells(up: SpeedUp | None) -> list[str]:
+    if up is None:
+        return [NOTHING, NOTHING]
+    spread = NOTHING if up.low == up.high else f"{up.low:.2f}–{up.high:.2f}"
+    return [f"{up.value:.2f}×", spread]
+
+
+_Peers = dict[tuple[Setting, str], float]
+
+
+def _peers(measured: Sequence[Measured]) -> _Peers:
+    """Tokens/s of the fastest arm of DeepSpeed, by setting and link."""
+    found: _Peers = {}
+    for m in measured:
+        if m.engine == "deepspeed":
+            at = m.setting, m.link
+            found[at] = max(m.tokens_per_s, found.get(at, 0.0))
+    return found
+
+
+def _over(m: Measured, peers: _Peers) -> float | None:
+    peer = peers.get((m.setting, m.link))
+    return m.tokens_per_s / peer if peer else None
+
+
+def _over_text(m: Measured, peers: _Peers) -> str:
+    over = _over(m, peers)
+    return NOTHING if over is None else f"{over:.2f}×"
+
+
+_Said = dict[tuple[Setting, str, float | None], float]
+
+
+def _predictions(predicted: Sequence[Predicted]) -> _Said:
+    return {(p.setting, p.arm, p.gbps): p.tokens_per_s for p in predicted}
+
+
+def _said(said: _Said, m: Measured) -> float | None:
+    if m.gbps is None and m.setting.nodes > 1:
+        return None
+    return said.get((m.setting, m.arm, m.gbps))
+
+
+def _said_cells(said: float | None, m: Measured) -> list[str]:
+    if said is None:
+        return [NOTHING, NOTHING]
+    return [f"{said:,.0f}", f"{said / m.tokens_per_s - 1:+.1%}".replace("-", "−")]
+
+
+def _range(low: float, high: float) -> str:
+    return gbps_text(low) if low == high else f"{gbps_text(low)} to {gbps_text(high)}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _csv(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(lines)
+    return text.getvalue()

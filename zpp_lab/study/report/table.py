@@ -1,0 +1,280 @@
+"""The results as tables: results.csv for every run, the verdicts for a console, page or text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zpp_lab.config.schema import WIRES
+from zpp_lab.files import shares, text_table
+from zpp_lab.runs.reader import Run
+from zpp_lab.study.judge.families import look_sizes
+from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+
+_HOPS = ("intra", "inter")
+_NOTES = 20  # on runs that have not finished, for a terminal
+_FIELDS = (
+    "arm",
+    "seed",
+    "recipe",
+    "outcome",
+    "steps",
+    "last_step",
+    "planned_steps",
+    "tokens",
+    "heldout_loss",
+    "heldout_loss_master",
+    "gap",
+    *(f"bytes_{wire}_{hop}" for wire in WIRES for hop in _HOPS),
+    *(f"quantized_{wire}" for wire in WIRES),
+)
+P_VALUE_COLUMNS = (
+    "Arm",
+    "p (differs)",
+    "p (differs), corrected",
+    "p (on par)",
+    "p (on par), corrected",
+    "Looks",
+)
+COLUMNS = (
+    "Arm",
+    "Verdict",
+    "Gap (nats)",
+    "Held-out loss",
+    "Perplexity",
+    "Bytes",
+    "Bytes between nodes",
+    "Seeds",
+)
+BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
+QUANTIZED = "Quantized (weights, gradients)"  # of their bytes, where runs tell it
+NOTHING = "–"
+
+
+def results_csv(result: StudyResult) -> str:
+    """One line a run, arms in the study's order, then seeds. The same runs give the same bytes:
+    no column holds wall-clock values, so a killed study's equals an undisturbed one's.
+
+    `steps` is a finished run's; `last_step` how far any run came.
+    Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
+    quantized_WIRE the part of a step's bytes there that codecs made (0 to 1).
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for arm in result.arms:
+        for seed, run in sorted(arm.runs.items()):
+            writer.writerow(_csv_row(arm, seed, run))
+    return text.getvalue()
+
+
+def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
+    summary = run.summary or {}
+    wires = summary.get("bytes") or {}
+    row = {key: summary.get(key) for key in ("steps", "tokens", "heldout_loss")}
+    row |= {"arm": arm.name, "seed": seed, "recipe": run.recipe, "outcome": run.outcome}
+    row |= {"last_step": run.step, "planned_steps": run.steps}
+    row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
+    if wires:
+        row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
+    return row | {f"quantized_{wire}": run.quantized.get(wire) for wire in WIRES}
+
+
+def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
+    """The verdict table's cells as text, one row an arm; the keys are COLUMNS, with one seed
+    BAND_COLUMN after the gap, and QUANTIZED after the bytes where runs tell it (older ones do
+    not)."""
+    rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
+    quantized = [_quantized(arm) for arm in result.arms]
+    if any(cell != NOTHING for cell in quantized):
+        told = zip(rows, quantized, strict=True)
+        rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in told]
+    bands = noise_bands(result) if one_seed(result) else {}
+    if not bands:
+        return rows
+    placed = [band_cell(result, arm, bands) for arm in result.arms]
+    told = zip(rows, placed, strict=True)
+    return [_with(row, "Gap (nats)", BAND_COLUMN, cell) for row, cell in told]
+
+
+def _with(row: dict[str, str], before: str, column: str, cell: str) -> dict[str, str]:
+    """`row` with one cell more, in the column after `before`."""
+    place = list(row).index(before) + 1
+    items = list(row.items())
+    return dict([*items[:place], (column, cell), *items[place:]])
+
+
+def _quantized(arm: ArmResult) -> str:
+    """Of the bytes of an arm's weights and gradients the part that codecs made."""
+    share = next((run.quantized for run in arm.runs.values() if run.quantized), None)
+    return NOTHING if share is None else ", ".join(shares(share))
+
+
+def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> str:
+    """Where an arm's gap lies beside its baseline's noise band, such as "below, 1.5×"."""
+    at = beside(result, arm, bands)
+    if at is None:
+        return NOTHING
+    return "sets it" if arm.arm.role == "order_control" else at.text
+
+
+def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
+    loss = NOTHING if arm.heldout_loss is None else f"{arm.heldout_loss:.4f}"
+    seeds = f"{len(arm.finished)} of {max(len(result.study.seeds), len(arm.runs))}"
+    sent = [percent(arm.bytes_total), percent(arm.bytes_inter)]
+    return [arm.name, arm.text, gap_text(arm), loss, perplexity(arm.heldout_loss), *sent, seeds]
+
+
+def perplexity(loss: float | None) -> str:
+    """exp of a loss in nats a token; of a mean over seeds their perplexities' geometric mean."""
+    if loss is None:
+        return NOTHING
+    return f"{math.exp(loss):#.4g}".rstrip(".") if loss < 700 else "∞"
+
+
+def p_value_rows(result: StudyResult) -> list[list[str]]:
+    """The p-values behind the verdicts, P_VALUE_COLUMNS as text; one row an arm but baselines."""
+    return [
+        [
+            arm.name,
+            *map(_p_value, (t.differs, t.differs_corrected, t.equal, t.equal_corrected)),
+            str(t.looks),
+        ]
+        for arm in result.arms
+        if arm.verdict != "baseline"
+        for t in (arm.tests,)
+    ]
+
+
+def _p_value(p: float | None) -> str:
+    if p is None:
+        return NOTHING
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def correction_line(result: StudyResult) -> str:
+    """One sentence on what the corrected p-values stand for."""
+    study, looks = result.study, len(look_sizes(result.study))
+    arms = sum(a.verdict != "baseline" and a.arm.role == "arm" for a in result.arms)
+    text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm; controls "
+    text += "stand apart), separately for the claims that arms differ and that they are on par"
+    if looks > 1:
+        text += f", and for up to {looks} looks at the data, which the intervals allow for too"
+    return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."
+
+
+def p_value_line(result: StudyResult) -> str:
+    """What the columns of the p-values are."""
+    looked = " Looks: how often an arm has been tested so far, as seeds were added."
+    return (
+        "p (differs): how probable so large a gap is if there is none. p (on par): how probable so "
+        "small a gap is if the true one lies outside the margin. Verdicts go by the corrected "
+        f"ones.{looked if len(look_sizes(result.study)) > 1 else ''}"
+    )
+
+
+def gap_text(arm: ArmResult) -> str:
+    """Mean gap ± half of its interval, in nats."""
+    if arm.gap is None or arm.verdict == "baseline":
+        return NOTHING
+    if arm.gap.interval is None:
+        return signed(arm.gap.mean)
+    half = (arm.gap.interval[1] - arm.gap.interval[0]) / 2
+    return f"{signed(arm.gap.mean)} ± {half:.4f}"
+
+
+def signed(value: float) -> str:
+    """A gap in nats with its sign, 0 without one."""
+    text = f"{value:+.4f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def percent(fraction: float | None) -> str:
+    """0.126 → "12.6%"; whole percents from 100 on."""
+    if fraction is None:
+        return NOTHING
+    return f"{fraction:.0%}" if fraction >= 0.9995 else f"{fraction:.1%}"
+
+
+def console_table(result: StudyResult) -> str:
+    """The verdict table for a terminal, with the rule below it and what could not be used."""
+    rows = verdict_rows(result)
+    parts = [text_table(list(rows[0]), [list(row.values()) for row in rows], left=2)]
+    parts.append(margin_line(result))
+    notes = [*result.notes[:_NOTES]]
+    if len(result.notes) > _NOTES:
+        notes.append(f"and {len(result.notes) - _NOTES} notes more, in report.html")
+    return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def margin_line(result: StudyResult) -> str:
+    """One sentence on what the verdicts mean."""
+    study = result.study
+    if result.margin is None:
+        return f"No finished run of the baseline {study.baseline}: nothing to compare with yet."
+    if one_seed(result):
+        return _one_seed_line(result)
+    return (
+        f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
+        f"of the {study.confidence:.0%} interval. On par: within {margin_nats(result)} "
+        f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
+    )
+
+
+def _one_seed_line(result: StudyResult) -> str:
+    text = (
+        f"Gap: held-out loss minus that of {result.compared_with} with the same seed; below 0 the "
+        "loss is lower. One seed an arm: no interval, and nothing is tested, so what has run is "
+        "undecided."
+    )
+    widths = band_widths(result)
+    if not widths:
+        return text
+    return (
+        f"{text} Noise band: {widths}, as far as the order of sums alone moved the loss (one "
+        "draw). Above it a loss is higher than that explains, below it lower; ×: the gap in units "
+        "of the band."
+    )
+
+
+def band_widths(result: StudyResult) -> str:
+    """Of each baseline's noise band; "" without one."""
+    bands = noise_bands(result)
+    return ", ".join(
+        f"±{nats(noise)} nats" + (f" around {base}" if len(bands) > 1 else "")
+        for base, noise in bands.items()
+    )
+
+
+def nats(noise: float) -> str:
+    """The width of a noise band, which may be tiny."""
+    return f"{noise:.4f}" if noise >= 1e-4 else f"{noise:.1e}"
+
+
+def margin_nats(result: StudyResult) -> str:
+    """The margin in nats; the smallest and the largest where baselines differ."""
+    margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
+    ends = dict.fromkeys((margins[0], margins[-1]))
+    return " to ".join(f"±{end}" for end in ends) + " nats"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; `|` in a cell is escaped."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def verdict_markdown(result: StudyResult) -> str:
+    """The verdict table in Markdown, with what each arm does."""
+    told, rows = verdict_rows(result), []
+    columns = [COLUMNS[0], "What it does", *list(told[0])[1:]]
+    for arm, cells in zip(result.arms, told, strict=True):
+        name, *rest = cells.values()
+        rows.append([name, arm.arm.describe or NOTHING, *rest])
+    return markdown_table(columns, rows)

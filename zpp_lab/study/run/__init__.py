@@ -1,0 +1,1 @@
+"""The runs of a study: planned, queued, placed, started and shown."""

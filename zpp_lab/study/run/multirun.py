@@ -1,0 +1,194 @@
+"""`zpp-lab train -m`: Hydra's multirun, with its sweepers and launchers.
+
+Every job gets a run folder of its own below one sweep folder, named by what was swept, so that
+`zpp-lab report` can group the seeds of an arm.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Transformer
+from hydra.errors import HydraException
+from omegaconf import DictConfig, open_dict
+
+from zpp_lab.config.compose import (
+    check_recipe_name,
+    compose,
+    differing,
+    explain,
+    flat_config,
+    has_ended,
+    to_config,
+)
+from zpp_lab.config.load import readable, setting_of, written
+from zpp_lab.files import conf_dir
+from zpp_lab.runs.wandb.identity import arm_name
+
+
+def multirun(overrides: list[str]) -> int:
+    """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised: ValueError
+    with the valid names where it is an override."""
+    folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
+    if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
+        # Written out, because a job elsewhere has no such variable.
+        overrides = [*overrides, f"hydra.sweep.dir={folder}"]
+    overrides = [readable(word) for word in overrides]
+    varying = _check_each(overrides)
+
+    def job(composed: DictConfig) -> float:
+        return _job(composed, varying)
+
+    try:
+        _check_names(overrides)
+        overrides += _slurm_words(overrides)
+        fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
+        exclude = ",".join(["seed", "run.dir", *fixed])
+        named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
+        with _command_line("--multirun", *overrides, named):
+            task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+            task(job)()
+    except HydraException as error:
+        raise ValueError(explain(error, overrides)) from None
+    except BaseException:
+        _say_how_to_go_on(Path(_sweep_dir(overrides)))
+        raise
+    print(f"the verdicts of this sweep: zpp-lab report {_sweep_dir(overrides)}")
+    return 0
+
+
+def _slurm_words(overrides: list[str]) -> list[str]:
+    """What Slurm's launcher is told of the jobs' nodes, GPUs and memory; [] for other launchers.
+    ValueError where jobs need different things: a launcher is told once."""
+    chosen = [word.partition("=")[2] for word in overrides if setting_of(word) == "hydra/launcher"]
+    if not chosen:
+        return []
+    from zpp_lab.study.run.batch import check_sbatch, jobs_of
+
+    told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
+    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    parsed = [OverridesParser.create().parse_override(word) for word in own]
+    known = [one for one in parsed if not one.is_sweep_override() or one.is_discrete_sweep()]
+    (jobs,) = BasicSweeper.split_arguments(known, None)
+    kinds = dict.fromkeys(tuple(w for w in job if setting_of(w) != "seed") for job in jobs)
+    runs = [(" ".join(job), compose(list(job))) for job in kinds]
+    groups = jobs_of(chosen[-1], Path(_sweep_dir(overrides)), told, runs)
+    if len(groups) > 1:
+        one, other = (runs[group.places[0]][0] for group in groups[:2])
+        raise ValueError(
+            f"these jobs ask for different nodes, GPUs or memory of Slurm: {one}; {other}: sweep "
+            "them in commands of their own, or write a study"
+        )
+    if groups[0].words:
+        check_sbatch(f"hydra/launcher={chosen[-1]}")
+    return list(groups[0].words)
+
+
+def _check_names(overrides: list[str]) -> None:
+    """ValueError, before there is any folder, for a recipe's name that would be a bad one."""
+    for word in overrides:
+        if setting_of(word) == "recipe.name":
+            one = OverridesParser.create().parse_override(word)
+            swept = one.sweep_string_iterator() if one.is_sweep_override() else [one.value()]
+            for name in swept:
+                check_recipe_name(str(name).strip("'\""))
+
+
+def _check_each(overrides: list[str]) -> set[str]:
+    """The settings that differ between jobs, apart from the recipe's name. ValueError for a value
+    that no job could have, before the first job. Each is looked at once, beside the first values of
+    what else is swept: all combinations would take too long."""
+    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    values = [_values(word) for word in own]
+    first = [of[:1] for of in values]
+    base = compose([word for of in first for word in of])
+    varying = set()
+    for i, (word, of) in enumerate(zip(own, values, strict=True)):
+        if not of:
+            varying.add(setting_of(word))
+        for value in of[1:]:
+            words = [*first[:i], [value], *first[i + 1 :]]
+            other = compose([word for one in words for word in one])
+            if setting_of(word) not in ("recipe", "recipe.name"):  # an arm has the name itself
+                varying.update(differing(flat_config(base), flat_config(other)))
+    return varying
+
+
+def _values(override: str) -> list[str]:
+    """What an override stands for, each value as an override of its own; none for an interval,
+    from which a sweeper draws."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return [override]  # which says what is wrong when it is composed
+    if not parsed.is_sweep_override():
+        return [override]
+    if not parsed.is_discrete_sweep():
+        return []
+    name = override.partition("=")[0]
+    return [f"{name}={value}" for value in parsed.sweep_iterator(Transformer.encode)]
+
+
+def _say_how_to_go_on(folder: Path) -> None:
+    """The folder's name has the time in it, so the command alone would begin another sweep."""
+    if folder.is_dir():
+        word = shlex.quote(f"hydra.sweep.dir={written(str(folder))}")
+        told = f"the same command with {word} goes on with this sweep"
+        print(f"{told}; finished runs are not repeated", file=sys.stderr)
+
+
+@contextmanager
+def _command_line(*words: str) -> Iterator[None]:
+    """sys.argv as Hydra reads it; errors are raised here and do not take Hydra's own way out."""
+    argv, sys.argv = sys.argv, ["zpp-lab train", *words]
+    full = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _job(composed: DictConfig, varying: set[str]) -> float:
+    """One job; returns the held-out loss, for sweepers that optimize."""
+    from zpp_lab.train.inputs import check_run
+    from zpp_lab.train.launch.launcher import launch, leave
+
+    settings = HydraConfig.get()
+    check_recipe_name(str(composed.recipe.name))
+    name = settings.job.override_dirname.replace("/", "_") or str(composed.recipe.name)
+    with open_dict(composed):
+        folder = f"{settings.sweep.dir}/{name}/seed{composed.seed}"
+        composed.run.dir = composed.run.dir or folder
+        composed.run.arm = composed.run.arm or arm_name(to_config(composed), varying)
+    config = to_config(composed)
+    if not has_ended(config):
+        check_run(config)
+    summary = launch(config)
+    leave(at_exit=True)  # a rank that srun started has still to write down what this returns
+    return float(summary.get("heldout_loss", math.nan))
+
+
+def _sweep_dir(overrides: list[str]) -> str:
+    """The folder of the last hydra.sweep.dir, without quotes."""
+    named = [o.partition("=")[2] for o in overrides if o.startswith("hydra.sweep.dir=")]
+    return named[-1].strip("'\"")
+
+
+def _swept(override: str) -> bool:
+    """Whether an override has several values: a=1,2 or a=range(3) or a=choice(x,y)."""
+    parsed = OverridesParser.create().parse_override(override)
+    return bool(parsed.is_sweep_override())

@@ -1,0 +1,221 @@
+"""Where runs may go on this machine: its GPUs, or shares of its cores.
+
+Without torch: GPUs are counted from CUDA_VISIBLE_DEVICES or the driver's device files.
+
+How much of a GPU a run takes, so that several small ones can share it.
+
+With `runs_per_gpu: 0` the first run of a shape (model, cluster, batch, dtypes, recipe family) has
+a GPU to itself; its peak memory then says how many of its kind fit beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zpp_lab.config.compose import flat_config
+from zpp_lab.config.schema import Config
+from zpp_lab.runs.provenance import cores, output
+from zpp_lab.runs.reader import Run, read_run
+from zpp_lab.study.run.attempts import ran_out_of_memory
+from zpp_lab.study.run.plan import PlannedRun
+from zpp_lab.train.launch.mps import PROGRAM
+
+_SPARE = 1.15  # of the measured peak: allocators are not alike twice
+_CONTEXT = 2**30  # bytes of a process on a GPU beside its tensors
+_SHAPE = (
+    "model",
+    "data.seq_len",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.tokenizer_path",
+    "cluster",
+    "engine",
+    "ops",
+)
+_SHAPE_TRAIN = (
+    "batch_size",
+    "micro_steps",
+    "accumulate",
+    "param_dtype",
+    "reduce_dtype",
+    "optimizer_state",
+)
+
+
+def shape(config: Config) -> str:
+    """What decides a run's memory and seconds a step, as one text: model, cluster, batch, dtypes,
+    engine, and whether weights and gradients have codecs."""
+    flat = flat_config(config)
+    names = [*_SHAPE, *(f"train.{name}" for name in _SHAPE_TRAIN)]
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if any(key == name or key.startswith(f"{name}.") for name in names)
+    }
+    kept |= {"weights": _coded(flat, "weights"), "grads": _coded(flat, "grads")}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _coded(flat: dict[str, object], kind: str) -> bool:
+    return any(
+        value is not None
+        for key, value in flat.items()
+        if key.startswith(f"recipe.{kind}") and key.endswith((".bits", ".codec"))
+    )
+
+
+class Memory:
+    """Needs of runs; learns from runs that finished."""
+
+    def __init__(self, runs_per_gpu: int, total: int | None = None) -> None:
+        """total: bytes of a GPU, asked from the driver where None; only for runs_per_gpu=0."""
+        self._per_gpu = runs_per_gpu
+        self._total = total if runs_per_gpu or total else gpu_memory()
+        self._peaks: dict[str, int] = {}
+
+    def learn(self, run: PlannedRun, result: Run | None = None) -> None:
+        """Note a finished run's peak memory, where it was measured on a GPU."""
+        result = result or read_run(run.dir)
+        peak = (result.summary or {}).get("peak_memory_bytes")
+        self.know(shape(run.config), peak)
+
+    def know(self, key: str, peak: int | None) -> None:
+        """A peak measured elsewhere, in bytes, for a shape."""
+        if peak:
+            self._peaks[key] = max(int(peak), self._peaks.get(key, 0))
+
+    def need(self, run: PlannedRun) -> Need:
+        """Whole GPUs for a run that ran out of memory before, and for one of several processes: in
+        time slices NCCL's kernels would wait each other out. Under MPS they do not."""
+        gpus = gpus_needed(run.config)
+        if ran_out_of_memory(run.dir) or (gpus > 1 and PROGRAM not in os.environ):
+            return Need(gpus)
+        if self._per_gpu:
+            return Need(gpus, 1 / self._per_gpu)
+        peak = self._peaks.get(shape(run.config))
+        if peak is None or self._total is None:
+            return Need(gpus)
+        ranks = run.config.cluster.world // gpus if run.config.engine.ranked else 1
+        taken = ranks * (peak * _SPARE + _CONTEXT) / self._total  # the peak is one rank's
+        return Need(gpus, min(1.0, max(MIN_FRACTION, taken)))
+
+
+MIN_FRACTION = 1 / 16  # of a GPU: more runs than this side by side only get in each other's way
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run asks for: whole places (GPUs) of its own, or a fraction of one."""
+
+    places: int = 1
+    fraction: float = 1.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a run has been given: CPU threads, and the GPUs it may see (None: as the parent)."""
+
+    threads: int
+    gpus: str | None = None
+    places: tuple[int, ...] = ()
+    fraction: float = 1.0
+
+    def apply(self) -> None:
+        """Limit this process to the slot's GPUs; must run before CUDA starts."""
+        if self.gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus
+
+
+class Places:
+    """The machine's places: one a GPU, or `jobs` shares of the cores where there is none."""
+
+    def __init__(self, gpus: Sequence[str], jobs: int, threads: int) -> None:
+        self.gpus, self.jobs, self.threads = list(gpus), jobs, threads
+        self._used = [0.0] * (len(gpus) or jobs)
+        self._running = 0
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def take(self, need: Need) -> Slot | None:
+        """Room for `need`, the emptiest places first; None when it must wait."""
+        count = need.places if self.gpus else min(need.places, len(self))
+        fraction = need.fraction if self.gpus else 1.0
+        room = [i for i, used in enumerate(self._used) if used + fraction <= 1 + _ROUNDING]
+        if self._running >= self.jobs or len(room) < count:
+            return None
+        chosen = tuple(sorted(room, key=lambda i: self._used[i])[:count])
+        for i in chosen:
+            self._used[i] += fraction
+        self._running += 1
+        gpus = ",".join(self.gpus[i] for i in chosen) if self.gpus else None
+        return Slot(self.threads, gpus, chosen, fraction)
+
+    def give(self, slot: Slot) -> None:
+        for i in slot.places:
+            self._used[i] = max(0.0, self._used[i] - slot.fraction)
+        self._running -= 1
+
+    def shared(self, slot: Slot) -> bool:
+        """Whether a run in `slot` has had less than a whole GPU."""
+        return bool(self.gpus) and slot.fraction < 1
+
+
+def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Places:
+    """The places for these runs; `jobs` caps how many run side by side.
+
+    jobs 0: as many as the GPUs take, or one a core without GPUs. runs_per_gpu 0: as many as
+    memory takes. ValueError when a run needs more GPUs than the machine has.
+    """
+    check_jobs(jobs)
+    gpus, cpus = visible_gpus(configs), cores()
+    wanted = max((gpus_needed(config) for config in configs), default=1)
+    if gpus and wanted > len(gpus):
+        raise ValueError(
+            f"a run of this study needs {wanted} GPUs (fsdp and deepspeed take one a rank), "
+            f"and this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm, "
+            "or let nodes share GPUs with ++engine.share_gpus=mps"
+        )
+    if not gpus:
+        jobs = jobs or cpus
+        return Places([], jobs, max(1, cpus // jobs))
+    most = len(gpus) * (runs_per_gpu or max(1, cpus // len(gpus)))
+    return Places(gpus, jobs or most, max(1, cpus // (jobs or len(gpus) * max(1, runs_per_gpu))))
+
+
+def check_jobs(jobs: int) -> None:
+    """ValueError for a number of runs side by side that is none."""
+    if jobs < 0:
+        raise ValueError(f"jobs={jobs}: use 0 (as many as fit) or more")
+
+
+def gpus_needed(config: Config) -> int:
+    """One a rank; those of one node where all nodes share them."""
+    cluster = config.cluster
+    if not config.engine.ranked:
+        return 1
+    return cluster.gpus_per_node if config.engine.share_gpus is not None else cluster.world
+
+
+def visible_gpus(configs: Sequence[Config]) -> list[str]:
+    """GPUs to share out; none when a run names its device (cpu, cuda:1) itself."""
+    if any(config.engine.device not in ("auto", "cuda") for config in configs):
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
+    nodes = [p.name for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
+    return [str(i) for i in range(len(nodes))]
+
+
+def gpu_memory() -> int | None:
+    """Memory of the smallest GPU in bytes, from the driver's tool; None when it does not tell."""
+    text = output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    sizes = [int(line) for line in (text or "").split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None

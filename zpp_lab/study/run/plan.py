@@ -1,0 +1,360 @@
+"""The runs of a study before any of them starts: their configs, folders and states.
+
+All configs are composed first, so a typo in the last arm fails before the first
+run starts, and a folder that holds other settings is never mixed with new ones.
+
+Configs as flat dotted keys, to compare two runs or to show how arms differ.
+
+The rule for what may differ is the trainer's own, so that a study never starts a
+run in a folder where the trainer would refuse to go on.
+
+Some arms of a study alone: its controls before all the rest is paid for, say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zpp_lab.config.compose import FREE, differing, flat_config
+from zpp_lab.config.load import quote, setting_of
+from zpp_lab.config.model import LoraConfig
+from zpp_lab.config.schema import Config
+from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
+from zpp_lab.files import write_atomic
+from zpp_lab.runs.reader import read_run, read_study
+from zpp_lab.runs.wandb.mode import resolve
+from zpp_lab.train.inputs import check_inputs, check_recipe, planned
+
+
+def differences(
+    one: Config | Mapping[str, Any], other: Config | Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ and change numbers → (value in one, value in other), by key."""
+    a, b = flat_config(one), flat_config(other)
+    return {key: (a.get(key), b.get(key)) for key in differing(a, b)}
+
+
+def fingerprint(config: Config) -> str:
+    """The settings that change numbers, apart from the seed and the recipe's name, as one text:
+    two arms with the same one would train the same."""
+    own = {*FREE, "seed", "recipe.name"}
+    kept = {k: v for k, v in flat_config(config).items() if not own & _parents(k)}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _parents(key: str) -> set[str]:
+    parts = key.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+
+
+def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
+    """The names of the arms that match one of `patterns` (shell's * and ?). ValueError for a
+    pattern that matches none."""
+    names = [arm.name for arm in study.arms]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"--arms {pattern}: no such arm; there are: {', '.join(names)}")
+    return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+
+
+def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
+    """The study with the arms that match, the arms that these are compared with, and its
+    baseline."""
+    wanted = matching(study, patterns)
+    against = {arm.against for arm in study.arms if arm.name in wanted}
+    kept = {study.baseline, *wanted, *against}
+    return replace(study, arms=[arm for arm in study.arms if arm.name in kept])
+
+
+Compose = Callable[[list[str]], Config]
+PREPARE = "prepare"  # the folder of the runs that arms start from
+_GIVEN = {  # settings that each run gets from its study → how to say them
+    "seed": "use --seeds 1,2,3, or `seeds` of its file (`seed` of a prepared run)",
+    "run.dir": "name the study's folder with --dir",
+    "run.study": "leave it out",
+    "run.arm": "leave it out",
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One arm with one seed, its folder and its whole config. `prepares`: a run before the arms,
+    by its name in place of an arm's."""
+
+    arm: str
+    seed: int
+    dir: Path
+    config: Config
+    prepares: bool = False
+
+    def __str__(self) -> str:
+        return f"{PREPARE} {self.arm}" if self.prepares else f"{self.arm} seed {self.seed}"
+
+    @property
+    def finished(self) -> bool:
+        return (self.dir / "summary.json").exists()
+
+
+class Planner:
+    """Plans runs of one study below one folder; an arm's config is composed once.
+
+    Raises ValueError, naming the arm, for a config that does not compose, for two arms that
+    are the same, and for a folder that holds another study.
+    """
+
+    def __init__(self, study: StudyConfig, root: Path, compose: Compose) -> None:
+        self.study, self.root = study, root
+        study.check_folders()
+        check_folder(study, root)
+        faults: dict[str, list[str]] = {}
+        self._configs: dict[str, Config] = {}
+        self._first: list[PlannedRun] = []
+        for arm in study.arms:
+            try:
+                self._configs[arm.name] = self._compose(arm, compose)
+            except ValueError as error:
+                faults.setdefault(str(error), []).append(f"arm {arm.name}")
+        for one in study.prepare:
+            try:
+                self._first.append(self._prepared(one, compose))
+            except ValueError as error:
+                faults.setdefault(str(error), []).append(f"{PREPARE} {one.name}")
+        if faults:
+            raise ValueError("\n".join(self._told(*fault) for fault in faults.items()))
+        _check_different(study, self._configs)
+        _check_order_controls(study, self._configs)
+
+    def _told(self, error: str, whose: Sequence[str]) -> str:
+        """One line for a fault, however many arms have it."""
+        every = len(whose) > 1 and len(whose) == len(self.study.arms) + len(self.study.prepare)
+        return f"study {self.study.name}, {'every arm' if every else ', '.join(whose)}: {error}"
+
+    def prepare(self) -> list[PlannedRun]:
+        """The runs that must have finished before any arm starts. ValueError as for `plan`."""
+        _check_settings(self._first)
+        return list(self._first)
+
+    def plan(self, seeds: Mapping[str, Iterable[int]]) -> list[PlannedRun]:
+        """The runs of these seeds by arm, in the order they should start: baselines first,
+        then the arms seed by seed. ValueError when a folder holds other settings."""
+        bases = baselines(self.study)
+        pairs = [(arm.name, seed) for arm in self.study.arms for seed in seeds.get(arm.name, ())]
+        order = sorted(pairs, key=lambda pair: (pair[0] not in bases, _later(pair, bases)))
+        runs = [self._run(arm, seed) for arm, seed in order]
+        _check_settings(runs)
+        return runs
+
+    def _prepared(self, one: PrepareConfig, compose: Compose) -> PlannedRun:
+        _check_own([*self.study.overrides, *one.overrides])
+        folder = self.root / PREPARE / one.name
+        config = compose(prepare_overrides(self.study, one, folder))
+        return PlannedRun(one.name, one.seed, folder, config, prepares=True)
+
+    def _compose(self, arm: ArmConfig, compose: Compose) -> Config:
+        _check_own([*self.study.overrides, *arm.overrides])
+        seed = self.study.seeds[0]
+        return compose(run_overrides(self.study, arm, seed, run_folder(self.root, arm.name, seed)))
+
+    def _run(self, arm: str, seed: int) -> PlannedRun:
+        folder, config = run_folder(self.root, arm, seed), self._configs[arm]
+        config = replace(config, seed=seed, run=replace(config.run, dir=str(folder)))
+        return PlannedRun(arm, seed, folder, config)
+
+
+def plan_runs(
+    study: StudyConfig,
+    root: Path,
+    compose: Compose,
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """The runs of these arms and seeds (empty: all of the study's), after those that prepare it;
+    see `Planner`."""
+    planner = Planner(study, root, compose)
+    names = arms or [arm.name for arm in study.arms]
+    return [*planner.prepare(), *planner.plan(dict.fromkeys(names, seeds or study.seeds))]
+
+
+def baselines(study: StudyConfig) -> set[str]:
+    """The arms that others are compared with."""
+    return {study.baseline} | {arm.name for arm in study.arms if arm.role == "baseline"}
+
+
+def run_folder(root: Path, arm: str, seed: int) -> Path:
+    return root / arm / f"seed{seed}"
+
+
+def run_overrides(study: StudyConfig, arm: ArmConfig, seed: int, folder: Path) -> list[str]:
+    """The Hydra overrides of one run; the same as in the report's commands."""
+    start = arm.start or next((one.name for one in study.prepare), None)
+    before = folder.parents[1] / PREPARE / str(start)
+    return [
+        *study.overrides,
+        *([f"model.start={quote(str(before))}"] if start else []),
+        *arm.overrides,
+        f"seed={seed}",
+        *_place(study, arm.name, folder),
+    ]
+
+
+def prepare_overrides(study: StudyConfig, one: PrepareConfig, folder: Path) -> list[str]:
+    """The Hydra overrides of a run before the arms."""
+    place = _place(study, one.name, folder)
+    return [*study.overrides, *one.overrides, f"seed={one.seed}", *place]
+
+
+def overrides_of(study: StudyConfig, run: PlannedRun) -> list[str]:
+    """The Hydra overrides of a planned run."""
+    if run.prepares:
+        one = next(p for p in study.prepare if p.name == run.arm)
+        return prepare_overrides(study, one, run.dir)
+    arm = next(a for a in study.arms if a.name == run.arm)
+    return run_overrides(study, arm, run.seed, run.dir)
+
+
+def _place(study: StudyConfig, name: str, folder: Path) -> list[str]:
+    place = {"run.dir": str(folder), "run.study": study.name, "run.arm": name}
+    return [f"{key}={quote(value)}" for key, value in place.items()]
+
+
+def _check_own(overrides: Sequence[str]) -> None:
+    """ValueError for a setting that the study gives each run itself, so that this one is lost."""
+    for override in overrides:
+        instead = _GIVEN.get(setting_of(override))
+        if instead:
+            raise ValueError(
+                f"{override}: a study sets {setting_of(override)} of each run itself; {instead}"
+            )
+
+
+def write_config(run: PlannedRun) -> None:
+    """Write config.yaml where a run died too early to do it."""
+    path = run.dir / "config.yaml"
+    if not path.exists():
+        write_atomic(path, yaml.safe_dump(asdict(run.config), sort_keys=False))
+
+
+def check_folder(study: StudyConfig, root: Path) -> None:
+    """ValueError when `root` holds the runs of another study, or is no folder."""
+    nearest = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{nearest} is a file: give the study a folder with --dir")
+    if (root / "config.yaml").is_file():
+        raise ValueError(f"{root} holds a single run: give the study a folder of its own, --dir")
+    there = read_study(root)
+    if there is not None and there.name != study.name:
+        raise ValueError(
+            f"{root} holds the study {there.name!r}, not {study.name!r}: give another --dir"
+        )
+
+
+def _later(pair: tuple[str, int], bases: set[str]) -> int:
+    """Within baselines and within arms: seed by seed for arms, so that all arms grow together."""
+    return 0 if pair[0] in bases else pair[1]
+
+
+def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
+    """A grid with a typo makes the same arm twice; a report would then compare it with itself.
+    Two baselines, each of which has its own arms, may become one by a setting for all."""
+    bases, seen = baselines(study), dict[str, str]()
+    for name, config in configs.items():
+        other = seen.setdefault(fingerprint(config), name)
+        if other != name and not {other, name} <= bases:
+            raise ValueError(
+                f"study {study.name}: arms {other} and {name} have the same settings; "
+                "check their overrides and factors, or drop one"
+            )
+
+
+def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> None:
+    """Two numbers have one sum in either order: a reversed sum of two ranks is no control."""
+    for arm in study.arms:
+        config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
+        cluster, recipe = config.cluster, config.recipe
+        terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.hops == 2 else cluster.world
+        if (
+            arm.role == "order_control"
+            and recipe.order == "reversed"
+            and terms <= 2
+            and config.train.micro_steps == base.train.micro_steps
+        ):
+            raise ValueError(
+                f"study {study.name}, arm {arm.name}: a sum of {terms} ranks is the same in both "
+                "orders, so this control cannot differ from its baseline; let it halve "
+                "train.batch_size and double train.micro_steps, with its baseline's recipe"
+            )
+
+
+def _check_settings(runs: Sequence[PlannedRun]) -> None:
+    """ValueError when folders were run with other settings; those that differ alike at once."""
+    alike: dict[str, list[PlannedRun]] = {}
+    for run in runs:
+        if (run.dir / "config.yaml").exists():
+            differing = differences(read_run(run.dir).config, run.config)
+            shown = ", ".join(f"{k} (there {a!r}, now {b!r})" for k, (a, b) in differing.items())
+            alike.setdefault(shown, []).append(run)
+    alike.pop("", None)
+    if alike:
+        raise ValueError("\n".join(_conflict(*fault) for fault in alike.items()))
+
+
+def _conflict(shown: str, runs: Sequence[PlannedRun]) -> str:
+    holds, it = f"{runs[0].dir} holds a run", "that folder to run it"
+    if len(runs) > 1:
+        holds = f"{runs[0].dir} and {len(runs) - 1} folders more hold runs"
+        it = "those folders to run them"
+    return (
+        f"{holds} with other settings: {shown}. "
+        f"Delete {it} again, or give the study another folder with --dir"
+    )
+
+
+def check_runs(study: StudyConfig, runs: Sequence[PlannedRun], here: bool = True) -> None:
+    """ValueError for what would end runs that have not finished before their first step: once,
+    before the first of them starts. What a run of the study itself prepares comes later.
+    here: on this machine; elsewhere other files may be there."""
+    if here and runs:
+        resolve(runs[0].config.tracking.wandb)
+    prepared = {str(run.dir) for run in runs if run.prepares}
+    faults: dict[str, dict[str, None]] = {}
+    for run in runs:
+        try:
+            if not run.finished:
+                _check_run(run.config, prepared, here)
+        except ValueError as error:
+            faults.setdefault(str(error), {})[run.arm] = None
+    if faults:
+        told = [f"study {study.name}, {', '.join(arms)}: {text}" for text, arms in faults.items()]
+        raise ValueError("\n".join(told))
+
+
+def _check_run(config: Config, prepared: Container[str], here: bool) -> None:
+    if here:
+        read = config
+        if config.model.start in prepared:
+            read = replace(config, model=replace(config.model, start=None, lora=LoraConfig()))
+        check_inputs(read)
+    check_recipe(config)
+    if here or config.model.name == "llama":
+        planned(config)
+
+
+def notes(runs: Sequence[PlannedRun]) -> list[str]:
+    """What a user must know of the runs' settings, once, with the arms that it is about."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for note in run.config.train.notes:
+            found.setdefault(note, {})[f"{PREPARE} {run.arm}" if run.prepares else run.arm] = None
+    return [f"{', '.join(whose)}: {note}" for note, whose in found.items()]
+
+
+def to_do(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """The runs that have not finished; failed ones are among them."""
+    return [run for run in runs if not run.finished]

@@ -1,0 +1,181 @@
+"""What a study's workspace and report in wandb show, as plain JSON.
+
+Made from the study alone, so that it can be written on a machine without a key, read, changed
+by hand, and applied later. The names of the series are those that `tracking` sends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.config.schema import WIRES
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.files import parse_json, write_atomic
+from zpp_lab.study.report.style import study_looks
+
+FORMAT = 1
+FILE = "dashboard.json"
+Spec = dict[str, Any]
+Panel = dict[str, Any]
+
+_COLUMNS = (
+    "config:arm.value",
+    "config:seed.value",
+    "summary:final/heldout_loss",
+    "summary:final/bytes_share",
+    "summary:final/bytes_share_inter",
+    "summary:final/tokens_per_second",
+    "summary:final/outcome",
+)
+
+
+def make_spec(
+    study: StudyConfig,
+    *,
+    project: str,
+    entity: str | None = None,
+    verdicts: str = "",
+    told: Sequence[str] = (),
+) -> Spec:
+    """The specification of a study's pages.
+
+    verdicts: the verdict table in Markdown as of now; "" before anything has run. told: the arms
+    that the report tells apart, where there are many; () before anything has run.
+    """
+    gaps = gap_names(study)
+    colors = {arm: look.color for arm, look in study_looks(study, told).items()}
+    curves = [*_losses(), *_gaps(gaps)]
+    return {
+        "format": FORMAT,
+        "study": study.name,
+        "project": project,
+        "entity": entity,  # None: the account's own
+        "runs": {
+            "group": study.name,
+            "not_job_type": "report",
+            "group_by": "job_type",
+            "colors": colors,  # by arm, as in the report's figures
+        },
+        "workspace": {
+            "name": f"Study {study.name}",
+            "columns": [*_COLUMNS, *(f"summary:final/{name}" for name in gaps)],
+            "sections": [
+                {"name": "Verdicts", "panels": [_table("verdicts"), *_results(gaps)]},
+                {"name": "Loss", "panels": _losses()},
+                {"name": "Gap", "panels": _gaps(gaps)},
+                {"name": "Bytes", "panels": _bytes()},
+                {"name": "Errors", "panels": _telemetry()},
+            ],
+        },
+        "report": {
+            "title": f"Study {study.name}"[:128],
+            "description": study.question,
+            "blocks": _blocks(study, verdicts, curves, gaps),
+        },
+    }
+
+
+def gap_names(study: StudyConfig) -> list[str]:
+    """The series of the loss gap, one for each baseline that arms are paired with."""
+    bases = [study.baseline, *(arm.against for arm in study.arms if arm.against)]
+    return [f"gap_vs_{name}" for name in dict.fromkeys(bases)]
+
+
+def write_spec(path: Path, spec: Spec) -> None:
+    write_atomic(path, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_spec(path: Path) -> Spec:
+    """ValueError when the file is no specification of this version."""
+    spec = parse_json(path, "make it again: zpp-lab dashboard")
+    if not isinstance(spec, dict) or spec.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is no dashboard specification of format {FORMAT}; make it again: "
+            "zpp-lab dashboard"
+        )
+    return spec
+
+
+def _blocks(
+    study: StudyConfig, verdicts: str, curves: list[Panel], gaps: list[str]
+) -> list[dict[str, Any]]:
+    rule = (
+        f"Baseline {study.baseline}; on par within ±{study.margin:.2%} of its held-out loss; "
+        f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
+    )
+    return [
+        {"kind": "markdown", "text": f"**{study.question}**\n\n{rule}"},
+        {"kind": "heading", "text": "Verdicts"},
+        *([{"kind": "markdown", "text": verdicts}] if verdicts else []),
+        {"kind": "panels", "runs": "report", "panels": [_table("verdicts")]},
+        {"kind": "heading", "text": "Loss and gap"},
+        {"kind": "panels", "runs": "arms", "panels": [*curves, *_results(gaps)]},
+        {"kind": "heading", "text": "Bytes and errors"},
+        {"kind": "panels", "runs": "arms", "panels": [*_bytes(), *_telemetry()]},
+    ]
+
+
+def _line(title: str, y: list[str], x: str = "step", **more: Any) -> Panel:
+    """Arms as means over their seeds, with a band from the least to the largest."""
+    return {"kind": "line", "title": title, "x": x, "y": y, "group_by": "job_type", **more}
+
+
+def _bar(title: str, metric: str) -> Panel:
+    return {"kind": "bar", "title": title, "metric": metric, "group_by": "job_type"}
+
+
+def _table(name: str) -> Panel:
+    """A table that the study's report run logs."""
+    return {"kind": "table", "name": name}
+
+
+def _losses() -> list[Panel]:
+    return [
+        _line("Held-out loss (nats per token)", ["heldout_loss"]),
+        _line("Training loss (nats per token)", ["loss"]),
+        _line("Gradient norm", ["grad_norm"], log_y=True),
+    ]
+
+
+def _gaps(names: list[str]) -> list[Panel]:
+    return [
+        _line(f"{title} against {name.removeprefix('gap_vs_')}", [f"{name}/{key}"], f"{name}/step")
+        for name in names
+        for key, title in (("heldout_loss", "Held-out loss gap"), ("loss", "Training loss gap"))
+    ]
+
+
+def _results(gaps: list[str]) -> list[Panel]:
+    scatter = [
+        {
+            "kind": "scatter",
+            "title": "Gap and bytes, one point a run",
+            "x": "summary:final/bytes_share",
+            "y": f"summary:final/{name}",
+        }
+        for name in gaps
+    ]
+    bars = [_bar(f"Final gap, {name.removeprefix('gap_vs_')}", f"final/{name}") for name in gaps]
+    return [*bars, _bar("Share of the baseline's bytes", "final/bytes_share"), *scatter]
+
+
+def _bytes() -> list[Panel]:
+    hops = [
+        _line(f"Bytes a step {where}", [f"bytes/{wire}/{hop}" for wire in WIRES])
+        for hop, where in (("intra", "inside nodes"), ("inter", "between nodes"))
+    ]
+    return [*hops, _bar("Tokens a second", "final/tokens_per_second")]
+
+
+def _telemetry() -> list[Panel]:
+    """nmse of each parameter class; the histograms over classes are wandb's own panels."""
+    return [
+        {
+            **_line(f"Error of {wire} by parameter class (nmse)", [], log_y=True),
+            "regex": f"telemetry/{wire}/[^/]+/nmse",
+        }
+        for wire in WIRES
+    ]

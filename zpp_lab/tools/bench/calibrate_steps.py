@@ -1,0 +1,268 @@
+"""What the host needs to start a step's work: models so small that nothing else bounds it.
+
+Models of one block and of `layers` run alone, under FSDP2, and under FSDP2 with blocks that are
+computed again, each until the call returns: the device is free before and is not waited for. What
+FSDP2 adds to a forward is a gather of each unit; what it adds to a backward, a gather and a
+reduction. What a block adds to FSDP2's whole step beyond these (clipping and updating its
+parameters, hooks, waits) is `block_rest_s`, what no block accounts for `step_s`. All take turns,
+since a machine's pace changes, and Python's collector leaves alone what was there before, as in a
+training.
+
+A decoder block's time on the device by its FLOPs, and the memory's rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, TrainConfig
+from zpp_lab.engines.build import plan_of
+from zpp_lab.engines.norm import squares
+from zpp_lab.models import build_model
+from zpp_lab.models.start import materialize
+from zpp_lab.tools.bench.measure import call_seconds
+from zpp_lab.tools.bench.step.engines import PlainFsdp2
+from zpp_lab.tools.plan.cost.machine import Curve, Host
+from zpp_lab.train.footprint import settled
+
+Shape = tuple[int, int, int, int]  # dim, ffn, heads, tokens
+SEQUENCE = 2048  # tokens of one sequence, at most
+COMPUTE_REPEATS = 5
+AHEAD = 60_000_000  # clock ticks that a GPU waits, so that its host is ahead of it
+
+
+def curve(shapes: Sequence[Shape], mode: str, device: torch.device) -> Curve:
+    """Seconds by the FLOPs of one forward."""
+    return rising([(flops(shape), block_seconds(shape, mode, device)) for shape in shapes])
+
+
+def flops(shape: Shape) -> float:
+    """Of a forward, as `tools/plan/cost/model.py` counts them."""
+    dim, ffn, _, tokens = shape
+    weights = 4 * dim * dim + 3 * dim * ffn
+    return 2.0 * weights * tokens + 2.0 * min(tokens, SEQUENCE) * dim * tokens
+
+
+def rising(points: Sequence[tuple[float, float]]) -> Curve:
+    """A curve whose seconds never fall: a larger amount that was faster is noise."""
+    made: list[tuple[float, float]] = []
+    for amount, seconds in sorted(points):
+        made.append((amount, max(seconds, made[-1][1] if made else 0.0)))
+    return Curve(tuple(made))
+
+
+def block_seconds(shape: Shape, mode: str, device: torch.device) -> float:
+    """A third of forward and backward, on the device."""
+    block, x = drawn_block(shape, mode, device)
+    ran = device_seconds(lambda: passed(block, x), device)
+    return ran / 3
+
+
+def passed(block: nn.Module, x: Tensor) -> None:
+    block.zero_grad(set_to_none=True)
+    x.grad = None  # nothing is added up
+    block(x).backward(x)
+
+
+def drawn_block(shape: Shape, mode: str, device: torch.device) -> tuple[nn.Module, Tensor]:
+    """A block in bf16 and its input [batch, length, dim]."""
+    dim, ffn, heads, tokens = shape
+    settings = ModelConfig(dim=dim, ffn=ffn, heads=heads, kv_heads=heads, layers=1, vocab_size=16)
+    model = drawn(settings, device).bfloat16()
+    if mode == "compiled":
+        from zpp_lab.engines.compile import compile_units  # loads the compiler
+
+        compile_units(model.units(), False)
+    length = min(tokens, SEQUENCE)
+    x = torch.randn(tokens // length, length, dim, device=device, dtype=torch.bfloat16)
+    return model.layers[0], x.requires_grad_()
+
+
+@torch.no_grad()
+def drawn(settings: ModelConfig, device: torch.device) -> Any:
+    """The built-in decoder with weights of about the usual size."""
+    model = build_model(settings, settings.vocab_size, "meta")
+    materialize(model, device)
+    for p in model.parameters():
+        p.normal_(0, 0.02)
+    return model
+
+
+def device_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median of one call; on a GPU its own time, the host being ahead."""
+    call()
+    call()
+    return statistics.median(call_seconds(call, device, AHEAD) for _ in range(COMPUTE_REPEATS))
+
+
+def copy_rate(nbytes: int, device: torch.device) -> float:
+    """Bytes a second, read and written."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / device_seconds(lambda: target.copy_(source), device)
+
+
+HOST_REPEATS = 15
+CLOCK = time.perf_counter  # seconds
+TOKENS, VOCABULARY = 16, 256  # no fewer than bytes
+NORMED_LAYERS = 8
+ALONE, AGAIN, FSDP2 = "alone", "again", "fsdp2"
+Case = tuple[str, str, int]  # what runs, its mode, blocks
+Times = tuple[float, ...]  # seconds of forward and backward; under FSDP2 of a whole step too
+
+
+def host(layers: int, width: int, normed: int, modes: Sequence[str], device: torch.device) -> Host:
+    """Every rank calls it; seconds are this rank's. layers: 2 or more."""
+    calls = cases(layers, width, modes, device)
+    with settled():
+        times = in_turns(calls)
+        norm = _norm(normed, device)
+    return figures(times, layers, modes, norm)
+
+
+def figures(times: Mapping[Case, Times], layers: int, modes: Sequence[str], norm_s: float) -> Host:
+    """From the seconds of each case with one block and with `layers`. Noise may make a part
+    negative; it counts as 0 then, and the parts after it bear the difference."""
+
+    def each(what: str, mode: str, part: int) -> float:
+        few, many = times[what, mode, 1][part], times[what, mode, layers][part]
+        return max(0.0, (many - few) / (layers - 1))
+
+    forward, backward = ({m: each(ALONE, m, part) for m in modes} for part in (0, 1))
+    again = {
+        m: max(0.0, sum(each(AGAIN, m, part) - each(FSDP2, m, part) for part in (0, 1)))
+        for m in modes
+    }
+    bare, whole = times[ALONE, "eager", layers], times[FSDP2, "eager", layers]
+    gather = max(0.0, (whole[0] - bare[0]) / (layers + 1))
+    reduce = max(0.0, (whole[1] - bare[1] - layers * gather) / (layers + 1))
+    block = forward["eager"] + backward["eager"]
+    rest = max(0.0, each(FSDP2, "eager", 2) - block - 2 * gather - reduce)
+    step = whole[2] - layers * (block + rest) - (2 * layers + 1) * gather - (layers + 1) * reduce
+    return Host(
+        block_forward_s=forward,
+        block_backward_s=backward,
+        gather_s=gather,
+        reduce_s=reduce,
+        step_s=max(0.0, step),
+        norm_s=norm_s,
+        block_again_s=again,
+        block_rest_s=rest,
+    )
+
+
+def cases(
+    layers: int, width: int, modes: Sequence[str], device: torch.device
+) -> dict[Case, Callable[[], Times]]:
+    found: dict[Case, Callable[[], Times]] = {}
+    for mode in modes:
+        for blocks in (1, layers):
+            plain = settings(blocks, width)
+            again = replace(plain, checkpoint_activations=True)
+            found[ALONE, mode, blocks] = alone(plain, mode, device)
+            found[FSDP2, mode, blocks] = sharded(plain, mode, device)
+            found[AGAIN, mode, blocks] = sharded(again, mode, device)
+    return found
+
+
+def in_turns(calls: Mapping[Case, Callable[[], Times]]) -> dict[Case, Times]:
+    """Medians of what each call returns; two turns warm up."""
+    found: dict[Case, list[Times]] = {case: [] for case in calls}
+    for _ in range(HOST_REPEATS + 2):
+        for case, call in calls.items():
+            found[case].append(call())
+    return {
+        case: tuple(statistics.median(part) for part in zip(*own[2:], strict=True))
+        for case, own in found.items()
+    }
+
+
+def settings(layers: int, width: int) -> ModelConfig:
+    return ModelConfig(
+        dim=width, ffn=2 * width, heads=2, kv_heads=2, layers=layers, vocab_size=VOCABULARY
+    )
+
+
+def fsdp2_config(model: ModelConfig) -> Config:
+    cluster = ClusterConfig(nodes=1, gpus_per_node=dist.get_world_size())
+    train = TrainConfig(batch_size=1, param_dtype="bf16", reduce_dtype="bf16")
+    return Config(
+        model=model,
+        data=DataConfig(seq_len=TOKENS),
+        recipe=RecipeConfig(name="zero3"),
+        cluster=cluster,
+        train=train,
+    )
+
+
+def alone(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
+    made = drawn(model, device).bfloat16()
+    if mode == "compiled":
+        from zpp_lab.engines.compile import compile_units  # loads the compiler
+
+        compile_units(made.units(), False)
+    return lambda: _passes(made, device)
+
+
+def sharded(model: ModelConfig, mode: str, device: torch.device) -> Callable[[], Times]:
+    config = fsdp2_config(model)
+    engine = replace(config.engine, compile=mode == "compiled")
+    timed = PlainFsdp2(replace(config, engine=engine), device)
+    batch = _tokens(torch.device("cpu"))
+
+    def call() -> Times:
+        step = _once(lambda: timed.step(0, lambda rank, micro: (batch, batch)), device)
+        return *_passes(timed.model, device), step
+
+    return call
+
+
+def _passes(model: torch.nn.Module, device: torch.device) -> Times:
+    tokens, losses = _tokens(device), []
+
+    def forward() -> None:
+        losses.append(model(tokens, tokens))
+
+    times = _once(forward, device), _once(lambda: losses.pop().backward(), device)
+    model.zero_grad(set_to_none=True)
+    return times
+
+
+def _host_seconds(call: Callable[[], object], device: torch.device) -> float:
+    times = [_once(call, device) for _ in range(HOST_REPEATS + 2)]
+    return statistics.median(times[2:])
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    """Until the call returns: the device is free before and is not waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    began = CLOCK()
+    call()
+    return CLOCK() - began
+
+
+def _norm(width: int, device: torch.device) -> float:
+    """Of shards as wide as a real model's, so that sums are as deep."""
+    plan = plan_of(fsdp2_config(settings(NORMED_LAYERS, width)))
+    grads: dict[str, Tensor] = {
+        p.name: torch.zeros(p.shard_numel, device=device)
+        for u in plan.units
+        for p in u.unit.parameters
+    }
+    return _host_seconds(lambda: squares(grads, plan, device), device)
+
+
+def _tokens(device: torch.device) -> Tensor:
+    return torch.zeros(1, TOKENS, dtype=torch.int64, device=device)

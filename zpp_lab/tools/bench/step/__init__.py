@@ -1,0 +1,8 @@
+"""`zpp-lab bench step`: training steps of several recipes over links of several speeds."""
+
+
+def main(words: list[str]) -> int:
+    """The command; its parts import torch, which words that are wrong do not wait for."""
+    from zpp_lab.tools.bench.step.command import main as command
+
+    return command(words)

@@ -1,0 +1,236 @@
+"""The training steps that `zpp-lab bench step` times, one class an engine of its own.
+
+A maker takes a config and this rank's device and returns a `Timed`. Weights are drawn on the
+device: what they are costs no time in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zpp_lab.codecs.numerics import clip_factor
+from zpp_lab.collectives.choose import connect, gather_mode
+from zpp_lab.collectives.plan import Bytes
+from zpp_lab.collectives.recipe import DTYPES
+from zpp_lab.collectives.transport import Transport
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.base import Batches, Engine
+from zpp_lab.engines.build import build_engine, build_plan
+from zpp_lab.engines.fsdp.engine import FsdpEngine
+from zpp_lab.engines.optim.build import adamw
+from zpp_lab.engines.units import named_units
+from zpp_lab.models import build_model
+from zpp_lab.models.start import materialize
+
+VOCABULARY = 32000  # where the model takes the tokenizer's
+LR = 1e-4
+
+
+class Timed(Protocol):
+    """waiting: seconds in which the host, done with the last step, waited for the device; None
+    where an engine does not tell. Near 0 the host was what bounded that step."""
+
+    waiting: float | None
+
+    def step(self, number: int, batches: Batches) -> Bytes | None:
+        """One optimizer step, done when this returns; the bytes that all ranks sent by wire, None
+        when nothing counts them."""
+        ...
+
+
+Maker = Callable[[Config, torch.device], Timed]
+TRANSPORTS: dict[tuple[object, ...], Transport] = {}  # communicators are made once a process
+
+
+def vocabulary(config: Config) -> int:
+    return config.model.vocab_size or VOCABULARY
+
+
+def meta_model(config: Config) -> Any:
+    """The model on the meta device, compiled if the config says so."""
+    model = build_model(config.model, vocabulary(config), device="meta")
+    if config.engine.compile:
+        from zpp_lab.engines.compile import compile_units
+
+        compile_units(model.units(), config.engine.deterministic)
+    return model
+
+
+@torch.no_grad()
+def draw(model: nn.Module, device: torch.device | str) -> None:
+    """Weights of about the usual size, this rank's shards alone."""
+    materialize(model, device)
+    for p in model.parameters():
+        (p.to_local() if isinstance(p, DTensor) else p).normal_(0, 0.02)
+
+
+class QuickStart(FsdpEngine):
+    """Our engine with drawn weights."""
+
+    def _initialize(self) -> None:
+        draw(self.model, "cpu" if self.config.engine.offload else self.device)
+
+
+class Through:
+    """Any engine of the package."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.waiting: float | None = None
+
+    def step(self, number: int, batches: Batches) -> Bytes | None:
+        result = self.engine.step(number, LR, batches, False)
+        sent, self.waiting = result.bytes, result.seconds.get("waiting")
+        # an untouched FSDP2 has no ledger: its figures would be the plan's
+        seen = not isinstance(self.engine, FsdpEngine) or self.engine.wrapped.installed
+        return sent if seen and any(sum(t) for t in sent.values()) else None
+
+
+def quick(config: Config, device: torch.device) -> Timed:
+    """engine=fsdp; arms of one process share their communicators."""
+    gather = gather_mode(config.engine.gather)
+    chosen = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
+    cluster, choice = config.cluster, config.engine.transport
+    key = cluster.nodes, cluster.gpus_per_node, choice
+    if key not in TRANSPORTS:
+        watchdog = Watchdog(config.engine.timeout_seconds)
+        TRANSPORTS[key] = connect(cluster, watchdog, choice, device)
+    model = meta_model(config)
+    return Through(QuickStart(model, build_plan(model, chosen), chosen, device, TRANSPORTS[key]))
+
+
+def built(config: Config, device: torch.device) -> Timed:
+    """Any other engine, as `zpp-lab train` would build it."""
+    return Through(build_engine(config, vocabulary(config), device))
+
+
+class PlainFsdp2:
+    """FSDP2 as its users write it, with its own defaults and nothing of ours around it.
+
+    reshard: as `fully_shard` takes it; a number of ranks gathers backward's weights among so many.
+    groups: gradients get a communicator of their own. ValueError when this torch has none such.
+    """
+
+    waiting: float | None = None
+
+    def __init__(
+        self, config: Config, device: torch.device, reshard: bool | int = True, groups: bool = False
+    ) -> None:
+        self.train, self.device, self.model = config.train, device, meta_model(config)
+        if groups and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+            raise ValueError("this torch has no separate reduce-scatter groups: leave the arm out")
+        mesh = init_device_mesh(device.type, (config.cluster.world,))
+        policy = MixedPrecisionPolicy(
+            DTYPES[self.train.param_dtype], DTYPES[self.train.reduce_dtype]
+        )
+        for _, block in named_units(self.model):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        if groups:
+            self.model.set_separate_reduce_scatter_group(True)
+        draw(self.model, device)
+        self.optimizer = adamw(dict(self.model.named_parameters()), self.train)
+
+    def step(self, number: int, batches: Batches) -> Bytes | None:
+        import torch.distributed as dist
+
+        micros, losses = self.train.micro_steps, []
+        for micro in range(micros):
+            inputs, targets = (t.to(self.device) for t in batches(dist.get_rank(), micro))
+            loss = self.model(inputs, targets)
+            (loss / micros).backward()
+            losses.append(loss.detach())
+        if self.train.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.waiting = _awaited(losses)
+        return None
+
+
+def _awaited(losses: Sequence[Tensor]) -> float:
+    """Seconds until the mean loss, and with it all that was asked for, is there."""
+    began = time.perf_counter()
+    torch.stack(list(losses)).mean().item()
+    return time.perf_counter() - began
+
+
+def plain(config: Config, device: torch.device) -> Timed:
+    return PlainFsdp2(config, device)
+
+
+def plain_node(config: Config, device: torch.device) -> Timed:
+    local, nodes = config.cluster.gpus_per_node, config.cluster.nodes
+    reshard: bool | int = local if local > 1 and nodes > 1 else local > 1
+    return PlainFsdp2(config, device, reshard)  # FSDP2 has words for one rank and for all
+
+
+def plain_groups(config: Config, device: torch.device) -> Timed:
+    return PlainFsdp2(config, device, groups=True)
+
+
+class ComputeOnly:
+    """What a rank computes when nothing has to travel: the floor that every arm shares.
+
+    Whole weights in param_dtype on the device, forward and backward of the rank's own batch, and
+    AdamW in fp32 on 1/W of every parameter, as in ZeRO. No gather, reduction, encode or decode.
+    """
+
+    waiting: float | None = None
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.train, self.device, self.world = config.train, device, config.cluster.world
+        self.model = meta_model(config).to(DTYPES[config.train.param_dtype])
+        draw(self.model, device)
+        self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.master = {n: nn.Parameter(self._own(p).float()) for n, p in self.weights.items()}
+        self.optimizer = adamw(self.master, config.train)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's part; which part costs no time."""
+        return whole.detach().view(-1)[: -(-whole.numel() // self.world)]
+
+    def step(self, number: int, batches: Batches) -> Bytes | None:
+        micros, losses = self.train.micro_steps, []
+        for micro in range(micros):
+            inputs, targets = (t.to(self.device) for t in batches(0, micro))
+            loss = self.model(inputs, targets)
+            (loss / micros).backward()
+            losses.append(loss.detach())
+        self._update()
+        self.waiting = _awaited(losses)
+        return None
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        used = [n for n, p in self.weights.items() if p.grad is not None]
+        grads = [self._own(self.weights[n].grad).float() for n in used]  # type: ignore[arg-type]
+        if self.train.clip:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+            torch._foreach_mul_(grads, clip_factor(norm, self.train.clip))
+        for name, grad in zip(used, grads, strict=True):
+            self.master[name].grad = grad
+        self.optimizer.step()
+        own = [self._own(self.weights[n]) for n in used]
+        torch._foreach_copy_(own, [self.master[n].detach() for n in used])
+        for p in self.weights.values():
+            p.grad = None
+
+
+def compute(config: Config, device: torch.device) -> Timed:
+    return ComputeOnly(config, device)
+
+
+MAKERS: dict[str, Maker] = {
+    maker.__name__: maker for maker in (quick, built, plain, plain_node, plain_groups, compute)
+}

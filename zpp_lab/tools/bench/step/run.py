@@ -1,0 +1,318 @@
+"""The order of `zpp-lab bench step`: sessions, links, rounds, arms; and what is kept of them.
+
+For each link all arms take turns, several rounds of them. A turn is one step that is not counted
+and then some that are. When an arm fails, its session is started again without it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zpp_lab.runs.provenance import commit, machine_facts, versions
+from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, sessions
+from zpp_lab.tools.bench.step.results import (
+    GIB,
+    Cell,
+    Row,
+    config_text,
+    floor,
+    ledger_bytes,
+    read_rows,
+    seconds_on_link,
+    wires_text,
+    write_json,
+    write_rows,
+)
+from zpp_lab.tools.bench.step.session import Session, SessionError
+from zpp_lab.tools.links.network import MTU, bucket
+from zpp_lab.tools.links.nodes import EmulatedNodes
+from zpp_lab.tools.links.probe import LinkReport, probe
+from zpp_lab.train.launch.gpus import Placement
+from zpp_lab.train.launch.ranks import Hosts, nccl_settings
+
+Link = float | None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much is timed: see `tools/bench/step/command.py`. ValueError for what cannot be."""
+
+    steps: int
+    rounds: int
+    turn_seconds: float
+    limit: float
+    budget: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} {value:g}: use more than 0")
+
+    def steps_of(self, seconds: float) -> int:
+        """How many steps of so many seconds a turn times."""
+        return max(1, min(self.steps, int(self.turn_seconds / max(seconds, 1e-9))))
+
+
+class OutOfTime(Exception):
+    """The whole bench has used its budget."""
+
+
+class StepBench:
+    """Times `arms` on `hosts` and writes into `folder` after every turn."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        placement: Placement,
+        arms: Sequence[Arm],
+        pace: Pace,
+        folder: Path,
+        probes: bool = True,
+        tag: str = "",
+    ) -> None:
+        self.hosts, self.placement, self.arms, self.pace = hosts, placement, list(arms), pace
+        self.cluster = cluster = placement.cluster
+        self.folder, self.probes = folder, probes and isinstance(hosts, EmulatedNodes)
+        self.shape = f"{cluster.nodes}x{cluster.gpus_per_node}"
+        shared = "shared" if placement.share else ""
+        self.name = "-".join(word for word in (self.shape, shared, tag) if word)  # of files
+        self.compute_known = bool(tag) and self._has_compute(read_rows(folder / "results.csv"))
+        self.cells: dict[tuple[str, Link], Cell] = {}
+        self.turns: dict[tuple[str, Link], int] = {}
+        self.links: dict[Link, LinkReport] = {}
+        self.failed: dict[str, str] = {}
+        self.facts: dict[str, Any] = {}
+        self.stopped = False
+        self.machine = machine_facts()  # asks the driver: once is enough
+        self.deadline = time.monotonic() + pace.budget
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, links: Sequence[Link]) -> None:
+        """All cells. Failures of arms are kept in `failed`; a used-up budget in `stopped`."""
+        for link in links:  # what this kernel cannot limit is told before ranks start
+            self.hosts.limit(link)
+        try:
+            for arms in sessions(self.arms):
+                left = arms
+                while left:
+                    left = self._session(left, links)
+        except OutOfTime:
+            self.stopped = True
+            print(f"stopped after {self.pace.budget:g} s (--budget); what was measured is kept")
+        finally:
+            self._write()
+
+    def _session(self, arms: list[Arm], links: Sequence[Link]) -> list[Arm]:
+        """Time the arms in processes of their own; those that are left when one has failed."""
+        self.hosts.limit(None)  # until the arms are built
+        active: list[str] = [arms[0].name]  # who is to blame
+        try:
+            session = Session(
+                self.hosts, self.placement, arms, self.folder / "logs" / self._name(arms)
+            )
+        except SessionError as error:
+            self.failed.update({arm.name: str(error) for arm in arms})
+            return []
+        try:
+            self.facts = session.ask(self._patience(), "facts")[0]
+            for number, arm in enumerate(arms):
+                active[:] = [arm.name]
+                session.ask(self._patience(), "build", arm=number)
+            for link in links:
+                self._limit(link)
+                for round_ in range(self.pace.rounds):
+                    for number, arm in enumerate(arms):
+                        active[:] = [arm.name]
+                        self._turn(session, number, arm, link, round_)
+                self._show(link)
+        except SessionError as error:
+            session.kill()
+            self.failed[active[0]] = str(error)
+            return [arm for arm in arms if arm.name != active[0]]
+        except BaseException:
+            session.kill()
+            raise
+        session.close()
+        return []
+
+    def _name(self, arms: list[Arm]) -> str:
+        return "-".join([self.name, arms[0].session.replace(" ", "-"), str(len(self.failed))])
+
+    def _patience(self) -> float:
+        """Seconds that a command may take."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        return min(self.pace.limit, left + 5.0)
+
+    def _limit(self, link: Link) -> None:
+        self.hosts.limit(link)
+        if self.probes and link not in self.links and isinstance(self.hosts, EmulatedNodes):
+            report = self.links[link] = probe(self.hosts, link)
+            print(
+                f"link {speed(link)}: {report.gbps_there:.2f} there, {report.gbps_back:.2f} back, "
+                f"{report.gbps_both:.2f} Gb/s both ways, {report.latency_us:.0f} us",
+                flush=True,
+            )
+            if report.warning:
+                print(f"warning: {report.warning}", flush=True)
+
+    def _turn(self, session: Session, number: int, arm: Arm, link: Link, round_: int) -> None:
+        """One turn of one arm; skipped when an earlier session has had it."""
+        if arm.name == COMPUTE:
+            link = None  # it does not see the link
+        if self.turns.get((arm.name, link), 0) > round_:
+            return
+        warm = session.ask(self._patience(), "steps", arm=number, steps=1)
+        steps = self.pace.steps_of(max(a["seconds"][0] for a in warm))
+        nodes = range(self.cluster.nodes)
+        before = [self.hosts.sent(node) for node in nodes]
+        again = sum(self.hosts.resent(node) for node in nodes)
+        answers = session.ask(self._patience(), "steps", arm=number, steps=steps)
+        sent = max(self.hosts.sent(node) - before[node] for node in nodes) / steps
+        cell = self.cells.setdefault((arm.name, link), Cell())
+        cell.seconds += [max(times) for times in zip(*(a["seconds"] for a in answers), strict=True)]
+        waited = zip(*(a["waiting"] for a in answers), strict=True)
+        cell.waiting += [min(times) for times in waited if None not in times]
+        cell.wires = answers[0]["bytes"]
+        if self.hosts.interface is not None:
+            cell.sent.append(sent)
+            again = sum(self.hosts.resent(node) for node in nodes) - again
+            cell.resent.append(again / steps)
+        peaks = [a["peak"] for a in answers if a["peak"] is not None]
+        cell.peak = max([*peaks, cell.peak or 0]) if peaks else None
+        self.turns[arm.name, link] = round_ + 1
+        self._write()
+
+    # ------------------------------------------------------------------ what came out
+
+    def rows(self) -> list[Row]:
+        by_name = {arm.name: arm for arm in self.arms}
+        return [self._row(by_name[name], link, cell) for (name, link), cell in self.cells.items()]
+
+    def _row(self, arm: Arm, link: Link, cell: Cell) -> Row:
+        config, step = arm.config, median(cell.seconds)
+        train, nodes = config.train, self.cluster.nodes
+        tokens = train.batch_size * config.data.seq_len * train.micro_steps * self.cluster.world
+        own = self.cells.get((COMPUTE, None))
+        compute = median(own.seconds) if own else None
+        on_link = None if arm.name == COMPUTE else seconds_on_link(cell, nodes, link)
+        least, report = floor(on_link, compute), self.links.get(link)
+        ledger, measured = ledger_bytes(cell, nodes), median(cell.sent) if cell.sent else None
+        return Row(
+            engine=arm.engine,
+            recipe=arm.recipe,
+            model=config.model.preset,
+            nodes=nodes,
+            gpus_per_node=self.cluster.gpus_per_node,
+            link_gbps=speed(link),
+            tokens_per_s=tokens / step,
+            floor_s=least,
+            step_s=step,
+            peak_gib=None if cell.peak is None else cell.peak / GIB,
+            arm=arm.name,
+            share_of_floor=None if least is None else least / step,
+            link_s=on_link,
+            compute_s=compute,
+            step_min_s=min(cell.seconds),
+            step_max_s=max(cell.seconds),
+            steps=len(cell.seconds),
+            gb_sent_ledger=None if ledger is None else ledger / 1e9,
+            gb_sent_measured=None if measured is None else measured / 1e9,
+            measured_gbps=report.gbps_both if report else None,
+            latency_us=report.latency_us if report else None,
+            tokens_per_step=tokens,
+            seq_len=config.data.seq_len,
+            batch_size=train.batch_size,
+            wire_bytes=wires_text(cell.wires),
+            commit=commit() or "",
+            machine=machine_name(self.machine, self.placement),
+            config=config_text(config),
+            ranks_per_gpu=self.placement.ranks_per_gpu,
+            waiting_s=median(cell.waiting) if cell.waiting else None,
+        )
+
+    def _has_compute(self, rows: Sequence[dict[str, str]]) -> bool:
+        """Whether a table has this shape's step without communication, for this model."""
+        shape = self.cluster.nodes, self.cluster.gpus_per_node, self.placement.ranks_per_gpu
+        own = (COMPUTE, self.arms[0].config.model.preset, *map(str, shape))
+        names = ("arm", "model", "nodes", "gpus_per_node", "ranks_per_gpu")
+        return any(tuple(row[name] for name in names) == own for row in rows)
+
+    def _write(self) -> None:
+        rows = self.rows()
+        if not rows:
+            return
+        machine = self.machine
+        # a call with a tag adds arms; what they share was measured before, with the first ones
+        kept = [row for row in rows if row.arm != COMPUTE or not self.compute_known]
+        write_rows(self.folder, kept)
+        facts = {"machine": machine, "commit": commit(), "versions": versions(), **self.facts}
+        details = {
+            **facts,
+            "network": self._network(),
+            "gpus": self._gpus(),
+            "links": [asdict(report) for report in self.links.values()],
+            "failed": self.failed,
+            "config": {arm.name: asdict(arm.config) for arm in self.arms},
+            "cells": [
+                {"arm": name, "link_gbps": speed(link), **asdict(cell)}
+                for (name, link), cell in self.cells.items()
+            ],
+        }
+        write_json(self.folder / f"{self.name}.json", details)
+
+    def _network(self) -> dict[str, Any]:
+        """How nodes are joined, and how NCCL was told to use it."""
+        if self.hosts.interface is None:
+            return {}
+        limits = {speed(link): bucket(link) for _, link in self.cells if link is not None}
+        assert isinstance(self.hosts, EmulatedNodes), "links are between emulated nodes"
+        tcp = {
+            "congestion_control": self.hosts.network.congestion,
+            "slow_start_after_idle": not self.hosts.windows_kept,
+            "in_order": self.hosts.in_order,
+        }
+        return {"mtu": MTU, "limits": limits, "tcp": tcp, "nccl": nccl_settings(os.environ)}
+
+    def _gpus(self) -> dict[str, Any]:
+        """Which GPU each rank had, and how ranks shared one."""
+        nodes = [list(self.placement.of_node(node)) for node in range(self.cluster.nodes)]
+        return {
+            "of_nodes": nodes,
+            "ranks_per_gpu": self.placement.ranks_per_gpu,
+            "share": self.placement.share,
+        }
+
+    def _show(self, link: Link) -> None:
+        shared = f" on {len(self.placement.gpus)} GPUs" if self.placement.share else ""
+        shape = self.shape + shared
+        for row in self.rows():
+            if row.link_gbps != speed(link):
+                continue
+            reached = "" if row.share_of_floor is None else f"  {row.share_of_floor:6.1%} of floor"
+            peak = "" if row.peak_gib is None else f"  {row.peak_gib:6.2f} GiB"
+            print(
+                f"{shape} {row.link_gbps:>5} Gb/s  {row.arm:28s} {row.step_s:9.4f} s/step  "
+                f"{row.tokens_per_s:10,.0f} tokens/s{reached}{peak}",
+                flush=True,
+            )
+
+
+def machine_name(facts: dict[str, Any], placement: Placement) -> str:
+    gpus = facts["gpus"]
+    name = f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} CPU cores"
+    if placement.share:
+        how = {"mps": "through MPS", "time-slices": "in time slices"}[placement.share]
+        name += f", {placement.ranks_per_gpu} ranks a GPU {how}"
+    return f"one host of {name}"
+
+
+def speed(link: Link) -> str:
+    return "max" if link is None else f"{link:g}"

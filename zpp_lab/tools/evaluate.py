@@ -1,0 +1,310 @@
+"""Held-out loss and perplexity of runs and of folders for transformers, on the same tokens.
+
+A run is measured with its master weights, with the weights that its wire brings, and with
+whatever codec it is rounded to afterwards: the three numbers that tell whether quantized training
+leaves a better quantized model behind than rounding does. The same weights have other losses in
+bf16 than in fp32, and by transformers' decoder than by ours: a row says how it was computed, and
+`dtype` has all computed alike.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpp_lab.collectives.recipe import DTYPES
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.schema import Config, EngineConfig
+from zpp_lab.data import PackedData, TokenData, open_data
+from zpp_lab.engines.build import pick_device
+from zpp_lab.files import below, missing, text_table, write_atomic
+from zpp_lab.models import build_model
+from zpp_lab.models.llama import Llama
+from zpp_lab.models.loss import counted, mean_loss, token_losses
+from zpp_lab.models.start import Start, fill, materialize, whole
+from zpp_lab.runs.checkpoint.read import SavedWeights
+from zpp_lab.runs.wandb.folder import CONFIG
+from zpp_lab.tools.export.loaded import check_comparable, folder_record, load_folder
+from zpp_lab.tools.export.model import MergedWeights, open_run
+from zpp_lab.tools.export.wire import WireWeights, codec_text, parse_codec
+from zpp_lab.train.evaluation import Heldout, open_heldout
+from zpp_lab.train.resume import check_reads, warn_of_change
+
+_SHORT = {str(t).removeprefix("torch."): name for name, t in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on the held-out tokens. heldout_loss: nats a token; perplexity: e to its power."""
+
+    path: str
+    recipe: str  # empty for a folder that no run is behind
+    seed: int | None
+    step: int | None
+    weights: str  # master (rounded to train.param_dtype), wire, nearest CODEC, or transformers
+    computed_by: str  # whose model: zpp_lab or transformers
+    dtype: str  # of what it computes in
+    heldout_loss: float
+    perplexity: float
+    tokens: int
+    heldout_hash: str  # equal ones mean that losses can be compared
+
+
+def evaluate(
+    paths: Sequence[Path],
+    data: Path | None = None,
+    codecs: Sequence[CodecConfig] = (),
+    tokens: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+) -> list[Row]:
+    """Measure every run and folder in `paths`, in their order.
+
+    data: the run whose held-out tokens to take; None: the first run in `paths`. codecs: runs are
+    also measured with their master weights rounded to nearest so. tokens: in place of the run's
+    train.eval_tokens. dtype: fp32 or bf16, which all compute in, with the weights that they have
+    in train.param_dtype or in their folder; None: each as it was trained, or as its folder says.
+    In fp32 equal weights have equal losses, to 1e-8 nats on the CPU, whoever computes. ValueError
+    for what is neither a run nor a folder, and for a model that reads other tokens.
+    """
+    for path in (*paths, *([data] if data else [])):
+        if not path.is_dir():
+            raise ValueError(
+                f"{path}: {missing(path)}; give a run's, or a model's for transformers"
+            )
+    for path in paths:
+        if not _is_run(path) and not (path / "config.json").is_file():
+            inside = below(path, CONFIG) or below(path, f"*/{CONFIG}") or below(path, "config.json")
+            raise ValueError(
+                f"{path} is neither a run (config.yaml) nor a model (config.json){inside}; name one"
+            )
+    if codecs and not any(map(_is_run, paths)):
+        raise ValueError("--codec rounds the masters of runs, and none is named")
+    source = data or next((p for p in paths if _is_run(p)), None)
+    if source is None:
+        raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")
+    if dtype not in (None, "fp32", "bf16"):
+        raise ValueError(f"--dtype {dtype}: use fp32 or bf16")
+    bench = _Bench.of(source, tokens, device, dtype)
+    measured = [
+        _run_rows(p, bench, codecs) if _is_run(p) else [_folder_row(p, bench)] for p in paths
+    ]
+    return [row for rows in measured for row in rows]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The held-out tokens of one run, on one device."""
+
+    source: Path
+    data: DataConfig
+    tokens: TokenData | PackedData
+    heldout: Heldout
+    device: torch.device
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, source: Path, tokens: int | None, device: str, dtype: str | None) -> _Bench:
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"--tokens {tokens}: use 1 or more")
+        config, _ = open_run(source)
+        if tokens is not None:
+            config = replace(config, train=replace(config.train, eval_tokens=tokens))
+        data = open_data(config.data)
+        check_reads(source, data)
+        warn_of_change(source, data)
+        where = pick_device(EngineConfig(device=device))
+        heldout = open_heldout(config, data)
+        kind = DTYPES[dtype] if dtype else None
+        return cls(source, config.data, data, heldout, where, kind)
+
+    @torch.no_grad()
+    def loss(self, model: Any) -> float:
+        pairs = ((x.to(self.device), y.to(self.device)) for x, y in self.heldout.batches)
+        return mean_loss(torch.cat([token_losses(model, x, y).cpu() for x, y in pairs]))
+
+    def row(self, path: Path, weights: str, model: Any, loss: float, **run: Any) -> Row:
+        of = {"recipe": "", "seed": None, "step": None, **run}
+        ours = isinstance(model, Llama)
+        return Row(
+            path=str(path),
+            **of,
+            weights=weights,
+            computed_by="zpp_lab" if ours else "transformers",
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+            heldout_loss=loss,
+            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            tokens=sum(counted(y) for _, y in self.heldout.batches),
+            heldout_hash=self.heldout.hash,
+        )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def _run_rows(path: Path, bench: _Bench, codecs: Sequence[CodecConfig]) -> list[Row]:
+    config, saved = open_run(path)
+    _check_tokens(path, config.data, bench)
+    check_reads(path, bench.tokens)
+    model = _empty_model(path, config, saved, bench)
+    of = {"recipe": config.recipe.name, "seed": config.seed, "step": saved.step}
+    rows = []
+    for weights, read in _kinds(config, saved, codecs, bench.device):
+        fill(model, _Saved(model, config.seed, read), whole, lambda p: p)
+        rows.append(bench.row(path, weights, model, bench.loss(model), **of))
+    return rows
+
+
+def _kinds(
+    config: Config, saved: SavedWeights, codecs: Sequence[CodecConfig], device: torch.device
+) -> list[tuple[str, Callable[[str], Tensor]]]:
+    """What is measured of a run, and how to read each parameter of it."""
+    master = WireWeights(config, saved)
+    kinds: list[tuple[str, Callable[[str], Tensor]]] = [
+        ("master", partial(master.source, device=device))
+    ]
+    if master.quantized:
+        kinds.append(("wire", partial(master.decoded, device=device)))
+    if isinstance(saved, MergedWeights) and (wired := saved.wired()) is not None:
+        kinds.append(("wire", partial(WireWeights(config, wired).source, device=device)))
+    for codec in codecs:
+        rounded = WireWeights(config, saved, codec)
+        kinds.append((f"nearest {codec_text(codec)}", partial(rounded.decoded, device=device)))
+    return kinds
+
+
+def _check_tokens(path: Path, data: DataConfig, bench: _Bench) -> None:
+    """Losses over different tokens cannot be compared."""
+    keys = ["tokenizer", "tokenizer_path", "vocab_size"]
+    if data.tokenizer == "bpe":  # trained on its corpus
+        keys += ["name", "path", "subset", "split", "column", "max_bytes", "heldout_every"]
+    differing = [k for k in keys if getattr(data, k) != getattr(bench.data, k)]
+    if differing:
+        raise ValueError(
+            f"{path} reads other tokens than {bench.source}: data.{differing[0]} is "
+            f"{getattr(data, differing[0])!r}, not {getattr(bench.data, differing[0])!r}; evaluate "
+            "them one by one"
+        )
+
+
+def _empty_model(path: Path, config: Config, saved: SavedWeights, bench: _Bench) -> Any:
+    """The run's model on the device, its weights not filled in, in what it is to compute in."""
+    rows = saved.shapes.get("embed.weight", (bench.tokens.vocab_size,))[0]
+    model = build_model(config.model, config.model.vocab_size or rows, "meta")
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    if shapes != saved.shapes:
+        raise ValueError(f"the checkpoint in {path} is of another model than its config")
+    materialize(model, bench.device)
+    for p in model.parameters():
+        p.data = p.data.to(bench.dtype or WireWeights(config, saved).dtype)
+    return model.eval()
+
+
+class _Saved:
+    """Weights as `read` gives them, whole; buffers as the model starts with them."""
+
+    def __init__(self, model: nn.Module, seed: int, read: Callable[[str], Tensor]) -> None:
+        self.read = read
+        buffers = any(True for _ in model.named_buffers())
+        self.start: Start | None = model.start(seed) if buffers else None  # type: ignore[operator]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.read(name)[first:last]
+
+    def buffer(self, name: str) -> Tensor | None:
+        return self.start.buffer(name) if self.start else None
+
+
+def _folder_row(path: Path, bench: _Bench) -> Row:
+    model = load_folder(path, bench.dtype).to(bench.device)
+    own = model.config.get_text_config().vocab_size
+    if own < bench.tokens.vocab_size:
+        raise ValueError(
+            f"{path} knows {own} tokens, {bench.source} has {bench.tokens.vocab_size}: they have "
+            "different tokenizers"
+        )
+    window = bench.heldout.batches[0][0][:1].to(bench.device)
+    check_comparable(model, path, bench.source, bench.data, window)
+    loss = bench.loss(lambda x: model(input_ids=x, use_cache=False).logits)
+    return bench.row(path, "transformers", model, loss, **folder_record(path).get("run", {}))
+
+
+def evaluate_command(
+    paths: Sequence[Path],
+    data: Path | None,
+    codecs: Sequence[str],
+    tokens: int | None,
+    device: str,
+    out: Path | None,
+    dtype: str | None = None,
+) -> int:
+    """`zpp-lab evaluate`: a table, and a file."""
+    if out is not None and out.suffix not in (".csv", ".json"):
+        raise ValueError(f"{out}: give a file that ends with .csv or .json")
+    rows = evaluate(paths, data, [parse_codec(c) for c in codecs], tokens, device, dtype)
+    print(table(rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(rows, out)
+        print(f"\nwritten: {out}")
+    return 0
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For a terminal; the last column is the distance from the first row."""
+    names = ["model", "weights", "computed", "step"]
+    names += ["held-out loss", "perplexity", "from the first"]
+    cells = [
+        [
+            row.path,
+            row.weights,
+            _how(row),
+            "" if row.step is None else str(row.step),
+            f"{row.heldout_loss:.5f}",
+            f"{row.perplexity:.4f}",
+            f"{row.heldout_loss - rows[0].heldout_loss:+.5f}",
+        ]
+        for row in rows
+    ]
+    said = f"{text_table(names, cells, left=3)}\n\n{rows[0].tokens:,} held-out tokens"
+    return f"{said}{_unlike(rows)}"
+
+
+def _how(row: Row) -> str:
+    return f"{row.computed_by} {_SHORT.get(row.dtype, row.dtype)}"
+
+
+def _unlike(rows: Sequence[Row]) -> str:
+    """Of rows that more than their weights tells apart; in fp32 all computers agree."""
+    kinds = list(dict.fromkeys(map(_how, rows)))
+    if len(kinds) == 1 or {row.dtype for row in rows} == {"float32"}:
+        return ""
+    return (
+        f"\n\nNot computed alike ({', '.join(kinds)}): the same weights would differ here too.\n"
+        "--dtype fp32 computes every row in fp32 and leaves the differences of the weights."
+    )
+
+
+def write_rows(rows: Sequence[Row], out: Path) -> None:
+    """A .csv or .json file with all of `Row`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".json":
+        write_atomic(out, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_atomic(out, text.getvalue())

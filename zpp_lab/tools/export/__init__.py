@@ -1,0 +1,7 @@
+"""A run's newest weights as a folder that transformers loads, whole or quantized, or peft."""
+
+from zpp_lab.tools.export.adapters import export_peft
+from zpp_lab.tools.export.model import export_hf
+from zpp_lab.tools.export.quantized import export_quantized
+
+__all__ = ["export_hf", "export_peft", "export_quantized"]

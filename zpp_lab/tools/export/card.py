@@ -1,0 +1,194 @@
+"""What a quantized folder says of itself: README.md for people, zpp_lab.json for programs.
+
+Whoever finds the folder must see whether its numbers are those that training computed with.
+
+How to load a quantized folder so that its weights are those that training computed with.
+
+transformers unpacks a weight in the dtype of its scales, which a `dtype=` changes first; training
+in bf16 decodes in fp32 and rounds what comes out. So the way depends on both dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.schema import Config
+from zpp_lab.tools.export.packed import Grid
+from zpp_lab.tools.export.wire import codec_text
+
+_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LOAD = """```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+```"""
+_LOAD_IN = """```python
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype={name})
+```"""
+_AT_ONCE = """```python
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+at_once = CompressedTensorsConfig(dequantize=True)
+model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype={name}, quantization_config=at_once)
+```"""
+_AFTERWARDS = """```python
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+with torch.no_grad():
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
+for p in model.parameters():  # model.to({name}) would round the rotary frequencies too
+    if p.is_floating_point():
+        p.data = p.data.to({name})
+```"""
+_NEEDS = "This needs `pip install compressed-tensors`"
+_UNPACKED = (
+    f"{_NEEDS}; the weights are unpacked by the first forward. Give no other `dtype`: they would "
+    "be unpacked in it, to other numbers."
+)
+_SCALES = (
+    f"{_NEEDS}. The model was trained in {{kind}}, each weight rounded to it after decoding, and "
+    "the scales are in fp32. Without a `dtype` the weights stay unrounded; `dtype={name}` alone "
+    "rounds the scales in place of the weights. Both give other weights than training had."
+)
+_MANY = "`dequantize=True` takes one kind of group for all and fails."
+_ARITHMETIC = (
+    "In {kind}, transformers rounds inside norms and rotary positions where the trainer does not: "
+    "with the very same weights its loss was off by 2e-5 to 4e-4 nats in models of 0.4M "
+    "parameters. `zpp-lab evaluate RUN FOLDER --dtype fp32` leaves that out."
+)
+
+
+def instructions(dtype: str, computed_in: str, grids: int, built_in: bool) -> str:
+    """Markdown. dtype: the folder's; computed_in: the run's; grids: how many kinds of packed
+    weights; built_in: whether another implementation than transformers' trained the model."""
+    kind = rounded_to(dtype, computed_in)
+    of = {"kind": kind, "name": f"torch.{_NAMES[kind]}"}
+    if not grids:
+        said = [_LOAD if kind == dtype else _LOAD_IN.format(**of)]
+    elif kind == dtype:
+        said = [_LOAD, _UNPACKED]
+    else:
+        said = [(_AT_ONCE if grids == 1 else _AFTERWARDS).format(**of), _SCALES.format(**of)]
+    said += [_MANY] if grids > 1 else []
+    said += [_ARITHMETIC.format(**of)] if built_in and kind != "fp32" else []
+    return "\n\n".join(said)
+
+
+def rounded_to(dtype: str, computed_in: str) -> str:
+    """What the weights of a folder in `dtype` are to be rounded to once they are unpacked: what
+    the model was trained in, unless the folder's own dtype has rounded them already."""
+    return computed_in if dtype == "fp32" else dtype
+
+
+RECORD = "zpp_lab.json"
+
+
+@dataclass(frozen=True)
+class Card:
+    """Facts of one folder; names of tensors are the folder's."""
+
+    config: Config
+    step: int
+    codec: CodecConfig | None  # of rounding after training; None: as the wire brings them
+    dtype: str
+    grids: list[Grid]
+    packed: list[str]
+    requantized: list[str]
+    decoded: list[str]
+    stochastic: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is one that the model computed with in training."""
+        return self.codec is None and not self.requantized and self._keeps_the_rest
+
+    @property
+    def _keeps_the_rest(self) -> bool:
+        return self.dtype == "fp32" or self.dtype == self.config.train.param_dtype
+
+    def record(self) -> dict[str, Any]:
+        recipe = self.config.recipe.name
+        return {
+            "run": {"recipe": recipe, "seed": self.config.seed, "step": self.step},
+            "weights": "wire" if self.codec is None else "nearest",
+            "codec": None if self.codec is None else codec_text(self.codec),
+            "exact": self.exact,
+            "dtype": self.dtype,
+            "computed_in": self.config.train.param_dtype,
+            "groups": [grid.scheme([])["weights"] for grid in self.grids],
+            "packed": self.packed,
+            "requantized": self.requantized,
+            "decoded": self.decoded,
+            "versions": dict(_versions()),
+        }
+
+    def text(self) -> str:
+        made = [self._origin(), self._storage(), *self._changes(), self._loading()]
+        return "\n\n".join(["---\nlibrary_name: transformers\n---", *made]) + "\n"
+
+    def _origin(self) -> str:
+        of = f"recipe `{self.config.recipe.name}`, seed {self.config.seed}, step {self.step}"
+        if self.codec is not None:
+            return (
+                f"# Weights rounded after training\n\nThe master weights of {of}, rounded to "
+                f"nearest with `{codec_text(self.codec)}`."
+            )
+        drawn = " Its rounding is random; this is the draw of that step's evaluation."
+        return (
+            f"# Weights as training used them\n\nThe weights of {of}, as the all-gather before "
+            f"the forward brings them to a rank.{drawn if self.stochastic else ''}"
+        )
+
+    def _storage(self) -> str:
+        kinds = ", ".join(
+            f"{g.bits} bits{'' if g.symmetric else ' with zero points'} in groups of {g.group}"
+            for g in self.grids
+        )
+        packed = len(self.packed) + len(self.requantized)
+        decoded = f"stored as decoded, in {self.dtype}: {', '.join(self.decoded) or 'none'}"
+        if not self.grids:
+            return f"Quantized weights {decoded}."
+        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}."
+
+    def _changes(self) -> list[str]:
+        found = []
+        if self.requantized:
+            found.append(
+                "**Not the numbers of training.** The format cannot hold the codec of "
+                f"{len(self.requantized)} weights ({self.requantized[0]}, ...): their master "
+                "weights were rounded to nearest on its own grid with as many bits."
+            )
+        if not self._keeps_the_rest:
+            found.append(
+                f"**Rounded to {self.dtype}**, each weight as it is unpacked and all that is not "
+                f"packed; the model was trained in {self.config.train.param_dtype}."
+            )
+        return found
+
+    def _loading(self) -> str:
+        model, train = self.config.model, self.config.train
+        return instructions(self.dtype, train.param_dtype, len(self.grids), model.name == "llama")
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in ("zpp_lab", "torch", "transformers", "compressed-tensors"):
+        with suppress(PackageNotFoundError):
+            yield package, version(package)
+
+
+def write_card(folder: Path, card: Card) -> None:
+    (folder / RECORD).write_text(json.dumps(card.record(), indent=1) + "\n")
+    (folder / "README.md").write_text(card.text())

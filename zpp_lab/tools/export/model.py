@@ -1,0 +1,218 @@
+"""From a run's folder to a folder with config.json and safetensors.
+
+The weights are the fp32 masters, so that what is written does not depend on the recipe's wires;
+`quantized.py` writes what the wires make of them.
+
+A run's adapters added to the frozen base that they were trained on, one tensor at a time.
+
+The base is what the run computed with: read from where the run started, encoded and decoded as
+its ranks keep it, in train.param_dtype. So the export has the run's own losses, and not those of
+the adapters on a base that they never saw. The recipe's codecs are for the adapters: on the sum
+they would make weights that no rank ever had.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.load import load
+from zpp_lab.config.model import LoraConfig
+from zpp_lab.config.schema import Config, RecipeConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
+from zpp_lab.files import below, missing, read_yaml
+from zpp_lab.models.build import build_model
+from zpp_lab.models.lora import adapters_of, inputs_first, merged
+from zpp_lab.models.start import whole
+from zpp_lab.runs.checkpoint.read import SavedWeights, newest
+from zpp_lab.runs.wandb.folder import CONFIG
+from zpp_lab.tools.export.shards import LIMIT, write_safetensors
+from zpp_lab.tools.export.target import Target, target_of, write_tokenizer
+from zpp_lab.tools.export.wire import WireWeights
+
+
+def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWeights]:
+    """The run without adapters: its config, and weights that hold them, which no wire brings.
+    Others as they are."""
+    if not config.model.lora.on:
+        return config, saved
+    plain = replace(config.model, lora=LoraConfig())
+    recipe = _without_codecs(config.recipe)
+    return replace(config, model=plain, recipe=recipe), MergedWeights(config, saved)
+
+
+def _without_codecs(recipe: RecipeConfig) -> RecipeConfig:
+    none, exempting = CodecConfig(), [r for r in recipe.rules if r.exempt]
+    return replace(
+        recipe, weights=none, weights_forward=none, weights_backward=none, rules=exempting
+    )
+
+
+class MergedWeights:
+    """`SavedWeights` of the model that base and adapters are together.
+
+    ValueError when the weights that the run started from have changed or are gone.
+    """
+
+    marks: Marks = {}  # nothing stands on anything
+
+    def __init__(self, config: Config, adapters: SavedWeights) -> None:
+        self.config, self.adapters, self.step = config, adapters, adapters.step
+        if not adapters.marks:
+            raise ValueError("the checkpoint has no frozen base, but the run's config has adapters")
+        self.shapes = {n: tuple(m[1:].tolist()) for n, m in adapters.marks.items()}
+        vocabulary = self.shapes.get("embed.weight", (0,))[0]
+        self.model = build_model(config.model, vocabulary, "meta")
+        self.plan = build_plan(self.model, config)
+        self.segments = {s.name: s for u in self.plan.units for s in u.stored.segments}
+        self.start = self.model.start(config.seed)
+
+    def wired(self) -> MergedWeights | None:
+        """The same, with the adapters that the gather before forward brings at the checkpoint's
+        step; None where they travel as their own bytes."""
+        wire = WireWeights(self.config, self.adapters)
+        return MergedWeights(self.config, _Wired(wire)) if wire.quantized else None
+
+    def read(self, name: str) -> Tensor:
+        """A whole weight on the CPU, fp32, its adapters added."""
+        base, (a, b) = self._base(name), adapters_of(name)
+        if a not in self.adapters.shapes or not name.endswith(".weight"):
+            return base
+        parts = self.adapters.read(a), self.adapters.read(b)
+        return merged(base, *parts, self.config.model.lora.scale, inputs_first(self.model, name))
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of `read`, which takes the whole base to decode them."""
+        return self.read(name)[first:last]
+
+    def _base(self, name: str) -> Tensor:
+        shape, recipe = self.shapes[name], self.plan.recipe
+        value = self.start.rows(name, *whole(shape))
+        check_marks({name: mark(value, 0, shape)}, {name: self.adapters.marks[name]})
+        payload = encode_shards(self.segments[name], value, recipe.shards)
+        out = torch.empty(shape, dtype=recipe.weights_dtype)
+        decode_shards(self.segments[name], payload, out)
+        return out.float()
+
+
+class _Wired:
+    """`SavedWeights` as the wire brings them."""
+
+    def __init__(self, wire: WireWeights) -> None:
+        saved = wire.saved
+        self.wire, self.step, self.shapes, self.marks = wire, saved.step, saved.shapes, saved.marks
+
+    def read(self, name: str) -> Tensor:
+        return self.wire.decoded(name).float()
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.read(name)[first:last]
+
+
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    step: int
+    tensors: int
+    nbytes: int
+
+
+def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> Exported:
+    """Write the newest weights of the run in `run` to the new folder `out`.
+
+    dtype: fp32, bf16 or fp16; limit: bytes of one file. The folder appears when it is whole.
+    Adapters are added to their frozen base.
+    ValueError when there is no run or checkpoint, or `out` is there already.
+    """
+    with new_folder(out) as folder:
+        config, saved = open_run(run)
+        target = target_of(config, saved)
+        read = _readers(target, saved)
+        shapes = {target.names[n]: shape for n, shape in saved.shapes.items()}
+        shapes |= {n: tuple(b.shape) for n, b in target.buffers.items()}
+        nbytes = write_safetensors(folder, shapes, lambda n: read[n](), EXPORT_DTYPES[dtype], limit)
+        write_config(folder, target.config, dtype)
+        write_tokenizer(run, config.data, folder)
+    return Exported(saved.step, len(shapes), nbytes)
+
+
+def open_run(run: Path) -> tuple[Config, SavedWeights]:
+    """The settings and the newest whole weights of a run, its adapters added to their base;
+    ValueError when either is missing."""
+    return merge_adapters(run_config(run), newest(run))
+
+
+def run_config(run: Path) -> Config:
+    """ValueError when `run` is no run's folder."""
+    if not run.is_dir():
+        raise ValueError(
+            f"{run} is no run's folder: {missing(run)}; name one, such as RUNS/ARM/seed1"
+        )
+    if not (run / CONFIG).is_file():
+        raise ValueError(
+            f"{run} is no run's folder: it has no {CONFIG}{_runs_near(run)}; name one, such as "
+            "RUNS/ARM/seed1"
+        )
+    values = read_yaml(run / CONFIG)
+    try:
+        return load(Config, values)
+    except ValueError as error:
+        raise ValueError(
+            f"{run / CONFIG}: {error}; let the version of zpp_lab that wrote it read it"
+        ) from None
+
+
+def _runs_near(folder: Path) -> str:
+    if (folder.parent / CONFIG).is_file():  # its checkpoints were named
+        return f" (did you mean {folder.parent}?)"
+    return below(folder, CONFIG) or below(folder, f"*/{CONFIG}")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` when all went well, and else disappears."""
+    if out.exists():
+        raise ValueError(f"{out} is there already: name a new folder, or delete it")
+    partial_folder = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    try:
+        yield partial_folder
+        partial_folder.rename(out)
+    except BaseException:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+
+
+def write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
+    text = json.dumps(
+        {**config, "dtype": str(EXPORT_DTYPES[dtype]).removeprefix("torch.")},
+        indent=2,
+        sort_keys=True,
+    )
+    (folder / "config.json").write_text(text + "\n")
+
+
+def _readers(target: Target, saved: SavedWeights) -> dict[str, Callable[[], Tensor]]:
+    def read(name: str) -> Tensor:
+        return target.arrange(name, saved.read(name))
+
+    own = {target.names[n]: partial(read, n) for n in saved.shapes}
+    return {**own, **{n: partial(_itself, b) for n, b in target.buffers.items()}}
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value

@@ -1,0 +1,243 @@
+"""Which `ip` and `tc` commands join nodes: names, addresses, links and their limits.
+
+Two nodes are the ends of one veth pair. Three or more hang on a bridge in a namespace of its
+own, the hub, like machines on a switch. Every link is limited at both ends, so that a node sends
+and receives at most the named speed. No link loses packets, as under InfiniBand's credits: a full
+queue would refuse a socket's next packet, and a socket with nothing else on its way tries again
+after 200 ms, many times what a message takes. Everything lies inside private namespaces; the
+names carry the owner's process id all the same, so that whoever finds one knows whose it is.
+
+How TCP behaves between emulated nodes, so that a link's speed is what bounds it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from zpp_lab.tools.links.kernel import inside, mount_sysfs
+
+SETTINGS = Path("/proc/sys/net/ipv4")
+AVAILABLE = SETTINGS / "tcp_available_congestion_control"
+SLOW_START = SETTINGS / "tcp_slow_start_after_idle"
+
+
+def congestion_control() -> str:
+    """Loss-based, whatever this host's default is: `cubic` where it is loaded, or `reno`, which
+    every kernel has.
+
+    BBR measures each stream's share of the link while it sends; among many streams that send in
+    bursts and then wait for a step, single ones stay at a small share for 0.2 s at a time.
+    """
+    names = AVAILABLE.read_text().split() if AVAILABLE.exists() else []
+    return "cubic" if "cubic" in names else "reno"
+
+
+def keep_windows(pid: int) -> bool:
+    """In the namespace of process `pid`, a stream that was idle goes on where it stopped; whether
+    that holds."""
+    try:
+        inside(pid, lambda: SLOW_START.write_text("0"))
+    except OSError:
+        return False
+    return True
+
+
+def keep_order(pid: int, interface: str) -> bool:
+    """Each stream's packets that arrive at `interface` go to one processor; whether that holds.
+
+    pid: a process in the interface's namespace.
+    A veth pair leaves them to the processor that sent them, which changes from packet to packet:
+    some overtake others, and TCP takes those for lost, sends them again and slows down.
+    """
+    steering = Path(f"/sys/class/net/{interface}/queues/rx-0/rps_cpus")
+
+    def steer() -> None:
+        mount_sysfs()
+        steering.write_text(_mask(os.cpu_count() or 1))
+
+    try:
+        inside(pid, steer)
+    except OSError:
+        return False
+    return True
+
+
+def _mask(processors: int) -> str:
+    """All of them, as the kernel reads it: groups of 32 bits, the highest first."""
+    digits = f"{2**processors - 1:x}"
+    digits = digits.zfill(-(-len(digits) // 8) * 8)
+    return ",".join(digits[start : start + 8] for start in range(0, len(digits), 8))
+
+
+HUB = -1  # in place of a node's number
+MTU = 9000  # bytes: headers take 0.7 % of a link, not 4.4 %
+QUEUE = 2**30  # bytes that may wait at a limit: more than all sockets hand over at once
+BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late timers are
+LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
+MOST_NODES = 250  # addresses in one network
+SUBNET = "10.77.0.0/24"
+_RANDOM = 2**32 - 0x1000 + 56  # where BPF's programs find a random word
+_OK, _SHOT = 0, 2  # what they tell tc
+
+VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
+BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
+TBF = "tc's token bucket (CONFIG_NET_SCH_TBF; modprobe sch_tbf)"
+TCP = "TCP congestion control for each route (Linux 4.0) and the named algorithm"
+LOSS = "tc's BPF filters (CONFIG_NET_SCH_INGRESS, CONFIG_NET_CLS_BPF), or CONFIG_NET_SCH_NETEM"
+HOLE = "tc's queue that drops all (CONFIG_NET_SCHED)"
+NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
+
+
+@dataclass(frozen=True)
+class Command:
+    """`words` run in the namespace of node `at` (or HUB). needs: what the kernel must have."""
+
+    at: int
+    words: tuple[str, ...]
+    needs: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes of one owner. ValueError for a number of them that cannot be joined."""
+
+    nodes: int
+    owner: int  # process id
+    congestion: str = "reno"  # TCP's congestion control between nodes
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"{self.nodes} emulated nodes: use 2 to {MOST_NODES}")
+
+    @property
+    def interface(self) -> str:
+        """The same in every node; at most 15 characters."""
+        return f"zpp{self.owner}"
+
+    @property
+    def needs_hub(self) -> bool:
+        return self.nodes > 2
+
+    def address(self, node: int) -> str:
+        return f"10.77.0.{node + 1}"
+
+    def port(self, node: int) -> str:
+        """The hub's end of a node's link."""
+        return f"zpp{self.owner}p{node}"
+
+    def join(self, places: dict[int, int]) -> list[Command]:
+        """Links between the namespaces of the processes `places` (node or HUB → process id)."""
+        made = self._through_hub(places) if self.needs_hub else [self._pair(places[1])]
+        for node in range(self.nodes):
+            made += self._bring_up(node)
+        return made
+
+    def _pair(self, other: int) -> Command:
+        return _ip(0, f"link add {self.interface} type veth peer {self.interface} netns {other}")
+
+    def _through_hub(self, places: dict[int, int]) -> list[Command]:
+        bridge = f"zpp{self.owner}b"
+        made = [
+            _ip(HUB, f"link add {bridge} mtu {MTU} type bridge", BRIDGE),
+            _ip(HUB, f"link set {bridge} up", BRIDGE),
+        ]
+        for node in range(self.nodes):
+            port, to = self.port(node), f"peer {self.interface} netns {places[node]}"
+            made += [
+                _ip(HUB, f"link add {port} mtu {MTU} type veth {to}"),
+                _ip(HUB, f"link set {port} master {bridge} up", BRIDGE),
+            ]
+        return made
+
+    def _bring_up(self, node: int) -> list[Command]:
+        return [
+            _ip(node, "link set lo up", NET),
+            _ip(node, f"addr add {self.address(node)}/24 dev {self.interface}", NET),
+            _ip(node, f"link set {self.interface} mtu {MTU} up", NET),
+            self._route(node),
+        ]
+
+    def _route(self, node: int) -> Command:
+        words = f"route change {SUBNET} dev {self.interface} congctl {self.congestion}"
+        return _ip(node, words, TCP)
+
+    def ends_of(self, node: int) -> list[tuple[int, str]]:
+        """Where a node's own link begins and ends; of two nodes they have the same one."""
+        far = (HUB, self.port(node)) if self.needs_hub else (1 - node, self.interface)
+        return [(node, self.interface), far]
+
+    def cut(self, node: int, told: bool) -> list[Command]:
+        """Nothing passes a node's link any more. told: both ends notice, as of a cable that is
+        pulled; else packets vanish, as in a switch that fails."""
+        ends = self.ends_of(node)
+        if told:
+            return [_ip(at, f"link set {end} down", NET) for at, end in ends]
+        return [_tc(at, f"qdisc replace dev {end} root blackhole", HOLE) for at, end in ends]
+
+    def mend(self, node: int, told: bool, gbps: float | None) -> list[Command]:
+        """After `cut`: the link is as it was, at its speed."""
+        ends = self.ends_of(node)
+        if told:
+            up = [_ip(at, f"link set {end} up", NET) for at, end in ends]
+            return up + [self._route(at) for at, _ in ends if at != HUB]
+        if gbps is None:
+            return [_tc(at, f"qdisc del dev {end} root", HOLE) for at, end in ends]
+        return [_tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]
+
+    def lose(self, share: float, by: str) -> list[Command]:
+        """Each link drops this share of the packets that enter it, at random. by: `bpf`, beside
+        limits, or `netem`, in their place. ValueError for no share."""
+        if not 0 < share < 1:
+            raise ValueError(f"a share of {share:g} packets to lose: use more than 0, less than 1")
+        if by == "netem":
+            words = f"root netem limit {10**6} loss {100 * share:g}%"
+            return [_tc(at, f"qdisc replace dev {end} {words}", LOSS) for at, end in self.ends()]
+        made = []
+        for at, end in self.ends():
+            made.append(_tc(at, f"qdisc replace dev {end} clsact", LOSS))
+            add = f"tc filter add dev {end} egress bpf direct-action bytecode".split()
+            made.append(Command(at, (*add, _dropping(share)), LOSS))
+        return made
+
+    def ends(self) -> list[tuple[int, str]]:
+        """Where links begin and end: the node or HUB, and its interface."""
+        nodes = range(self.nodes)
+        hub = [(HUB, self.port(node)) for node in nodes] if self.needs_hub else []
+        return [(node, self.interface) for node in nodes] + hub
+
+    def limit(self, gbps: float | None, limited: bool) -> list[Command]:
+        """Set every link's speed in gigabits per second; None takes the limits away.
+
+        limited: whether there are limits now.
+        """
+        ends = self.ends()
+        if gbps is None:
+            return [_tc(at, f"qdisc del dev {end} root") for at, end in ends if limited]
+        return [_tc(at, f"qdisc replace dev {end} root {bucket(gbps)}") for at, end in ends]
+
+
+def bucket(gbps: float) -> str:
+    """tc's token bucket for a link of `gbps`. ValueError for a speed that is none."""
+    if not 0.001 <= gbps <= 1000:
+        raise ValueError(f"a link of {gbps:g} Gb/s: use 0.001 to 1000, or max")
+    per_second = gbps * 1e9 / 8
+    burst = max(LEAST_BURST, int(per_second * BURST_SECONDS))
+    return f"tbf rate {round(gbps * 1e6)}kbit burst {burst} limit {burst + QUEUE}"
+
+
+def _ip(at: int, words: str, needs: str = VETH) -> Command:
+    return Command(at, ("ip", *words.split()), needs)
+
+
+def _tc(at: int, words: str, needs: str = TBF) -> Command:
+    return Command(at, ("tc", *words.split()), needs)
+
+
+def _dropping(share: float) -> str:
+    """A classic BPF program for tc: load a random word; drop the packet if it is small enough."""
+    load, at_least, give = 0x20, 0x35, 0x06
+    steps = [(load, 0, 0, _RANDOM), (at_least, 1, 0, round(share * 2**32)), (give, 0, 0, _SHOT)]
+    steps.append((give, 0, 0, _OK))
+    return ",".join([str(len(steps)), *(" ".join(map(str, step)) for step in steps)])

@@ -1,0 +1,232 @@
+"""Nodes as network namespaces of this host: made, limited, used and removed again.
+
+    with EmulatedNodes(2, Tools.find()) as nodes:
+        nodes.limit(25.0)
+        nodes.start(1, ["hostname"], {})
+
+A namespace has no name: a process holds it (`holder.py`), and it goes with its last process,
+links and limits with it. So nothing has to be undone command by command, and what is left when
+the owner is killed ends by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from zpp_lab.tools.links.holder import READY
+from zpp_lab.tools.links.network import (
+    HUB,
+    Command,
+    Network,
+    congestion_control,
+    keep_order,
+    keep_windows,
+)
+from zpp_lab.tools.links.programs import ENTER, Tools
+from zpp_lab.train.launch import processes
+from zpp_lab.train.launch.processes import EmulationError
+from zpp_lab.train.launch.ranks import Hosts
+
+NO_NAMESPACE = (
+    "cannot make a network namespace: {}. Emulated nodes need root (or CAP_SYS_ADMIN and "
+    "CAP_NET_ADMIN) and a kernel with CONFIG_NET_NS; in a container, start it with --privileged"
+)
+
+OVERTAKING = (
+    "warning: packets may overtake each other between emulated nodes, which slows links of 50 Gb/s "
+    "and more: the kernel lacks CONFIG_RPS, or a container may not mount sysfs (--privileged)"
+)
+STARTS_ANEW = (
+    "warning: streams between emulated nodes start slowly after each pause: /proc/sys cannot be "
+    "written here (in a container: --privileged)"
+)
+
+
+class Runner(Protocol):
+    def run(self, command: Command, pid: int) -> str:
+        """Run a command of `ip` or `tc` in the network namespace of process `pid`."""
+        ...
+
+
+def hosts(nodes: int, folder: str | Path | None = None) -> Hosts:
+    """This host for one node, else emulated ones. EmulationError where it cannot make them.
+
+    folder: where `ip` and `tc` lie, when they are not installed.
+    """
+    return OneHost() if nodes == 1 else EmulatedNodes(nodes, Tools.find(folder))
+
+
+class _Owner:
+    """What both kinds share: marked processes, and their end with this one."""
+
+    def __init__(self) -> None:
+        self.mark = processes.mark()
+        self.processes: list[subprocess.Popen[Any]] = []
+        self.handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Any:
+        processes.end_orphans()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                self.handlers[number] = signal.signal(number, _leave)
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def _make(self) -> None:
+        """Nothing to make for one host."""
+
+    def close(self) -> None:
+        """End every process, and with the last one of each namespace its links and limits."""
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # not half-way
+        try:
+            processes.end(lambda owner: owner == self.mark)
+            for process in self.processes:
+                process.wait()
+            self.processes.clear()
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
+            while self.handlers:
+                signal.signal(*self.handlers.popitem())
+
+    def _start(
+        self, pid: int, words: Sequence[str], environment: Mapping[str, str], settings: Any
+    ) -> subprocess.Popen[Any]:
+        own = {**os.environ, **environment, processes.VARIABLE: self.mark}
+        command = [*ENTER, str(os.getpid()), str(pid), *words]
+        process = subprocess.Popen(command, env=own, **settings)
+        self.processes.append(process)
+        return process
+
+
+class OneHost(_Owner):
+    """This host, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = 1
+        self.interface: str | None = None
+
+    def address(self, node: int) -> str:
+        return "127.0.0.1"
+
+    def limit(self, gbps: float | None) -> None:
+        if gbps is not None:
+            raise ValueError(f"one node has no link to limit to {gbps:g} Gb/s: use max")
+
+    def sent(self, node: int) -> int:
+        return 0
+
+    def resent(self, node: int) -> int:
+        return 0
+
+    def start(
+        self, node: int, words: Sequence[str], environment: Mapping[str, str], **settings: Any
+    ) -> subprocess.Popen[Any]:
+        return self._start(0, words, environment, settings)
+
+
+class EmulatedNodes(_Owner):
+    """Network namespaces joined by links. EmulationError where this machine cannot make them."""
+
+    def __init__(self, nodes: int, tools: Runner) -> None:
+        super().__init__()
+        self.nodes, self.tools = nodes, tools
+        self.network = Network(nodes, os.getpid(), congestion_control())
+        self.interface: str | None = self.network.interface
+        self.places: dict[int, int] = {}  # node, or HUB → the process that holds its namespace
+        self.gbps: float | None = None  # the limit of each link
+        self.in_order = False  # whether no packet overtakes another
+        self.windows_kept = False  # whether a stream that was idle goes on as fast as it was
+
+    def _make(self) -> None:
+        for node in range(HUB if self.network.needs_hub else 0, self.nodes):
+            self.places[node] = self._hold()
+        self._run(self.network.join(self.places))
+        windows = [keep_windows(self.places[node]) for node in range(self.nodes)]
+        orders = [keep_order(self.places[at], end) for at, end in self.network.ends()]
+        self.windows_kept, self.in_order = all(windows), all(orders)
+        for holds, warning in ((self.windows_kept, STARTS_ANEW), (self.in_order, OVERTAKING)):
+            if not holds:
+                print(warning, file=sys.stderr)
+
+    def _hold(self) -> int:
+        """A process with a new namespace; its id."""
+        words = [sys.executable, "-m", "zpp_lab.tools.links.holder"]
+        own = {**os.environ, processes.VARIABLE: self.mark}
+        holder = subprocess.Popen(
+            words, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.processes.append(holder)
+        assert holder.stdout is not None
+        said = holder.stdout.readline().strip()
+        if said != READY:
+            raise EmulationError(NO_NAMESPACE.format(said or "the process that tried it ended"))
+        return holder.pid
+
+    def _run(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self.tools.run(command, self.places[command.at])
+
+    def address(self, node: int) -> str:
+        return self.network.address(node)
+
+    def limit(self, gbps: float | None) -> None:
+        self._run(self.network.limit(gbps, self.gbps is not None))
+        self.gbps = gbps
+
+    def cut(self, node: int, told: bool = False) -> None:
+        """Nothing passes a node's link until `mend`. told: its ends notice, as of a cable that is
+        pulled; else packets vanish, as in a switch that fails."""
+        self._run(self.network.cut(node, told))
+
+    def mend(self, node: int, told: bool = False) -> None:
+        self._run(self.network.mend(node, told, self.gbps))
+
+    def lose(self, share: float) -> str:
+        """From now on each link drops this share of packets at random; by what. EmulationError
+        where the kernel has nothing that does."""
+        try:
+            self._run(self.network.lose(share, "bpf"))
+            return "bpf"
+        except EmulationError:
+            if self.gbps is not None:
+                raise
+        self._run(self.network.lose(share, "netem"))
+        return "netem"
+
+    def sent(self, node: int) -> int:
+        lines = Path(f"/proc/{self.places[node]}/net/dev").read_text().splitlines()
+        own = next(line for line in lines if line.strip().startswith(f"{self.interface}:"))
+        return int(own.partition(":")[2].split()[8])
+
+    def resent(self, node: int) -> int:
+        lines = Path(f"/proc/{self.places[node]}/net/snmp").read_text().splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
+    def start(
+        self, node: int, words: Sequence[str], environment: Mapping[str, str], **settings: Any
+    ) -> subprocess.Popen[Any]:
+        return self._start(self.places[node], words, environment, settings)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    """A polite kill unwinds as Ctrl-C does, so that everything is removed."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,268 @@
+"""The figures of a machine that a prediction of time needs, as one JSON file.
+
+Every figure is measured: `zpp-lab bench calibrate` writes such a file for the machine it runs on,
+and `comment` says where each came from. Nothing has a default; a figure that a recipe needs and
+the file lacks is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked
+
+from zpp_lab.config.codec import need
+from zpp_lab.config.load import load
+from zpp_lab.files import conf_dir, parse_json, write_atomic
+
+_STRICT = ConfigDict(extra="forbid")
+OPERATORS = ("encode", "decode", "reduce", "decode_sum_encode")
+MODES = ("eager", "compiled")
+PART = ".part"  # the ending of a calibration's file that is not whole yet
+
+
+@checked(frozen=True, config=_STRICT)
+class Curve:
+    """Seconds by amount (bytes or FLOPs), from measured points.
+
+    Between points it is linear. Beyond the last the last point's rate holds, before the first the
+    first one's. A first point of amount 0 is a latency.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        need(bool(self.points), "a curve needs at least one point [amount, seconds]")
+        amounts, seconds = [a for a, _ in self.points], [s for _, s in self.points]
+        need(
+            amounts == sorted(set(amounts)) and amounts[0] >= 0 and amounts[-1] > 0,
+            f"amounts {amounts} must rise from 0 or more",
+        )
+        need(
+            seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] > 0,
+            f"seconds {seconds} must not fall: a larger amount never takes less; measure again",
+        )
+
+    def slower(self, times: float) -> Curve:
+        return Curve(tuple((amount, seconds * times) for amount, seconds in self.points))
+
+    def seconds(self, amount: float) -> float:
+        """0 for nothing."""
+        if amount <= 0:
+            return 0.0
+        i = bisect_right(self.points, (amount, float("inf")))
+        if i == 0 or i == len(self.points):
+            near, own = self.points[min(i, len(self.points) - 1)]
+            return own * amount / near
+        (a, s), (b, t) = self.points[i - 1], self.points[i]
+        return s + (t - s) * (amount - a) / (b - a)
+
+
+@checked(frozen=True, config=_STRICT)
+class Host:
+    """Seconds that a rank's host thread needs to start work, without waiting for the GPU.
+
+    Files from before the last two were measured load: then a recomputation is taken as a forward,
+    and what a block adds once a step is inside step_s, as much at any depth.
+    """
+
+    block_forward_s: Mapping[str, float]  # by mode
+    block_backward_s: Mapping[str, float]
+    gather_s: float  # a unit's gather and copy-out
+    reduce_s: float  # a unit's reduction
+    step_s: float  # once a step: embedding, head and loss, optimizer, reading the loss
+    norm_s: float  # once a step: the gradient norm in its fixed order (engines/norm.py)
+    block_again_s: Mapping[str, float] | None = None  # by mode: what recomputing a block adds
+    # What a block adds to FSDP2's whole step beyond the above: clipping, update, hooks.
+    block_rest_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_forward_s", "block_backward_s"):
+            by_mode = getattr(self, name)
+            _modes(f"host.{name}", by_mode)
+            need(min(by_mode.values()) >= 0, f"host.{name}: use 0 or more seconds")
+        if self.block_again_s is not None:
+            _modes("host.block_again_s", self.block_again_s)
+            need(min(self.block_again_s.values()) >= 0, "host.block_again_s: use 0 or more seconds")
+        for name in ("gather_s", "reduce_s", "step_s", "norm_s", "block_rest_s"):
+            seconds = getattr(self, name) or 0.0
+            need(seconds >= 0, f"host.{name}={seconds}: use 0 or more")
+
+    def again_s(self, mode: str) -> float:
+        """Of a block whose backward computes it again."""
+        by_mode = self.block_forward_s if self.block_again_s is None else self.block_again_s
+        return by_mode[mode]
+
+    def once_s(self, blocks: int) -> float:
+        """Once a step, of a model of so many blocks, without the norm."""
+        return self.step_s + blocks * (self.block_rest_s or 0.0)
+
+    def as_before(self, blocks: int) -> Host:
+        """Without the last two, as a calibration with models of one and of so many blocks gave
+        the same times before: all that is left of such a step is once a step."""
+        step = self.once_s(blocks)
+        return replace(self, step_s=step, block_again_s=None, block_rest_s=None)
+
+    @property
+    def lacks(self) -> list[str]:
+        """Figures that a calibration measures and this file does not have."""
+        names = ("block_again_s", "block_rest_s")
+        return [f"host.{name}" for name in names if getattr(self, name) is None]
+
+
+@checked(frozen=True, config=_STRICT)
+class Inside:
+    """The links inside a node: seconds by bytes that one rank receives. gpu_share: of a transfer's
+    seconds, those that the model loses beside it."""
+
+    gather: Curve
+    reduce: Curve
+    gpu_share: float
+
+    def __post_init__(self) -> None:
+        need(0 <= self.gpu_share <= 1, f"intra.gpu_share={self.gpu_share}: use 0 to 1")
+
+
+@checked(frozen=True, config=_STRICT)
+class Between:
+    """The links between nodes. `efficiency`: of a node's nominal rate, what payloads get."""
+
+    latency_s: float  # of one message
+    efficiency: float
+
+    def __post_init__(self) -> None:
+        need(self.latency_s >= 0, f"inter.latency_s={self.latency_s}: use 0 or more")
+        need(0 < self.efficiency <= 1, f"inter.efficiency={self.efficiency}: use (0, 1]")
+
+    def seconds(self, nbytes: float, gbps: float, messages: int = 1) -> float:
+        """`nbytes` leave a node over `gbps` Gbit/s; `messages` follow one another."""
+        if nbytes <= 0:
+            return 0.0
+        return messages * self.latency_s + nbytes * 8e-9 / (gbps * self.efficiency)
+
+
+@checked(frozen=True, config=_STRICT)
+class Codec:
+    """Of the codec kernels: seconds an element by operator and codec, and of a launch.
+
+    Elements are those of the inputs: of a sum, over all its rows. Codecs are named by `codec_key`:
+    bits, then r for stochastic rounding, h for a Hadamard rotation; `raw` sends its own bytes.
+    """
+
+    launch_s: float
+    seconds: Mapping[str, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        need(self.launch_s >= 0, f"codec.launch_s={self.launch_s}: use 0 or more")
+        unknown = sorted(set(self.seconds) ^ set(OPERATORS))
+        need(not unknown, f"codec.seconds: {', '.join(unknown)}; give {', '.join(OPERATORS)}")
+        for op, by_codec in self.seconds.items():
+            need(
+                all(s > 0 for s in by_codec.values()),
+                f"codec.seconds.{op}: use more than 0 seconds an element",
+            )
+
+    def each(self, op: str, codec: str) -> float:
+        """Seconds an element. ValueError when nobody measured it."""
+        found = self.seconds[op].get(codec)
+        if found is None:
+            raise ValueError(
+                f"the machine's file has no codec.seconds.{op}.{codec}; measure it with "
+                f"`zpp-lab bench calibrate`, or take a codec that it has: "
+                f"{', '.join(sorted(self.seconds[op]))}"
+            )
+        return found
+
+
+@checked(frozen=True, config=_STRICT)
+class Machine:
+    """One kind of host and GPU. `compute`: by mode (eager, compiled), seconds on the device by the
+    FLOPs of one block's forward in bf16; its backward is twice that."""
+
+    name: str
+    compute: Mapping[str, Curve]
+    memory_bytes_per_s: float  # read and written, of a large copy
+    host: Host
+    intra: Inside
+    inter: Between
+    codec: Codec
+    comment: Mapping[str, str]  # where each number comes from
+    gpu: str = ""  # its name as torch says it
+
+    def __post_init__(self) -> None:
+        _modes("compute", self.compute)
+        missing = sorted(set(self.compute) - set(self.host.block_forward_s))
+        missing += sorted(set(self.compute) - set(self.host.block_backward_s))
+        need(not missing, f"host: no block_forward_s or block_backward_s for {missing}")
+        if self.host.block_again_s is not None:
+            missing = sorted(set(self.compute) - set(self.host.block_again_s))
+            need(not missing, f"host: no block_again_s for {missing}")
+        need(self.memory_bytes_per_s > 0, "memory_bytes_per_s: use more than 0")
+
+    def mode(self, compiled: bool) -> str:
+        """The key of `compute`. ValueError where this file has no figures for it."""
+        wanted = MODES[compiled]
+        if wanted not in self.compute:
+            raise ValueError(
+                f"machine {self.name} has no {wanted} figures (compute.{wanted}): set "
+                f"engine.compile={'false' if compiled else 'true'}, or measure them with "
+                "`zpp-lab bench calibrate`"
+            )
+        return wanted
+
+    def shared(self, ranks: int) -> Machine:
+        """This machine as one of `ranks` ranks sees it that share each GPU and work at the same
+        time, each in a node of its own: kernels, copies and the links inside nodes take `ranks`
+        times longer. A rank keeps its host thread, and a node its link to the others."""
+        need(ranks >= 1, f"{ranks} ranks a GPU: use 1 or more")
+        if ranks == 1:
+            return self
+        codec = self.codec
+        each = {op: {k: s * ranks for k, s in by.items()} for op, by in codec.seconds.items()}
+        links = self.intra
+        return replace(
+            self,
+            compute={mode: curve.slower(ranks) for mode, curve in self.compute.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s / ranks,
+            intra=Inside(links.gather.slower(ranks), links.reduce.slower(ranks), links.gpu_share),
+            codec=Codec(codec.launch_s * ranks, each),
+        )
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load_machine(name: str) -> Machine:
+    """A file, or the name of one in conf/machine. ValueError names what is wrong with it."""
+    folder, path = conf_dir() / "machine", Path(name)
+    if not path.suffix and not path.is_file():
+        path = folder / f"{name}.json"
+    if not path.is_file():
+        ready = ", ".join(sorted(p.stem for p in folder.glob("*.json")))
+        raise ValueError(
+            f"machine {name!r}: no such file; give one that `zpp-lab bench calibrate` wrote, or "
+            f"the name of a ready one: {ready}"
+        )
+    if path.suffix == PART:
+        raise ValueError(
+            f"{path} has the parts that a calibration has measured so far: give "
+            "`zpp-lab bench calibrate` the same words again, and it goes on and makes the whole"
+        )
+    told = parse_json(path, "name another file, or let `zpp-lab bench calibrate` make it anew")
+    try:
+        return load(Machine, told)
+    except ValueError as error:
+        told = str(error).replace("\n", "; ")
+        raise ValueError(f"{path}: {told}; give one that `zpp-lab bench calibrate` wrote") from None
+
+
+def _modes(name: str, by_mode: Mapping[str, Any]) -> None:
+    unknown = sorted(set(by_mode) - set(MODES))
+    need(bool(by_mode) and not unknown, f"{name}: use the keys {' and '.join(MODES)}")

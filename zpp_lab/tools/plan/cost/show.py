@@ -1,0 +1,167 @@
+"""`zpp-lab plan --machine`: predicted seconds of a step at several speeds of the links.
+
+What the cost model says of the arms that were measured, for the curves beside their points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.table import Table
+
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config, EngineConfig
+from zpp_lab.study.report.speed.results import BASE, Measured, Predicted, Setting
+from zpp_lab.tools.plan.cost.machine import Machine, load_machine
+from zpp_lab.tools.plan.cost.step import BOUNDS, StepTime, predict
+
+Link = float | None  # Gbit/s of a node; None: no limit but the links inside nodes
+ROWS = {
+    "step": "step_s",
+    "  model": "compute_s",
+    "  codecs": "codec_s",
+    "  norm, update": "optimizer_s",
+    "  GPU waits": "exposed_s",
+    "busy: in nodes": "intra_s",
+    "busy: between": "inter_s",
+    "busy: host": "host_s",
+}
+
+
+def links(text: str) -> list[Link]:
+    """`12,25,max` as Gbit/s; max is None. ValueError for anything else."""
+    found: list[Link] = []
+    for word in text.split(","):
+        try:
+            found.append(None if word.strip() == "max" else float(word))
+        except ValueError:
+            raise ValueError(f"--link-gbps {text}: give Gbit/s or max, such as 12,25,max") from None
+        if found[-1] is not None and not 0 < found[-1] < float("inf"):
+            raise ValueError(f"--link-gbps {text}: use more than 0")
+    return found
+
+
+def times(config: Config, machine: Machine, speeds: Sequence[Link]) -> dict[str, StepTime]:
+    """By link, in the order given."""
+    return {named(link): predict(config, machine, link) for link in speeds}
+
+
+def named(link: Link) -> str:
+    return "max" if link is None else f"{link:g}"
+
+
+def as_dict(found: dict[str, StepTime], machine: Machine) -> dict[str, Any]:
+    return {"machine": machine.name, "links": {link: asdict(t) for link, t in found.items()}}
+
+
+def table(found: dict[str, StepTime], machine: Machine) -> Table:
+    """A column a link. The indented rows add up to the step; links and host are busy beside."""
+    made = Table(title=f"predicted on {machine.name}, ms", title_justify="left")
+    made.add_column("Gbit/s")
+    for link in found:
+        made.add_column(link, justify="right")
+    for name, attribute in ROWS.items():
+        made.add_row(name, *(f"{1000 * getattr(t, attribute):.1f}" for t in found.values()))
+    made.add_row("tokens/s", *(f"{t.tokens_per_s:,.0f}" for t in found.values()))
+    made.add_row("bound by", *(t.bound for t in found.values()))
+    return made
+
+
+def host_lacks(machine: Machine) -> str | None:
+    """What is taken for the host's figures that a file from before they were measured lacks."""
+    if not machine.host.lacks:
+        return None
+    return (
+        f"The figures of {machine.name} lack {' and '.join(machine.host.lacks)}: recomputing a "
+        "block is taken to need the host as long as its forward, and a step's update as long at "
+        "any depth. Where the host is the bound, steps come out too short; `zpp-lab bench "
+        "calibrate` measures both."
+    )
+
+
+def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) -> str | None:
+    """What to do where the host is the bound; None where it is nowhere."""
+    tight = [link for link, time in found.items() if time.bound == BOUNDS["host"]]
+    if not tight:
+        return None
+    text = (
+        f"Bound by the host at {', '.join(tight)}: fewer bits buy nothing there, and steps have "
+        "taken up to three fifths longer than predicted (experiments/speed). More tokens in a "
+        "pass (train.batch_size) give each launch more to do"
+    )
+    engine, speeds = config.engine, [None if k == "max" else float(k) for k in tight]
+    if not engine.compile:
+        compiled = replace(engine, compile=True)
+        text += _then("engine.compile=true", compiled, config, machine, speeds) or (
+            "; engine.compile=true takes fewer launches"  # nobody has measured how many
+        )
+    return f"{text}."
+
+
+def _then(
+    setting: str, engine: EngineConfig, config: Config, machine: Machine, speeds: Sequence[Link]
+) -> str:
+    """What a step would take with `engine`; nothing where the machine's file has no figures."""
+    try:
+        found = times(replace(config, engine=engine), machine, speeds)
+    except ValueError:
+        return ""
+    each = ", ".join(f"{1000 * time.step_s:.1f}" for time in found.values())
+    return f"; with {setting}, {each} ms by the same figures"
+
+
+POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
+
+
+def predictions(measured: Sequence[Measured], machine: str) -> tuple[list[Predicted], list[str]]:
+    """(predictions, why others have none): at every measured link and between the outer ones.
+
+    machine: a file of figures, or the name of one in conf/machine; ValueError where it is neither.
+    Predicted are plain FSDP2 and the arms of this package's own engine, where nodes shared GPUs
+    on GPUs shared alike.
+    """
+    figures = load_machine(machine)
+    groups: dict[tuple[Setting, str], list[Measured]] = {}
+    for one in measured:
+        groups.setdefault((one.setting, one.arm), []).append(one)
+    found: list[Predicted] = []
+    faults: dict[str, None] = {}
+    for (setting, arm), group in groups.items():
+        try:
+            found += _curve(setting, arm, group, figures.shared(setting.ranks_per_gpu))
+        except ValueError as error:
+            faults[f"{arm} has no prediction: {error}."] = None
+    return found, list(faults)
+
+
+def _curve(
+    setting: Setting, arm: str, group: Sequence[Measured], machine: Machine
+) -> list[Predicted]:
+    one = group[0]
+    if one.engine != "fsdp" and arm != BASE:
+        raise ValueError("the cost model knows FSDP2 with its defaults and engine=fsdp alone")
+    if one.config is None:
+        raise ValueError("the table does not say its config")
+    config = load(Config, one.config)
+    from zpp_lab.tools.bench.step.engines import vocabulary  # loads FSDP
+
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary(config)))
+    links, own_loop = _links([m.gbps for m in group]), arm != BASE
+    return [
+        Predicted(setting, arm, link, predict(config, machine, link, own_loop).tokens_per_s)
+        for link in links
+    ]
+
+
+def _links(measured: Sequence[float | None]) -> list[float | None]:
+    """The measured bandwidths, rising, with points between them; None where there is no link."""
+    known = sorted(gbps for gbps in measured if gbps is not None)
+    links: list[float | None] = [None] if None in measured else []
+    if not known:
+        return links
+    low, high = math.log(known[0]), math.log(known[-1])
+    between = [math.exp(low + (high - low) * i / POINTS) for i in range(1, POINTS)]
+    return [*links, *sorted({*known, *between})]

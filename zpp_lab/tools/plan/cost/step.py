@@ -1,0 +1,292 @@
+"""One training step, unit by unit, as FSDP2 runs it with a recipe's collectives.
+
+    host      starts everything, in order; a kernel never ends before its launches have; each
+              unit's gathers and reductions take it as long whatever their size, and each block
+              has a share of what it does once a step
+    compute   blocks, and the decoding of what was gathered
+    gathers   `engine.prefetch` units ahead; the next one starts when the last one is decoded
+    reduction of a unit beside the backward of the unit before it; the one after that waits
+    links     one transfer at a time inside nodes, and one between them
+    GPU       one kernel at a time: codecs take time from the model
+
+Then gradients are measured and clipped and AdamW runs, and the host reads the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.collectives.recipe import quantizes_any
+from zpp_lab.config.schema import Config, Wire
+from zpp_lab.engines.build import plan_of, vocabulary
+from zpp_lab.engines.units import is_untouched
+from zpp_lab.tools.plan.cost.machine import Machine
+from zpp_lab.tools.plan.cost.model import Timeline, Work, block_work, head_work
+from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
+
+# Bytes that the GPU's memory moves for an element of a rank's shards.
+NORM = 4  # gradients read once, by ours (codecs/kernels/squares.py) and by torch's
+CLIP = 8
+ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
+LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read
+BOUNDS = {
+    "gpu": "computation",
+    "host": "host",
+    "intra": "inside nodes",
+    "inter": "between nodes",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step: compute_s + codec_s + optimizer_s + exposed_s = step_s.
+
+    codec_s has what the model loses beside transfers too; exposed_s is the time in which the GPU
+    waits for links or host. intra_s, inter_s, host_s: how long links and host are busy, hidden or
+    not.
+    """
+
+    compute_s: float
+    codec_s: float
+    intra_s: float
+    inter_s: float
+    host_s: float
+    exposed_s: float
+    optimizer_s: float
+    step_s: float
+    tokens_per_s: float
+    parts: dict[str, float]  # seconds by kind of task
+    bound: str  # what is busy longest
+
+
+def predict(
+    config: Config, machine: Machine, link_gbps: float | None = None, own_loop: bool = True
+) -> StepTime:
+    """The step that `config` would train with engine=fsdp, one GPU a rank.
+
+    link_gbps: of each node, in both directions; None where all GPUs are joined as those inside a
+    node. own_loop=False: FSDP2 in a loop of its own, with its own rings and a norm in any
+    order; recipe.secondary=true is then its resharding to the node.
+    ValueError for what has no figures: models other than the built-in decoder, offload,
+    DeepSpeed, a codec or mode that the machine's file lacks.
+    """
+    _check(config, link_gbps)
+    plan = plan_of(config, link_gbps is None)
+    if not own_loop and quantizes_any(plan.recipe):
+        raise ValueError(f"recipe {config.recipe.name}: FSDP2 by itself has no codecs")
+    plain = not own_loop or is_untouched(plan, config.engine.ordered)
+    step = _Step(plan, config, machine, Transfers(machine, link_gbps, plain))
+    step.build(own_loop)
+    return step.result()
+
+
+def _check(config: Config, link_gbps: float | None) -> None:
+    if link_gbps is not None and link_gbps <= 0:
+        raise ValueError(f"link_gbps={link_gbps:g}: use more than 0, or max for no limit")
+    if config.model.name != "llama":
+        raise ValueError(
+            f"model={config.model.name}: only the built-in decoder's work has a formula; take a "
+            "model.* preset of the same shape"
+        )
+    if config.engine.name == "deepspeed":
+        raise ValueError("engine=deepspeed follows no plan of ours: predict engine=fsdp")
+    if config.engine.offload:
+        raise ValueError("engine.offload=true has no figures: predict engine.offload=false")
+    if config.train.optimizer_place == "host":
+        raise ValueError(
+            "train.optimizer_place=host has no figures: predict train.optimizer_place=device"
+        )
+    if config.train.param_dtype != "bf16":
+        raise ValueError(
+            f"train.param_dtype={config.train.param_dtype}: figures are of bf16; set "
+            "train.param_dtype=bf16"
+        )
+
+
+class _Step:
+    """Builds the tasks of one step on a timeline."""
+
+    def __init__(self, plan: Plan, config: Config, machine: Machine, transfers: Transfers) -> None:
+        self.plan, self.config, self.machine = plan, config, machine
+        self.transfers = transfers
+        self.units = [u for u in plan.units if u.unit.name != "root"]
+        self.root = plan.units[-1]
+        self.mode = machine.mode(config.engine.compile)
+        self.ahead = max(1, config.engine.prefetch)
+        self.line = Timeline()
+        self.host: int | None = None  # the host's last task
+        self.decoded: list[int] = []  # copy-outs, in order
+        self.fetched: dict[str, tuple[int, float]] = {}  # last leg, and seconds to decode
+        self.reduced: list[int] = []  # ends of reductions, in order
+        self.times = {id(u): self._kernels(block_work(u, config)) for u in self.units}
+
+    def build(self, own_loop: bool) -> None:
+        micros = self.plan.micro_steps
+        for micro in range(micros):
+            gathers = micro == 0 or self.plan.recipe.config.stage == 3
+            self._forward(gathers)
+            self._backward(reduces=micro == micros - 1 or not self.plan.accumulate_last)
+        self._update(own_loop)
+
+    def result(self) -> StepTime:
+        ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
+        step = max(ends)
+        optimizer = kinds.get("norm", 0.0) + kinds.get("optimizer", 0.0)
+        beside = ("gather kernels", "reduce kernels", "lost to transfers")
+        codec = sum(kinds.get(kind, 0.0) for kind in beside)
+        compute = busy.get("gpu", 0.0) - optimizer - codec
+        train = self.config.train
+        sequences = train.batch_size * train.micro_steps * self.config.cluster.world
+        return StepTime(
+            compute_s=compute,
+            codec_s=codec,
+            intra_s=busy.get("intra", 0.0),
+            inter_s=busy.get("inter", 0.0),
+            host_s=busy.get("host", 0.0),
+            exposed_s=step - busy.get("gpu", 0.0),
+            optimizer_s=optimizer,
+            step_s=step,
+            tokens_per_s=sequences * self.config.data.seq_len / step,
+            parts={kind: seconds for kind, seconds in kinds.items() if seconds},
+            bound=BOUNDS[max(BOUNDS, key=lambda name: busy.get(name, 0.0))],
+        )
+
+    # ------------------------------------------------------------------ passes
+
+    def _forward(self, gathers: bool) -> None:
+        order = [self.root, *self.units]
+        ahead = self.config.engine.prefetch
+        for i, unit in enumerate(order):
+            if gathers:
+                self._gather(unit, "weights_forward")
+                self._copy_out(unit)
+                self._gather_ahead(order[i + 1 : i + 1 + ahead], "weights_forward")
+            if unit is not self.root:  # its work is the head's, at the end
+                self._compute("forward", self.times[id(unit)][0], self._host("forward"))
+        head = self._head()
+        self._compute("head", head[0], 0.0)
+
+    def _backward(self, reduces: bool) -> None:
+        order = self.units[::-1]
+        regathers = self.plan.recipe.config.stage == 3
+        if regathers:
+            self._gather_ahead(order[: self.ahead], "weights_backward")
+        self._compute("head", self._head()[1], 0.0)
+        for i, unit in enumerate(order):
+            if regathers:
+                self._copy_out(unit)
+                self._gather_ahead(order[i + 1 : i + 1 + self.ahead], "weights_backward")
+            self._wait_for_reduction()
+            again = self.config.model.checkpoint_activations
+            host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
+            done = self._compute("backward", self.times[id(unit)][1], host)
+            if reduces:
+                self._reduce(unit, done)
+        if reduces:
+            self._reduce(self.root, self._mark())
+
+    def _update(self, own_loop: bool) -> None:
+        shards = sum(
+            p.shard_numel
+            for u in self.plan.units
+            for p in u.unit.parameters
+            if p.name in u.unit.trainable
+        )
+        rate, train = self.machine.memory_bytes_per_s, self.config.train
+        norm = NORM + (CLIP if train.clip else 0)
+        host = self.machine.host
+        add = self.line.add
+        add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
+        self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
+        self.host = add("host, once a step", "host", "host", host.once_s(len(self.units)))
+        add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
+        self._mark()
+
+    # ------------------------------------------------------------------ pieces
+
+    def _compute(self, kind: str, seconds: float, host: float) -> int:
+        """Kernels that start while the host launches them, and end after the last launch."""
+        before = self.host
+        self.host = self.line.add(f"host, {kind}", "host", "host", host)
+        self.line.add(kind, "compute", "gpu", seconds, [before])
+        return self._mark()
+
+    def _mark(self) -> int:
+        """The compute lane, when all that the host has started so far can have ended."""
+        return self.line.add("mark", "compute", None, 0.0, [self.host])
+
+    def _gather_ahead(self, units: Sequence[UnitPlan], wire: Wire) -> None:
+        for unit in units:
+            self._gather(unit, wire)
+
+    def _gather(self, unit: UnitPlan, wire: Wire) -> None:
+        """Start a gather, unless it is under way. A buffer is free when the gather `ahead` of it
+        has been decoded."""
+        if unit.unit.name in self.fetched:
+            return
+        forward = wire == "weights_forward"
+        found = self.transfers.forward(unit) if forward else self.transfers.backward(unit)
+        place = len(self.decoded) + len(self.fetched) - self.ahead
+        free = self.decoded[place] if 0 <= place < len(self.decoded) else None
+        self.host = self.line.add("host, gathers", "host", "host", self.machine.host.gather_s)
+        end = self._ship(found, "gather", wire, [self.host, free])
+        self.fetched[unit.unit.name] = end, found.kernels[-1]
+
+    def _copy_out(self, unit: UnitPlan) -> None:
+        """Decode on the compute lane what has arrived."""
+        arrived, seconds = self.fetched.pop(unit.unit.name)
+        self.decoded.append(self.line.add("gather kernels", "compute", "gpu", seconds, [arrived]))
+
+    def _wait_for_reduction(self) -> None:
+        """FSDP2 keeps the gradients of one reduction: the one before the last must have ended."""
+        self.line.add("mark", "compute", None, 0.0, self.reduced[-2:-1])
+
+    def _reduce(self, unit: UnitPlan, done: int | None) -> None:
+        if not unit.unit.trainable:
+            return
+        found = self.transfers.reduction(unit)
+        self.host = self.line.add("host, reductions", "host", "host", self.machine.host.reduce_s)
+        end = self._ship(found, "reduce", "grads", [self.host, done])
+        end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])
+        self.reduced.append(end)
+
+    def _ship(
+        self, found: Collective, what: str, wire: Wire | str, after: Sequence[int | None]
+    ) -> int:
+        """All of a collective but its last kernel; the last leg."""
+        waits = list(after)
+        for i, (kernel, leg) in enumerate(zip(found.kernels, found.legs, strict=False)):
+            kernels = f"{what} kernels"
+            own = self.line.add(kernels, f"{what}: kernel {i}", "gpu", kernel, waits)
+            share = self.machine.intra.gpu_share if leg.link == "intra" else 0.0
+            if share:
+                lost = leg.seconds * share
+                self.line.add("lost to transfers", f"{what}: beside {i}", "gpu", lost, [own])
+            kind = f"{wire}, {leg.link}"
+            waits = [self.line.add(kind, f"{what}: leg {i}", leg.link, leg.seconds, [own])]
+        assert waits[0] is not None
+        return waits[0]
+
+    # ------------------------------------------------------------------ seconds
+
+    def _kernels(self, work: Work) -> tuple[float, float]:
+        """Of a block: forward, and backward with what it computes again."""
+        curve = self.machine.compute[self.mode]
+        forward = curve.seconds(work.forward)
+        return forward, forward * (work.backward + work.recompute) / work.forward
+
+    def _head(self) -> tuple[float, float]:
+        """Of the head and the loss, forward and backward."""
+        vocab, train = vocabulary(self.config), self.config.train
+        work = head_work(self.root, self.config, vocab)
+        logits = train.batch_size * self.config.data.seq_len * vocab
+        loss = LOSS / 2 * logits / self.machine.memory_bytes_per_s
+        forward, backward = self._kernels(work)
+        return forward + loss, backward + loss
+
+    def _host(self, which: str) -> float:
+        host = self.machine.host
+        by_mode = host.block_forward_s if which == "forward" else host.block_backward_s
+        return by_mode[self.mode]

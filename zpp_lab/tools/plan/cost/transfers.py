@@ -1,0 +1,160 @@
+"""Seconds of one unit's collectives: kernels on the GPU, and legs on the links.
+
+Bytes are the plan's. A leg takes one kind of link for itself; a transfer that uses both at the
+same time takes the link between nodes for as long as the slower of the two needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from zpp_lab.codecs import BlockCodec, Codec, RawCodec
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.plan import UnitPlan
+from zpp_lab.collectives.traffic import Traffic, hop_traffic
+from zpp_lab.config.schema import Wire
+from zpp_lab.tools.plan.cost.machine import Machine
+
+LinkName = Literal["intra", "inter"]
+SEGMENTS = 20  # of one launch of a codec kernel
+BF16 = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Leg:
+    link: LinkName
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Kernels and the legs between them, in turn: there is one kernel more than legs."""
+
+    kernels: tuple[float, ...]
+    legs: tuple[Leg, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.kernels) == len(self.legs) + 1
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Of a unit on a machine. `plain`: FSDP2's own collectives, rings over all ranks.
+    link_gbps: of a node; None where nodes are joined by what joins the GPUs inside one."""
+
+    machine: Machine
+    link_gbps: float | None
+    plain: bool
+
+    def forward(self, unit: UnitPlan) -> Collective:
+        return self._gather(unit, "weights_forward")
+
+    def backward(self, unit: UnitPlan) -> Collective:
+        """Of a unit that backward gathers again. Between nodes hpZ's rows are there, encoded."""
+        return self._gather(unit, "weights_backward")
+
+    def _gather(self, unit: UnitPlan, wire: Wire) -> Collective:
+        layout = unit.forward if wire == "weights_forward" else unit.backward
+        kept = wire == "weights_backward" and unit.keeps_secondary
+        encode = 0.0 if kept else self._kernel("encode", unit.live(wire), 1)
+        decode = self._kernel("decode", layout, unit.recipe.shards)
+        legs = self._gather_legs(unit, wire, layout)
+        return Collective((encode, *(0.0 for _ in legs[1:]), decode), legs)
+
+    def _gather_legs(self, unit: UnitPlan, wire: Wire, layout: Layout) -> tuple[Leg, ...]:
+        cluster = unit.recipe.cluster
+        if cluster.world == 1:
+            return (Leg("intra", 0.0),)
+        kept = wire == "weights_backward" and unit.keeps_secondary
+        if self.plain and not kept and unit.recipe.config.shard == "world":
+            return self._ring(unit, (cluster.world - 1) * layout.nbytes, "gather")
+        planned = unit.forward_bytes() if wire == "weights_forward" else unit.backward_bytes()
+        traffic = planned[wire]
+        if unit.hierarchical and traffic.inter:
+            across = self._leg(unit, Traffic(0, traffic.inter), "gather", cluster.nodes - 1)
+            return across, self._leg(unit, Traffic(traffic.intra, 0), "gather")
+        return (self._leg(unit, traffic, "gather", cluster.nodes - 1),)
+
+    def reduction(self, unit: UnitPlan) -> Collective:
+        cluster, layouts = unit.recipe.cluster, unit.hops
+        if not layouts:  # a cluster of one rank
+            return Collective((0.0, 0.0), (Leg("intra", 0.0),))
+        first, last = layouts[0], layouts[-1]
+        encode = self._kernel("encode", first, unit.recipe.shards)
+        if unit.recipe.config.shard == "node":
+            return Collective((encode, 0.0, 0.0), self._node_legs(unit))
+        if self.plain:
+            legs = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")
+            return Collective((encode, 0.0), legs)
+        hops = hop_traffic(cluster, unit.recipe.hops, [layout.nbytes for layout in layouts])
+        if len(layouts) == 1:
+            both = Traffic(0, 0)
+            for traffic in hops.values():
+                both += traffic
+            return Collective(
+                (encode, self._kernel("reduce", last, cluster.world)),
+                (self._leg(unit, both, "reduce"),),
+            )
+        both_ways = (self._kernel("decode_sum_encode", one, cluster.world) for one in layouts)
+        middle = max(both_ways)  # measured with one codec for both: the slower one counts
+        legs = tuple(self._leg(unit, hops[wire], "reduce") for wire in unit.recipe.hops)
+        return Collective((encode, middle, self._kernel("reduce", last, cluster.nodes)), legs)
+
+    # ------------------------------------------------------------------ legs
+
+    def _leg(self, unit: UnitPlan, traffic: Traffic, kind: str, messages: int = 1) -> Leg:
+        """`traffic` of all ranks together. `messages` follow one another between nodes."""
+        cluster = unit.recipe.cluster
+        if self.link_gbps is None or not traffic.inter:
+            return Leg("intra", self._inside(kind, sum(traffic) / cluster.world))
+        across = self.machine.inter.seconds(
+            traffic.inter / cluster.nodes, self.link_gbps, max(1, messages)
+        )
+        return Leg("inter", max(across, self._inside(kind, traffic.intra / cluster.world)))
+
+    def _ring(self, unit: UnitPlan, nbytes: int, kind: str) -> tuple[Leg, ...]:
+        """A ring over all ranks: each sends `nbytes` to the next one, and one rank a node has
+        its next one on another node."""
+        nodes = unit.recipe.cluster.nodes
+        inside = self._inside(kind, nbytes)
+        if self.link_gbps is None or nodes == 1:
+            return (Leg("intra", inside),)
+        across = self.machine.inter.seconds(nbytes, self.link_gbps, nodes - 1)
+        return (Leg("inter", max(across, inside)),)
+
+    def _node_legs(self, unit: UnitPlan) -> tuple[Leg, ...]:
+        """HSDP: a reduce-scatter in the node, then an all-reduce of each row over the nodes."""
+        moved = unit.reduce_bytes()
+        steps = 2 * (unit.recipe.cluster.nodes - 1)
+        return (
+            self._leg(unit, moved["grads_intra"], "reduce"),
+            self._leg(unit, moved["grads_inter"], "reduce", steps),
+        )
+
+    def _inside(self, kind: str, nbytes: float) -> float:
+        links = self.machine.intra
+        return (links.gather if kind == "gather" else links.reduce).seconds(nbytes)
+
+    # ------------------------------------------------------------------ kernels
+
+    def _kernel(self, op: str, layout: Layout, rows: int) -> float:
+        """On `rows` rows of a layout."""
+        elements: Counter[tuple[str, float]] = Counter()
+        for segment in layout.segments:
+            elements[codec_key(segment.codec, op)] += rows * segment.coded_numel
+        codec = self.machine.codec
+        seconds = sum(n * scale * codec.each(op, key) for (key, scale), n in elements.items() if n)
+        return seconds + codec.launch_s * -(-len(layout.segments) // SEGMENTS)
+
+
+def codec_key(codec: Codec, op: str) -> tuple[str, float]:
+    """A codec's name in a machine's file, and how many times such an element's work it is.
+    Decoding does not depend on how codes were rounded."""
+    if isinstance(codec, RawCodec):
+        return "raw", codec.dtype.itemsize / BF16
+    if isinstance(codec, BlockCodec):
+        drawn = codec.stochastic and op in ("encode", "decode_sum_encode")
+        return f"{codec.bits}{'r' if drawn else ''}{'h' if codec.hadamard else ''}", 1.0
+    return type(codec).__name__, 1.0

@@ -1,0 +1,289 @@
+"""Prints what a study would do: each run's state, bytes and memory, and seconds on a machine.
+
+Bytes and memory follow from the settings; seconds are predicted where a machine's figures are
+named (`train/memory/forecast.py`). Nothing is trained or measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from zpp_lab.config.schema import Config
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.files import shares
+from zpp_lab.runs.reader import last_step, read_run
+from zpp_lab.study.run import attempts
+from zpp_lab.study.run.launch import check_time
+from zpp_lab.study.run.places import check_jobs
+from zpp_lab.study.run.plan import Compose, PlannedRun, check_runs, notes, plan_runs, to_do
+from zpp_lab.study.run.progress import duration
+from zpp_lab.train.memory.forecast import Foreseen, foresee
+
+ENDED = ("finished", "diverged")
+BITS = "Quantized: of a step's bytes of weights and of gradients; a/b: of their two wires."
+LEAST = "≥: weights, optimizer and gradients; activations come on top."
+FLOOR = "≥: training steps without evaluation{more}."
+ALONE = ", and of engine=virtual what the ranks compute, without codecs and waiting"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Whose figures predict seconds: a file or a ready one's name; link_gbps of its nodes (None:
+    as inside a node)."""
+
+    name: str
+    link_gbps: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One run of a study: its state, and what it needs. step_seconds None: unknown, `reason` says
+    why; else a floor, as evaluations are not in it."""
+
+    run: PlannedRun
+    state: str  # as its folder says: finished, unfinished, diverged, …
+    step: int  # steps done
+    foreseen: Foreseen
+    step_seconds: float | None = None
+    reason: str = ""
+
+    @property
+    def bytes(self) -> int | None:
+        """Of all steps, over all ranks."""
+        each = self.foreseen.step_bytes
+        return None if each is None else self.run.config.train.steps * each
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def whole_seconds(self) -> float | None:
+        """From the first step on."""
+        each = self.step_seconds
+        return None if each is None else self.run.config.train.steps * each
+
+    @property
+    def seconds(self) -> float | None:
+        """Left."""
+        if self.ended:
+            return 0.0
+        left = max(0, self.run.config.train.steps - self.step)
+        return None if self.step_seconds is None else left * self.step_seconds
+
+
+def dry_run(
+    study: StudyConfig,
+    root: Path,
+    jobs: int = 0,
+    machine: Machine | None = None,
+    *,
+    launcher: str | None = None,
+    settings: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    until: float | None = None,
+    compose: Compose | None = None,
+    console: Console | None = None,
+) -> list[Forecast]:
+    """Compose every run, print its bytes and memory, with `machine` its seconds, and a summary.
+
+    launcher, settings, arms, seeds, until: as of `run_study`. Raises what that raises before its
+    first run, but looks for the files that runs read only where they would run here.
+    """
+    if compose is None:
+        from zpp_lab.config.compose import compose as hydra_compose
+
+        compose = hydra_compose
+    console = console or Console()
+    runs = plan_runs(study, root, compose, arms, seeds)
+    check_time(until, launcher)
+    headers: list[tuple[list[str], str]] = []
+    if launcher is not None:
+        from zpp_lab.study.run.batch import check_launcher  # Hydra is slow to import
+
+        headers = check_launcher(launcher, root, settings, to_do(runs))
+    check_runs(study, runs, here=launcher is None and machine is None)
+    check_jobs(jobs)
+    ended = sum(run.finished for run in runs)
+    console.print(
+        f"Study {study.name}, {root}: {_several(len(runs), 'run')}, {ended} finished.",
+        soft_wrap=True,
+    )
+    for note in notes(to_do(runs)):
+        console.print(note, soft_wrap=True)
+    found = forecast(runs, machine)
+    console.print(_plan_table(study, found))
+    if any(f.foreseen.quantized for f in found):
+        console.print(BITS)
+    if any(f.foreseen.memory and f.foreseen.memory.at_least for f in found):
+        console.print(LEAST)
+    if machine is not None:
+        _print_times(study, found, console)
+    for whose, header in headers:
+        told = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
+        console.print(told, soft_wrap=True, markup=False, highlight=False)
+    console.print(_summary(study, found, jobs, machine), soft_wrap=True)
+    if study.max_seeds > len(study.seeds) and not (arms or seeds):
+        console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
+    return found
+
+
+def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list[Forecast]:
+    """What each run needs; an arm's plan is made once. ValueError for an unknown machine."""
+    if machine is not None:
+        from zpp_lab.tools.plan.cost.machine import load_machine
+
+        load_machine(machine.name)
+    seen: dict[tuple[str, bool], tuple[Foreseen, float | None, str]] = {}
+    found = []
+    for run in runs:
+        who = (run.arm, run.prepares)
+        if who not in seen:
+            seen[who] = (foresee(run.config), *_predicted(run, machine))
+        state = read_run(run.dir).outcome if (run.dir / "config.yaml").exists() else "unfinished"
+        found.append(Forecast(run, state, last_step(run.dir), *seen[who]))
+    return found
+
+
+def _predicted(run: PlannedRun, machine: Machine | None) -> tuple[float | None, str]:
+    """Seconds of a step, or None and why."""
+    if machine is None:
+        return None, ""
+    try:
+        return predicted_seconds(run.config, machine.name, machine.link_gbps), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+# ---------------------------------------------------------------------- shown
+
+
+def _plan_table(study: StudyConfig, runs: Sequence[Forecast]) -> Table:
+    def cells(own: Sequence[Forecast]) -> list[str]:
+        begun = sum(f.step > 0 and f.state == "unfinished" for f in own)
+        sent = "?" if own[0].bytes is None else amount(own[0].bytes)
+        share = own[0].foreseen.quantized
+        bits = "?" if share is None else ", ".join(shares(share))
+        return [str(len(own)), _ended(study, own), str(begun), sent, bits, _memory(own[0])]
+
+    names = ("Runs", "Ended", "Begun", "Sent in a run", "Quantized w, g", "Memory")
+    return _table(study, runs, names, cells)
+
+
+def _print_times(study: StudyConfig, found: Sequence[Forecast], console: Console) -> None:
+    def cells(own: Sequence[Forecast]) -> list[str]:
+        whole, left = own[0].whole_seconds, sum(f.seconds or 0.0 for f in own)
+        known = all(f.seconds is not None for f in own)
+        return [
+            "?" if whole is None else f"≥ {duration(whole)}",
+            f"{'' if all(f.ended for f in own) else '≥ '}{duration(left)}" if known else "?",
+        ]
+
+    console.print(_table(study, found, ("Time of a run", "Time left"), cells))
+    if any(f.step_seconds is not None for f in found):
+        virtual = any(f.run.config.engine.name == "virtual" for f in found)
+        console.print(FLOOR.format(more=ALONE if virtual else ""), soft_wrap=True)
+    reasons: dict[str, dict[str, None]] = {}
+    for f in found:
+        if f.seconds is None:
+            reasons.setdefault(f.reason, {})[f.run.arm] = None
+    for reason, names in reasons.items():
+        console.print(f"?: {', '.join(names)}: {reason}", soft_wrap=True)
+
+
+def _summary(
+    study: StudyConfig, found: Sequence[Forecast], jobs: int, machine: Machine | None
+) -> str:
+    ended = sum(f.ended for f in found)
+    sent = [f.bytes for f in found]
+    left = "" if machine is None else f"; {_left(study, found, jobs, machine)}"
+    total = amount(sum(n for n in sent if n is not None))
+    return (
+        f"{_several(len(found), 'run')}, {ended} ended already{left}; the ranks send {total} in "
+        f"all{'' if None not in sent else ', those marked ? not counted'}."
+    )
+
+
+def _left(study: StudyConfig, found: Sequence[Forecast], jobs: int, machine: Machine) -> str:
+    """Time of all runs, if the places are always busy. GPU time adds up, so runs that share a
+    GPU take as long as one after the other."""
+    unknown = sum(f.seconds is None for f in found)
+    if unknown and unknown == sum(not f.ended for f in found):
+        return "time left unknown"
+    work = [f.seconds or 0.0 for f in found]
+    at_once = max(1.0, jobs / max(1, study.runs_per_gpu))
+    left = f"at least {duration(max(sum(work) / at_once, *work))} left on {machine.name}"
+    without = f" without the {_several(unknown, 'run')} marked ?" if unknown else ""
+    return f"{left}{without} with {max(1, jobs)} side by side, without start-up"
+
+
+def _table(
+    study: StudyConfig,
+    runs: Sequence[Forecast],
+    names: Sequence[str],
+    cells: Callable[[Sequence[Forecast]], list[str]],
+) -> Table:
+    """A row for each run before the arms and for each arm."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("Arm", *names):
+        table.add_column(name, justify="left" if name == "Arm" else "right")
+    for one in study.prepare:
+        own = [f for f in runs if f.run.prepares and f.run.arm == one.name]
+        table.add_row(str(own[0].run), *cells(own))
+    for arm in study.arms:
+        own = [f for f in runs if not f.run.prepares and f.run.arm == arm.name]
+        if own:  # the other arms are left alone
+            table.add_row(arm.name, *cells(own))
+    return table
+
+
+def _ended(study: StudyConfig, own: Sequence[Forecast]) -> str:
+    ended = Counter(f.state for f in own if f.state != "unfinished")
+    lost = sum(bool(attempts.given_up(f.run.dir, study.retries)) for f in own)
+    words = [f"{n} {state.replace('_', ' ')}" for state, n in ended.items()]
+    return ", ".join(words) + (f" ({lost} for good)" if lost else "") or "0"
+
+
+def _memory(one: Forecast) -> str:
+    need = one.foreseen.memory
+    if need is None:
+        return "?"
+    text = f"{amount(need.nbytes)}{' a GPU' if need.each else ''}"
+    return f"≥ {text}" if need.at_least else text
+
+
+def amount(count: float) -> str:
+    """Bytes for people: 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> float:
+    """Seconds of a step on `machine`. ValueError where its file has no figures for `config`.
+
+    engine=fsdp is predicted, one GPU a rank. Of engine=virtual on one GPU it is a floor, what all
+    ranks compute; codecs, and the gaps between a small model's kernels, come on top.
+    """
+    from zpp_lab.tools.plan.cost.machine import load_machine
+    from zpp_lab.tools.plan.cost.step import predict
+
+    figures = load_machine(machine)
+    if config.engine.name != "virtual":
+        return predict(config, figures, link_gbps).step_s
+    alone = replace(config, engine=replace(config.engine, name="fsdp"))
+    one = predict(alone, figures)
+    return config.cluster.world * (one.compute_s + one.optimizer_s)

@@ -1,0 +1,144 @@
+"""`zpp-lab plan --fastest`: from the words of a user to an answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
+from zpp_lab.tools.plan.cost.machine import load_machine
+from zpp_lab.tools.plan.planner import MOST_RANKS, NO_GPU, Outlook, device_memory
+from zpp_lab.tools.plan.search.fastest import Answer, NothingFits, Problem, search
+from zpp_lab.tools.plan.search.limits import LossLimit, read_limit
+from zpp_lab.tools.plan.search.shown import (
+    WIDTH,
+    as_dict,
+    label,
+    next_study,
+    show,
+    tempting,
+    write_next_study,
+)
+from zpp_lab.train.memory.buffers import GIB
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of `zpp-lab plan --fastest`, as typed."""
+
+    machine: str | None
+    link_gbps: str | None
+    gpu_gib: float | None
+    study: Path | None
+    max_gap: float | None
+    allow: str | None
+    next_study: Path | None
+    as_json: bool
+
+
+def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
+    """Print the fastest plan. ValueError, with the way out, where there is none."""
+    config = compose(list(overrides))
+    problem = _problem(config, wanted)
+    print("looking at every plan; this takes a while …", file=sys.stderr, flush=True)
+    try:
+        answer = search(problem)
+    except NothingFits as error:
+        raise ValueError(_nothing_fits(problem, error)) from None
+    written = _write_next(answer, wanted.next_study)
+    if wanted.as_json:
+        print(json.dumps(as_dict(answer, overrides, config, written), indent=1))
+    else:
+        show(answer, overrides, config, written, Console(width=max(WIDTH, Console().width)))
+    return 0
+
+
+def _problem(config: Config, wanted: Wanted) -> Problem:
+    base = replace(config, engine=replace(config.engine, name="fsdp"))
+    device, assumed = device_memory(wanted.gpu_gib)
+    if wanted.machine is None:
+        raise ValueError(
+            "--fastest needs --machine: a file that `zpp-lab bench calibrate` wrote, or the name "
+            "of one in conf/machine, such as h200"
+        )
+    machine, link = load_machine(wanted.machine), _link(base, wanted.link_gbps)
+    untested = wanted.allow == "untested"
+    limit = _limit(wanted)
+    return Problem(base, machine, link, device, limit, assumed=assumed, untested=untested)
+
+
+def _link(base: Config, text: str | None) -> float | None:
+    """Gbit/s of a node; None where nodes are joined as the GPUs inside one are."""
+    if base.cluster.nodes == 1 or text == "max":
+        return None
+    if text is None:
+        raise ValueError(
+            f"{base.cluster.nodes} nodes need --link-gbps, what each can send to the others in "
+            "Gbit/s, or max where they are joined as the GPUs inside one are"
+        )
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"--link-gbps {text}: a number above 0, or max")
+    return rate
+
+
+def _limit(wanted: Wanted) -> LossLimit | None:
+    if wanted.study is not None:
+        if wanted.allow == "untested":
+            raise ValueError(
+                "--allow untested is for a search without --study: what a study has not measured "
+                "is never chosen by it; --next-study FILE writes the study that would measure it"
+            )
+        return read_limit(wanted.study, wanted.max_gap, wanted.allow == "undecided")
+    for name in ("max_gap", "allow", "next_study"):
+        if getattr(wanted, name) not in (None, "untested"):
+            raise ValueError(f"--{name.replace('_', '-')} goes with --study, a study's folder")
+    return None
+
+
+def _write_next(answer: Answer, path: Path | None) -> str | None:
+    """The file's name; None when there was nothing to write or none was wanted."""
+    plans, limit = tempting(answer), answer.problem.limit
+    if path is None or limit is None or not plans:
+        return None
+    write_next_study(path, next_study(limit, plans, answer.problem.base.cluster))
+    return str(path)
+
+
+def _nothing_fits(problem: Problem, error: NothingFits) -> str:
+    closest = error.closest
+    text = (
+        f"no plan fits {problem.device / GIB:.1f} GiB a GPU; the closest needs "
+        f"{closest.peak / GIB:.1f} GiB ({label(closest.candidate)})"
+    )
+    if error.others:
+        who = "need --allow untested" if problem.limit is None else "the study does not allow"
+        text += f", and {error.others:,} plans fit that {who}"
+    found = _way_out(closest.candidate.config(problem.base), problem.device)
+    way = f"Add {found}" if found else "Take a smaller model, shorter sequences"
+    told = f"{text}. {way}, or give a larger --memory-gib"
+    return f"{told}. {NO_GPU}" if problem.assumed else told
+
+
+def _way_out(config: Config, device: int) -> str | None:
+    """Overrides with which `config` fits: smaller batches and as many tokens a step, else more
+    nodes."""
+    train, cluster = config.train, config.cluster
+    while train.batch_size % 2 == 0:
+        train = replace(train, batch_size=train.batch_size // 2, micro_steps=2 * train.micro_steps)
+        if Outlook.of(replace(config, train=train), device).fits:
+            return f"train.batch_size={train.batch_size} train.micro_steps={train.micro_steps}"
+    while 2 * cluster.world <= MOST_RANKS:
+        cluster = replace(cluster, nodes=2 * cluster.nodes)
+        if Outlook.of(replace(config, cluster=cluster), device).fits:
+            return f"cluster.nodes={cluster.nodes}"
+    return None

@@ -1,0 +1,319 @@
+"""Searches the fastest plan under a memory limit and a loss limit.
+
+Memory comes first, then the loss: both are cheap, and both are exact. What is left is looked at
+in the order of a floor of its time, the longest that the GPU, the host or a link is busy, which no
+schedule can beat. A plan is predicted only while its floor is below the time of what was found. It
+is passed over, too, when one of the same build was slow already that has no more bits on any wire
+and keeps nothing busy for longer. Plans within `TIE` count as equally fast: of those the one with
+the most bits on its wires is chosen, among the fastest found and the `TRIES` gentlest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import le
+
+from zpp_lab.config.schema import Config, RecipeConfig
+from zpp_lab.engines.build import plan_of, vocabulary
+from zpp_lab.tools.plan.cost.machine import Machine
+from zpp_lab.tools.plan.cost.step import StepTime, predict
+from zpp_lab.tools.plan.search.limits import (
+    STATES,
+    UNLIMITED,
+    LossLimit,
+    Numbers,
+    Ruling,
+    without_evidence,
+)
+from zpp_lab.tools.plan.search.parts import Figures, Parts
+from zpp_lab.tools.plan.search.space import (
+    BITS,
+    PLAIN,
+    Candidate,
+    Space,
+    unrotated,
+    wire_bits,
+    without_bits,
+    without_name,
+)
+from zpp_lab.train.memory.buffers import MOMENTS
+from zpp_lab.train.memory.estimate import estimate
+
+TIE = 0.01  # of a step: predictions are not better than that
+TRIES = 40
+PROMISING = 0.98  # of the chosen plan's time: worth a study
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to plan. link_gbps: of a node, None where nodes are joined as GPUs inside one are.
+    device: a GPU's memory in bytes; assumed: nobody gave it, and no GPU is seen here.
+    limit: None where there is no study; then untested says whether wires may have fewer bits than
+    `LEAST_BITS`. bits: to choose from."""
+
+    base: Config
+    machine: Machine
+    link_gbps: float | None
+    device: int
+    limit: LossLimit | None = None
+    bits: tuple[int | None, ...] = BITS
+    assumed: bool = False
+    untested: bool = False
+
+    @cached_property
+    def space(self) -> Space:
+        measured = self.limit.recipes if self.limit else []
+        extra = [replace(PLAIN, name="zero3"), self.base.recipe, *measured]
+        return Space(self.base, extra, self.limit is not None, self.bits)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan with its ruling, the bytes at its peak, and for how many seconds at least the GPU,
+    the host and both links are busy. `build`: equal for plans whose steps have the same tasks."""
+
+    candidate: Candidate
+    ruling: Ruling
+    peak: int
+    busy: Figures
+    build: str
+
+    @property
+    def floor(self) -> float:
+        return max(self.busy)
+
+    def heavier(self, other: Option) -> bool:
+        """Whether no task can be shorter than in `other`, of the same build."""
+        return all(map(le, other.wire_bits, self.wire_bits)) and all(map(le, other.busy, self.busy))
+
+    @cached_property
+    def wire_bits(self) -> tuple[int, ...]:
+        return tuple(wire_bits(self.candidate.recipe))
+
+    @property
+    def gentle(self) -> tuple[int, int, int]:
+        """Smaller is gentler: more bits on the wires and in the optimizer, then less memory."""
+        state = STATES.index(self.candidate.knobs.optimizer_state)
+        return -sum(self.wire_bits), state, self.peak
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A plan whose time was predicted."""
+
+    option: Option
+    time: StepTime
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The chosen plan and what stands beside it. Lists are fastest first.
+
+    plain: the fastest ZeRO-3 without codecs that fits, or that does not where none does.
+    too_large, too_lossy, unmeasured: faster than the chosen plan, one a recipe. next_best: slower.
+    promising: the unmeasured one with the most bits that is clearly faster.
+    """
+
+    problem: Problem
+    chosen: Timed
+    plain: Timed
+    next_best: Sequence[Timed]
+    too_large: Sequence[Timed]
+    too_lossy: Sequence[Timed]
+    unmeasured: Sequence[Timed]
+    promising: Timed | None
+    without_figures: Sequence[str]  # why some plans could not be predicted
+    plans: int  # that were looked at
+    predicted: int
+
+    def speed_up(self, timed: Timed) -> float:
+        return self.plain.step_s / timed.step_s
+
+    def fits(self, timed: Timed) -> bool:
+        return timed.option.peak <= self.problem.device
+
+
+class NothingFits(ValueError):
+    """No plan that the loss limit allows fits; `closest` needs the least, `others` fit."""
+
+    def __init__(self, closest: Option, others: int) -> None:
+        super().__init__("no plan fits")
+        self.closest, self.others = closest, others
+
+
+def search(problem: Problem, listed: int = 3) -> Answer:
+    """The fastest plan of `problem`'s space, and up to `listed` others of each kind.
+
+    NothingFits where memory is too small; ValueError where nothing can be predicted.
+    """
+    return _Search(problem).answer(listed)
+
+
+def options(problem: Problem) -> tuple[list[Option], list[str]]:
+    """Every plan of the space that has figures, and why others have none."""
+    base = problem.base
+    vocab = vocabulary(base)
+
+    def peaks(config: Config) -> Figures:
+        found = estimate(plan_of(config), config, vocab)
+        return tuple(found.at(moment) for moment in MOMENTS)
+
+    def busy(config: Config) -> Figures:
+        time = predict(config, problem.machine, problem.link_gbps)
+        return time.step_s - time.exposed_s, time.host_s, time.intra_s, time.inter_s
+
+    memory, links = Parts(base, peaks), Parts(base, busy)
+    found: list[Option] = []
+    faults: dict[str, None] = {}
+    for recipe in problem.space.recipes():
+        rule, build = _rules(problem, recipe), without_bits(recipe)
+        for knobs in problem.space.knobs():
+            candidate = Candidate(recipe, knobs)
+            try:
+                peak, loads = int(max(memory.of(candidate))), links.of(candidate)
+            except ValueError as error:
+                faults[str(error)] = None
+                continue
+            ruling = rule[knobs.optimizer_state]
+            found.append(Option(candidate, ruling, peak, loads, build))
+    if not found:
+        raise ValueError(next(iter(faults), "no recipe runs with these settings"))
+    return found, list(faults)
+
+
+def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, Ruling]:
+    """By the optimizer's states."""
+    if problem.limit is None:
+        return dict.fromkeys(STATES, UNLIMITED if problem.untested else without_evidence(recipe))
+    own = Numbers.of(replace(problem.base, recipe=recipe))
+    return {s: problem.limit.rule(replace(own, optimizer_state=s)) for s in STATES}
+
+
+class _Search:
+    """One search: the options, and the times that were predicted."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.options, self.faults = options(problem)
+        self.times: dict[int, Timed] = {}
+        self.by_build: dict[str, list[Timed]] = defaultdict(list)
+
+    def answer(self, listed: int) -> Answer:
+        fitting = [o for o in self.options if o.peak <= self.problem.device]
+        allowed = [o for o in fitting if o.ruling.kind == "allowed"]
+        if not allowed:
+            within = [o for o in self.options if o.ruling.kind == "allowed"]
+            raise NothingFits(min(within, key=lambda o: (o.peak, o.floor)), len(fitting))
+        chosen = self._choose(allowed)
+        below = chosen.step_s
+
+        def faster(kind: str) -> list[Timed]:
+            those = [o for o in fitting if o.ruling.kind == kind]
+            return self._quickest(_needed(those), listed, below)
+
+        large = [
+            o for o in self.options if o.ruling.kind == "allowed" and o.peak > self.problem.device
+        ]
+        own = chosen.option.candidate.recipe
+        others = [o for o in allowed if o.candidate.recipe is not own]
+        unmeasured = faster("not measured")
+        return Answer(
+            problem=self.problem,
+            chosen=chosen,
+            plain=self._plain(),
+            next_best=self._quickest(others, listed),
+            too_large=self._quickest(large, listed, below),
+            too_lossy=faster("loss"),
+            unmeasured=unmeasured,
+            promising=self._promising(fitting, below * PROMISING),
+            without_figures=self.faults,
+            plans=len(self.options),
+            predicted=len(self.times),
+        )
+
+    def _choose(self, allowed: Sequence[Option]) -> Timed:
+        """The gentlest of those as fast as the fastest."""
+        limit = self._quickest(allowed, 1)[0].step_s * (1 + TIE)
+        near = sorted((o for o in allowed if o.floor <= limit), key=lambda o: o.gentle)
+        tried = [self._time(o) for o in near[:TRIES]]
+        tried += [self.times[id(o)] for o in near[TRIES:] if id(o) in self.times]
+        return next(t for t in tried if t.step_s <= limit)
+
+    def _plain(self) -> Timed:
+        """Plain ZeRO-3 with the settings of memory that make it fastest."""
+        name = without_name(PLAIN)
+        own = [
+            o
+            for o in self.options
+            if o.candidate.recipe.name == "zero3"
+            and o.candidate.knobs.optimizer_state == "fp32"
+            and without_name(o.candidate.recipe) == name
+        ]
+        fitting = [o for o in own if o.peak <= self.problem.device]
+        return self._quickest(fitting or own, 1)[0]
+
+    def _promising(self, fitting: Sequence[Option], below: float) -> Timed | None:
+        those = [o for o in fitting if o.ruling.kind == "not measured" and o.floor < below]
+        for option in sorted(_needed(those), key=lambda o: o.gentle)[:TRIES]:
+            timed = self._time(option)
+            if timed.step_s < below:
+                return timed
+        return None
+
+    def _quickest(
+        self, those: Iterable[Option], count: int, below: float = float("inf")
+    ) -> list[Timed]:
+        """The `count` fastest recipes among `those`, each with its fastest settings of memory,
+        as far as they take less than `below` seconds."""
+        best: dict[int, Timed] = {}
+        for option in sorted(those, key=lambda o: o.floor):
+            if option.floor >= below:
+                break
+            if any(option.heavier(t.option) for t in self._slow(option.build, below)):
+                continue
+            timed = self._time(option)
+            known = best.get(id(option.candidate.recipe))
+            if timed.step_s < (known.step_s if known else below):
+                best[id(option.candidate.recipe)] = timed
+                if len(best) >= count:
+                    below = sorted(t.step_s for t in best.values())[count - 1]
+        return sorted(best.values(), key=lambda t: t.step_s)[:count]
+
+    def _slow(self, build: str, below: float) -> Iterator[Timed]:
+        """Predicted plans of `build` that take at least `below` seconds."""
+        return (t for t in self.by_build[build] if t.step_s >= below)
+
+    def _time(self, option: Option) -> Timed:
+        if id(option) not in self.times:
+            problem = self.problem
+            config = option.candidate.config(problem.base)
+            time = predict(config, problem.machine, problem.link_gbps)
+            self.times[id(option)] = Timed(option, time)
+            self.by_build[option.build].append(self.times[id(option)])
+        return self.times[id(option)]
+
+
+def _needed(those: Sequence[Option]) -> list[Option]:
+    """What is worth a study: no rotated recipe whose unrotated twin is there too, which is no
+    slower, and smaller optimizer states only where fp32 ones do not fit."""
+    recipes = {id(o.candidate.recipe): o.candidate.recipe for o in those}
+    names = {without_name(recipe) for recipe in recipes.values()}
+    exact = {id(o.candidate.recipe) for o in those if o.candidate.knobs.optimizer_state == "fp32"}
+    twins: dict[int, bool] = {}
+    found = []
+    for option in those:
+        recipe = option.candidate.recipe
+        if id(recipe) not in twins:
+            twin = unrotated(recipe)
+            twins[id(recipe)] = twin is not None and without_name(twin) in names
+        smaller = option.candidate.knobs.optimizer_state != "fp32" and id(recipe) in exact
+        if not twins[id(recipe)] and not smaller:
+            found.append(option)
+    return found

@@ -1,0 +1,370 @@
+"""An answer as tables for a terminal, and as JSON.
+
+Plans as words for the command line, in Hydra's grammar.
+
+The study that would say whether faster plans keep the loss: a finished one with new arms.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.compose import compose, differing, flat_config
+from zpp_lab.config.load import written
+from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.files import write_atomic
+from zpp_lab.tools.plan.cost.show import host_lacks
+from zpp_lab.tools.plan.cost.step import BOUNDS
+from zpp_lab.tools.plan.planner import NO_GPU, sequences
+from zpp_lab.tools.plan.search.fastest import TIE, Answer, Timed
+from zpp_lab.tools.plan.search.limits import UNLIMITED, LossLimit
+from zpp_lab.tools.plan.search.space import PLAIN, Candidate, named_recipes
+from zpp_lab.train.memory.buffers import GIB
+
+
+def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -> list[str]:
+    """All that `zpp-lab train` needs: `given` without what the plan replaces, then the plan, which
+    runs as real processes. config: what `given` composes to."""
+    own = ["engine=fsdp", *recipe_overrides(candidate.recipe), *_knobs(config, candidate)]
+    replaced = {_key(word) for word in own} | {"engine.name"}
+    kept = [w for w in given if _key(w) not in replaced and not _key(w).startswith("recipe.")]
+    return [*kept, *own]
+
+
+def recipe_overrides(recipe: RecipeConfig) -> list[str]:
+    """`recipe=NAME` for one of conf/recipe, else every setting that differs from recipe=base."""
+    if recipe in named_recipes():
+        return [f"recipe={recipe.name}"]
+    own, usual = _flat(recipe), _flat(PLAIN)
+    changed = [f"recipe.{key}={written(own[key])}" for key in own if own[key] != usual.get(key)]
+    name = f"recipe.name={written(recipe.name)}"
+    return ["recipe=base", name, *(word for word in changed if word != name)]
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")
+
+
+def _flat(recipe: RecipeConfig) -> dict[str, Any]:
+    """Settings by dotted name, two deep: lists and a codec's options stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in asdict(recipe).items():  # type: ignore[call-overload]
+        inner = value if isinstance(value, dict) else {None: value}
+        flat |= {f"{key}.{k}" if k else key: v for k, v in inner.items()}
+    return flat
+
+
+def _knobs(config: Config, candidate: Candidate) -> list[str]:
+    knobs = candidate.knobs
+    wanted = {
+        "model.checkpoint_activations": (
+            config.model.checkpoint_activations,
+            knobs.checkpoint_activations,
+        ),
+        "model.loss_chunk": (config.model.loss_chunk, knobs.loss_chunk),
+        "train.optimizer_state": (config.train.optimizer_state, knobs.optimizer_state),
+    }
+    return [f"{key}={written(now)}" for key, (was, now) in wanted.items() if was != now]
+
+
+CONTROLS = ("order_control", "negative_control")
+
+
+def tempting(answer: Answer) -> list[Timed]:
+    """Faster than the chosen plan and measured by no arm, each recipe once."""
+    found = [*([answer.promising] if answer.promising else []), *answer.unmeasured]
+    return list({id(t.option.candidate.recipe): t for t in found}.values())
+
+
+def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig) -> StudyConfig:
+    """The same seeds, data and training as `limit`'s study, its baseline and controls, and an arm
+    for each of `plans`, judged with the limit as margin."""
+    study = limit.study
+    base = next(m for m in limit.measured if m.arm.name == study.baseline)
+    overrides = list(study.overrides) or _overrides(base.config)
+    if _fewer_hops(base.config, cluster):
+        overrides += [f"cluster.nodes={cluster.nodes}"]
+        overrides += [f"cluster.gpus_per_node={cluster.gpus_per_node}"]
+    kept = [
+        replace(arm, factors={}, overrides=arm.overrides or recipe_overrides(base.config.recipe))
+        for arm in study.arms
+        if arm.name == study.baseline or (arm.role in CONTROLS and arm.against is None)
+    ]
+    return StudyConfig(
+        name=f"{study.name}_next",
+        question=f"Are faster recipes within {limit.share:.2%} of the loss of {study.baseline}?",
+        arms=[*kept, *(_arm(plan, {arm.name for arm in kept}) for plan in plans)],
+        seeds=study.seeds,
+        overrides=overrides,
+        prepare=study.prepare,
+        baseline=study.baseline,
+        margin=limit.share,
+        confidence=study.confidence,
+        jobs=study.jobs,
+        runs_per_gpu=study.runs_per_gpu,
+        max_seeds=study.max_seeds,
+        seeds_per_look=study.seeds_per_look,
+    )
+
+
+def write_next_study(path: Path, study: StudyConfig) -> None:
+    """As a file that `zpp-lab study` takes. ValueError for a name that it would not take."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--next-study {path}: give a file that ends in .yaml")
+    text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)  # type: ignore[call-overload]
+    write_atomic(path, text)
+
+
+def _arm(plan: Timed, taken: set[str]) -> ArmConfig:
+    candidate = plan.option.candidate
+    state = candidate.knobs.optimizer_state
+    overrides = recipe_overrides(candidate.recipe)
+    name = candidate.recipe.name
+    if state != "fp32":
+        name, overrides = f"{name}_{state}", [*overrides, f"train.optimizer_state={state}"]
+    return ArmConfig(f"{name}_new" if name in taken else name, overrides)
+
+
+def _overrides(config: Config) -> list[str]:
+    """Of plain runs, which have no study: what differs from the defaults, the recipe apart."""
+    usual, own = flat_config(compose([])), flat_config(config)
+    changed = [k for k in differing(usual, own) if not k.startswith(("recipe.", "seed"))]
+    return [f"{key}={written(own.get(key))}" for key in changed]
+
+
+def _fewer_hops(config: Config, cluster: ClusterConfig) -> bool:
+    """Whether gradients cross fewer hops on the study's cluster than on the planned one."""
+    two = replace(config.recipe, hops=2, shard="world")
+    return len(Recipe(two, config.cluster).hops) < len(Recipe(two, cluster).hops)
+
+
+COLUMNS = ("", "plan", "step, s", "tokens/s", "× zero3", "GiB", "bound by", "verdict")
+WIDTH = 110  # of a table that says something
+VERDICTS = {
+    "chosen": "chosen",
+    "memory": "too large",
+    "loss": "loss",
+    "not measured": "not measured",
+    "allowed": "slower",
+    "plain": "baseline",
+}
+NO_LOSS = (
+    "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
+    "that it has shown to learn the same."
+)
+MILD = (
+    "Without --study nothing says what bits cost here, so weights keep 8 bits or more and "
+    "gradients 4, as in ZeRO++; --study DIR goes by a finished study, --allow untested lifts the "
+    "bound."
+)
+
+
+def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
+    """(plan, kind, why) fastest first; the kinds are chosen, memory, loss, not measured, allowed
+    and plain. A plan that is two of them has the first."""
+    seen: set[int] = set()
+    for timed, kind, why in sorted(_all(answer), key=lambda row: row[0].step_s):
+        if id(timed) not in seen:
+            seen.add(id(timed))
+            yield timed, kind, why
+
+
+def _all(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
+    device = answer.problem.device / GIB
+    for timed in answer.too_large:
+        yield timed, "memory", f"needs {_gib(timed)} GiB of {device:.1f}"
+    for timed in answer.too_lossy:
+        yield timed, "loss", timed.option.ruling.why
+    for timed in tempting(answer):
+        yield timed, "not measured", timed.option.ruling.why
+    yield answer.chosen, "chosen", answer.chosen.option.ruling.why
+    for timed in answer.next_best:
+        yield timed, "allowed", timed.option.ruling.why
+    fits = "" if answer.fits(answer.plain) else f", which does not fit in {device:.1f} GiB"
+    yield answer.plain, "plain", f"plain ZeRO-3{fits}"
+
+
+def label(candidate: Candidate) -> str:
+    """A plan in a few words."""
+    knobs = candidate.knobs
+    parts = [candidate.recipe.name]
+    parts += ["recompute"] if knobs.checkpoint_activations else []
+    parts += [f"chunk {knobs.loss_chunk}"] if knobs.loss_chunk else []
+    parts += [f"{knobs.optimizer_state} states"] if knobs.optimizer_state != "fp32" else []
+    return ", ".join(parts)
+
+
+def train_command(given: Sequence[str], config: Config, timed: Timed) -> str:
+    """What to type for a plan, quoted for a shell."""
+    return "zpp-lab train " + shlex.join(plan_overrides(given, config, timed.option.candidate))
+
+
+def show(
+    answer: Answer, given: Sequence[str], config: Config, written: str | None, console: Console
+) -> None:
+    """The table, the chosen plan as a command, and what was not considered.
+
+    given: the user's overrides, config: what they compose to; written: the next study's file.
+    """
+    chosen, problem = answer.chosen, answer.problem
+    console.print(_table(answer))
+    for i, (_, kind, why) in enumerate(rows(answer), 1):
+        if why == UNLIMITED.why:  # said below, once
+            continue
+        lead = f"{i} turned down: " if kind in ("memory", "loss", "not measured") else f"{i} "
+        console.print(lead + why, highlight=False)
+    console.print(
+        f"{chosen.time.tokens_per_s:,.0f} tokens/s in steps of {chosen.step_s:.4g} s, "
+        f"{answer.speed_up(chosen):.2f} × plain ZeRO-3; {_gib(chosen)} of "
+        f"{problem.device / GIB:.1f} GiB a GPU. Predicted, by the figures of "
+        f"{problem.machine.name}:",
+        highlight=False,
+    )
+    console.print(train_command(given, config, chosen), soft_wrap=True, highlight=False)
+    for line in notes(answer, written):
+        console.print(line, style="dim", highlight=False)
+
+
+def notes(answer: Answer, written: str | None) -> list[str]:
+    """What a reader must know beside the table."""
+    limit = answer.problem.limit
+    said = [NO_GPU] * answer.problem.assumed
+    if limit is not None:
+        said += _loss_notes(answer)
+    else:
+        said.append(NO_LOSS if answer.problem.untested else MILD)
+    lacks = host_lacks(answer.problem.machine)
+    if lacks and answer.chosen.time.bound == BOUNDS["host"]:
+        said.append(lacks)
+    if limit is not None and tempting(answer):
+        do = f"zpp-lab study {written}" if written else "add --next-study next.yaml, which writes"
+        more = "" if written else " the study that would, then run zpp-lab study next.yaml"
+        said.append(f"Faster, but no study has measured it: to know, {do}{more}.")
+    said += [f"Not predicted: {fault}." for fault in answer.without_figures]
+    said.append(
+        f"{answer.plans:,} plans looked at, {answer.predicted:,} predicted. Plans within 1 % "
+        "count as equally fast; of those the one with the most bits is taken."
+    )
+    return said
+
+
+def _loss_notes(answer: Answer) -> list[str]:
+    limit, base = answer.problem.limit, answer.problem.base
+    assert limit is not None
+    said = [
+        f"Loss: within {limit.share:.2%} of the baseline's, by study {limit.study.name} "
+        f"({limit.folder})."
+    ]
+    if limit.undecided:
+        said.append("--allow undecided: arms whose gap is not known to be within it count too.")
+    if limit.waiting:
+        said.append(f"Provisional: controls without an answer, {', '.join(limit.waiting)}.")
+    other = differences(limit.measured[0].config, base)
+    if other:
+        said.append(
+            f"The study trained with {'; '.join(other)}: its verdicts hold there, and here only "
+            "as far as that carries over."
+        )
+    return said
+
+
+def differences(study: Config, plan: Config) -> list[str]:
+    """What else differs between a study's runs and the plan, and could change a verdict."""
+
+    def told(c: Config) -> dict[str, str]:
+        return {
+            "model": c.model.preset,
+            "cluster": f"{c.cluster.nodes} × {c.cluster.gpus_per_node}",
+            "sequence": str(c.data.seq_len),
+            "tokens a step": str(
+                c.train.batch_size * c.train.micro_steps * c.cluster.world * c.data.seq_len
+            ),
+            "param_dtype": c.train.param_dtype,
+            "reduce_dtype": c.train.reduce_dtype,
+            "adapters": f"rank {c.model.lora.rank}" if c.model.lora.on else "none",
+        }
+
+    there, here = told(study), told(plan)
+    return [f"{k} {there[k]} (here {here[k]})" for k in there if there[k] != here[k]]
+
+
+def as_dict(
+    answer: Answer, given: Sequence[str], config: Config, written: str | None
+) -> dict[str, Any]:
+    """Everything shown; memory in bytes, times in seconds."""
+    return {
+        "machine": answer.problem.machine.name,
+        "link_gbps": answer.problem.link_gbps,
+        "device": answer.problem.device,
+        "loss_considered": answer.problem.limit is not None,
+        "untested": answer.problem.untested,
+        "max_gap": answer.problem.limit.share if answer.problem.limit else None,
+        "plans": answer.plans,
+        "predicted": answer.predicted,
+        "chosen": _entry(answer, answer.chosen, given, config),
+        "rows": [
+            _entry(answer, timed, given, config) | {"kind": kind, "why": why}
+            for timed, kind, why in rows(answer)
+        ],
+        "next_study": written,
+        "notes": notes(answer, written),
+    }
+
+
+def _entry(answer: Answer, timed: Timed, given: Sequence[str], config: Config) -> dict[str, Any]:
+    option = timed.option
+    return {
+        "recipe": option.candidate.recipe.name,
+        "overrides": plan_overrides(given, config, option.candidate),
+        "time": asdict(timed.time),
+        "peak": option.peak,
+        "fits": answer.fits(timed),
+        "speed_up": answer.speed_up(timed),
+        "ruling": asdict(option.ruling),
+    }
+
+
+def _table(answer: Answer) -> Table:
+    base, problem = answer.problem.base, answer.problem
+    link = "" if problem.link_gbps is None else f", {problem.link_gbps:g} Gbit/s a node"
+    cluster = f"{base.cluster.nodes} × {base.cluster.gpus_per_node}"
+    table = Table(
+        title=f"{base.model.preset} on {cluster} {problem.machine.name}{link}, {sequences(base)}, "
+        "fastest first",
+        title_justify="left",
+    )
+    for i, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if 2 <= i <= 5 else "left", no_wrap=True)
+    for i, (timed, kind, _) in enumerate(rows(answer), 1):
+        time = timed.time
+        table.add_row(
+            str(i),
+            label(timed.option.candidate),
+            f"{time.step_s:.4g}",
+            f"{time.tokens_per_s:,.0f}",
+            f"{answer.speed_up(timed):.2f}",
+            _gib(timed),
+            time.bound,
+            _verdict(answer, timed, kind),
+            style="bold" if kind == "chosen" else None,
+        )
+    return table
+
+
+def _verdict(answer: Answer, timed: Timed, kind: str) -> str:
+    close = timed.step_s <= answer.chosen.step_s * (1 + TIE)
+    return "as fast" if kind == "allowed" and close else VERDICTS[kind]
+
+
+def _gib(timed: Timed) -> str:
+    return f"{timed.option.peak / GIB:.1f}"

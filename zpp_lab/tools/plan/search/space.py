@@ -1,0 +1,230 @@
+"""The plans that a search looks at: every recipe that the engines can run × settings of memory.
+
+A recipe is a weights' part (bits of both gathers, stage, sharding, secondary partition) and a
+gradients' part (hops, bits of both, rotation). Parts are checked by themselves first, so that a
+few thousand pairs are checked and not every combination of settings. Bits, hops and the rest are
+at the recipes' defaults; recipes with other settings (blocks, stochastic rounding) enter as
+`extra`: the user's own and those that a study has measured. Smaller blocks and rotations only add
+bytes and work, so they matter where a study has measured them. Without a study nothing is rotated
+and both gathers have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import product
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import WIRES, Config, RecipeConfig, TrainConfig
+from zpp_lab.engines.build import check_engine
+from zpp_lab.files import conf_dir
+
+BITS: tuple[int | None, ...] = (None, 8, 6, 4, 2)
+ROTATION = 64  # of the gradients, as in the recipe g8_4_hadamard
+LOSS_CHUNK = 2048  # tokens, as in the large models' presets
+STATES = get_args(get_type_hints(TrainConfig)["optimizer_state"])
+SHARDS = get_args(get_type_hints(RecipeConfig)["shard"])
+_CODECS = ("weights", "grads", *WIRES)
+GRADS = ("hops", "order", "grads", "grads_intra", "grads_inter")  # a recipe's gradients' part
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Settings that trade time for memory and leave the wires alone."""
+
+    checkpoint_activations: bool = False
+    loss_chunk: int = 0
+    optimizer_state: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe with settings of memory."""
+
+    recipe: RecipeConfig
+    knobs: Knobs
+
+    def config(self, base: Config) -> Config:
+        """`base` with this plan in it."""
+        model = replace(
+            base.model,
+            checkpoint_activations=self.knobs.checkpoint_activations,
+            loss_chunk=self.knobs.loss_chunk,
+        )
+        train = replace(base.train, optimizer_state=self.knobs.optimizer_state)  # type: ignore[arg-type]
+        return replace(base, recipe=self.recipe, model=model, train=train)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What there is to choose from. `bits` can be narrowed, which only tests do."""
+
+    base: Config  # engine=fsdp; its model, data, cluster and batch stay
+    extra: Sequence[RecipeConfig] = ()
+    studied: bool = False  # rotations too, and weights with other bits in backward
+    bits: tuple[int | None, ...] = BITS
+
+    def recipes(self) -> list[RecipeConfig]:
+        """Every recipe that the engine can run, each once: the extra ones, then the grid."""
+        found: dict[str, RecipeConfig] = {}
+        known = {without_name(recipe): recipe for recipe in named_recipes()}
+        extra = (recipe for recipe in self.extra if runs(recipe, self.base))
+        for recipe in [*extra, *self._grid()]:
+            text = without_name(recipe)
+            found.setdefault(text, known.get(text, recipe))
+        return list(found.values())
+
+    def knobs(self) -> list[Knobs]:
+        """Every combination, what costs the least time first."""
+        chunks = {0: None, LOSS_CHUNK: None, self.base.model.loss_chunk: None}
+        return [
+            Knobs(*values)
+            for values in product((False, True), sorted(chunks), STATES)
+            if self.base.model.name == "llama" or values[1] == 0
+        ]
+
+    def _grid(self) -> Iterator[RecipeConfig]:
+        if self.base.cluster.world == 1:  # nobody sends anything
+            yield PLAIN
+            return
+        kept: dict[str, Any] = {"exempt": self.base.recipe.exempt, "rules": self.base.recipe.rules}
+        weights, grads = (
+            [part for part in parts if runs(RecipeConfig(**part[1], **kept), self.base)]
+            for parts in (self._weights(), self._grads())
+        )
+        for (weight_name, weight), (grad_name, grad) in product(weights, grads):
+            if "shard" in weight and grad:
+                continue  # FSDP2 runs it by itself, without codecs and with its own hops
+            name = "_".join(part for part in (weight_name, grad_name) if part) or "zero3"
+            yield RecipeConfig(name=name, **weight, **grad, **kept)
+
+    def _weights(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, settings) of the weights' parts. Stage 1 is stage 2 where a step has one
+        reduction, and a part that `RecipeConfig` refuses is no part."""
+        one = self.base.train.micro_steps == 1 or self.base.train.accumulate == "last"
+        for stage, shard, secondary in product((3, 2) if one else (3, 2, 1), SHARDS, (False, True)):
+            for forward, backward in product(self.bits, self.bits):
+                if forward != backward and (stage != 3 or secondary or not self.studied):
+                    continue  # mostly because backward has the forward's weights
+                if shard != "world" and (forward, backward) != (None, None):
+                    continue
+                changed = {"stage": stage, "shard": shard, "secondary": secondary}
+                settings = {k: v for k, v in changed.items() if v != getattr(PLAIN, k)}
+                settings |= _bits("weights", ("forward", "backward"), (forward, backward))
+                if _valid(settings):
+                    yield _weight_name(settings, forward, backward), settings
+
+    def _grads(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        cluster = self.base.cluster
+        both = cluster.nodes > 1 and cluster.gpus_per_node > 1
+        pairs = [(1, bits, bits) for bits in self.bits]
+        pairs += [(2, *two) for two in product(self.bits, self.bits)] if both else []
+        for hops, intra, inter in pairs:
+            settings: dict[str, Any] = {"hops": hops} if hops != 1 else {}
+            settings |= _bits("grads", ("intra", "inter"), (intra, inter))
+            name = _grad_name(hops, intra, inter)
+            yield name, settings
+            if self.studied and (intra or inter):
+                bits = settings.get("grads", CodecConfig()).bits
+                turned = {"grads": CodecConfig(bits=bits, hadamard=ROTATION)}
+                yield f"{name}_h{ROTATION}", settings | turned
+
+
+PLAIN = RecipeConfig()
+
+
+@cache
+def named_recipes() -> tuple[RecipeConfig, ...]:
+    """Those of conf/recipe that change `base` alone, as all of ours do."""
+    found = []
+    for path in sorted((conf_dir() / "recipe").glob("*.yaml")):
+        values = yaml.safe_load(path.read_text())
+        if values.pop("defaults", None) == ["base", "_self_"]:
+            found.append(load(RecipeConfig, values))
+    return tuple(found)
+
+
+def runs(recipe: RecipeConfig, base: Config) -> bool:
+    """Whether configs and engine take `recipe` with the other settings of `base`."""
+    try:
+        check_engine(replace(base, recipe=recipe))
+    except ValueError:
+        return False
+    return True
+
+
+def unrotated(recipe: RecipeConfig) -> RecipeConfig | None:
+    """The recipe without rotations of gradients, which is at least as fast; None: it is one."""
+    codecs = {name: getattr(recipe, name) for name in ("grads", "grads_intra", "grads_inter")}
+    if not any(codec.hadamard for codec in codecs.values()):
+        return None
+    return replace(recipe, **{k: replace(c, hadamard=None) for k, c in codecs.items()})
+
+
+def grads_part(recipe: RecipeConfig) -> dict[str, Any]:
+    """The settings of the gradients' part."""
+    return {name: getattr(recipe, name) for name in GRADS}
+
+
+def weights_part(recipe: RecipeConfig) -> dict[str, Any]:
+    """All other settings."""
+    names = [f.name for f in fields(recipe) if f.name not in (*GRADS, "name")]  # type: ignore[arg-type]
+    return {name: getattr(recipe, name) for name in names}
+
+
+def without_name(recipe: RecipeConfig) -> str:
+    """A text that two recipes share when they differ in their names only."""
+    return repr({**weights_part(recipe), **grads_part(recipe)})
+
+
+def wire_bits(recipe: RecipeConfig) -> list[int]:
+    """Of each wire; raw ones have 16."""
+    found = []
+    for wire in WIRES:
+        short = recipe.weights if wire.startswith("weights") else recipe.grads
+        found.append(getattr(recipe, wire).over(short).bits or 16)
+    return found
+
+
+def without_bits(recipe: RecipeConfig) -> str:
+    """A text that recipes share whose steps have the same tasks: they differ in bits, and in
+    whether there are any."""
+    bare: dict[str, Any] = {n: replace(getattr(recipe, n), bits=None) for n in _CODECS}
+    return without_name(replace(recipe, **bare))
+
+
+def _bits(
+    short: str, ends: tuple[str, str], bits: tuple[int | None, int | None]
+) -> dict[str, CodecConfig]:
+    """The short-hand where both wires have the same bits, else each wire's own."""
+    if bits[0] == bits[1]:
+        return {short: CodecConfig(bits=bits[0])} if bits[0] else {}
+    return {f"{short}_{end}": CodecConfig(bits=b) for end, b in zip(ends, bits, strict=True) if b}
+
+
+def _valid(settings: dict[str, Any]) -> bool:
+    try:
+        RecipeConfig(**settings)
+    except ValueError:
+        return False
+    return True
+
+
+def _weight_name(settings: dict[str, Any], forward: int | None, backward: int | None) -> str:
+    parts = [f"zero{settings['stage']}"] if "stage" in settings else []
+    parts += ["hsdp"] if settings.get("shard") == "node" else []
+    if forward or backward:
+        parts.append(f"w{forward or 16}" + (f"_{backward or 16}" if forward != backward else ""))
+    return "_".join([*parts, *(["hpz"] if settings.get("secondary") else [])])
+
+
+def _grad_name(hops: int, intra: int | None, inter: int | None) -> str:
+    if not intra and not inter:
+        return "hops2" if hops == 2 else ""
+    return f"g{intra}" if hops == 1 else f"g{intra or 16}_{inter or 16}"

@@ -1,0 +1,4 @@
+"""One run, from its start to its summary: inputs, resume, steps, evaluation, end.
+
+`trainer.py` is the step loop; `launch/` starts its ranks and sees that none outlives the run.
+"""

@@ -1,0 +1,109 @@
+"""The held-out tokens of a run: the same for every arm, seed, engine and cluster, by document.
+
+Windows are spread evenly over the held-out text, so a document has as many tokens among them as
+its length gives it. The losses of the documents are what a study resamples to ask whether a gap
+holds for other text too.
+
+When a loss that is still finite counts as lost.
+
+A run that has left the loss it had reached for good would otherwise go on for hours. The rule
+looks at the losses alone, so that a run which was killed and resumed ends at the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from zpp_lab.config.schema import Config, TrainConfig
+from zpp_lab.data import PackedData, TokenData
+from zpp_lab.engines.base import Batch
+from zpp_lab.models.loss import heldout_size, total_loss
+
+FILE = "heldout.json"
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """Batches of held-out windows, and the document of every target that counts.
+
+    documents: int64 [counted targets], places in the held-out split, never decreasing.
+    """
+
+    batches: list[Batch]
+    documents: np.ndarray
+
+    @cached_property
+    def hash(self) -> str:
+        """sha256 of every input and target: equal hashes mean that losses can be compared."""
+        digest = hashlib.sha256()
+        for part in (t for batch in self.batches for t in batch):
+            digest.update(str(tuple(part.shape)).encode() + part.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def by_document(self, losses: Tensor) -> dict[str, Any]:
+        """The contents of heldout.json, from token losses fp32 [tokens] in the batches' order.
+
+        hash; and for each document its place in the held-out split, its tokens and the sum of
+        their losses in nats, rounded once.
+        """
+        assert losses.shape == self.documents.shape
+        places, first = np.unique(self.documents, return_index=True)
+        ends = [*first[1:], len(self.documents)]
+        return {
+            "hash": self.hash,
+            "documents": places.tolist(),
+            "tokens": [int(b - a) for a, b in zip(first, ends, strict=True)],
+            "nats": [total_loss(losses[a:b]) for a, b in zip(first, ends, strict=True)],
+        }
+
+
+def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
+    """About `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
+    length, tokens = config.data.seq_len, config.train.eval_tokens
+    batches: list[Batch] = list(data.heldout(tokens, heldout_size(length), length))
+    return Heldout(batches, data.heldout_documents(tokens, length))
+
+
+_WINDOW = 20  # steps that the smoothed loss is the mean of
+
+
+class DivergedError(ArithmeticError):
+    """The loss stayed far above the best one for long."""
+
+
+class DivergenceRule:
+    """Ends a run when `train.diverge_steps` losses in a row lie more than `train.diverge_above`
+    nats above the lowest mean of any 20 steps before. `diverge_above=0` never does."""
+
+    def __init__(self, train: TrainConfig, losses: Iterable[float] = ()) -> None:
+        """losses: those of the steps before this start of the run, in nats per token."""
+        self._above, self._steps = train.diverge_above, train.diverge_steps
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._best = float("inf")
+        self._lost = 0  # steps in a row
+        for loss in losses:
+            self._add(loss)
+
+    def look(self, step: int, loss: float) -> None:
+        """Take the loss of `step`; DivergedError when the rule is met."""
+        self._add(loss)
+        if self._above and self._lost >= self._steps:
+            raise DivergedError(
+                f"step {step}: the loss is {loss:.3f} and was more than {self._above:g} nats above "
+                f"its best mean of {_WINDOW} steps ({self._best:.3f}) for {self._lost} steps "
+                "(train.diverge_above, train.diverge_steps)"
+            )
+
+    def _add(self, loss: float) -> None:
+        self._lost = self._lost + 1 if loss > self._best + self._above else 0
+        self._recent.append(loss)
+        if len(self._recent) == _WINDOW:
+            self._best = min(self._best, sum(self._recent) / _WINDOW)

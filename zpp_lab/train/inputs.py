@@ -1,0 +1,157 @@
+"""Are the files that a run reads there? Asked before anything is read, started or waited for.
+
+What is known of a run before it starts: asked before a token is read or a file written.
+
+Light until a run asks for something: plain ZeRO-3 of the built-in decoder is looked at without
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.compose import run_dir
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.model import check_model_path
+from zpp_lab.config.schema import WIRES, Config
+from zpp_lab.files import below, looks_like_folder, missing
+from zpp_lab.runs.checkpoint.index import INDEX, DamagedError, check_format, listed, open_index
+from zpp_lab.runs.provenance import check_commit
+from zpp_lab.runs.wandb.mode import resolve
+
+if TYPE_CHECKING:
+    from zpp_lab.collectives.plan import Plan
+
+
+_CHECKPOINT = "name one of a run's folder, RUN/checkpoints/step-…"
+
+
+def check_inputs(config: Config) -> None:
+    """ValueError that lists every setting whose file or folder is not there, and what to do; and
+    a ZPP_COMMIT that is no commit, which a result would name."""
+    faults = [
+        fault for check in (_model, _start, _data, _commit) if (fault := _fault(check, config))
+    ]
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _fault(check: Callable[[Config], None], config: Config) -> str | None:
+    try:
+        check(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _commit(_: Config) -> None:
+    check_commit()
+
+
+def _model(config: Config) -> None:
+    check_model_path(config.model)
+
+
+def _start(config: Config) -> None:
+    start, first = config.model.start, config.run.start_from
+    if start:
+        path = Path(start)
+        if not path.exists():
+            raise ValueError(
+                f"model.start={start}: {missing(path)}; name a run's folder, or a checkpoint in it"
+            )
+        if not (path / "checkpoints").is_dir() and not path.name.startswith("step-"):
+            raise ValueError(
+                f"model.start={start} is no run's folder with checkpoints"
+                f"{below(path, 'checkpoints')}, and no checkpoint (step-…) of one; name one"
+            )
+    own = run_dir(config) / "checkpoints"
+    going_on = config.run.resume and own.is_dir() and any(own.iterdir())
+    if first and not going_on:
+        _check_checkpoint(f"run.start_from={first}", Path(first))
+
+
+def _check_checkpoint(named: str, path: Path) -> None:
+    if not path.exists():
+        raise ValueError(f"{named}: {missing(path, 'checkpoint')}; {_CHECKPOINT}")
+    check_format(path)
+    if path.name.startswith("step-") or (path / INDEX).exists():
+        try:
+            open_index(path)
+        except DamagedError as error:
+            text = f"{named} is damaged or not whole ({error.why}); {_CHECKPOINT}"
+            raise ValueError(text) from None
+        return
+    newest = [*listed(path), *listed(path / "checkpoints")][-1:]
+    hint = f" (did you mean {newest[0]}?)" if newest else ""
+    raise ValueError(f"{named} is no checkpoint{hint}; {_CHECKPOINT}")
+
+
+def _data(config: Config) -> None:
+    cfg = config.data
+    if cfg.path:
+        _data_path(cfg, cfg.path)
+    if cfg.tokenizer_path:
+        path = Path(cfg.tokenizer_path).expanduser()
+        if not path.exists():
+            raise ValueError(
+                f"data.tokenizer_path={cfg.tokenizer_path}: {missing(path, 'file or folder')}; "
+                "name a tokenizer.json or its folder (AutoTokenizer.from_pretrained(NAME)."
+                "save_pretrained(FOLDER) writes one)"
+            )
+
+
+def _data_path(cfg: DataConfig, text: str) -> None:
+    path = Path(text).expanduser()
+    if cfg.name == "stdlib":
+        raise ValueError(
+            f"data.path={text}: data=stdlib does not read it; add data=text, data=jsonl (records) "
+            "or data=installation (all Python source, and that folder)"
+        )
+    if path.exists() or (cfg.name == "hf" and not looks_like_folder(text)):
+        return
+    what = "file or folder" if cfg.name in ("text", "jsonl") else "folder"
+    raise ValueError(f"data.path={text}: {missing(path, what)}; name the one with the text")
+
+
+def check_run(config: Config, tracked: bool = True) -> None:
+    """ValueError for what would end the run before, or in, its first step: files that are not
+    there, a wandb mode that this machine cannot do, a recipe that the cluster or this model does
+    not allow. tracked: this process writes the run down; of several ranks one does."""
+    check_inputs(config)
+    if tracked and not config.run.study:  # a study sends its runs itself
+        resolve(config.tracking.wandb)
+    check_recipe(config)
+    planned(config)
+
+
+def check_recipe(config: Config) -> None:
+    """ValueError for a codec that is not known or refuses its settings, and for a recipe that the
+    cluster or the engine does not allow. Reads no file."""
+    if _plain(config):
+        return
+    from zpp_lab.engines.build import check_engine
+
+    check_engine(config)
+
+
+def planned(config: Config) -> Plan | None:
+    """The run's plan, None where nothing of it could be wrong. ValueError where the model gets
+    less than the recipe asks for (`Plan.build`), or is none to train (`build_model`)."""
+    if _plain(config):
+        return None
+    from zpp_lab.engines.build import plan_of
+
+    return plan_of(config)
+
+
+def _plain(config: Config) -> bool:
+    """Whether nothing but FSDP2's own collectives, of the built-in decoder, is asked for."""
+    recipe, model = config.recipe, config.model
+    codecs = any(recipe.wire(wire) != CodecConfig() for wire in WIRES)
+    asked = codecs or recipe.exempt.names or recipe.rules or recipe.shard != "world"
+    ours = config.engine.name != "deepspeed" and model.name == "llama" and not model.lora.on
+    return ours and not asked

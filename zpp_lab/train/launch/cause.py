@@ -1,0 +1,134 @@
+"""What is told of an error: the one line of a user's mistake, wherever it was met, and among ranks
+that failed together the one that ended the run.
+
+A rank's end makes the others fail too, often before anyone has looked. The time of a failure does
+not tell, as torch keeps it in whole seconds, and of a killed process has only the time at which it
+was found. What a rank says of its end does: whether it lost its peers, or had a reason of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from zpp_lab.files import missing
+
+USER_ERROR = 2  # exit code of a rank that met a user's mistake
+_ENDED_BY_OTHERS = (-6, -15)  # SIGABRT: a library gave up on its peers; SIGTERM: the launcher
+_LOST = (
+    "CollectiveError",  # ours: names the wire and the unit
+    "LostRank",  # ours: names the rank
+    "Timed out waiting",  # gloo
+    "closed by peer",  # gloo
+    "reset by peer",
+    "remote worker",
+    "Broken pipe",
+    "DistNetworkError",  # the store of rank 0
+    "remote process exited",  # NCCL
+    "Watchdog caught collective operation timeout",
+)
+_CHECK = "; check the path, and that its folder can be written"
+_ROOM = "make room, then the same command goes on"
+_WRITABLE = "name a place that you may read and write, or change its permissions"
+_FIXES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: f"a file may not grow so large here (ulimit -f): raise the limit or {_ROOM}",
+    errno.ENOTDIR: "a part of this path is a file: name another one",
+    errno.EEXIST: "a file of that name is there: name another one, or delete it",
+    errno.EISDIR: "this is a folder: name a file",
+    errno.ELOOP: "a link there leads back to itself: name another path",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+    errno.ENOENT: "check the path, and that its folder is there",
+}
+_GONE = (ConnectionError, TimeoutError)  # the other side, for a reason of its own
+FULL_MEMORY = (
+    "memory is full: take a smaller model, batch or cluster, or a machine with more "
+    "(`zpp-lab plan` says what each rank holds)"
+)
+
+
+def mistake(error: BaseException) -> str | None:
+    """What a user can mend, in one line that names the fix; None for what is no mistake of theirs,
+    such as a rank that is gone."""
+    if isinstance(error, OSError):
+        return None if isinstance(error, _GONE) else _of_system(error)
+    if not isinstance(error, ValueError):
+        return None
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "\n".join(str(one.get("ctx", {}).get("error", one["msg"])) for one in error.errors())
+
+
+def memory_is_full(error: BaseException) -> bool:
+    """Whether there was no room for a tensor, on a GPU or in the machine's memory."""
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _of_system(error: OSError) -> str:
+    """The file and what is wrong with it, without Python's error number."""
+    if error.strerror is None:
+        text = str(error)
+        unnamed = os.strerror(errno.EFBIG) in text and "ulimit" not in text
+        return f"{text}; {_FIXES[errno.EFBIG]}" if unnamed else text
+    text = error.strerror[:1].lower() + error.strerror[1:]
+    if error.filename is not None:
+        text = f"{error.filename}: {text}"
+    if isinstance(error.filename, str) and error.errno == errno.ENOENT:
+        return f"{error.filename}: {missing(Path(error.filename), 'file or folder')}{_CHECK}"
+    fix = _FIXES.get(error.errno or 0, "")
+    told = error.filename is None and "; " in text  # whoever raised it has named one
+    if error.errno == errno.EFBIG and "ulimit" not in text:
+        told = False  # which looks like a full disk to most
+    return text if told or not fix else f"{text}; {fix}"
+
+
+class Failure(Protocol):
+    """What torch's launcher knows of a rank that failed."""
+
+    exitcode: int
+    timestamp: int
+    message: object
+
+
+FailureT = TypeVar("FailureT", bound=Failure)
+
+
+def first_cause(failures: Mapping[int, FailureT]) -> tuple[int, FailureT]:
+    """The rank whose end explains the others', and its failure.
+
+    A user's mistake comes before what a rank met on its own (its exception, or the signal that
+    killed it), and that before the loss of a peer; then the earlier, then the lower rank. A rank
+    that others found silent was killed for it.
+    """
+    assert failures
+    notes = [f.message for f in failures.values() if isinstance(f.message, Mapping)]
+    silent = [note.get("lost") for note in notes if str(note.get("why")).startswith("is silent")]
+
+    def order(item: tuple[int, FailureT]) -> tuple[int, int, int]:
+        rank, failure = item
+        kind, when = _order(failure)
+        return (3 if rank in silent and failure.exitcode == -9 else kind), when, rank
+
+    return min(failures.items(), key=order)
+
+
+def lost_a_peer(text: str) -> bool:
+    """Whether a rank's last words only say that another one is gone."""
+    return any(words in text for words in _LOST)
+
+
+def _order(failure: Failure) -> tuple[int, int]:
+    if failure.exitcode == USER_ERROR:
+        return 0, failure.timestamp
+    lost = failure.exitcode in _ENDED_BY_OTHERS or lost_a_peer(str(failure.message))
+    return (2 if lost else 1), failure.timestamp

@@ -1,0 +1,157 @@
+"""What the built-in decoder keeps for its backward, and what that backward holds, in closed form.
+
+Counted from what autograd saves in `models/llama.py` with a fused attention that keeps queries,
+keys, values, output and one fp32 number a head (flash attention), and a fused RMSNorm that keeps
+its input and one fp32 number. In elements a token, d = dim, f = ffn, k = keys of one head group:
+
+    attention  block input, its norm, attention's output: 3 d; q, k, v: d + 2 k
+    MLP        its norm's input and output: 2 d; gate, silu(gate), up, their product: 4 f
+
+torch.compile computes silu(gate) anew, and of the MLP's input keeps the part that attention adds:
+5 d + d + 2 k + 3 f. Its partition does not depend on the shapes (`test_memory.py` counts both).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zpp_lab.config.model import ModelConfig
+from zpp_lab.config.schema import Config
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one rank's forward of `tokens` tokens keeps, and what computes beside them."""
+
+    model: ModelConfig
+    vocab: int
+    tokens: int
+    itemsize: int  # bytes of param_dtype
+    compiled: bool = False
+    adapters: int = 0  # elements a token between the adapters' two products, of one block
+    head_trained: bool = True
+
+    @classmethod
+    def of(cls, config: Config, vocab: int) -> Activations:
+        tokens = config.train.batch_size * config.data.seq_len
+        itemsize = 2 if config.train.param_dtype == "bf16" else FP32
+        return cls(config.model, vocab, tokens, itemsize, config.engine.compile)
+
+    @property
+    def _keys(self) -> int:
+        return self.model.kv_heads * (self.model.dim // self.model.heads)
+
+    @property
+    def block(self) -> int:
+        """Of one block, its input included."""
+        m = self.model
+        wide = 6 * m.dim + 2 * self._keys + (3 if self.compiled else 4) * m.ffn + self.adapters
+        return self.tokens * (self.itemsize * wide + FP32 * (m.heads + 2))
+
+    @property
+    def between(self) -> int:
+        """Of one block from its forward to its backward."""
+        return self.row if self.model.checkpoint_activations else self.block
+
+    @property
+    def kept(self) -> int:
+        """Of all blocks from forward to backward, and of the last norm."""
+        return self.model.layers * self.between + 2 * self.row + FP32 * self.tokens
+
+    @property
+    def recomputed(self) -> int:
+        """Of the one block that backward computes again, beyond its input."""
+        return self.block - self.between
+
+    def backward(self, grads: int) -> int:
+        """The most that a block's backward holds beyond what the block kept: the gradient that
+        comes in, those that flow, and its parameters' own (`grads` bytes in the end), less what
+        was kept and has gone by then.
+        """
+        mlp, attention = self._own(grads)
+        parts = self._compiled_flow if self.compiled else self._eager_flow
+        return self.row + max(0, *parts(mlp, attention))
+
+    def _own(self, grads: int) -> tuple[int, int]:
+        """Bytes of the gradient of one matrix of the MLP, and of the query's matrix."""
+        m = self.model
+        whole = 3 * m.ffn + 2 * m.dim + 2 * self._keys
+        return grads * m.ffn // whole, grads * m.dim // whole
+
+    def _eager_flow(self, mlp: int, query: int) -> tuple[int, ...]:
+        """Two gradients of the product's factors while silu(gate) is there; the last matrix of the
+        MLP; q's, k's and v's gradients beside the output's; q's turned back in fp32, before and
+        after; all matrices."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        key = query * self._keys // self.model.dim
+        after = 3 * mlp - 4 * f
+        return (
+            mlp + 2 * f,
+            3 * mlp - 3 * f + 2 * d,
+            after + query + d + 2 * k,
+            after + query + 2 * key + 2 * FP32 * self.tokens * self.model.dim - d - 2 * k,
+            after + 2 * query + 2 * key + d - 2 * k,
+        )
+
+    def _compiled_flow(self, mlp: int, query: int) -> tuple[int, ...]:
+        """The same moments in the order of Inductor's code. silu(gate) never lies in memory, and
+        attention's matrices come last, all four."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        key = query * self._keys // self.model.dim
+        after = 3 * mlp - 3 * f
+        return (
+            mlp + f,
+            3 * mlp - 2 * f + d,
+            after + 4 * d + 2 * k,
+            after + 4 * d + 2 * FP32 * self.tokens * self.model.dim,
+            after + 2 * query + 2 * key - d,
+        )
+
+    @property
+    def loss(self) -> int:
+        """Logits and what a loss makes of them, at the largest: in backward.
+
+        Whole logits: log-probabilities, their gradient and the logits' gradient, all fp32. In
+        chunks: one chunk's logits and its fp32 softmax, the head's fp32 gradient and a part to add.
+        """
+        chunk = self.model.loss_chunk
+        if not chunk:
+            return 3 * FP32 * self.tokens * self.vocab
+        at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
+        head = (FP32 + self.itemsize) * self.head
+        return at_once + head + self.row
+
+    @property
+    def passing(self) -> int:
+        """The most of a block that runs without gradients, its input included: where queries or
+        keys are turned in fp32, before and after; attention and its product; the MLP's product."""
+        d, f, k = self.row, self._rows(self.model.ffn), self._rows(self._keys)
+        wide = 2 * FP32 * self.tokens
+        turned = max(wide * self.model.dim, k + wide * self._keys)
+        return 3 * d + max(turned, 2 * d + 2 * k, 3 * f)
+
+    @property
+    def heldout_loss(self) -> int:
+        """Logits and what token losses make of them, without gradients."""
+        chunk = self.model.loss_chunk
+        each = self.itemsize + FP32 if chunk or self.itemsize == FP32 else self.itemsize + 2 * FP32
+        return self.row + each * min(chunk or self.tokens, self.tokens) * self.vocab
+
+    @property
+    def head(self) -> int:
+        """Elements of the head that are trained."""
+        return self.vocab * self.model.dim if self.head_trained else 0
+
+    @property
+    def tied(self) -> bool:
+        return self.model.tied_head
+
+    @property
+    def row(self) -> int:
+        """Of the residual stream."""
+        return self._rows(self.model.dim)
+
+    def _rows(self, width: int) -> int:
+        return self.tokens * width * self.itemsize

@@ -1,0 +1,248 @@
+"""Buffers of one rank's gathers and reductions, in bytes, as `collectives/` allocates them.
+
+What travels through peers' memory lies in slots until it is copied out of them. Process groups need
+a buffer for what goes out as well.
+
+The moments of a step at which a rank's memory is counted, and items that are counted there.
+
+A step's memory rises and falls, so every item is counted at seven moments, and at two of an
+evaluation, whose batches have a size of their own:
+
+    loss        all activations are there, the loss goes back
+    early       one of the first two units to go back computes, of which the second finds the
+                first's reduction under way: most activations are still there
+    early sent  its gradients are reduced: its weights and activations are gone
+    late        the last unit to go back computes: its blocks' activations, nearly all gradients
+    late sent   its gradients are reduced
+    root        the root unit is reduced: activations are gone, all gradients are there
+    update      norm, clipping and optimizer
+    eval        a block computes held-out tokens, perhaps with the master weights
+    eval loss   their losses
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zpp_lab.codecs import RawCodec
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.choose import LEAST
+from zpp_lab.collectives.peer.slots import SLOTS
+from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.collectives.transport import LINKS, Kind, Link
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.units import is_untouched
+
+Moment = Literal[
+    "loss", "early", "early sent", "late", "late sent", "root", "update", "eval", "eval loss"
+]
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+
+GIB = 2**30
+NOT_EVALUATED: dict[Moment, int] = {"eval": 0, "eval loss": 0}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One kind of memory of one rank, in bytes at each moment. `place`: gpu or host. `outside`:
+    of torch's allocator, whose statistics do not see it."""
+
+    name: str
+    nbytes: dict[Moment, int]
+    place: Literal["gpu", "host"] = "gpu"
+    assumed: bool = False
+    outside: bool = False
+
+    @property
+    def most(self) -> int:
+        return max(self.nbytes.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All items of one rank."""
+
+    items: tuple[Item, ...]
+
+    def at(self, moment: Moment) -> int:
+        """Bytes on the GPU, assumed constants included."""
+        return sum(i.nbytes[moment] for i in self.items if i.place == "gpu")
+
+    @property
+    def peak_moment(self) -> Moment:
+        return max(MOMENTS, key=self.at)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the device must have."""
+        return self.at(self.peak_moment)
+
+    @property
+    def tensors(self) -> int:
+        """What torch.cuda.max_memory_allocated would say: the peak without assumed constants, and
+        without what torch's allocator does not see."""
+        seen = [i for i in self.items if i.place == "gpu" and not (i.assumed or i.outside)]
+        return max(sum(i.nbytes[m] for i in seen) for m in MOMENTS)
+
+    @property
+    def host(self) -> int:
+        return sum(i.most for i in self.items if i.place == "host")
+
+    def item(self, name: str) -> Item:
+        return next(i for i in self.items if i.name == name)
+
+
+def always(nbytes: int) -> dict[Moment, int]:
+    return dict.fromkeys(MOMENTS, nbytes)
+
+
+def moments(
+    loss: int = 0, early: int = 0, late: int = 0, root: int = 0, update: int = 0
+) -> dict[Moment, int]:
+    """What a unit holds while it computes it holds while it is sent, unless told otherwise."""
+    return {
+        "loss": loss,
+        "early": early,
+        "early sent": early,
+        "late": late,
+        "late sent": late,
+        "root": root,
+        "update": update,
+        **NOT_EVALUATED,
+    }
+
+
+ALIGN = 256  # of a slot
+
+
+def kernels_serve(config: Config) -> bool:
+    """Whether our kernels run where `config` runs; a GPU is taken to have them."""
+    return config.ops.backend != "reference" and not config.engine.device.startswith("cpu")
+
+
+def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
+    """The buffer that one gather of `unit` fills, and what it holds of the node on the way."""
+    layout = unit.backward if backward else unit.forward
+    return plan.recipe.shards * layout.nbytes + _held(plan, unit, backward)
+
+
+def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
+    if not unit.hierarchical or (backward and unit.keeps_secondary):
+        return 0
+    layout = unit.backward if backward else unit.forward
+    return plan.recipe.cluster.nodes * layout.nbytes
+
+
+class Buffers:
+    """Of a plan's units, where each rank has a GPU. A cluster of several nodes is taken for as
+    many hosts, unless engine.transport=peer says that all of them are one."""
+
+    def __init__(self, plan: Plan, config: Config) -> None:
+        self.plan, self.cluster = plan, plan.recipe.cluster
+        self.untouched = is_untouched(plan, config.engine.ordered)
+        self.least = 0 if config.engine.transport == "peer" else LEAST
+        on_cpu = config.engine.device.startswith("cpu")
+        self.links = () if on_cpu else self._links(config.engine.transport)
+
+    def _links(self, transport: str) -> tuple[Link, ...]:
+        """Where ranks read each other's memory."""
+        if self.untouched or transport == "groups":
+            return ()
+        one_host = transport == "peer" or self.cluster.nodes == 1
+        shared: tuple[Link, ...] = LINKS if one_host else ("local",)
+        return tuple(link for link in shared if self._members(link) > 1)
+
+    def _members(self, link: Link) -> int:
+        cluster = self.cluster
+        counts = {"world": cluster.world, "local": cluster.gpus_per_node, "across": cluster.nodes}
+        return counts[link]
+
+    def _in_slots(self, link: Link, nbytes: int) -> bool:
+        return link in self.links and nbytes >= self.least
+
+    # ------------------------------------------------------------------ gathers
+
+    def gathers(self, unit: UnitPlan, count: int) -> int:
+        """`count` gathers of `unit` for backward, none of which is decoded yet."""
+        if self.untouched:  # FSDP2's own is flat whatever the cluster's shape
+            return count * self.plan.recipe.shards * unit.backward.nbytes
+        return count * payload_bytes(self.plan, unit, backward=True)
+
+    def heldout(self, unit: UnitPlan, count: int) -> int:
+        """`count` gathers of `unit` where it is evaluated, also with its master weights."""
+        shards, nodes = self.plan.recipe.shards, self.cluster.nodes
+        if self.untouched:
+            return count * shards * unit.forward.nbytes
+        row = max(_raw_row(unit), unit.forward.nbytes)
+        held = nodes * row if unit.hierarchical else 0
+        return count * (held + shards * row)
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduction(self, unit: UnitPlan) -> int:
+        """The most of what goes out and what comes in while `unit` is reduced."""
+        turned = self.plan.recipe.config.order == "reversed"
+        first, *second = (self._leg(*leg) for leg in self._legs(unit))
+        stays, flipped, sent = first
+        most = stays + (0 if second else turned * flipped)
+        for more, last, _ in second:  # sums of the first are encoded straight into the second's
+            most += more + turned * max(flipped, last)
+        return max(most, stays + sent)
+
+    def _leg(self, link: Link, rows: int, nbytes: int) -> tuple[int, int, int]:
+        """Bytes until the reduction's end; of its rows turned round; of its rows in the order of
+        their receivers, while process groups send."""
+        if self._in_slots(link, nbytes):
+            return nbytes, nbytes, 0
+        return 2 * nbytes, nbytes, nbytes if rows > 1 else 0
+
+    def _legs(self, unit: UnitPlan) -> Iterator[tuple[Link, int, int]]:
+        """Of each hop: its link, how many rows each member gets, and bytes of all rows."""
+        nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
+        ways: list[tuple[Link, int]] = [("world", 1)]
+        if len(unit.hops) == 2:
+            ways = [("local", nodes), ("across", 1)]
+        counts = (nodes * local, nodes)
+        for (link, rows), count, hop in zip(ways, counts, unit.hops, strict=False):
+            yield link, rows, count * hop.nbytes
+
+    # ------------------------------------------------------------------ slots
+
+    def slots(self) -> int:
+        """Of each link and kind a ring, as large as the largest shipment that will come; none
+        where all go over process groups."""
+        wanted: dict[tuple[Kind, Link], int] = defaultdict(int)
+        used = set()
+        for unit in self.plan.units if self.links else ():
+            for kind, link, own, arrives in self._shipments(unit):
+                if link not in self.links:
+                    continue
+                wanted[kind, link] = max(wanted[kind, link], own)
+                if self._in_slots(link, arrives):
+                    used.add((kind, link))
+        return sum(SLOTS[ring[0]] * -(-wanted[ring] // ALIGN) * ALIGN for ring in used)
+
+    def _shipments(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int]]:
+        """Kind, link, bytes of this rank's room and of what arrives."""
+        nodes, world = self.cluster.nodes, self.cluster.world
+        for nbytes in (_raw_row(unit), unit.forward.nbytes, unit.backward.nbytes):
+            if unit.hierarchical:
+                yield "gather", "across", nbytes, nodes * nbytes
+                yield "gather", "local", nodes * nbytes, world * nbytes
+            else:
+                yield "gather", "world", nbytes, world * nbytes
+        if unit.keeps_secondary:
+            yield "gather", "local", nodes * unit.forward.nbytes, world * unit.forward.nbytes
+        for link, _, nbytes in self._legs(unit):
+            yield "exchange", link, nbytes, nbytes
+
+
+def _raw_row(unit: UnitPlan) -> int:
+    """Of a gather of the master weights, and of a frozen base as it is."""
+    raw = RawCodec(unit.recipe.weights_dtype)
+    segments = unit.forward.segments
+    codecs = [s.codec if s.name in unit.unit.stored else raw for s in segments]
+    return Layout.build([s.name for s in segments], [s.numel for s in segments], codecs).nbytes

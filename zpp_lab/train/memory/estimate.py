@@ -1,0 +1,422 @@
+"""What each rank of a real run will hold, by formula, before anything is allocated.
+
+Every item is counted at the moments of `buffers.py`. The peak is the largest. Rank 0 is counted,
+which never has less than others: the last shards may be shorter. Units follow what FSDP2 and
+`collectives/` keep alive: the gathered weights of the unit that computes, one payload for each
+unit gathered ahead, a reduction's input (FSDP2's buffer, or the gradients that ours were encoded
+from) until the next one begins.
+
+Whether the memory of this machine can hold a run without GPUs, before it is started.
+
+Its processes share one memory. Where it is too small, the kernel kills one of them after minutes
+in which nothing else on the machine can work, and none can say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from zpp_lab.codecs.errors import AT_ONCE
+from zpp_lab.codecs.layout import Parameter
+from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.build import plan_of, vocabulary
+from zpp_lab.engines.norm import square_bytes
+from zpp_lab.engines.optim import BATCH, SCRATCH, StateKind, state_bytes
+from zpp_lab.engines.optim.update import LANES, STAGE, pinned_state_bytes
+from zpp_lab.engines.units import is_untouched
+from zpp_lab.models.lora import A as LORA_A
+from zpp_lab.models.loss import heldout_size
+from zpp_lab.runs.provenance import memory_bytes
+from zpp_lab.train.memory.activations import FP32, Activations
+from zpp_lab.train.memory.buffers import (
+    GIB,
+    MOMENTS,
+    NOT_EVALUATED,
+    Buffers,
+    Estimate,
+    Item,
+    Moment,
+    always,
+    kernels_serve,
+    moments,
+)
+from zpp_lab.train.memory.trace import TracedActivations
+
+Acts = Activations | TracedActivations
+
+CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
+NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
+PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
+
+
+def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
+    """What each rank of `plan`'s cluster holds on engine=fsdp with one GPU a rank.
+
+    ValueError for a model of transformers whose code does not run on shapes alone.
+    """
+    shape, held_out = (config.train.batch_size, config.data.seq_len), heldout_shape(config)
+    acts = _activations(plan, config, vocab, shape)
+    holder = _Rank(plan, config, acts, _activations(plan, config, vocab, held_out))
+    items = [*holder.state(), *holder.wires(), *holder.compute(), *holder.constants()]
+    return Estimate(tuple(i for i in items if i.most))
+
+
+def heldout_shape(config: Config) -> tuple[int, int]:
+    """Sequences and tokens each of a held-out batch."""
+    length = config.data.seq_len
+    return min(heldout_size(length), max(1, config.train.eval_tokens // length)), length
+
+
+def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
+    """`shape`: sequences and tokens each."""
+    if config.model.name == "hf":
+        dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
+        compiled = config.engine.compile
+        return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
+    acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
+    if plan.stored:
+        acts = replace(acts, adapters=_adapters(plan), head_trained=False)
+    return acts
+
+
+def shard_bytes(parameters: Iterable[Parameter], itemsize: int = FP32) -> int:
+    """Rank 0's shards, padding included."""
+    return itemsize * sum(p.shard_numel for p in parameters)
+
+
+def optimizer_bytes(parameters: Iterable[Parameter], kind: StateKind) -> int:
+    """Both moments of rank 0's shards, scales included."""
+    return sum(state_bytes(_shard(p), kind) for p in parameters)
+
+
+def saved_bytes(every: list[Parameter], trained: list[Parameter], config: Config) -> int:
+    """Rank 0's part of a checkpoint, before weights alone are rounded to bf16."""
+    if config.train.checkpoint_weights_only:
+        return shard_bytes(every)
+    return shard_bytes(every) + optimizer_bytes(trained, config.train.optimizer_state)
+
+
+def secondary_bytes(plan: Plan) -> int:
+    """hpZ between nodes: of every unit that is gathered again, one forward row a node."""
+    rows = sum(u.forward.nbytes for u in plan.units if u.keeps_secondary)
+    return plan.recipe.cluster.nodes * rows
+
+
+def base_bytes(plan: Plan) -> int:
+    """A rank's payload rows of a frozen base."""
+    return sum(u.stored.nbytes for u in plan.units)
+
+
+class _Rank:
+    """Items of one rank, in groups."""
+
+    def __init__(self, plan: Plan, config: Config, acts: Acts, heldout: Acts) -> None:
+        self.plan, self.config, self.acts, self.heldout = plan, config, acts, heldout
+        recipe = plan.recipe
+        self.weight, self.grad = recipe.weights_dtype.itemsize, recipe.grads_dtype.itemsize
+        self.untouched = is_untouched(plan, config.engine.ordered)
+        self.buffers, self.kernels = Buffers(plan, config), kernels_serve(config)
+        self.root = plan.units[-1]
+        self.units = plan.units[:-1]
+        self.unit = max(self.units, key=_numel)
+        self.early = self._fuller()  # units that went back before the one at 'early'
+
+    def _fuller(self) -> int:
+        """1 where a reduction's input and its sums are more than a unit's activations, else 0."""
+        if len(self.units) == 1:
+            return 0
+        left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
+        return int(self._held(self.unit) + left > self.acts.between)
+
+    def _left(self, gone: int) -> int:
+        """Blocks of the model that have not gone back when so many have."""
+        return max(0, len(self.units) - gone)
+
+    # ------------------------------------------------------------------ what stays
+
+    def state(self) -> list[Item]:
+        every = [p for u in self.plan.units for p in u.unit.parameters if not _stored(u, p)]
+        trained = [p for u in self.plan.units for p in _trained(u)]
+        place: Literal["gpu", "host"] = "host" if self.config.engine.offload else "gpu"
+        kind = self.config.train.optimizer_state
+        return [
+            Item("master weights, fp32", always(shard_bytes(every)), place),
+            Item("frozen base, as it travels", always(base_bytes(self.plan))),
+            *self._moments(trained, kind, place),
+            Item("gradients, fp32", self._gradients(), place),
+            Item("checkpoint, on its way", always(self._checkpoint(every, trained)), "host"),
+            Item("secondary partition", always(secondary_bytes(self.plan)) | NOT_EVALUATED),
+        ]
+
+    def _moments(
+        self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
+    ) -> list[Item]:
+        """Of AdamW; those in host memory pass through the GPU, some in each lane."""
+        nbytes = optimizer_bytes(trained, kind)
+        name = f"optimizer state, {kind}"
+        if self.config.train.optimizer_place == "device":
+            return [Item(name, always(nbytes), place)]
+        lane = max(STAGE, max(optimizer_bytes([p], kind) for p in trained))
+        pinned = sum(pinned_state_bytes(_shard(p), kind) for p in trained)
+        passing = moments(update=min(lane, nbytes))
+        # the host gives a lane's memory back before it fills the next: torch counts one at a time
+        beside = moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
+        return [
+            Item(name, always(pinned), "host"),
+            Item("optimizer state, passing", passing),
+            Item("optimizer state, other lane", beside, outside=True),
+        ]
+
+    def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
+        """In host memory: a copy of what is small enough, and pieces on their way to the disk."""
+        train = self.config.train
+        if not (train.checkpoint_every or train.keep_checkpoints):
+            return 0
+        saved = saved_bytes(every, trained, self.config)
+        copied = saved if saved <= train.checkpoint_host_gib * GIB else 0
+        written = saved // 2 if train.checkpoint_weights_only else saved  # in bf16
+        return copied + min(written, train.checkpoint_staging_mib * 2**20)
+
+    def _gradients(self) -> dict[Moment, int]:
+        """This rank's, of the units that are reduced already. A unit's come with its reduction."""
+        every = shard_bytes(p for u in self.plan.units for p in _trained(u))
+        if self.plan.reductions > 1:  # earlier micro-steps have left theirs
+            return always(every) | NOT_EVALUATED
+        root, block = shard_bytes(_trained(self.root)), shard_bytes(_trained(self.unit))
+        late, end = max(0, every - root - block), every - root
+        return moments(early=self.early * block, late=late, root=end, update=every)
+
+    # ------------------------------------------------------------------ what a unit needs
+
+    def wires(self) -> list[Item]:
+        return [
+            Item("gathered weights", self._gathered()),
+            Item("gather buffers", self._payloads()),
+            Item("whole gradients", self._whole_gradients()),
+            Item("reduction buffers", self._reductions()),
+            Item("telemetry", self._telemetry()),
+            Item("peer-memory slots", always(self.buffers.slots()), outside=True),
+        ]
+
+    def _gathered(self) -> dict[Moment, int]:
+        """The root's until its own reduction, and the computing unit's until then."""
+        root, block = self.weight * _numel(self.root), self.weight * _numel(self.unit)
+        found = moments(loss=root, early=root + block, late=root + block)
+        found |= {"early sent": root, "late sent": root}
+        found |= {"eval": root + block, "eval loss": root}
+        if self.plan.recipe.config.stage != 3:
+            every = root + self.weight * sum(map(_numel, self.units))
+            found |= {
+                "eval": every,
+                "eval loss": every,
+                "loss": every,
+                "early": every,
+                "early sent": every - block,
+            }
+            if self.plan.micro_steps > 1:  # they stay until the last one's backward
+                found |= {"early sent": every, "late": every, "late sent": every}
+        return found
+
+    def _payloads(self) -> dict[Moment, int]:
+        """Of the units gathered ahead in backward; in a forward the computing one's stays too."""
+        count = max(1, self.config.engine.prefetch)
+        held = min(1 + self.config.engine.prefetch, len(self.units))
+        found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.units)}
+        if self.plan.recipe.config.stage != 3:
+            return found
+        first, ahead = (
+            max(self.buffers.gathers(u, min(count, len(self.units) - gone)) for u in self.units)
+            for gone in (0, 1 + self.early)
+        )
+        return moments(loss=first, early=ahead) | {"eval": found["eval"]}
+
+    def _whole_gradients(self) -> dict[Moment, int]:
+        """The head's from the loss on, a unit's while it is reduced (until then they are counted
+        with its backward), and the root's. With one reduction for several micro-steps every
+        unit's, in reduce_dtype."""
+        head = self.weight * self.acts.head
+        root, block = self.weight * _to_train(self.root), self.weight * _to_train(self.unit)
+        found = moments(early=head, late=head, root=root)
+        found |= {"early sent": head + block, "late sent": head + block}
+        if self.acts.tied:
+            found["root"] += head  # the embedding's part, before the two are added
+        if self.plan.accumulate_last and self.plan.micro_steps > 1:
+            root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.unit)
+            every = root + self.grad * sum(map(_to_train, self.units))
+            waiting = moments(loss=every, early=every, late=root + block, root=root)
+            found = {m: found[m] + waiting[m] for m in MOMENTS}
+        return found
+
+    def _reductions(self) -> dict[Moment, int]:
+        """Of the unit under way, or the input of the one before it, which nobody has let go."""
+        held = self._held(self.unit)
+        block, root = self._reduction(self.unit), self._reduction(self.root)
+        late = held if len(self.units) > 1 else 0
+        found = moments(early=self.early * held, late=late, root=root)
+        return found | {"early sent": block, "late sent": block}
+
+    def _held(self, unit: UnitPlan) -> int:
+        """The input of one unit's reduction: FSDP2's buffer, or the gradients that ours encoded."""
+        if self.plan.recipe.cluster.world == 1:
+            return 0
+        if self.untouched:
+            return self.plan.recipe.shards * shard_bytes(_trained(unit), self.grad)
+        return self.weight * _to_train(unit)
+
+    def _reduction(self, unit: UnitPlan) -> int:
+        """Of one unit: what goes out, what comes in, and the sums before they are the gradients'
+        own. Gradients that ours are encoded from are counted apart."""
+        if self.plan.recipe.cluster.world == 1:
+            return 0
+        sums = shard_bytes(_trained(unit), self.grad)
+        if self.untouched:
+            return self._held(unit) + sums
+        return self.buffers.reduction(unit) + sums
+
+    def _telemetry(self) -> dict[Moment, int]:
+        """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
+        are made once more in fp32, and summed up in pieces."""
+        if self.untouched or len(self.plan.recipe.hops) < 2:
+            return moments()
+        if not self.config.tracking.telemetry_every:
+            return moments()
+        nodes = self.plan.recipe.cluster.nodes
+
+        def of(unit: UnitPlan) -> int:
+            first, second = unit.hops
+            widest = max((s.numel for s in second.segments), default=0)
+            turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
+            sums = FP32 * (nodes * first.coded_numel + turned + widest)
+            return sums + PIECE
+
+        block, root = of(self.unit), of(self.root)
+        return moments(root=root) | {"early sent": block, "late sent": block}
+
+    # ------------------------------------------------------------------ what computes
+
+    def compute(self) -> list[Item]:
+        acts, shards = self.acts, [p.shard_numel for u in self.plan.units for p in _trained(u)]
+        norm = max(square_bytes(shards, self.kernels), self._updating(shards))
+        if self.config.engine.offload:
+            norm = 0
+        return [
+            Item("activations", self._activations()),
+            Item(
+                "logits and loss",
+                moments(loss=acts.loss) | {"eval loss": self.heldout.heldout_loss},
+            ),
+            Item("a block's backward", self._flow()),
+            Item("gradient norm or update", moments(update=norm)),
+        ]
+
+    def _flow(self) -> dict[Moment, int]:
+        flow = self.acts.backward(self.weight * _to_train(self.unit))
+        return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
+
+    def _activations(self) -> dict[Moment, int]:
+        """Of the blocks that have not gone back yet; then what flows on to the next."""
+        acts = self.acts
+        early = self._left(self.early) * acts.between + acts.recomputed
+        found = moments(loss=acts.kept, early=early)
+        sent: dict[Moment, int] = {
+            "early sent": self._left(self.early + 1) * acts.between + acts.row,
+            "late sent": acts.row,
+        }
+        evaluated: dict[Moment, int] = {
+            "eval": self.heldout.passing,
+            "eval loss": self.heldout.row,
+        }
+        return found | sent | evaluated | {"late": acts.between + acts.recomputed}
+
+    def _updating(self, shards: list[int]) -> int:
+        """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
+        if self.kernels or self.config.train.optimizer_state == "fp32":
+            return 0
+        return SCRATCH * min(BATCH, sum(shards))
+
+    def constants(self) -> list[Item]:
+        world = self.plan.recipe.cluster.world
+        return [
+            Item("CUDA and libraries", always(CONTEXT), assumed=True),
+            Item("NCCL", always(NCCL if world > 1 else 0), assumed=True),
+        ]
+
+
+def _adapters(plan: Plan) -> int:
+    """Elements a token between the two adapters of every layer of the largest block."""
+    units = [u.unit for u in plan.units[:-1]]
+    return max(sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) for u in units)
+
+
+def _shard(p: Parameter) -> tuple[int, ...]:
+    """The shape of rank 0's rows."""
+    return (-(-p.shape[0] // p.world), *p.shape[1:]) if p.shape else (1,)
+
+
+def _numel(unit: UnitPlan) -> int:
+    return sum(p.numel for p in unit.unit.parameters)
+
+
+def _trained(unit: UnitPlan) -> list[Parameter]:
+    return [p for p in unit.unit.parameters if p.name in unit.unit.trainable]
+
+
+def _to_train(unit: UnitPlan) -> int:
+    return sum(p.numel for p in _trained(unit))
+
+
+def _stored(unit: UnitPlan, parameter: Parameter) -> bool:
+    return parameter.name in unit.unit.stored
+
+
+_FP32 = 4
+_MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2}  # bytes a parameter, scales left out
+KILLED = (
+    "The kernel killed it because the machine's memory was full: take a smaller model or fewer "
+    "ranks (`zpp-lab plan` says what each rank holds)"
+)
+
+
+def check_host_memory(config: Config) -> None:
+    """ValueError where the tensors, by closed formulas, exceed the machine's memory.
+
+    Processes and libraries come on top, so that passing is no promise. There are formulas for the
+    built-in decoder under FSDP2 and in the virtual engine; other runs pass.
+    """
+    if config.engine.name == "deepspeed" or config.model.name != "llama":
+        return
+    if config.engine.name == "virtual":
+        _check_virtual(config)
+        return
+    on_cpu = replace(config, engine=replace(config.engine, transport="groups"))
+    each = estimate(plan_of(on_cpu), on_cpu, vocabulary(on_cpu)).tensors
+    world, there = config.cluster.world, memory_bytes()
+    if world * each > there:
+        raise ValueError(
+            f"{world} ranks on the CPU need {each / GIB:.1f} GiB each and this machine has "
+            f"{there / GIB:.1f} GiB for all: take a smaller model or fewer ranks, or start this "
+            "where there are GPUs (`zpp-lab doctor` says what is seen here)"
+        )
+
+
+def _check_virtual(config: Config) -> None:
+    """Whatever the number of ranks: each weight as it is gathered, its master, the mean gradient
+    and the optimizer's state; of a frozen base the gathered weight alone. Activations come on top.
+    """
+    plan = plan_of(config)
+    moments, gathered = _MOMENTS[config.train.optimizer_state], plan.recipe.weights_dtype.itemsize
+    need = 0
+    for unit in (each.unit for each in plan.units):
+        for p in unit.parameters:
+            own = 0 if p.name in unit.stored else _FP32
+            trained = _FP32 + moments if p.name in unit.trainable else 0
+            need += p.numel * (gathered + own + trained)
+    if need > memory_bytes():
+        raise ValueError(
+            f"the model, its gradients and the optimizer need {need / GIB:.1f} GiB and this "
+            f"machine has {memory_bytes() / GIB:.1f} GiB: take a smaller model, or start this "
+            "where there is a GPU that holds them"
+        )

@@ -1,0 +1,105 @@
+"""What a run's config says before anything runs: bytes, memory, and seconds on a named machine.
+
+Everything is a formula over the plan; the model is on the meta device and no token is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zpp_lab.config.schema import Config, Wire
+
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Memory in bytes: of the process that plays all ranks (`each` False), or of each rank's GPU.
+
+    at_least: weights, optimizer and gradients alone; activations come on top.
+    """
+
+    nbytes: int
+    each: bool = False
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Of one run. None: no formula knows it."""
+
+    step_bytes: int | None  # all ranks together
+    memory: Needed | None
+    quantized: Mapping[Wire, float] | None = None  # of each wire's bytes
+
+
+def foresee(config: Config) -> Foreseen:
+    return Foreseen(step_bytes(config), memory_need(config), quantized(config))
+
+
+def step_bytes(config: Config) -> int | None:
+    """Bytes that all ranks together send in one step; None with engine=deepspeed, which follows
+    no plan of ours."""
+    if config.engine.name == "deepspeed":
+        return None
+    from zpp_lab.engines.build import plan_of
+
+    return sum(sum(traffic) for traffic in plan_of(config).step_bytes().values())
+
+
+def quantized(config: Config) -> Mapping[Wire, float] | None:
+    """Of a step's bytes on each wire the part that codecs make; None with engine=deepspeed."""
+    if config.engine.name == "deepspeed":
+        return None
+    from zpp_lab.engines.build import plan_of
+
+    return plan_of(config).quantized_share()
+
+
+def memory_need(config: Config) -> Needed | None:
+    """What a run must have at its peak, or at least."""
+    from zpp_lab.engines.build import plan_of, vocabulary
+    from zpp_lab.train.memory.estimate import estimate
+
+    if config.engine.name == "virtual":
+        return Needed(_kept(config), at_least=True)
+    if config.engine.name == "deepspeed":
+        return None
+    found = estimate(plan_of(config), config, vocabulary(config))
+    return Needed(found.peak, each=True)
+
+
+def host_bytes(config: Config) -> int | None:
+    """Host memory of each process of a run, beside Python, libraries and text; None with
+    engine=deepspeed. Of engine=virtual twice what is kept: tensors and activations, or on a GPU
+    the checkpoint on its way."""
+    if config.engine.name == "virtual":
+        return 2 * _kept(config)
+    if config.engine.name == "deepspeed":
+        return None
+    from zpp_lab.engines.build import plan_of, vocabulary
+    from zpp_lab.train.memory.estimate import estimate
+
+    if config.engine.device != "cpu":
+        return estimate(plan_of(config), config, vocabulary(config)).host
+    config = replace(config, engine=replace(config.engine, transport="groups"))
+    found = estimate(plan_of(config), config, vocabulary(config))
+    return found.host + found.tensors
+
+
+def _kept(config: Config) -> int:
+    """What the virtual engine holds all the time: weights in param_dtype, of the trained ones
+    fp32 masters, both moments, gradient sums in fp32 and the copy that is encoded."""
+    from zpp_lab.engines.build import plan_of
+    from zpp_lab.engines.optim import state_bytes
+
+    held, total = _ITEMSIZE[config.train.param_dtype], 0
+    copy = held if held < 4 else 0
+    for unit in plan_of(config).units:
+        for p in unit.unit.parameters:
+            total += held * p.numel
+            if p.name in unit.unit.trainable:
+                total += (4 + 4 + copy) * p.numel
+                total += state_bytes(p.shape, config.train.optimizer_state)
+    return total

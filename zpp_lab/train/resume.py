@@ -1,0 +1,196 @@
+"""Where a run's checkpoints go, and from which state it goes on.
+
+What a run knows of its data, kept beside its checkpoints: whoever starts from them must read
+text with the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from zpp_lab.config.data import DataConfig
+from zpp_lab.config.schema import Config
+from zpp_lab.data import PackedData, TokenData
+from zpp_lab.data.prepare import TOKENIZER
+from zpp_lab.data.tokenizer import END
+from zpp_lab.engines.base import Engine
+from zpp_lab.files import write_atomic
+from zpp_lab.runs.checkpoint.index import DamagedError, check_format
+from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
+from zpp_lab.runs.metrics import read_object
+
+if TYPE_CHECKING:
+    from zpp_lab.engines.fsdp.engine import FsdpEngine
+
+
+FILE = "data.json"
+
+
+def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> None:
+    """Write data.json: the data's hash, the tokenizer's identity and its number of tokens. A BPE
+    of the run's own is kept beside it, for data.tokenizer=hf to read."""
+    said = {"hash": data.hash, "tokenizer": data.tokenizer, "vocab_size": data.vocab_size}
+    write_atomic(folder / FILE, json.dumps(said, indent=1) + "\n")
+    if cfg.tokenizer == "bpe":
+        trained = (data.folder / TOKENIZER).read_text(encoding="utf-8")
+        write_atomic(folder / TOKENIZER, trained)
+        write_atomic(folder / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
+
+
+def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -> None:
+    """ValueError when the run in `folder` had other tokens before: a corpus changes with the
+    machine it is read from."""
+    path = folder / FILE
+    if not resumed or not path.is_file():
+        return
+    before = read_object(path)["hash"]
+    if before != data.hash:
+        raise ValueError(
+            f"{folder} was trained on other tokens (data {before[:16]} there, {data.hash[:16]} "
+            "now): go on where the same files are, or start over in another folder"
+        )
+
+
+def check_start(start: Path, data: TokenData | PackedData) -> None:
+    """ValueError when the run of the checkpoint `start` had another tokenizer than `data`.
+
+    A checkpoint without its run's data.json cannot be checked, which stderr is told.
+    """
+    file = next((f / FILE for f in (start, *start.parents[:2]) if (f / FILE).is_file()), None)
+    if file is None:
+        print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
+        return
+    said = read_object(file)
+    if said["tokenizer"] != data.tokenizer:
+        raise ValueError(
+            f"model.start={start} was trained with another tokenizer ({said['vocab_size']} tokens, "
+            f"here {data.vocab_size}): its weights would read noise. Set data.tokenizer as its "
+            "config.yaml has it; for a BPE of its own data.tokenizer=hf with "
+            "data.tokenizer_path=RUN_FOLDER"
+        )
+
+
+def check_reads(run: Path, data: TokenData | PackedData) -> None:
+    """ValueError when the run in `run` had another tokenizer than `data`: a BPE learns from its
+    corpus, which may have changed since. A run of an older version, without data.json, is taken."""
+    said = _said(run)
+    if said and said["tokenizer"] != data.tokenizer:
+        raise ValueError(
+            f"{run} was trained with another tokenizer ({said['vocab_size']} tokens) than the "
+            f"{data.vocab_size} tokens here: its weights would read noise. Evaluate it where its "
+            "corpus is as it was"
+        )
+
+
+def warn_of_change(run: Path, data: TokenData | PackedData) -> None:
+    """Tell stderr when the corpus of `run` reads as other tokens now."""
+    said = _said(run)
+    if said and said["hash"] != data.hash:
+        print(
+            f"{run} was trained on other tokens (data {said['hash'][:16]} there, {data.hash[:16]} "
+            "now): the losses are no held-out losses if it saw some of these in training",
+            file=sys.stderr,
+        )
+
+
+def vocab_size(run: Path) -> int | None:
+    """How many tokens the tokenizer of the run in `run` has; None: it does not say."""
+    return _said(run).get("vocab_size")
+
+
+def _said(run: Path) -> dict[str, Any]:
+    path = run / FILE
+    return read_object(path) if path.is_file() else {}
+
+
+def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoints:
+    """The checkpoints in `folder`, as the engine writes them: of several processes all do."""
+    train, engine = config.train, config.engine
+    saving = Saving(
+        int(train.checkpoint_host_gib * 2**30) if engine.name == "fsdp" else None,
+        train.checkpoint_staging_mib * 2**20,
+        train.checkpoint_weights_only,
+        train.checkpoint_full_disk == "skip",
+    )
+    keep = max(1, train.keep_checkpoints)  # 0: none after the end
+    on_host = engine.offload or engine.name == "deepspeed"
+    where = "cpu" if on_host else device
+    return Checkpoints(folder, keep, saving, engine.name in ("fsdp", "deepspeed"), where)
+
+
+def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
+    """Go on from the run's own newest whole state, else begin with `run.start_from`'s state.
+
+    Returns how many steps are done. Damaged checkpoints and those of weights only are passed over,
+    which is said; ValueError where there is no other.
+    """
+    done = _load_newest(config, engine, store) if config.run.resume else None
+    if done is None and config.run.start_from:
+        _start_from(config, engine, store, Path(config.run.start_from))
+    return done or 0
+
+
+def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | None:
+    """Its step; None: there is no checkpoint."""
+    passed: Path | None = None  # the newest of those that hold weights only
+    for saved in store.newest_first():
+        if saved.weights_only:
+            passed = passed or saved.path
+        elif store.checked(saved.path, partial(_load, config, engine, store, saved)):
+            _say_passed(passed, saved.path, store.rank)
+            store.prune(saved.path)  # a kill may have come before it
+            return saved.step
+    if passed is not None:
+        raise _no_way_on(passed)
+    if store.damaged:
+        raise ValueError(
+            f"{store.folder} has no whole checkpoint to go on from: restore one from a copy, or "
+            "start over (run.resume=false)"
+        )
+    return None
+
+
+def _load(config: Config, engine: Engine, store: Checkpoints, saved: Saved) -> bool:
+    """Give the engine the state; DamagedError on all ranks where one of them finds damage."""
+    if config.engine.name == "fsdp":
+        store.ranks.all(lambda: cast("FsdpEngine", engine).load_checkpoint(saved))
+    else:
+        engine.load_state_dict(store.ranks.all(saved.state))
+    return True
+
+
+def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
+    """On rank 0: which steps are made again, and why."""
+    if passed is not None and rank == 0:
+        print(
+            f"checkpoint {passed} holds weights only (train.checkpoint_weights_only); going on "
+            f"from {path.name}, the newest whole state",
+            file=sys.stderr,
+        )
+
+
+def _start_from(config: Config, engine: Engine, store: Checkpoints, path: Path) -> None:
+    """Weights and optimizer of any engine and cluster; steps count from 0."""
+    check_format(path)
+    try:
+        saved = store.ranks.all(lambda: Saved(path))
+        if saved.weights_only:
+            raise _no_way_on(path)
+        _load(config, engine, store, saved)
+    except DamagedError as error:
+        raise ValueError(f"run.start_from: {error}; use another checkpoint") from None
+
+
+def _no_way_on(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} holds weights only (train.checkpoint_weights_only), from which no run can go "
+        "on: start over with run.resume=false, or begin another run from it "
+        "(model.start=CHECKPOINT)"
+    )

@@ -1,0 +1,357 @@
+"""One run: set up, resume, step, evaluate, save, and write down what happened.
+
+The order inside a step decides what a kill can cost: the step's line goes to metrics.jsonl
+first, the checkpoint follows, and a restart drops the lines after its checkpoint. So a run
+that was killed at any moment ends with the bytes of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from zpp_lab.codecs import kernels
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.watchdog import meeting
+from zpp_lab.config.compose import check_same_run, has_ended, run_dir
+from zpp_lab.config.schema import FEW_HELDOUT, Config, heldout_notes
+from zpp_lab.data import PackedData, TokenData, open_data
+from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
+from zpp_lab.engines.build import build_engine, pick_device
+from zpp_lab.engines.optim.build import learning_rate
+from zpp_lab.files import is_full, write_atomic
+from zpp_lab.models.loss import mean_loss
+from zpp_lab.runs.metrics import Record, read, to_json
+from zpp_lab.runs.provenance import commit, machine_facts, note_commit, versions
+from zpp_lab.runs.tracker import Tracker
+from zpp_lab.runs.wandb.folder import METRICS, SUMMARY, read_summary, write_failure
+from zpp_lab.runs.wandb.identity import arm_of
+from zpp_lab.train.evaluation import FILE as HELDOUT
+from zpp_lab.train.evaluation import DivergedError, DivergenceRule, open_heldout
+from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
+from zpp_lab.train.inputs import check_run
+from zpp_lab.train.launch.cause import memory_is_full
+from zpp_lab.train.piece import UNFINISHED, Piece, writing_seconds
+from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
+
+Data = TokenData | PackedData
+
+
+def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
+    """Train as `config` says, going on where a former start of the run stopped.
+
+    Returns the summary, which is also in summary.json; a finished run returns at once. A run that
+    stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step.
+    Raises what went wrong, after writing failure.json. An engine of several processes has
+    each call this with its rank; rank 0 alone writes. `start_up`: what came before.
+    """
+    folder = run_dir(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_same_run(config, folder)
+    if has_ended(config):
+        return read_summary(folder / SUMMARY)
+    return Trainer(config, folder, rank, start_up).run()
+
+
+class Trainer:
+    """The step loop of one run over any engine."""
+
+    def __init__(
+        self, config: Config, folder: Path, rank: int = 0, start_up: StartUp | None = None
+    ) -> None:
+        self.config, self.folder, self.rank = config, folder, rank
+        self.train = config.train
+        if config.engine.threads:
+            torch.set_num_threads(config.engine.threads)
+        torch.use_deterministic_algorithms(config.engine.deterministic)
+        kernels.configure(config.ops.backend)
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.device = pick_device(config.engine)
+        self.checkpoints = open_store(config, folder / "checkpoints", self.device)
+        self.piece = Piece(config.run.until, config.run.piece_steps)
+        self.start_up = start_up or StartUp()
+        self.step = self.began = 0  # steps done; done when this process began
+        self.saved = 0  # of them in the newest checkpoint from which a run can go on
+        self.made: list[Record] = []  # which commit made which steps, on rank 0
+        self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
+
+    def run(self) -> Record:
+        tracker: Tracker | None = None
+        try:
+            check_run(self.config, tracked=self.rank == 0)
+            self.commit = commit() if self.rank == 0 else None  # now: a checkout may change later
+            data = open_data(self.config.data)
+            self._look_at(data)
+            self.start_up.done("data")
+            engine = build_engine(self.config, data.vocab_size, self.device)
+            self.start_up.parted("engine", engine.built)
+            self.step = resume(self.config, engine, self.checkpoints)
+            self.saved = self.began = self.step
+            self.start_up.done("checkpoint")
+            check_same_data(self.folder, data, resumed=self.step > 0)
+            self.divergence = DivergenceRule(self.train, self._losses())
+            if self.rank == 0:
+                if self.step:
+                    print(f"goes on after step {self.step} of {self.train.steps}", flush=True)
+                tracker = Tracker(self.config, self.folder, resume_step=self.step)
+                note_data(self.folder, self.config.data, data)
+                self.made = note_commit(self.folder, self.step, self.commit)
+            self.heldout = open_heldout(self.config, data)
+            self._warn_of_few()
+            with settled():
+                last = self._loop(engine, data, tracker)
+            if self.step < self.train.steps:
+                return self._pause(tracker)
+            return self._finish(engine, data, tracker, last)
+        except BaseException as error:
+            self._fail(error, tracker)
+            raise
+
+    def _finish(self, engine: Engine, data: Data, tracker: Tracker | None, last: Record) -> Record:
+        """After the last step: what it has come to. {} but on rank 0."""
+        losses = self._final_losses(engine)
+        master = engine.evaluate(self.step, self.heldout.batches, wire=False)
+        self.checkpoints.wait()
+        peaks, tried = peak_gib(self.device), of_ranks(retries(self.device))
+        if tracker is None:
+            return {}
+        summary = self._summary(engine, data, tracker, last, master)
+        summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
+        summary["allocator_retries"] = tried if peaks else None  # as peak_gib: of each rank
+        if note := crowded(tried, self.step - self.began):
+            print(note, file=sys.stderr)
+        summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
+        if len(self.made) > 1:
+            summary["commits"] = self.made
+        documents = self.heldout.by_document(losses)
+        write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
+        tracker.finish(summary)
+        if not self.train.keep_checkpoints:
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        return summary
+
+    def _look_at(self, data: Data) -> None:
+        """Before anything is built: does the data fit the start, and what must a user know?"""
+        if self.config.model.start:
+            check_start(Path(self.config.model.start), data)
+        for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
+            print(note, file=sys.stderr)
+
+    def _warn_of_few(self) -> None:
+        """Where the text holds fewer tokens than `train.eval_tokens` asks for."""
+        asked, there = self.train.eval_tokens, len(self.heldout.documents)
+        for note in heldout_notes(there, asked) if self.rank == 0 and asked >= FEW_HELDOUT else ():
+            print(note, file=sys.stderr)
+
+    # ------------------------------------------------------------------ the loop
+
+    def _loop(self, engine: Engine, data: Data, tracker: Tracker | None) -> Record:
+        """Train up to the last step; returns the last step's record."""
+        record: Record = (tracker.last if tracker else None) or {}
+        seconds, longest, first = float(record.get("seconds", 0.0)), 0.0, self.step + 1
+        while self.step < self.train.steps and not self.piece.over(longest + self._saving(engine)):
+            began = time.perf_counter()
+            result = self._step(engine, data)
+            self.step += 1
+            if self.step == first:
+                self.start_up.parted("first step", result.seconds | self._compiled())
+                if tracker is not None:
+                    print(self.start_up, flush=True)
+            record = self._record(result)
+            if self._due(self.train.eval_every):
+                record["heldout_loss"] = self._evaluate(engine)
+            passed = time.perf_counter() - began
+            seconds += passed
+            if self.step > first:  # the first step here compiles, and says nothing of the next
+                longest = max(longest, passed)
+            record["seconds"] = seconds
+            if tracker is not None:
+                tracker.log(record)
+            self._look_at_losses(record, result)
+            if self._saves():
+                self._save(engine, tracker)
+        if self.saved < self.step < self.train.steps:  # the piece is over
+            self._save(engine, tracker, to_go_on=True)
+        if self.step < min(first, self.train.steps) and tracker is not None:
+            print(self.piece.too_short(self._saving(engine)), flush=True)
+        return record
+
+    def _saving(self, engine: Engine) -> float:
+        """Seconds that the checkpoint at a piece's end will probably take."""
+        if self.config.run.until is None:
+            return 0.0
+        units = [u.unit for u in engine.plan.units]
+        numel = sum(p.numel for u in units for p in u.parameters if p.name in u.trainable)
+        own = numel // engine.plan.recipe.shards if self.config.engine.name == "fsdp" else numel
+        return max(self.checkpoints.took, writing_seconds(own, self.train.optimizer_state))
+
+    def _saves(self) -> bool:
+        if self.step == self.train.steps:
+            return self.train.keep_checkpoints > 0
+        return self._due(self.train.checkpoint_every)
+
+    def _save(self, engine: Engine, tracker: Tracker | None, to_go_on: bool = False) -> None:
+        if tracker is not None:
+            tracker.sync()  # a checkpoint never knows more steps than the metrics
+        with meeting(f"the checkpoint of step {self.step}"):
+            self.checkpoints.save(self.step, engine.state_dict(), to_go_on)
+        if to_go_on or not self.train.checkpoint_weights_only:
+            self.saved = self.step
+
+    def _pause(self, tracker: Tracker | None) -> Record:
+        """The end of a piece: a checkpoint is there, and neither summary nor failure. {} but on
+        rank 0."""
+        self.checkpoints.wait()
+        if tracker is None:
+            return {}
+        tracker.pause()
+        return {"outcome": UNFINISHED, "step": self.step}
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.train.steps or (every > 0 and self.step % every == 0)
+
+    def _step(self, engine: Engine, data: Data) -> StepResult:
+        every = self.config.tracking.telemetry_every
+        telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
+        lr = learning_rate(self.step, self.train)
+        turns = (self.config.cluster.world, self.train.micro_steps)
+        shape = (self.train.batch_size, self.config.data.seq_len)
+        batches = data.step(self.config.seed, self.step, *turns, *shape)
+        return engine.step(self.step, lr, batches, telemetry)
+
+    def _compiled(self) -> dict[str, float]:
+        """Seconds that the compiler has taken so far, wherever they fell."""
+        if not self.config.engine.compile:
+            return {}
+        from zpp_lab.engines.compile import seconds  # loads the compiler
+
+        return seconds()
+
+    def _evaluate(self, engine: Engine) -> float:
+        """Held-out loss with the wire's weights; token by token it is kept for the end."""
+        self.losses = engine.token_losses(self.step, self.heldout.batches, wire=True)
+        return mean_loss(self.losses)
+
+    def _look_at_losses(self, record: Record, result: StepResult) -> None:
+        """DivergedError when the run is lost; before its checkpoint, which would be too."""
+        heldout = record.get("heldout_loss", 0.0)
+        if not math.isfinite(heldout):
+            raise DivergedError(
+                f"step {self.step}: the held-out loss is {heldout}: the weights of this step, or "
+                "what the wires make of them, give no finite losses; train.lr is likely too high"
+            )
+        self.divergence.look(self.step, result.loss)
+
+    def _final_losses(self, engine: Engine) -> Tensor:
+        """Of every held-out token after the last step; a run that was killed after its last
+        checkpoint evaluates once more."""
+        if self.losses is None:
+            self._evaluate(engine)
+        assert self.losses is not None
+        return self.losses
+
+    def _tokens(self, steps: int) -> int:
+        each = self.train.batch_size * self.config.data.seq_len * self.train.micro_steps
+        return steps * each * self.config.cluster.world
+
+    # ------------------------------------------------------------------ records
+
+    def _record(self, result: StepResult) -> Record:
+        record: Record = {
+            "step": self.step,
+            "loss": result.loss,
+            "lr": learning_rate(self.step - 1, self.train),
+            "grad_norm": result.grad_norm,
+            "tokens": self._tokens(self.step),
+            "bytes": {wire: traffic._asdict() for wire, traffic in result.bytes.items()},
+        }
+        if result.telemetry is not None:
+            record["telemetry"] = result.telemetry
+        return record
+
+    def _losses(self) -> list[float]:
+        """The losses of the steps that the checkpoint has done."""
+        rows = read(self.folder / METRICS) if self.step else []
+        return [row["loss"] for row in rows if row["step"] <= self.step]
+
+    def _summary(
+        self, engine: Engine, data: Data, tracker: Tracker, last: Record, master: float
+    ) -> Record:
+        config, plan = self.config, engine.plan
+        totals = tracker.bytes
+        return {
+            "outcome": "finished",
+            "study": config.run.study,
+            "arm": arm_of(asdict(config)),
+            "recipe": config.recipe.name,
+            "seed": config.seed,
+            "steps": self.step,
+            "loss": last["loss"],
+            "heldout_loss": last["heldout_loss"],
+            "heldout_tokens": len(self.heldout.documents),
+            "heldout_loss_master": master,
+            "perplexity": perplexity(last["heldout_loss"]),
+            "tokens": last["tokens"],
+            "seconds": last["seconds"],
+            "bytes": totals,
+            "quantized_share": plan.quantized_share() if totals else None,  # by wire, 0 to 1
+            "bytes_per_step": _planned_bytes(plan) if totals else None,  # as `bytes`: {} is unknown
+            "data": {"name": config.data.name, **_facts(data)},
+            "peak_memory_bytes": self._peak_memory(),
+            "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
+            "cluster": asdict(config.cluster),
+            "machine": machine_facts(),
+            "commit": self.commit,
+            "versions": versions(),
+        }
+
+    def _peak_memory(self) -> int | None:
+        """The most bytes that this process has held on its GPU; None on the CPU."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self.device) if on_gpu else None
+
+    def _fail(self, error: BaseException, tracker: Tracker | None) -> None:
+        failure = {
+            "outcome": outcome_of(error),
+            "error": f"{type(error).__name__}: {error}",
+            "step": self.step,
+            "traceback": traceback.format_exc(),
+        }
+        if tracker is not None:
+            tracker.fail(failure, full=is_full(error))
+        elif self.rank == 0:
+            try:
+                write_failure(self.folder, failure)
+            except OSError as fault:  # the failure itself is what must be seen
+                if not is_full(error):  # which says it already
+                    print(fault, file=sys.stderr)
+
+
+def _facts(data: Data) -> Record:
+    return {"hash": data.hash, "tokens": data.tokens, **data.facts}
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats a token; infinite where that has no number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _planned_bytes(plan: Plan) -> int:
+    return sum(sum(traffic) for traffic in plan.step_bytes().values())
+
+
+def outcome_of(error: BaseException) -> str:
+    if isinstance(error, NonFiniteError | DivergedError):
+        return "diverged"
+    if memory_is_full(error):
+        return "out_of_memory"
+    return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "crashed"
