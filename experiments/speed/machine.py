@@ -47,7 +47,7 @@ COMMENT = {
     "host": "experiments/parity: FSDP2's own calls by host.json (another CPU); the rest of the "
     "launch-bound step of h200/cost-1x4.json (137.285 ms) is divided over its blocks, norm and "
     "update by their number of operators, so the split is an estimate; norm_s is that of the norm "
-    "before codecs/kernels/squares.py, with 997 operators",
+    "before the norm's kernels, with 997 operators",
     "intra": "experiments/collectives/h200.log, 1 x 4: the transfer alone, NCCL below 16 MiB "
     "received, peer memory from there on; before the first point its time is the latency; "
     "gpu_share: not measured",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.train.test_memory import Live
 from zpp_lab.codecs import kernels as ops
-from zpp_lab.codecs.kernels import squares as kernels
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.gather import Gather
 from zpp_lab.collectives.ledger import Ledger
@@ -26,6 +25,7 @@ from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
+from zpp_lab.engines import norm as kernels
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.comm import gather_spec, reduce_spec
 from zpp_lab.engines.norm import square_bytes, squares

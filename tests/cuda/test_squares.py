@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.cuda.host import load_operators, on_gpu, with_operators
 from zpp_lab.codecs import kernels
-from zpp_lab.codecs.kernels import backend, padded_rows, squares
+from zpp_lab.codecs.kernels import backend, padded_rows
 from zpp_lab.codecs.numerics import square_norms
+from zpp_lab.engines import norm
 
 # around every number of levels: of one thread, of the end, of both kernels
 LENGTHS = [1, 2, 3, 255, 256, 257, 1023, 4097, 32767, 32768, 32769, 65537, 100_003, 299_999]
@@ -29,7 +30,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
 
 @pytest.fixture
 def by_host(host: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(squares, "operator", lambda: host)
+    monkeypatch.setattr(norm, "operator", lambda: host)
 
 
 def gradients(lengths: list[int], rows: int, device: str = "cpu") -> list[Tensor]:
@@ -59,7 +60,7 @@ def same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_one_rows_bits_on_the_host(numel: int, by_host: None) -> None:
     grads = gradients([numel], 1)
-    same(squares.square_sums(grads, [numel], 1), wanted(grads, [numel], 1))
+    same(norm.square_sums(grads, [numel], 1), wanted(grads, [numel], 1))
 
 
 @with_operators
@@ -68,8 +69,8 @@ def test_many_rows_bits_on_the_host(rows: int, by_host: None) -> None:
     """More than one launch takes, added in their order."""
     lengths = [33_000, 5, 1, 0, 512, 70_001] + 170 * [7, 40]
     grads = gradients(lengths, rows)
-    assert len(lengths) * rows > 2 * squares.ROWS
-    same(squares.square_sums(grads, lengths, rows), wanted(grads, lengths, rows))
+    assert len(lengths) * rows > 2 * norm.ROWS
+    same(norm.square_sums(grads, lengths, rows), wanted(grads, lengths, rows))
 
 
 @with_operators
@@ -77,7 +78,7 @@ def test_many_rows_bits_on_the_host(rows: int, by_host: None) -> None:
 def test_what_is_not_finite_stays_so(bad: float, by_host: None) -> None:
     grads = gradients([40_000, 9], 2)
     grads[0][71] = bad
-    total = squares.square_sums(grads, [40_000, 9], 2)
+    total = norm.square_sums(grads, [40_000, 9], 2)
     assert not total[0].isfinite()
     assert total[1].isfinite()
 
@@ -119,17 +120,17 @@ def test_what_does_not_fit_is_refused(
     [
         ((5,), 1, 5),
         ((70_000,), 1, 17_500),
-        ((7,), 170, 7 * squares.ROWS),
+        ((7,), 170, 7 * norm.ROWS),
         ((3, 9), 100, 100 * 3 + 60 * 9),
     ],
 )
 def test_room_is_that_of_the_largest_launch(lengths: tuple[int, ...], rows: int, room: int) -> None:
-    assert squares._room(lengths, rows) == room
+    assert norm._room(lengths, rows) == room
 
 
 def test_a_cpus_gradients_take_plain_torch() -> None:
-    assert not squares.serves([torch.zeros(3)], [3])
-    assert not squares.serves([], [])
+    assert not norm.serves([torch.zeros(3)], [3])
+    assert not norm.serves([], [])
 
 
 @on_gpu
@@ -139,8 +140,8 @@ def test_the_kernels_bits(rows: int) -> None:
     grads = gradients(lengths, rows, "cuda")
     kernels.configure("cuda")
     try:
-        assert squares.serves(grads, lengths)
-        found = squares.square_sums(grads, lengths, rows)
+        assert norm.serves(grads, lengths)
+        found = norm.square_sums(grads, lengths, rows)
     finally:
         backend._state.backend = "auto"
     same(found, wanted(grads, lengths, rows))

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 
-from zpp_lab.tools.links.holder import READY
+from zpp_lab.tools.links.namespaces import READY
 from zpp_lab.train.launch import processes
 
 
@@ -19,7 +19,7 @@ def refusal() -> str:
     if not (shutil.which("ip", path="/usr/sbin:/sbin:/bin") or shutil.which("ip")):
         return "emulated nodes need iproute2"
     tried = subprocess.run(
-        [sys.executable, "-m", "zpp_lab.tools.links.holder"],
+        [sys.executable, "-m", "zpp_lab.tools.links.namespaces", "hold"],
         env={
             "PATH": "/usr/bin:/bin",
             "PYTHONPATH": ":".join(sys.path),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.links.shared import refusal
-from zpp_lab.tools.links.kernel import inside
+from zpp_lab.tools.links.namespaces import inside
 from zpp_lab.tools.links.network import SLOW_START, TBF, TCP, Command, congestion_control
 from zpp_lab.tools.links.nodes import EmulatedNodes
 from zpp_lab.tools.links.probe import LinkReport, probe

@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zpp_lab.tools.links.kernel import inside, mount_sysfs
+from zpp_lab.tools.links.namespaces import inside, mount_sysfs
 
 SETTINGS = Path("/proc/sys/net/ipv4")
 AVAILABLE = SETTINGS / "tcp_available_congestion_control"

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from zpp_lab.tools.links.holder import READY
+from zpp_lab.tools.links.namespaces import READY
 from zpp_lab.tools.links.network import (
     HUB,
     Command,
@@ -168,7 +168,7 @@ class EmulatedNodes(_Owner):
 
     def _hold(self) -> int:
         """A process with a new namespace; its id."""
-        words = [sys.executable, "-m", "zpp_lab.tools.links.holder"]
+        words = [sys.executable, "-m", "zpp_lab.tools.links.namespaces", "hold"]
         own = {**os.environ, processes.VARIABLE: self.mark}
         holder = subprocess.Popen(
             words, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

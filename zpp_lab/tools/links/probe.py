@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zpp_lab.tools.links.kernel import inside
+from zpp_lab.tools.links.namespaces import inside
 from zpp_lab.tools.links.nodes import EmulatedNodes
 
 LEAST_CHUNK, CHUNK = 2**14, 2**20  # bytes a call: many a second, but not so many that they bound

@@ -13,7 +13,7 @@ from zpp_lab.tools.links.network import NET, Command
 from zpp_lab.train.launch.processes import EmulationError
 
 FOLDER = "ZPP_LAB_IPROUTE"
-ENTER = [sys.executable, "-m", "zpp_lab.tools.links.enter"]
+ENTER = [sys.executable, "-m", "zpp_lab.tools.links.namespaces", "enter"]
 PLACES = ("bin", "sbin", "usr/bin", "usr/sbin")
 INSTALL = (
     "install iproute2 (apt install iproute2), or unpack it into a folder with bin/ and lib/ (as "

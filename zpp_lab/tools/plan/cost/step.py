@@ -27,7 +27,7 @@ from zpp_lab.tools.plan.cost.model import Timeline, Work, block_work, head_work
 from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
-NORM = 4  # gradients read once, by ours (codecs/kernels/squares.py) and by torch's
+NORM = 4  # gradients read once, by ours (engines/norm.py) and by torch's
 CLIP = 8
 ADAMW = {"fp32": 28, "bf16": 20, "8bit": 16}  # weight and gradient fp32, two moments
 LOSS = 24  # of a logit: fp32 logits, log-probabilities, their gradient, each written and read

@@ -1,18 +1,31 @@
-"""The few calls to the kernel that Python 3.11 has no names for."""
+"""Network namespaces: the kernel's few calls that Python 3.11 has no names for, and two processes.
+
+`python -m zpp_lab.tools.links.namespaces hold` keeps a namespace alive, and clears up should its
+owner be killed: its standard input is a pipe whose other end the owner alone has. When that ends,
+so has the owner, and everything that carries its mark is killed.
+
+`... enter PARENT PID COMMAND...` runs COMMAND in the namespace of PID. It takes the process's
+place, and dies with PARENT. PID 0 stays in the namespace that is here.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from zpp_lab.train.launch import processes
 
 CLONE_NEWNET = 0x40000000
 CLONE_NEWNS = 0x00020000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _PR_SET_PDEATHSIG = 1
+READY = "ready"  # what a holder says
+NOT_FOUND = 127
 T = TypeVar("T")
 
 
@@ -73,3 +86,33 @@ def _call(name: str, *arguments: int | bytes | ctypes.c_ulong | None) -> None:
     if getattr(library, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def hold() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the owner decides
+        signal.signal(number, signal.SIG_IGN)
+    owner = os.environ[processes.VARIABLE]
+    try:
+        new_network()
+    except OSError as error:
+        print(error.strerror, flush=True)
+        return
+    print(READY, flush=True)
+    sys.stdin.buffer.read()
+    processes.end(lambda other: other == owner)
+
+
+def enter(parent: str, pid: str, *command: str) -> None:
+    die_with_parent(int(parent))
+    if int(pid):
+        enter_network(int(pid))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(NOT_FOUND)
+
+
+if __name__ == "__main__":
+    _, what, *words = sys.argv
+    hold() if what == "hold" else enter(*words)
