@@ -61,28 +61,6 @@ def test_runs_that_differ_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "all").exists()
 
 
-def test_other_tokens_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
-    write_run(tmp_path / "two" / "s" / "w8" / "seed1", [3.0], data="other")
-    done = collect(tmp_path / "all", packed(tmp_path, "one"), packed(tmp_path, "two"))
-    assert done.returncode == 1
-    assert "different tokens" in done.stderr
-
-
-def test_what_arms_start_from_comes_along(tmp_path: Path) -> None:
-    """It has other tokens, since it is trained on another corpus; two of it must be equal."""
-    write_run(tmp_path / "one" / "s" / "prepare" / "base", [3.0, 2.5], data="other")
-    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [2.0])
-    write_run(tmp_path / "two" / "s" / "prepare" / "base", [3.0, 2.6], data="other")
-    write_run(tmp_path / "two" / "s" / "w8" / "seed1", [2.0])
-    done = collect(tmp_path / "all", packed(tmp_path, "one"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "prepare/base: 2 steps, finished\nzero3/seed1: 1 steps, finished\n"
-    done = collect(tmp_path / "both", packed(tmp_path, "one"), packed(tmp_path, "two"))
-    assert done.returncode == 1
-    assert "prepare/base finished twice and differs" in done.stderr
-
-
 def test_archives_that_are_cut_or_something_else_are_named(tmp_path: Path) -> None:
     write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
     archive = packed(tmp_path, "one")
