@@ -91,21 +91,11 @@ def test_installation_stops_at_max_bytes(tmp_path, monkeypatch):
     assert [t for _, t in installation_corpus(None, max_bytes=2).documents()] == [b"li"]
 
 
-def test_installation_with_a_missing_folder(tmp_path):
-    with pytest.raises(ValueError, match="nowhere: no such folder"):
-        installation_corpus(tmp_path / "nowhere")
-
-
 def test_folder_in_order_without_hidden_and_empty_files(tmp_path):
     files = {"b.txt": b"two", "a/z.md": b"one", "empty.txt": b"", ".x": b"no", ".git/c": b"no"}
     corpus = text_corpus(fill(tmp_path, files))
     assert list(corpus.documents()) == [("a/z.md", b"one"), ("b.txt", b"two")]
     assert corpus.count == 2
-
-
-def test_one_file(tmp_path):
-    fill(tmp_path, {"a.txt": b"alpha", "b.txt": b"beta"})
-    assert list(text_corpus(tmp_path / "a.txt").documents()) == [("a.txt", b"alpha")]
 
 
 def test_max_bytes_takes_the_first_bytes(tmp_path):
@@ -126,25 +116,9 @@ def test_what_is_no_text_is_named(tmp_path, content):
         list(corpus.documents())
 
 
-def test_missing_path(tmp_path):
-    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
-        text_corpus(tmp_path / "nowhere")
-
-
-def test_folder_without_text(tmp_path):
-    with pytest.raises(ValueError, match="no text in there"):
-        text_corpus(fill(tmp_path, {"empty": b"", ".hidden": b"x"}))
-
-
 def test_pipes_are_passed_over(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
     assert text_corpus(fill(tmp_path, {"a": b"x"})).count == 1
-
-
-def test_broken_link_is_named(tmp_path):
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"cannot read .*gone\.txt: No such file"):
-        text_corpus(tmp_path)
 
 
 def test_file_that_vanishes_or_shrinks_while_it_is_read(tmp_path):
@@ -163,11 +137,6 @@ def test_identity_follows_names_sizes_and_times(tmp_path):
     assert text_corpus(tmp_path).identity() == first
     os.utime(path, ns=(0, 12345))
     assert text_corpus(tmp_path).identity() != first
-
-
-def test_config_without_path():
-    with pytest.raises(ValueError, match=r"data\.name=text needs data\.path"):
-        DataConfig(name="text")
 
 
 class TestHub:

@@ -148,27 +148,6 @@ def test_damage_is_recognised_and_repaired(cfg, reads, name, damage):
     assert np.array_equal(again.streams["train"], tokens)
 
 
-def test_checksum_reads_all_of_a_small_file_and_spreads_over_a_large_one(tmp_path, monkeypatch):
-    path = tmp_path / "x"
-    monkeypatch.setattr(prepare, "_CHUNK", 16)
-
-    def sees(size: int, at: int) -> bool:
-        path.write_bytes(bytes(size))
-        before = prepare._checksum(path)
-        with open(path, "r+b") as stream:
-            stream.seek(at)
-            stream.write(b"x")
-        return prepare._checksum(path) != before
-
-    assert all(sees(1024, at) for at in range(0, 1024, 11))  # 64 chunks of 16 bytes
-    assert sees(100_000, 0)
-    assert sees(100_000, 99_999)
-    path.write_bytes(bytes(99_999))
-    short = prepare._checksum(path)
-    path.write_bytes(bytes(100_000))
-    assert prepare._checksum(path) != short
-
-
 def test_full_disk_says_so_and_leaves_nothing(cfg):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that fills up
@@ -179,12 +158,6 @@ def test_full_disk_says_so_and_leaves_nothing(cfg):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert folders(cfg) == []
     assert open_data(cfg).files == 40
-
-
-def test_cache_dir_that_cannot_be_made(cfg, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match=r"cannot write token files .*data\.cache_dir"):
-        open_data(changed(cfg, cache_dir=str(tmp_path / "file" / "cache")))
 
 
 def test_unreadable_text_leaves_nothing(cfg):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zpp_lab.config.data import DataConfig, RecordConfig
-from zpp_lab.data import PackedData, TokenData, open_data
+from zpp_lab.data import PackedData, open_data
 from zpp_lab.data.packed import IGNORED, _next_fit
 
 PLAIN = [{"prompt": f"p{i}?", "completion": f"c{i}!"} for i in range(8)]
@@ -160,15 +160,6 @@ def test_long_records_lose_the_left_of_their_prompt(tmp_path: Path) -> None:
         opened(path, {"too_long": "drop"}, seq_len=4)
 
 
-def test_a_refusal_counts_records_as_the_file_does(tmp_path: Path) -> None:
-    path = lines(tmp_path, [*PLAIN[:4], LONG[0], *PLAIN[:3]])
-    with pytest.raises(ValueError, match="the first is record 5,"):
-        opened(path, {"too_long": "refuse"}, seq_len=8)
-    path = lines(tmp_path, [*PLAIN[:3], LONG[0], *PLAIN[:4]])
-    with pytest.raises(ValueError, match=r"1 heldout records .*the first is record 4,"):
-        opened(path, {"too_long": "refuse"}, seq_len=8)
-
-
 def test_a_step_takes_every_sequence_once_an_epoch(tmp_path: Path) -> None:
     data = opened(lines(tmp_path, [{"prompt": "", "completion": f"{i:03}"} for i in range(64)]))
     count = len(data.train)
@@ -199,12 +190,6 @@ def test_heldout_targets_know_their_record(tmp_path: Path) -> None:
     assert numbers == [f"{i:02}" for i in range(3, 40, 4)]
 
 
-def test_one_file_is_cut_at_a_line(tmp_path: Path) -> None:
-    path = lines(tmp_path, PLAIN)
-    size = len(json.dumps(PLAIN[0])) + 1
-    assert opened(path, max_bytes=5 * size + 9).facts["records"] == 4  # of five
-
-
 def test_a_bpe_knows_marks_and_does_not_find_them_in_text(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "say <|end|>"}, {"role": "assistant", "content": "end"}]
     path = lines(tmp_path, [{"messages": chat}] * 8)
@@ -224,34 +209,3 @@ def test_packing_keeps_order_and_room(lengths: list[int]) -> None:
     assert all(0 < s <= 20 for s in sums)
     for s, b in zip(sums, first[1:-1], strict=False):
         assert s + lengths[b] > 20, "the next record did not fit"
-
-
-def test_other_files_of_the_installation(tmp_path: Path) -> None:
-    (tmp_path / "a.cuh").write_text("// a header\n" * 9)
-    (tmp_path / "b.rst").write_text("words\n" * 9)
-    cfg = DataConfig(
-        name="installation",
-        path=str(tmp_path),
-        suffixes=[".cuh", ".nowhere"],
-        max_bytes=60_000,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    from zpp_lab.data.corpus import open_corpus
-
-    names = [name for name, _ in open_corpus(cfg).documents()]
-    assert names
-    assert all(name.endswith(".cuh") for name in names)
-    with pytest.raises(ValueError, match=r"no files with data\.suffixes=\[\.nowhere\] found"):
-        open_corpus(DataConfig(name="installation", suffixes=[".nowhere"]))
-    with pytest.raises(ValueError, match=r"data\.suffixes=\['py'\]: name endings"):
-        DataConfig(suffixes=["py"])
-
-
-def test_plain_text_still_gives_pairs(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("hello there " * 40)
-    cache = str(tmp_path / ".c")
-    data = open_data(DataConfig(name="text", path=str(tmp_path), seq_len=8, cache_dir=cache))
-    assert isinstance(data, TokenData)
-    one, same = data.step(1, 2, 4, 1, 3, 8)(2, 0), data.batch(1, 2, 2, 0, 3, 8)
-    assert len(one) == 2
-    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))

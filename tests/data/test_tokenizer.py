@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpp_lab.data import tokenizer
-from zpp_lab.data.tokenizer import BpeTokenizer, ByteTokenizer, after_character, token_dtype
+from zpp_lab.data.tokenizer import BpeTokenizer, ByteTokenizer, token_dtype
 
 TEXT = b"".join(
     b"the %d quick brown foxes jump over the lazy dog number %d\n" % (i, i * i) for i in range(200)
@@ -70,11 +70,6 @@ def test_training_repeats_and_survives_a_round_trip(bpe):
     assert np.array_equal(again.encode(TEXT), bpe.encode(TEXT))
 
 
-def test_too_little_text_for_the_vocabulary():
-    with pytest.raises(ValueError, match=r"data\.vocab_size=5000: .* gives a BPE of \d+ tokens"):
-        BpeTokenizer.train([b"tiny text"], 5000)
-
-
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
@@ -91,8 +86,3 @@ def test_pieces_join_to_the_text_and_break_no_character(text, size):
         tokenizer._PIECE = whole
     assert "".join(pieces) == text
     assert all(0 < len(p.encode()) <= small + 3 for p in pieces)
-
-
-def test_after_character():
-    text = "a€b".encode()
-    assert [after_character(text, i) for i in range(6)] == [0, 1, 4, 4, 4, 5]

@@ -1,17 +1,13 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from zpp_lab.config.data import DataConfig
-from zpp_lab.config.load import load
 from zpp_lab.data import TokenData, open_data
 
-FOLDER = Path(__file__).parents[2] / "conf" / "data"
 U63 = st.integers(0, 2**63 - 1)
 SMALL = st.integers(0, 1000)
 GOLDEN = [[199, 200, 201, 202], [136, 137, 138, 139]]
@@ -111,26 +107,6 @@ def test_text_too_short_for_seq_len(tmp_path, size, what):
     (tmp_path / "a").write_bytes(b"x" * size)
     with pytest.raises(ValueError, match=rf"\d+ {what} tokens are too few for data\.seq_len=64"):
         open_data(DataConfig(name="text", path=str(tmp_path), cache_dir=str(tmp_path / ".c")))
-
-
-def test_stdlib_is_the_default_and_large(tmp_path):
-    data = open_data(DataConfig(cache_dir=str(tmp_path)))
-    assert data.vocab_size == 256
-    assert data.files > 300
-    assert data.tokens > 4_000_000
-    assert data.heldout_tokens > 100_000
-    assert len(data.hash) == 64
-
-
-@pytest.mark.parametrize("name", ["stdlib", "text", "jsonl", "hf"])
-def test_config_group_holds_every_field(name):
-    settings = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"))
-    assert set(settings) == set(DataConfig.__dataclass_fields__)
-    if name != "stdlib":
-        with pytest.raises(ValueError, match=rf"data\.name={name} needs data\.path"):
-            load(DataConfig, settings)
-        settings["path"] = "somewhere"
-    assert load(DataConfig, settings).name == name
 
 
 @pytest.mark.parametrize(("world", "micros", "size"), [(4, 1, 2), (2, 1, 4), (2, 2, 2), (1, 8, 1)])

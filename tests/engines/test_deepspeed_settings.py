@@ -13,7 +13,6 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.deepspeed.engine import load_deepspeed
 from zpp_lab.engines.deepspeed.settings import check_gradients, deepspeed_settings
-from zpp_lab.study.run.places import gpus_needed
 
 ZEROPP = {"secondary": True, "hops": 2, "weights": {"bits": 8}, "grads": {"bits": 4}}
 
@@ -47,32 +46,6 @@ def test_zeropp_turns_every_switch_on() -> None:
         "zero_quantized_gradients": True,
         "stage3_param_persistence_threshold": 128,  # vectors travel raw, every matrix in 8 bits
     }
-
-
-@pytest.mark.parametrize(
-    ("recipe", "on"),
-    [
-        ({"weights": {"bits": 8}}, "zero_quantized_weights"),
-        ({"hops": 2, "grads": {"bits": 4}}, "zero_quantized_gradients"),
-        ({"weights": {"codec": "none"}}, ""),
-    ],
-)
-def test_switches_are_apart(recipe: dict[str, Any], on: str) -> None:
-    told = zero(deepspeed_settings(config(recipe)))
-    assert {k for k, v in told.items() if v is True} == ({on} - {""})
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_dtypes(dtype: str) -> None:
-    told = deepspeed_settings(config(train={"param_dtype": dtype, "reduce_dtype": dtype}))
-    assert [told[d]["enabled"] for d in ("bf16", "fp16")] == [dtype == "bf16", dtype == "fp16"]
-    assert told["communication_data_type"] == dtype
-
-
-def test_batch_and_clipping() -> None:
-    told = deepspeed_settings(config(train={"batch_size": 3, "micro_steps": 2, "clip": 0.5}))
-    batch = (told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"])
-    assert (*batch, told["gradient_clipping"]) == (3, 2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +109,6 @@ def test_gradients_that_it_would_not_quantize() -> None:
     assert "engine.emulate_nodes=true" in found[0]
     assert check_gradients({"good": (8, 16)}, config(ZEROPP), visible=2) == []
     assert check_gradients(shapes, config(), visible=4) == []
-
-
-def test_a_rank_takes_a_gpu() -> None:
-    assert gpus_needed(config()) == 4
 
 
 def test_architectures_are_named_as_deepspeed_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zpp_lab.engines.fsdp import comm, gradients
+from zpp_lab.engines.fsdp import comm
 from zpp_lab.engines.fsdp.gradients import Landing
 
 CPU = torch.device("cpu")
@@ -46,29 +46,6 @@ def test_the_output_holds_what_the_reduction_wrote(dtype: torch.dtype) -> None:
     assert torch.equal(expected, values.float())
     shard = torch.as_strided(expected, (2, 2), (2, 1), 2)  # as FSDP2 takes its parameters' shards
     assert torch.equal(shard, values.float()[2:].view(2, 2))
-
-
-def test_without_a_dtype_the_output_has_the_reductions() -> None:
-    landing = Landing(2, None)
-    expected = landing.expected(3, torch.float32, CPU)
-    values = torch.tensor([1.0, 1 + 2**-20, 3.0])
-    landing.land(expected, torch.float32, writes(values))
-    assert expected.dtype == torch.float32
-    assert torch.equal(expected, values)
-
-
-def test_every_second_allocation_is_the_output() -> None:
-    landing, alive = Landing(2, torch.float32), []
-    for numel in (8, 4, 8, 4, 6, 3):
-        alive.append(asked(landing, numel))
-    assert [has_memory(t) for t in alive] == [True, False, True, False, True, False]
-
-
-def test_an_input_as_large_as_the_output_before_is_an_input() -> None:
-    landing, alive = Landing(2, torch.float32), []
-    for numel in (8, 4, 4, 2):
-        alive.append(asked(landing, numel))
-    assert [has_memory(t) for t in alive] == [True, False, True, False]
 
 
 def test_a_step_that_failed_between_the_two_is_forgotten() -> None:
@@ -152,19 +129,6 @@ def test_gradients_lie_in_the_memory_of_the_stream_that_computes() -> None:
     again = torch.empty(sizes[1], device=device)
     assert torch.cuda.memory_reserved() == reserved, "what was freed is not given again"
     assert stream_of(again) == torch.cuda.current_stream().cuda_stream
-
-
-def test_torch_fills_new_memory_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for asked_for in (True, False):
-        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", asked_for)
-        for on in (True, False):
-            torch.use_deterministic_algorithms(on)
-            try:
-                filled = bool(torch.empty(4).isnan().all())
-                assert gradients._fills() == (on and asked_for)
-            finally:
-                torch.use_deterministic_algorithms(False)
-            assert filled or not (on and asked_for)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

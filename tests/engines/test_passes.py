@@ -19,8 +19,7 @@ from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.engines.base import Batch
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
-from zpp_lab.engines.virtual.passes import Passes, take_grads
-from zpp_lab.engines.virtual.reduction import together
+from zpp_lab.engines.virtual.passes import Passes
 from zpp_lab.models import build_model
 
 MODEL = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn=96)
@@ -57,38 +56,6 @@ def trained(
 def set_up(recipe: str, engine: dict, **train: object) -> Config:
     config = configured(RECIPES[recipe], 2, 3, param_dtype="bf16", **train)
     return replace(config, engine=EngineConfig(**engine))
-
-
-def test_gradients_are_handed_out_in_turn_and_left_nowhere() -> None:
-    model = build_model(MODEL, 61)
-    weights = dict(model.named_parameters())
-
-    def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, PassUse]:
-        loss = model(x, y)
-        loss.backward()
-        return loss.detach(), PassUse({}, {})
-
-    batches = [tokens(0, rank, 0) for rank in range(3)]
-    passes = Passes(run, weights, EngineConfig(), lanes=0)
-    for batch, (loss, grads, _) in zip(batches, passes.each(iter(batches)), strict=True):
-        assert not any(p.grad is not None for p in weights.values())
-        assert torch.equal(loss, run(*batch)[0])
-        expected = take_grads(weights)
-        assert grads.keys() == expected.keys()
-        assert all(torch.equal(grads[n], expected[n]) for n in grads)
-
-
-def test_small_units_are_reduced_together() -> None:
-    model = build_model(MODEL, 61, device="meta")
-    units = build_plan(model, configured({"hops": 2, "grads": Q4}, 2, 2)).units
-    names = [p.name for u in units for p in u.unit.parameters]
-    for limit, groups in ((0, len(units)), (10**9, 1)):
-        joined = together(units, limit)
-        assert len(joined) == groups
-        assert [p.name for u in joined for p in u.unit.parameters] == names
-        for hop in range(2):
-            bytes_of = [u.hops[hop].nbytes for u in units]
-            assert sum(u.hops[hop].nbytes for u in joined) == sum(bytes_of)
 
 
 @on_gpu

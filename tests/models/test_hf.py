@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
 from tests.small_runs import small
-from zpp_lab.config.compose import compose
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.hf_start import SavedStart
@@ -139,46 +136,6 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
         made.rows(name, 3, 8)
 
 
-def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
-    saved("llama", tmp_path)
-    cfg, file = (
-        settings("llama", path=str(tmp_path), weights="pretrained"),
-        tmp_path / "model.safetensors",
-    )
-    state = load_file(file)
-    norm = state.pop("model.norm.weight")
-    head = state.pop("lm_head.weight")
-    save_file(state, file)
-    with pytest.raises(
-        ValueError, match=r"2 tensors missing: lm_head\.weight, model\.norm\.weight"
-    ):
-        build_model(cfg, VOCAB)
-    state |= {
-        "model.norm.weight": norm,
-        "lm_head.weight": head,
-        "odd": norm.clone(),
-        "model.even": norm.clone(),
-    }
-    save_file(state, file)
-    with pytest.raises(ValueError, match=r"2 tensors not in the model: model\.even, odd"):
-        build_model(cfg, VOCAB)
-    del state["odd"], state["model.even"]
-    state["model.norm.weight"] = torch.ones(5)
-    save_file(state, file)
-    with pytest.raises(
-        ValueError, match=r"of another shape: model\.norm\.weight \[5\], not \[16\]"
-    ):
-        build_model(cfg, VOCAB)
-
-
-def test_an_index_that_names_an_absent_file(tmp_path: Path) -> None:
-    saved("llama", tmp_path, max_shard_size="4KB")
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    (tmp_path / sorted(set(index["weight_map"].values()))[1]).unlink()
-    with pytest.raises(ValueError, match="names files that are not there: model-00002"):
-        build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB)
-
-
 def test_units_are_the_layers_or_what_is_named() -> None:
     names = {
         kind: [n for n, _ in build_model(settings(kind), VOCAB, "meta").units()] for kind in KINDS
@@ -223,19 +180,8 @@ def test_mistakes_of_paths_and_settings(tmp_path: Path) -> None:
         build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB)
 
 
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
-        build_model(settings("llama"), VOCAB)
-
-
 def test_a_run_trains_one(tmp_path: Path) -> None:
     config = replace(small(tmp_path), model=settings("llama", {"vocab_size": 256}))
     summary = run(config)
     assert summary["heldout_loss"] < 5.54  # ln 256
     assert summary["model_parameters"] == 2 * 256 * 16 + 2 * (3 * 16 * 16 + 3 * 24 * 16 + 32) + 16
-
-
-def test_the_config_group(tmp_path: Path) -> None:
-    made = compose(["model=hf", "model.options={model_type: llama, num_hidden_layers: 2}"])
-    assert made.model.options == {"model_type": "llama", "num_hidden_layers": 2}

@@ -26,20 +26,6 @@ def test_a_sharded_engine_can_make_each_parameter_by_itself():
         assert torch.equal(value, parameter), name
 
 
-def test_seeds_and_names_differ():
-    def value(name: str, seed: int) -> torch.Tensor:
-        return initial_value(name, (16, 16), seed, SMALL)
-
-    base = value("layers.0.attention.wq.weight", 1)
-    assert not torch.equal(base, value("layers.0.attention.wq.weight", 2))
-    assert not torch.equal(base, value("layers.0.attention.wk.weight", 1))
-    assert torch.equal(base, value("layers.0.attention.wq.weight", 1))
-
-
-def test_largest_seed_works():
-    assert initial_value("layers.0.mlp.w_up.weight", (4, 4), 2**63 - 1, SMALL).isfinite().all()
-
-
 def test_building_leaves_the_global_generator_alone():
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -74,12 +60,6 @@ def test_a_model_takes_the_deviations_of_its_config(init: str):
     assert torch.equal(made.layers[0].mlp.w_up.weight, plain.layers[0].mlp.w_up.weight)
 
 
-@pytest.mark.parametrize("key", ["embedding_std", "head_std"])
-def test_a_deviation_must_be_positive(key: str):
-    with pytest.raises(ValueError, match=rf"model\.{key}=0\.0: use more than 0"):
-        replace(SMALL, **{key: 0.0})
-
-
 @pytest.mark.parametrize(
     ("values", "fix"),
     [
@@ -91,10 +71,6 @@ def test_a_deviation_must_be_positive(key: str):
 def test_a_deviation_that_nothing_would_heed_is_refused(values: dict[str, object], fix: str):
     with pytest.raises(ValueError, match=fix):
         ModelConfig(**values)
-
-
-def test_norms_start_at_one():
-    assert torch.equal(initial_value("norm.weight", (7,), 0, SMALL), torch.ones(7))
 
 
 PHILOX = replace(SMALL, init="philox")
@@ -111,12 +87,6 @@ def test_ranks_draw_the_whole_parameter_between_them(shape: tuple[int, int], wor
     whole = rows_of(name, shape, (0, shape[0]), 6)
     cuts = [(min(r * each, shape[0]), min((r + 1) * each, shape[0])) for r in range(world)]
     assert torch.equal(torch.cat([rows_of(name, shape, cut, 6) for cut in cuts]), whole)
-
-
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch):
-    whole = rows_of("embed.weight", (50, 11), (3, 47), 2)
-    monkeypatch.setattr("zpp_lab.models.init._PIECE", {"cpu": 8})
-    assert torch.equal(rows_of("embed.weight", (50, 11), (3, 47), 2), whole)
 
 
 def test_a_model_takes_philox_when_asked():

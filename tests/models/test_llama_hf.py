@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.small_runs import small
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
-from zpp_lab.models.llama_hf import to_halves, to_pairs
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,12 +42,6 @@ def saved(folder: Path, **changes: Any) -> Any:
 
 def ours(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**OURS, **changes}, path=str(folder), weights="pretrained")
-
-
-def test_row_orders_are_inverses() -> None:
-    rows = torch.arange(12)[:, None]
-    assert to_halves(rows, 6).flatten().tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    assert torch.equal(to_pairs(to_halves(rows, 6), 6), rows)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -134,8 +126,3 @@ def test_other_models_are_sent_to_hf(tmp_path: Path) -> None:
         build_model(ours(tmp_path), VOCAB)
     with pytest.raises(ValueError, match=r"needs model\.weights=pretrained"):
         replace(ours(tmp_path), weights="random")
-
-
-def test_settings_reach_a_preset(tmp_path: Path) -> None:
-    config = small(tmp_path, "model.path=somewhere", "model.weights=pretrained")
-    assert (config.model.name, config.model.path) == ("llama", "somewhere")

@@ -38,35 +38,6 @@ def test_every_parameter_of_the_decoder_has_a_kind():
     assert {param_class(n) for n in names} == set(PARAM_CLASSES) - {"other"}
 
 
-@pytest.mark.parametrize(
-    ("name", "feeds"),
-    [
-        ("layers.3.attention.wo.weight", True),
-        ("layers.3.mlp.w_down.weight", True),
-        ("layers.3.attention.wq.weight", False),
-        ("layers.3.mlp.w_up.weight", False),
-        ("model.layers.0.self_attn.o_proj.weight", True),
-        ("model.layers.0.mlp.down_proj.weight", True),
-        ("model.decoder.layers.0.self_attn.out_proj.weight", True),
-        ("model.decoder.layers.0.fc1.weight", False),
-        ("gpt_neox.layers.0.attention.dense.weight", True),
-        ("gpt_neox.layers.0.mlp.dense_4h_to_h.weight", True),
-        ("gpt_neox.layers.0.mlp.dense_h_to_4h.weight", False),
-        ("transformer.h.0.self_attention.dense.weight", True),
-        ("model.layers.0.self_attn.dense.weight", True),
-        ("transformer.h.0.mlp.fc_out.weight", True),
-        ("transformer.h.0.mlp.fc_in.weight", False),
-        ("model.layers.0.mlp.experts.down_proj", True),
-        ("model.layers.0.mlp.experts.gate_up_proj", False),
-        ("pooler.dense.weight", False),
-        ("head.weight", False),
-        ("gate", False),
-    ],
-)
-def test_what_is_added_to_the_residual_stream(name: str, feeds: bool):
-    assert feeds_residual(name) == feeds
-
-
 def test_two_projections_of_a_block_are():
     names = [n for n, _ in build_model(ModelConfig(layers=3), 256, "meta").named_parameters()]
     assert len([n for n in names if feeds_residual(n)]) == 6

@@ -55,28 +55,3 @@ def test_a_terminal_has_one_line(monkeypatch) -> None:  # type: ignore[no-untype
     progress.close()
     progress.close()
     assert out.getvalue().endswith("\x1b[K\n")
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("TERM", "dumb")
-    assert not Progress(1, "x", stream=Terminal()).live
-
-
-def test_eta_counts_this_process_steps_only() -> None:
-    out, clock = io.StringIO(), Clock()
-    progress = Progress(200, "x", first_step=100, stream=out, every_seconds=0.0, clock=clock)
-    clock.now = 10.0
-    progress.update(record(110))
-    assert "ETA 1:30" in out.getvalue()  # 90 steps to go at one a second
-
-
-def test_long_times_and_large_speeds() -> None:
-    out, clock = io.StringIO(), Clock()
-    progress = Progress(10_000, "x", stream=out, every_seconds=0.0, clock=clock)
-    for step in (1, 2):
-        clock.now += 3.0
-        progress.update({"step": step, "loss": float("nan"), "tokens": step * 9_000_000})
-    last = out.getvalue().splitlines()[-1]
-    assert "loss nan" in last
-    assert "3.0M tok/s" in last
-    assert "ETA 8:19:54" in last

@@ -14,13 +14,10 @@ from tests.runs.conftest import FakeWandb
 from tests.runs.test_wandb_sink import LIMIT, state
 from tests.runs.wandb_file import OfflineRun
 from zpp_lab.config.schema import Config, RecipeConfig, RunConfig, TrackingConfig, TrainConfig
-from zpp_lab.runs.metrics import read
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.baseline import find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import outcome_values
 from zpp_lab.runs.wandb.process import start_study_sink
-from zpp_lab.runs.wandb.run import WandbRun
 from zpp_lab.runs.wandb.sink import serve_study, sync
 
 STEPS = 6
@@ -130,21 +127,6 @@ def test_a_baseline_that_is_behind_gives_its_gaps_later(
     assert state(runs / "w4" / "seed1")["sent_step"] == STEPS
 
 
-def test_a_baseline_that_starts_later_is_found_in_the_end(
-    tmp_path: Path, fake_wandb: FakeWandb
-) -> None:
-    arm = write(tmp_path / "w4" / "seed1", config("w4", None), 0.25, end=False)
-    run = WandbRun(RunFolder(tmp_path / "w4" / "seed1"), "online")
-    run.log(read(arm.folder / "metrics.jsonl"))
-    write(tmp_path / "zero3" / "seed1", config("zero3", None), 0.0)
-    run.finish({"outcome": "finished", "heldout_loss": 7.0})
-    ((_, kept),) = fake_wandb.runs.items()
-    rows = [json.loads(line) for line in kept["lines"]]
-    assert [row["gap_vs_zero3/loss"] for row in rows[STEPS:]] == [0.25] * STEPS
-    assert json.loads(kept["summary"])["final/gap_vs_zero3"] == 1.0
-    assert (run.gaps, run.last_step) == (STEPS, STEPS)
-
-
 def test_plain_runs_are_compared_when_only_the_recipe_differs(tmp_path: Path) -> None:
     write(tmp_path / "w4" / "seed1", config("w4", None), 0.5)
     write(tmp_path / "zero3" / "seed1", config("zero3", None, seed=2), 0.0)
@@ -155,8 +137,3 @@ def test_plain_runs_are_compared_when_only_the_recipe_differs(tmp_path: Path) ->
     assert found is not None
     assert found.folder.path == tmp_path / "again" / "seed1"
     assert find_baseline(found.folder) is None
-
-
-def test_a_run_without_a_baseline_has_its_own_results(tmp_path: Path) -> None:
-    assert outcome_values({"tokens": 10, "seconds": 4.0}, None) == {"final/tokens_per_second": 2.5}
-    assert outcome_values({"outcome": "crashed"}, None) == {}

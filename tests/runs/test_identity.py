@@ -10,7 +10,7 @@ import pytest
 
 from zpp_lab.config.compose import compose
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import codec_label, identity, shown_config, tags
+from zpp_lab.runs.wandb.identity import identity, shown_config, tags
 
 
 def config(*overrides: str) -> dict[str, Any]:
@@ -34,12 +34,6 @@ def test_tags_name_recipe_bits_cluster_and_engine(overrides: list[str], found: s
     assert [tag.split("=")[0] for tag in got] == ["recipe", "weights", "grads", "cluster", "engine"]
 
 
-def test_a_users_own_tags_come_first_and_long_names_are_cut() -> None:
-    got = tags(config("tracking.tags=[mine]", f"recipe.name={'x' * 90}"))
-    assert got[0] == "mine"
-    assert max(map(len, got)) == 64
-
-
 def test_the_config_shows_what_decides_and_nothing_else() -> None:
     shown = shown_config(
         config("recipe=zeropp", "seed=4", "run.study=s", "run.arm=zpp", "run.dir=/home/me/run")
@@ -55,11 +49,6 @@ def test_the_config_shows_what_decides_and_nothing_else() -> None:
     assert "tracking" not in shown
     assert "/home/me" not in repr(shown)
     assert None not in shown["model"].values()
-
-
-def test_raw_wires_have_no_number_of_bits() -> None:
-    assert "bits" not in shown_config(config())
-    assert codec_label({"weights": {"codec": "none"}}, "weights_forward") == "raw"
 
 
 def test_a_study_groups_its_arms(tmp_path: Path) -> None:

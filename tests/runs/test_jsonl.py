@@ -95,10 +95,6 @@ def test_truncate_keeps_bytes_and_goes_on(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]  # no temporary file stays
 
 
-def test_missing_file_has_no_records(tmp_path: Path) -> None:
-    assert read(tmp_path / "none.jsonl") == []
-
-
 def test_full_disk_keeps_the_lines_before(tmp_path: Path) -> None:
     log = fill(tmp_path / "m.jsonl", 3)
     before = log.path.read_bytes()

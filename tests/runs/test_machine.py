@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -18,20 +17,6 @@ from zpp_lab.train.inputs import check_inputs
 @pytest.fixture(autouse=True)
 def nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(provenance.COMMIT, raising=False)
-
-
-def test_facts_are_plain_and_sensible() -> None:
-    facts = json.loads(json.dumps(provenance.machine_facts()))
-    assert set(facts) == {"cpu", "cores", "memory_bytes", "gpus", "os"}
-    assert facts["cores"] >= 1
-    assert facts["memory_bytes"] > 2**27
-    assert facts["cpu"]
-
-
-def test_versions() -> None:
-    versions = provenance.versions()
-    assert versions["python"].startswith("3.")  # type: ignore[union-attr]
-    assert versions["torch"]
 
 
 def test_container_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +104,3 @@ def test_a_checkout_of_another_user(tmp_path: Path) -> None:
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, 12345, 12345)
     assert LOOK(tmp_path) == head
-
-
-def test_no_git_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.commit.__wrapped__(tmp_path) is None

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +134,3 @@ def test_no_process_when_off_or_in_a_study(
     one.log(record(1))
     one.finish({"outcome": "finished"})
     assert not (tmp_path / "wandb.json").exists()
-
-
-def test_auto_without_the_package_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("zpp_lab.runs.wandb.mode.installed", lambda: False)
-    Tracker(config(wandb="auto"), tmp_path, 0)
-    assert "wandb: off (the wandb package is not installed" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="pip install wandb"):
-        Tracker(config(wandb="offline"), tmp_path, 0)
-
-
-def test_training_side_imports_neither_wandb_nor_torch() -> None:
-    code = "import sys, zpp_lab.runs; print({'wandb', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -87,21 +86,6 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert run.exit == 0
     assert state(tmp_path)["state"] == "complete"
     assert run.run.run_id == state(tmp_path)["id"]
-
-
-def test_runtime_is_how_long_the_run_took(tmp_path: Path, fake_wandb: FakeWandb) -> None:
-    tracker = Tracker(config(wandb="off"), tmp_path, 0)
-    for step in (1, 2):
-        tracker.log({**record(step), "seconds": 1000.0 * step})
-    finish(tracker)
-    assert follow(RunFolder(tmp_path), "offline", lambda: True)
-    summary = OfflineRun(tmp_path).summary
-    assert (summary["_runtime"], summary["_wandb"]) == (2000, {"runtime": 2000})
-    for _ in range(2):  # at the second time the server knows how long the first was
-        sync(tmp_path)
-        ((_, run),) = fake_wandb.runs.items()
-        shown = json.loads(run["summary"])
-        assert (shown["_runtime"], shown["_wandb"]) == (2000, {"runtime": 2000})
 
 
 def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,15 +238,6 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.05)
 
 
-def test_wandb_process_is_nice_and_survives_the_terminal(tmp_path: Path) -> None:
-    handle = start_study_sink(tmp_path, TrackingConfig(wandb="offline"))
-    assert handle.pid is not None
-    assert os.getsid(handle.pid) != os.getsid(0)
-    nicer = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, handle.pid) >= nicer)
-    assert handle.wait(LIMIT)
-
-
 @pytest.mark.parametrize(
     ("mode", "code", "told"),
     [("online", None, True), ("online", 1, True), ("online", 0, False), ("offline", None, False)],
@@ -278,10 +253,3 @@ def test_who_does_not_wait_is_told_who_goes_on(
         process.kill()
     said = capsys.readouterr().err
     assert (f"zpp-lab sync {tmp_path / 'run'}" in said) == told
-
-
-def test_off_needs_no_handle(tmp_path: Path) -> None:
-    handle = start_study_sink(tmp_path / "study", TrackingConfig(wandb="off"))
-    assert handle.pid is None
-    assert handle.wait(0.0)
-    assert not (tmp_path / "study").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
-
 from zpp_lab.train.footprint import settled
 
 
@@ -39,22 +37,3 @@ def test_objects_that_the_interpreter_froze_do_not_keep_what_there_was() -> None
         del before
     gc.collect()
     assert old() is None
-
-
-def test_a_loop_in_a_loop_leaves_the_outer_one_settled() -> None:
-    before = Ring()
-    old = weakref.ref(before)
-    with settled():
-        del before
-        with settled():
-            pass
-        gc.collect()
-        assert old() is not None
-    gc.collect()
-    assert old() is None
-
-
-def test_a_loop_that_fails_leaves_nothing_behind() -> None:
-    with pytest.raises(RuntimeError, match="loop"), settled():
-        raise RuntimeError("the loop failed")
-    assert gc.get_freeze_count() == 0

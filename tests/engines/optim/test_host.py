@@ -8,7 +8,6 @@ import torch
 from tests.engines.optim.test_states import KINDS, gradients, started
 from zpp_lab.config.schema import TrainConfig
 from zpp_lab.engines.optim import update as host
-from zpp_lab.engines.optim.adamw import together
 from zpp_lab.engines.optim.build import adamw, load_optimizer_state, optimizer_state, update
 from zpp_lab.engines.optim.states import StateKind
 
@@ -42,16 +41,6 @@ def test_bits_do_not_depend_on_where_moments_lie(
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_a_batch_holds_what_fits_and_one_at_least() -> None:
-    found = together([4, 6, 1, 12, 3], lambda item: item, 10)
-    assert list(found) == [[4, 6], [1], [12], [3]]
-
-
-def test_fp32_moments_stay_where_they_are() -> None:
-    with pytest.raises(ValueError, match="optimizer_state=bf16 or 8bit"):
-        TrainConfig(optimizer_place="host")
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +65,3 @@ def test_a_gpu_has_the_same_bits(kind: StateKind, monkeypatch: pytest.MonkeyPatc
         if place == "host":
             assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cpu"}
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_stages_are_taken_from_the_gpu_once() -> None:
-    train = TrainConfig(optimizer_state="8bit", optimizer_place="host")
-    own = {"w": torch.nn.Parameter(torch.randn(2048, 4096, device="cuda"))}
-    optimizer = adamw(own, train, seed=3)
-    reserved = []
-    for step in range(4):
-        own["w"].grad = torch.randn_like(own["w"])
-        update(optimizer, step, ok=torch.tensor(True, device="cuda"))
-        torch.cuda.synchronize()
-        reserved.append(torch.cuda.memory_reserved())
-    assert reserved[1] == reserved[-1]

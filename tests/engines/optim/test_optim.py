@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from zpp_lab.engines.optim.build import (
     STATE,
     adamw,
     guarded_step,
-    learning_rate,
     load_optimizer_state,
     optimizer_state,
     set_rate,
@@ -57,18 +55,6 @@ def test_a_bad_step_changes_nothing(fused: bool, bad: float) -> None:
     assert not any(
         torch.equal(a, b) for a, b in zip(before, snapshot(parameters, optimizer), strict=True)
     )
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (1, 2), (7, 6), (7, 7), (7, 20)])
-def test_a_rate_that_warm_up_keeps_low_is_said(steps: int, warmup: int, schedule: Any) -> None:
-    train = TrainConfig(steps=steps, warmup_steps=warmup, lr=0.003, schedule=schedule)
-    rates = [learning_rate(step, train) for step in range(steps)]
-    assert bool(train.notes) == (max(rates) < train.lr)
-    for note in train.notes:
-        assert f"ends at {rates[-1]:.3g} and never reaches train.lr=0.003" in note
-        assert f"set train.warmup_steps={steps} or less" in note
-        assert not replace(train, warmup_steps=steps).notes
 
 
 def test_both_kinds_agree_nearly_and_the_cpu_takes_foreach() -> None:

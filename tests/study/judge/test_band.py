@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.study.fake_seed import SOME, judged, two_baselines, with_gaps
-from zpp_lab.study.judge.advice import advise
+from tests.study.fake_seed import SOME, judged, with_gaps
 from zpp_lab.study.judge.noise import (
     Beside,
     beside,
@@ -20,11 +18,9 @@ from zpp_lab.study.judge.noise import (
     one_seed,
     training_band,
 )
-from zpp_lab.study.report import page, writeup
+from zpp_lab.study.report import page
 from zpp_lab.study.report.curves import study_curves
-from zpp_lab.study.report.figures.draw import left_out, make_figures
-from zpp_lab.study.report.report import draw, find_out
-from zpp_lab.study.report.table import console_table, margin_line, verdict_rows
+from zpp_lab.study.report.table import verdict_rows
 
 
 def test_a_gap_lies_inside_above_or_below() -> None:
@@ -98,100 +94,6 @@ def test_a_study_has_both_gaps_and_their_bands(tmp_path: Path) -> None:
     assert {row["step"] for row in curves.noise["held-out"]} == {r["step"] for r in curves.gap}
     strays = [abs(r["mean"]) for r in curves.gap if r["arm"] == "zero3_reordered"]
     assert max(row["high"] for row in curves.noise["held-out"]) >= max(strays) - 1e-12
-
-
-# qsdp, w4 and the order control; the band is the last one's.
-LOWER = {"zero3_reordered": -0.06, "qsdp": -0.09, "w4": -0.03}
-
-
-def test_tables_say_where_a_gap_lies_instead_of_what_it_needs(tmp_path: Path) -> None:
-    result = with_gaps(judged(tmp_path, 1), LOWER)
-    rows = {row["Arm"]: row for row in verdict_rows(result)}
-    cells = {name: row["Noise band"] for name, row in rows.items()}
-    assert cells.pop("zero3_reordered") == "sets it"
-    assert cells == {"zero3": "–", "qsdp": "below, 1.5×", "w4": "inside, 0.5×", "broken": "–"}
-    assert rows["w4"]["Verdict"] == "undecided (one seed)"
-    text = console_table(result)
-    assert "below, 1.5×" in text
-    assert "Noise band: ±0.0600 nats" in text
-    assert dict(page.opening(result))["Noise band"] == "±0.0600 nats"
-    for word in ("p-value", "interval of", "On par", "needs"):
-        assert word not in text
-    two = judged(tmp_path / "two", 2)
-    assert "Noise band" not in verdict_rows(two)[0]
-    assert "Noise band" not in dict(page.opening(two))
-    assert "What it shows" not in dict(page.opening(two))
-
-
-def test_advice_speaks_of_no_test(tmp_path: Path) -> None:
-    said = advise(with_gaps(judged(tmp_path, 1), LOWER))
-    assert [one.rule for one in said] == [7, 1, 5]
-    assert said[0].text.startswith("No arm is advised in place of zero3: with one seed")
-    assert said[1].text == "A control has no answer yet: broken (not run)."
-    assert re.fullmatch(r"Worth more seeds.*: qsdp \(\d+.\d%\), w4 \(\d+.\d%\).", said[2].text)
-    assert not any("needs" in one.text or "on par" in one.text for one in said)
-
-
-def test_figures_of_one_seed_have_its_band_and_no_interval(tmp_path: Path) -> None:
-    result = with_gaps(judged(tmp_path, 1), LOWER)
-    made = {one.name: one for one in make_figures(result, study_curves(result))}
-    assert not {"main_effects", "interactions"} & made.keys()
-    gap = made["gap"].spec
-    assert "seeds" not in gap["datasets"]
-    assert {row["noise_to"] for row in gap["datasets"]["arms"]} == {0.06}
-    labels = {row["arm"]: row["label"] for row in gap["datasets"]["arms"]}
-    assert labels["qsdp"].endswith("below the noise band, 1.5×")
-    assert labels["zero3_reordered"].endswith("sets the noise band")
-    assert made["gap"].caption.endswith("Without a gap: broken (not run).")
-    cost = made["gap_vs_bytes"].spec["datasets"]
-    assert cost["bytes_total_noise"] == [{"low": -0.06, "high": 0.06}]
-    assert not any(name.endswith("_front") for name in cost)
-    for name in ("gap", "gap_vs_bytes", "loss", "gap_curves", "gap_steps"):
-        for word in ("interval", "over the seeds", "{", "Dashed:"):
-            assert word not in made[name].caption
-
-
-def test_figures_of_several_seeds_keep_intervals_and_fronts(tmp_path: Path) -> None:
-    two = judged(tmp_path, 2)
-    made = {one.name: one for one in make_figures(two, study_curves(two))}
-    assert "seeds" in made["gap"].spec["datasets"]
-    assert not any("noise_to" in row for row in made["gap"].spec["datasets"]["arms"])
-    assert "bytes_total_front" in made["gap_vs_bytes"].spec["datasets"]
-    assert "95% interval" in made["gap"].caption
-    assert left_out(two, study_curves(two)) == []
-
-
-def test_what_would_show_nothing_is_left_out_and_named(tmp_path: Path) -> None:
-    result = judged(tmp_path, 1)
-    for run in result.runs:
-        file = run.dir / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        rows[49].pop("telemetry")  # steps 1 and 100 are left
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curves = study_curves(result)
-    assert not any(one.name.startswith("telemetry") for one in make_figures(result, curves))
-    factors, telemetry = left_out(result, curves)
-    assert "one seed" in factors
-    assert "fewer than 3 steps" in telemetry
-    found = find_out(tmp_path, result)
-    assert not found.effects
-    text = writeup.markdown(found, draw(found))
-    assert telemetry in text
-    assert "p (differs)" not in text
-    assert "even where 0 lies outside" in text or not found.certainty.documents
-
-
-def test_figures_need_no_run_of_the_studys_own_baseline(tmp_path: Path) -> None:
-    """A piece of a study may hold the arms of another baseline alone."""
-    two_baselines(tmp_path / "runs")
-    for name in ("zero3", "zero3_reordered", "w4", "broken"):
-        shutil.rmtree(tmp_path / "runs" / name)
-    result = two_baselines(tmp_path / "runs")
-    others = next(arm for arm in result.arms if arm.name == "qsdp")
-    assert result.margin == others.margin
-    assert "nothing to compare" not in margin_line(result)
-    made = {figure.name for figure in make_figures(result, study_curves(result))}
-    assert {"gap", "gap_curves", "gap_steps", "loss"} <= made
 
 
 def test_a_control_that_changed_nothing_and_none_are_no_band(tmp_path: Path) -> None:

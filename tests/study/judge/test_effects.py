@@ -8,10 +8,7 @@ import pytest
 from zpp_lab.study.judge.effects import (
     Cell,
     interactions,
-    level_order,
-    level_text,
     main_effects,
-    short_names,
 )
 from zpp_lab.study.report.figures.gap import front
 
@@ -75,22 +72,6 @@ def test_seeds_that_one_cell_lacks_are_not_compared() -> None:
     (effect,) = main_effects([whole, part])
     assert {e.seeds for e in effect.levels.values()} == {2}
     assert effect.levels[4].mean == pytest.approx(0.105)
-
-
-def test_levels_are_ordered_and_named_for_readers() -> None:
-    assert level_order([None, "b", 8, "a", 4.0]) == [4.0, 8, "a", "b", None]
-    assert level_text(None, "recipe.weights.bits") == "raw"
-    assert level_text(None, "recipe.weights.rounding") == "default"
-    assert [level_text(v) for v in (True, 0.5, "x")] == ["true", "0.5", "x"]
-    names = short_names(["recipe.weights.bits", "recipe.grads.bits = recipe.weights.bits"])
-    assert list(names.values()) == ["weights.bits", "grads.bits = weights.bits"]
-    assert short_names(["exempt", "recipe.order"]) == {n: n for n in ("exempt", "recipe.order")}
-
-
-def test_front_is_what_nothing_beats() -> None:
-    points = [(1.0, 0.0, "base"), (0.5, 0.1, "a"), (0.5, 0.2, "b"), (0.7, 0.1, "c"), (0.2, 1, "d")]
-    assert front([*points, (float("nan"), 0.0, "lost")]) == ["d", "a", "base"]
-    assert front([(1.0, 0.0, "x"), (1.0, 0.0, "y")]) == ["x", "y"]
 
 
 def test_front_equals_the_definition() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 from tests.study.fake_runs import ARMS, change_metrics, fake_study, write_study_runs
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.reader import find_runs
-from zpp_lab.study.judge.certainty import COLUMNS, certainty
-from zpp_lab.study.judge.noise import NAMED, QUIET, Quiet, apart_steps, quiet_parts
+from zpp_lab.study.judge.noise import QUIET, Quiet, apart_steps, quiet_parts
 from zpp_lab.study.judge.verdict import StudyResult, judge_study
 
 STEPS = 40
@@ -73,13 +71,6 @@ def test_a_hundredth_of_the_margin_is_nothing(tmp_path: Path) -> None:
     assert part(inside).end == STEPS
     assert part(inside).noise == pytest.approx(0.9 * limit)
     assert quiet_parts(judged(tmp_path / "b", {("zero3_reordered", 1): [1.1 * limit]})) == []
-
-
-def test_the_report_has_it_beside_each_gap(tmp_path: Path) -> None:
-    found = certainty(judged(tmp_path, {("w4", 1): [0.25] * STEPS}))
-    at = COLUMNS.index("Gap, quiet part")
-    cells = {row[0]: row[at] for row in found.rows()}
-    assert cells == {"w4": "+0.2500, at most 0.2500", "zero3_reordered": "0.0000, at most 0.0000"}
 
 
 def test_without_an_order_control_nothing_is_said(tmp_path: Path) -> None:
@@ -146,29 +137,3 @@ def test_a_negative_control_is_no_twin(tmp_path: Path) -> None:
     assert found(jumping(tmp_path, jumps, roles={NAMES[3]: "negative_control"})) == [
         (NAMES[0], 1, 5)
     ]
-
-
-def test_two_runs_cannot_say_which_of_them_jumps(tmp_path: Path) -> None:
-    result = jumping(tmp_path, {(NAMES[0], 1, 5): 9.0})
-    few = replace(result, arms=result.arms[:2])
-    assert apart_steps(few) == []
-
-
-def test_norms_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    result = jumping(tmp_path, {(NAMES[0], 1, 5): 3.0})
-    file = tmp_path / NAMES[1] / "seed1" / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[4]["grad_norm"] = float("inf")
-    del rows[5]["grad_norm"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 21, "gr')
-    assert found(result) == [(NAMES[0], 1, 5)]
-
-
-def test_the_report_names_the_furthest(tmp_path: Path) -> None:
-    jumps = {(NAMES[0], 1, step): 2.0 + step for step in (1, 5, 9, 13, 17)}
-    jumps |= {(NAMES[1], 1, 3): 4.0, (NAMES[1], 1, 15): 4.5}
-    result = jumping(tmp_path, jumps)
-    assert len(apart_steps(result)) == NAMED + 1
-    line = certainty(result).lines()[-1]
-    assert f"{NAMES[0]} seed 1 step 17 (57 for 3), {NAMES[0]} seed 1 step 13" in line
-    assert line.count("seed 1 step") == NAMED

@@ -207,40 +207,6 @@ def test_what_a_run_asks_of_slurm(overrides: list[str], expected: tuple[int, int
     assert (found.mem_gb == 0) == (config.engine.name == "deepspeed")  # 0: all that a node has
 
 
-def test_a_dry_run_shows_each_kind_of_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    file = mixed(tmp_path, "cluster=2x8", "engine.device=cuda")
-    words = ["--launcher", "slurm", "--dry-run", "hydra.launcher.account=ours"]
-    assert (
-        main(
-            [
-                "study",
-                str(file),
-                *words,
-                "hydra.launcher.gres='gpu:h200:8'",
-                "--arms",
-                "real",
-                "--alone",
-            ]
-        )
-        == 0
-    )
-    told = capsys.readouterr().out
-    assert "--gres=gpu:h200:8" in told
-    assert "--gpus-per-node" not in told
-    assert main(["study", str(file), *words]) == 0
-    virtual, real = capsys.readouterr().out.split("Slurm's jobs of ")[1:]
-    assert virtual.startswith("zero3:\n")
-    assert real.startswith("real:\n")
-    for line in ("nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "account=ours"):
-        assert f"#SBATCH --{line}\n" in real
-    for line in ("nodes=1", "ntasks-per-node=1", "mem=16GB", "account=ours"):
-        assert f"#SBATCH --{line}\n" in virtual
-    assert "gpus-per-node" not in virtual  # engine.device=cpu
-
-
 @pytest.mark.parametrize(
     ("words", "answer"),
     [

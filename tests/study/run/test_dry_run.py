@@ -14,7 +14,7 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose
 from zpp_lab.study.run import launch as launching
 from zpp_lab.tools.plan import dry_run
-from zpp_lab.tools.plan.dry_run import Machine, amount, predicted_seconds
+from zpp_lab.tools.plan.dry_run import Machine, predicted_seconds
 from zpp_lab.train.memory.forecast import Foreseen, Needed, memory_need
 
 
@@ -132,38 +132,9 @@ def test_a_dry_run_refuses_what_the_study_refuses(
     assert told[0] == told[1]
 
 
-def test_alone_shows_those_runs_and_looks_at_their_folders(tmp_path: Path, capsys) -> None:
-    command = ["study", "smoke", "--dir", str(tmp_path), "--arms", "w?", "--alone", "--seeds", "8"]
-    looked = [*command, "--dry-run"]
-    assert main([*looked, "train.steps=7"]) == 0
-    said = capsys.readouterr().out
-    assert "3 runs, 0 finished" in said
-    assert [arm for arm in ("w2", "w4", "w6", "zero3", "broken") if f"\n{arm} " in said] == [
-        "w2", "w4", "w6",
-    ]  # fmt: skip
-    run = tmp_path / "w4" / "seed8"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("train: {steps: 9}\n")
-    assert main(looked) == 2
-    assert f"{run} holds a run with other settings: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", ["--machine h200", "--launcher basic"])
 def test_files_of_runs_elsewhere_need_not_be_here(words: str, tmp_path: Path, capsys) -> None:
     """As the study does with a launcher, whose jobs may see other folders."""
     study_here = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "data=text"]
     assert main([*study_here, "data.path=/no/text", "--arms", "zero3", *words.split()]) == 0
     assert "3 runs, 0 ended already" in capsys.readouterr().out
-
-
-def test_jobs_and_launchers_are_looked_at_where_a_machine_is_named(tmp_path: Path, capsys) -> None:
-    words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--machine", "h200"]
-    assert main([*words, "--jobs", "-1"]) == 2
-    assert "--jobs: -1: use 0 or more" in capsys.readouterr().err
-    assert main([*words, "--launcher", "slrum"]) == 2
-    assert "'slrum' cannot start" in capsys.readouterr().err
-
-
-def test_amounts_are_for_people() -> None:
-    said = [amount(n) for n in (0, 999, 1500, 2.5e9, 3e15)]
-    assert said == ["0 B", "999 B", "1.5 kB", "2.5 GB", "3e+03 TB"]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +16,9 @@ from tests.study.fake_trainer import STEPS, fake_compose
 from tests.waiting import until
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
-from zpp_lab.study.run.attempts import StudyOutcome, how_it_ended
+from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import run_study
 from zpp_lab.study.run.plan import Planner, plan_runs
-from zpp_lab.study.run.progress import Progress
 
 ENTRY = "tests.study.fake_trainer:run"
 
@@ -239,40 +237,6 @@ def test_a_typo_in_the_last_arm_runs_nothing(tmp_path: Path) -> None:
 def test_arm_names_must_be_folder_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name is that of a folder"):
         plan_runs(study("zero3", "../out"), tmp_path, fake_compose)
-
-
-def test_hydra_reads_quoted_values(tmp_path: Path) -> None:
-    from zpp_lab.config.compose import compose
-
-    folder = tmp_path / "it's, a =folder"
-    (planned,) = plan_runs(study("zero3", seeds=1), folder, compose)
-    assert planned.config.run.dir == str(folder / "zero3" / "seed1")
-    assert planned.config.run.arm == "zero3"
-
-
-def test_exit_codes_in_words() -> None:
-    assert "exit code 1" in how_it_ended(1)
-    assert "SIGSEGV" in how_it_ended(-signal.SIGSEGV)
-    assert "out of memory" in how_it_ended(-signal.SIGKILL)
-
-
-def test_live_line_has_eta_and_plain_output_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zpp_lab.study.run.progress.time", SimpleNamespace(monotonic=lambda: 1.0))
-    runs = plan_runs(study("zero3", "a", seeds=1), tmp_path, fake_compose)
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream, live in ((Terminal(), True), (io.StringIO(), False)):
-        progress = Progress(2, runs, stream)
-        progress.ended(runs[0], "held-out loss 2.0")
-        progress.update([runs[1]])
-        text = stream.getvalue()
-        assert "[1/2] zero3 seed 1: held-out loss 2.0\n" in text
-        assert (f"1/2 runs, 0:00 left: a seed 1 0/{STEPS}" in text) is live
 
 
 CHILD = """

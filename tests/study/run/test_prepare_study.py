@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from tests.study.fake_trainer import fake_compose
 from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
 from zpp_lab.study.judge.verdict import read_result
-from zpp_lab.study.report.html_table import commands_table
-from zpp_lab.study.report.page import Appendix, decision
+from zpp_lab.study.report.page import Appendix
 from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import run_study
 from zpp_lab.study.run.plan import Planner, plan_runs
@@ -61,28 +59,6 @@ def test_it_runs_once_before_the_arms(tmp_path: Path) -> None:
     again, _ = launch(what, tmp_path)
     assert len(again.skipped) == 5
     assert len(started(tmp_path)) == 5
-
-
-def test_the_report_says_how_to_make_it_and_that_seeds_share_it(tmp_path: Path) -> None:
-    first = (PrepareConfig("base", ["train.steps=5"], seed=7), PrepareConfig("unused"))
-    what = study(*first, starts=("base", "base"))
-    launch(what, tmp_path)
-    result = read_result(tmp_path)
-    folder = tmp_path / "prepare" / "base"
-    made = Appendix(result).prepared()
-    assert list(made) == ["base"]
-    *command, place = shlex.split(made["base"])
-    assert command == ["zpp-lab", "train", "train.steps=3", "train.steps=5", "seed=7"]
-    assert place == f"run.dir={folder}"
-    table = commands_table(result, Appendix(result))
-    assert [line.cells[0] for line in table.lines] == ["prepare base", "zero3", "a"]
-    assert f"model.start={folder}" in table.lines[1].cells[1]
-    assert "alike for all seeds; a seed fixes every batch" in decision(result)[0]
-    (tmp_path / "plain").mkdir()
-    launch(study(), tmp_path / "plain")
-    plain = read_result(tmp_path / "plain")
-    assert Appendix(plain).prepared() == {}
-    assert "A seed fixes the initialization and every batch." in decision(plain)[0]
 
 
 def test_a_start_from_elsewhere_is_not_taken_for_a_prepared_run(tmp_path: Path) -> None:

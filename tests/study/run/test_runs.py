@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config.codec import CodecConfig
@@ -97,46 +96,6 @@ def test_plain_runs_become_arms_by_recipe_and_settings(tmp_path: Path) -> None:
     assert len(runs) == 9
     assert not notes
     assert judge_study(study, runs).arms[0].verdict == "baseline"
-
-
-def test_plain_runs_named_by_a_sweep_find_their_baseline(tmp_path: Path) -> None:
-    for arm in (W4, ZERO3):
-        for seed in (1, 2):
-            folder = tmp_path / f"recipe={arm.name}" / f"seed{seed}"
-            write_run(folder, arm, seed, steps=2)
-            summary = json.loads((folder / "summary.json").read_text())
-            summary["arm"] = f"recipe={arm.name}"
-            (folder / "summary.json").write_text(json.dumps(summary))
-    study, _, _ = study_of("sweep", find_runs(tmp_path))
-    assert study.baseline == "recipe=zero3"
-
-
-def test_blocks_without_bits_are_one_baseline(tmp_path: Path) -> None:
-    for block in (64, 1024):
-        for bits in (None, 4):
-            folder = tmp_path / f"b{block}_{bits}"
-            write_run(folder, FakeArm("zero3", "", gap=0.0, weight_bits=bits), 1, steps=2)
-            config = yaml.safe_load((folder / "config.yaml").read_text())
-            config["recipe"]["weights"]["block_size"] = block
-            (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    study, runs, notes = study_of("sweep", find_runs(tmp_path))
-    assert study.baseline == "zero3"
-    assert sorted(run.arm for run in runs) == [
-        "zero3",
-        "zero3 weights.bits=4 weights.block_size=1024",
-        "zero3 weights.bits=4 weights.block_size=64",
-    ]
-    assert notes == ["b64_None repeats b1024_None (zero3, seed 1)."]
-
-
-def test_a_zero3_with_bits_is_no_baseline(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", FakeArm("zero3", "", gap=0.5, weight_bits=4), 1, steps=2)
-    study, _, notes = study_of("x", find_runs(tmp_path))
-    assert [arm.name for arm in study.arms] == [
-        "zero3",
-        "zero3 weights.bits=4 weights.block_size=256",
-    ]
-    assert "There is no zero3 run" in notes[0]
 
 
 def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:

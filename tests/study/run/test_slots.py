@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -119,14 +118,6 @@ def test_nodes_that_share_gpus_take_the_memory_of_all_their_ranks(
 def test_a_run_that_had_no_memory_beside_others_gets_the_gpu_alone(tmp_path: Path) -> None:
     attempts.note(tmp_path, {"outcome": "out_of_memory", "error": "CUDA", "step": 3})
     assert Memory(4).need(planned(tmp_path)) == Need(1)
-
-
-def test_shapes_tell_apart_what_costs_differently() -> None:
-    base = shape(config())
-    assert shape(config("train.lr=1", "train.steps=9", "seed=4", "recipe.name=x")) == base
-    changed = ["model.dim=64", "cluster.nodes=3", "train.batch_size=9", "recipe.weights.bits=4"]
-    assert len({base, *(shape(config(one)) for one in changed)}) == 5
-    assert json.loads(base)["weights"] is False
 
 
 def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.scripts import loaded
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
 from zpp_lab.cli.main import main
 from zpp_lab.config.study import PrepareConfig
@@ -19,12 +18,9 @@ from zpp_lab.files import hold
 from zpp_lab.runs.reader import find_runs, last_step, reached, read_run, state, told, write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.table import results_csv
-from zpp_lab.study.wandb_pages.command import dashboard
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 NAMES = ("zero3", "w6", "w4", "w2", "qsdp", "zeropp", "broken")
-STOPPED = "zeropp: seed 1 stopped after step 120 of 300."
-FAILED = "w4: seed 1 crashed after step 100 of 300 (RuntimeError: the wire broke)."
 
 
 def cut(folder: Path, name: str, seed: int, step: int) -> None:
@@ -103,56 +99,11 @@ def results_csv_lines(root: Path) -> list[str]:
     return results_csv(read_result(root)).splitlines()
 
 
-def test_every_text_tells_each_run_and_its_step(root: Path, printed: str) -> None:
-    told = (
-        STOPPED,
-        FAILED,
-        "w6: seed 2 stopped after step 299 of 300.",
-        "w2: seed 1 diverged after step 100 of 300 (loss is NaN).",
-        "qsdp: seeds 1, 2 have not been started.",
-        "broken: seed 1 stopped before step 1.",
-    )
-    texts = (printed, (root / "report.html").read_text(), (root / "report.md").read_text())
-    for sentence in told:
-        assert all(sentence in text for text in texts), sentence
-    assert "unfinished" in (root / "report.tex").read_text()
-
-
-def test_the_table_of_runs_has_those_that_never_began(root: Path, printed: str) -> None:
-    html = (root / "report.html").read_text()
-    runs = html[html.index('<table id="runs"') :]
-    rows = [" ".join(row.replace("<", " <").split()) for row in runs.split("<tr")]
-
-    def row(arm: str, seed: int) -> str:
-        (found,) = [r for r in rows if f'data-arm="{arm}"' in r and f'"number">{seed} <' in r]
-        return found
-
-    assert ">not started <" in row("qsdp", 2)
-    assert ">stopped <" in row("zeropp", 1)
-    assert ">120 of 300 <" in row("zeropp", 1)
-    assert ">RuntimeError: the wire broke <" in row("w4", 1)
-
-
 def test_a_control_without_an_answer_is_not_wrong(root: Path, printed: str) -> None:
     html = (root / "report.html").read_text()
     assert "enters no verdict, gap or mean" in html
     assert "Negative control broken: unfinished, so it has no answer yet; it must be worse" in html
     assert 'class="wrong"' not in html
-
-
-def test_the_published_table_and_the_dashboard_tell_it_too(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = loaded("experiments/publish.py").table(read_result(root))
-    assert all(sentence in table for sentence in (STOPPED, FAILED))
-    assert "| qsdp |" in table
-    monkeypatch.setattr(
-        "zpp_lab.study.wandb_pages.command.resolve", lambda _: ("offline", "no key")
-    )
-    dashboard(str(root), tmp_path / "spec.json")
-    assert (
-        STOPPED in json.loads((tmp_path / "spec.json").read_text())["report"]["blocks"][2]["text"]
-    )
 
 
 def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:

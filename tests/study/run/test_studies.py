@@ -54,11 +54,6 @@ ALL = [pytest.param(name, all_arms, marks=pytest.mark.slow) for name in NAMES]
 each_arm = pytest.mark.parametrize(("name", "arms"), [*MOST, *ALL])
 
 
-def test_the_studies_are_there() -> None:
-    wanted = {"bits", "block", "symmetry", "rounding", "wires", "exempt", "hops", "world", "scale"}
-    assert wanted | {"smoke"} <= set(NAMES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
     study = study_of(name)
@@ -111,25 +106,3 @@ def test_an_arm_sends_less_than_its_baseline(name: str, arms: Arms) -> None:
 def bytes_of(config: Config) -> int:
     plan = build_plan(build_model(config.model, 256, device="meta"), config)
     return sum(sum(traffic) for traffic in plan.step_bytes().values())
-
-
-def test_bits_is_nine_arms_by_five_seeds_on_eight_nodes() -> None:
-    study = study_of("bits")
-    assert (len(study.arms), len(study.seeds)) == (9, 5)
-    config = config_of("bits", "zero3")
-    assert (config.cluster.nodes, config.cluster.gpus_per_node) == (8, 8)
-    assert config.model.preset == "10m"
-
-
-def test_world_keeps_the_global_batch_or_the_batch_of_a_rank() -> None:
-    bases = [arm.name for arm in study_of("world").arms if arm.role == "baseline"]
-    made = {name: config_of("world", name) for name in bases}
-    whole = {n: c.train.batch_size * c.cluster.world for n, c in made.items()}
-    assert {whole[n] for n in made if n.endswith("_global")} == {384}
-    assert {c.train.batch_size for n, c in made.items() if n.endswith("_per_rank")} == {1}
-    assert sorted(c.cluster.world for n, c in made.items() if n.endswith("_global")) == [
-        2,
-        8,
-        64,
-        384,
-    ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.study.fake_trainer import STEPS
 from tests.study.run.test_launch import launch, study
@@ -14,11 +12,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.files import held, hold
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.run.progress import RunState, Watch, seconds_left, show
-
-
-def plain() -> tuple[Console, io.StringIO]:
-    out = io.StringIO()
-    return Console(file=out, width=140), out
 
 
 def test_states_of_runs(tmp_path: Path) -> None:
@@ -35,16 +28,6 @@ def test_states_of_runs(tmp_path: Path) -> None:
         assert watch.look()[0] == RunState("zero3", 1, "running", STEPS, STEPS, 0.4)
     assert not held(tmp_path / "zero3" / "seed1")
     assert not watch.running
-
-
-def test_the_table_is_readable_without_a_terminal(tmp_path: Path) -> None:
-    launch(study("zero3", "diverges"), tmp_path)
-    console, out = plain()
-    show(tmp_path, study("zero3"), console)
-    text = out.getvalue()
-    assert "test: 2 of 4 runs finished, 2 diverged, no process is at work here" in text
-    assert "2.5150" in text  # the mean of the baseline's held-out losses
-    assert "\x1b" not in text
 
 
 def test_seeds_that_were_added_are_shown(tmp_path: Path) -> None:

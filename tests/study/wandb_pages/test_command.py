@@ -41,16 +41,6 @@ def test_offline_it_writes_the_folders_pages(
     assert "worse" in verdicts
 
 
-def test_a_study_that_has_not_run_needs_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["dashboard", "smoke", "--project", "p"]) == 0
-    spec = read_spec(tmp_path / "smoke-dashboard.json")
-    assert spec == make_spec(load_study("smoke"), project="p")
-    capsys.readouterr()
-
-
 def test_applied_pages_hold_the_specification(
     study_root: Path, fake_wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,10 +112,3 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(ValueError, match=r"zpp_lab\[dashboard\]"):
         apply.pages(make_spec(load_study("smoke"), project="p"), "e")
-
-
-def test_an_unknown_panel_is_named() -> None:
-    spec = make_spec(load_study("smoke"), project="p")
-    spec["workspace"]["sections"][0]["panels"] = [{"kind": "pie"}]
-    with pytest.raises(ValueError, match="panel kind 'pie': use line"):
-        apply.pages(spec, "e")

@@ -10,7 +10,6 @@ import pytest
 
 from zpp_lab.config.compose import load_study
 from zpp_lab.config.study import ArmConfig, StudyConfig
-from zpp_lab.study.report.style import study_looks
 from zpp_lab.study.wandb_pages.spec import Spec, gap_names, make_spec, read_spec, write_spec
 
 
@@ -32,41 +31,6 @@ def test_the_study_is_named_and_its_runs_are_chosen_by_group(spec: Spec) -> None
     assert (spec["study"], spec["project"], spec["entity"]) == ("smoke", "p", "e")
     runs = {key: value for key, value in spec["runs"].items() if key != "colors"}
     assert runs == {"group": "smoke", "not_job_type": "report", "group_by": "job_type"}
-
-
-def test_arms_have_the_colours_of_the_reports_figures(spec: Spec) -> None:
-    looks = study_looks(load_study("smoke"))
-    assert spec["runs"]["colors"] == {arm: look.color for arm, look in looks.items()}
-    arms = [ArmConfig("zero3"), *(ArmConfig(f"w{i}") for i in range(30))]
-    study = StudyConfig("many", "?", arms=arms, seeds=[1])
-    told = ["zero3", "w29", "w3"]
-    colors = make_spec(study, project="p", told=told)["runs"]["colors"]
-    assert colors == {arm: look.color for arm, look in study_looks(study, told).items()}
-    assert list(colors) == told
-
-
-def test_sections_hold_what_a_researcher_looks_for(spec: Spec) -> None:
-    names = [section["name"] for section in spec["workspace"]["sections"]]
-    assert names == ["Verdicts", "Loss", "Gap", "Bytes", "Errors"]
-    drawn = series(spec)
-    assert {"loss", "heldout_loss", "gap_vs_zero3/loss", "gap_vs_zero3/heldout_loss"} <= set(drawn)
-    assert drawn["loss"]["x"] == "step"
-    assert drawn["gap_vs_zero3/heldout_loss"]["x"] == "gap_vs_zero3/step"
-    assert {f"bytes/{w}/inter" for w in ("weights_forward", "grads_inter")} <= set(drawn)
-    found = {p["regex"] for p in panels(spec) if "regex" in p}
-    assert "telemetry/grads_intra/[^/]+/nmse" in found
-    assert {"kind": "table", "name": "verdicts"} in list(panels(spec))
-    assert all(p["group_by"] == "job_type" for p in panels(spec) if p["kind"] in ("line", "bar"))
-
-
-def test_the_report_opens_with_the_question_and_has_the_verdicts(spec: Spec) -> None:
-    blocks = spec["report"]["blocks"]
-    assert blocks[0]["text"].startswith(f"**{load_study('smoke').question}**")
-    assert "±0.25%" in blocks[0]["text"]
-    assert {"kind": "markdown", "text": "| w4 | on par |"} in blocks
-    tables = [b for b in blocks if b["kind"] == "panels" and b["runs"] == "report"]
-    assert tables[0]["panels"] == [{"kind": "table", "name": "verdicts"}]
-    assert spec["report"]["description"] == load_study("smoke").question
 
 
 def test_each_baseline_of_a_study_has_its_gap() -> None:

@@ -9,48 +9,16 @@ import pytest
 import torch
 
 from zpp_lab.config.compose import compose
-from zpp_lab.engines.build import plan_of
 from zpp_lab.tools.bench.calibrate import TINY, _between, main, parser
-from zpp_lab.tools.bench.calibrate_links import codecs
 from zpp_lab.tools.bench.calibrate_steps import (
     Case,
     Times,
-    block_seconds,
-    copy_rate,
-    curve,
     figures,
-    flops,
-    rising,
 )
-from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, load_machine
-from zpp_lab.tools.plan.cost.model import block_work
+from zpp_lab.tools.plan.cost.machine import Between, load_machine
 from zpp_lab.tools.plan.cost.step import predict
 
 CPU = torch.device("cpu")
-
-
-def test_flops_are_those_of_the_cost_model() -> None:
-    config = compose(["model=1_3b", "data.seq_len=2048", "train.batch_size=1", "cluster=1x4"])
-    assert flops((2048, 5504, 16, 2048)) == block_work(plan_of(config).units[0], config).forward
-
-
-def test_a_curve_never_falls() -> None:
-    curve = rising([(3.0, 1.0), (1.0, 2.0), (4.0, 5.0)])
-    assert curve.points == ((1.0, 2.0), (3.0, 2.0), (4.0, 5.0))
-
-
-def test_blocks_and_memory_take_time() -> None:
-    assert len(curve(TINY.widths, "eager", CPU).points) == len(TINY.widths)
-    assert block_seconds(TINY.widths[0], "eager", CPU) > 0
-    assert copy_rate(2**16, CPU) > 0
-
-
-def test_every_codec_of_the_family_is_timed() -> None:
-    found = codecs([4], 1024, CPU)
-    assert found.launch_s > 0
-    for op in OPERATORS:
-        drawn = {"4r", "4rh"} if op in ("encode", "decode_sum_encode") else set()
-        assert set(found.seconds[op]) == {"raw", "4", "4h"} | drawn
 
 
 def test_the_hosts_figures_put_the_measured_step_together_again() -> None:
@@ -75,15 +43,6 @@ def test_the_hosts_figures_put_the_measured_step_together_again() -> None:
     assert found.block_rest_s == pytest.approx(rest)
     assert found.step_s == pytest.approx(once)
     assert found.lacks == []
-
-
-def test_parts_of_the_host_that_noise_makes_negative_are_0() -> None:
-    flat = {
-        (what, "eager", n): (1.0, 1.0, 1.0) for what in ("alone", "again", "fsdp2") for n in (1, 2)
-    }
-    found = figures(flat, 2, ["eager"], 0.0)
-    assert (found.gather_s, found.reduce_s, found.block_rest_s) == (0.0, 0.0, 0.0)
-    assert found.step_s == 1.0
 
 
 def test_links_between_nodes_are_measured_given_or_said_not_to_be() -> None:

@@ -108,22 +108,6 @@ def test_a_damaged_file_is_said_and_measured_anew(
     assert "is damaged" in capsys.readouterr().out
 
 
-def test_a_part_of_another_form_is_measured_again(tmp_path: Path) -> None:
-    parts = kept(tmp_path / "m.json")
-    parts.part("compute", float, lambda: 1.0)
-    assert kept(tmp_path / "m.json").part("compute", Curve, lambda: CURVE) == CURVE
-
-
-def test_parts_are_no_machine(tmp_path: Path) -> None:
-    parts = kept(tmp_path / "m.json")
-    fill(parts)
-    with pytest.raises(ValueError, match="it goes on and makes the whole"):
-        load_machine(str(parts.path))
-    parts.path.rename(tmp_path / "m.json")  # by hand
-    with pytest.raises(ValueError, match="no such setting"):
-        load_machine(str(tmp_path / "m.json"))
-
-
 @pytest.mark.slow
 def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
     out, part = tmp_path / "here.json", tmp_path / f"here.json{PART}"

@@ -20,8 +20,7 @@ from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
 from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, merged, sessions, with_compute
-from zpp_lab.tools.bench.step.command import links, main
-from zpp_lab.tools.bench.step.results import Cell, bytes_sent, floor, seconds_on_link
+from zpp_lab.tools.bench.step.command import links
 from zpp_lab.tools.bench.step.run import Pace, StepBench
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -55,16 +54,6 @@ def test_words_become_arms_and_foreign_engines_get_processes_of_their_own() -> N
     assert [[a.name for a in group] for group in sessions(found)][1] == ["ds"]
 
 
-def test_an_arm_of_a_loop_of_its_own_takes_overrides() -> None:
-    (two,) = arms(["two: fsdp2+node train.micro_steps=2"], TINY)
-    assert (two.name, two.maker, two.engine, two.session) == ("two", "plain_node", "fsdp2", "ours")
-    assert two.config.train.micro_steps == 2
-    assert two.config.recipe.name == "zero3"
-    assert two.config.train.param_dtype == "fp32"
-    with pytest.raises(ValueError, match=r"engine\.blocks: no such setting"):
-        arms(["two: fsdp2 engine.blocks=2"], TINY)
-
-
 def test_what_is_no_arm_and_no_link_is_refused() -> None:
     with pytest.raises(ValueError, match="named twice: zeropp"):
         arms(["zeropp", "zeropp"], TINY)
@@ -80,19 +69,6 @@ def test_what_is_no_arm_and_no_link_is_refused() -> None:
         Pace(0, 1, 1.0, 1.0, 1.0)
     assert links("0.2,12,max", 2) == [0.2, 12.0, None]
     assert merged(["a=1", "b=2"], ["a=3"]) == ["a=3", "b=2"]
-
-
-def test_floors() -> None:
-    """Two nodes that send 5 GB each at 20 Gb/s need 2 s, by the ledger or by the interface."""
-    ledger = Cell(
-        [3.0], {"weights_forward": [9, 6 * 10**9], "grads_inter": [0, 4 * 10**9]}, [5.2e9]
-    )
-    assert seconds_on_link(ledger, 2, 20.0) == pytest.approx(2.0)
-    assert bytes_sent(Cell([3.0], None, [5.2e9, 5.0e9, 5.4e9]), 2) == 5.2e9
-    assert seconds_on_link(ledger, 2, None) is None
-    assert floor(2.0, 0.5) == 2.0
-    assert floor(None, 0.5) == 0.5
-    assert floor(2.0, None) is None
 
 
 class Fake:
@@ -138,21 +114,6 @@ def bench(folder: Path, words: list[str], tag: str = "", **changes: Any) -> Step
 def read_rows(folder: Path) -> dict[str, dict[str, str]]:
     with (folder / "results.csv").open() as file:
         return {row["arm"]: row for row in csv.DictReader(file)}
-
-
-def test_a_call_with_a_tag_adds_arms_and_leaves_the_step_without_communication(
-    fake: type[Fake], tmp_path: Path
-) -> None:
-    bench(tmp_path, ["fsdp2"])
-    first = read_rows(tmp_path)[COMPUTE]
-    table = tmp_path / "results.csv"
-    table.write_text(table.read_text().replace(f"{first['step_s']},", "7.5,", 1))
-    changed = read_rows(tmp_path)[COMPUTE]
-    bench(tmp_path, ["zeropp"], tag="more")
-    assert set(read_rows(tmp_path)) == {COMPUTE, "fsdp2", "zeropp"}
-    assert read_rows(tmp_path)[COMPUTE] == changed
-    bench(tmp_path / "alone", ["zeropp"], tag="more")
-    assert COMPUTE in read_rows(tmp_path / "alone")
 
 
 def test_arms_take_turns_and_the_files_say_what_came_out(
@@ -223,11 +184,6 @@ def test_a_link_that_cannot_be_limited_is_told_before_ranks_start(
     assert not fake.asked
 
 
-def test_long_steps_are_timed_fewer_times() -> None:
-    pace = Pace(4, 1, 8.0, 1.0, 1.0)
-    assert [pace.steps_of(s) for s in (0.1, 3.0, 100.0)] == [4, 2, 1]
-
-
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
     """Each byte goes between nodes once: the gather saw two hosts, and the interface agrees."""
@@ -291,12 +247,6 @@ def test_nothing_is_left_of_a_bench_that_is_killed(tmp_path: Path) -> None:
     while ours():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def test_one_node_needs_no_rights(tmp_path: Path, fake: type[Fake]) -> None:
-    words = ["--nodes", "1", "--gpus-per-node", "2", "--recipes", "zeropp", "--cpu"]
-    assert main([*words, "--no-compute", "--out", str(tmp_path), *TINY]) == 0
-    assert list(read_rows(tmp_path)) == ["zeropp"]
 
 
 def test_compute_only_updates_a_ranks_part_from_the_gradient_of_its_batch() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.bench.test_step import TINY, Fake, bench, fake, read_rows
+from tests.tools.bench.test_step import TINY, Fake, fake, read_rows
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.tools.bench.step import run
 from zpp_lab.tools.bench.step.arms import arms, with_compute
@@ -68,17 +68,3 @@ def test_cells_on_whole_gpus_stay_beside_shared_ones(fake: type[Fake], tmp_path:
         found = [(row["arm"], row["ranks_per_gpu"]) for row in csv.DictReader(file)]
     assert sorted(found) == [(a, n) for a in ("compute", "fsdp2", "zeropp") for n in "12"]
     assert {p.name for p in tmp_path.glob("*.json")} == {"2x2.json", "2x2-shared.json"}
-
-
-def test_a_file_from_before_there_was_sharing_is_gone_on_with(
-    fake: type[Fake], tmp_path: Path
-) -> None:
-    bench(tmp_path, ["fsdp2"])
-    path = tmp_path / "results.csv"
-    older = [row[:-1] for row in csv.reader(path.open())]
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows(older)
-    bench(tmp_path, ["fsdp2", "zeropp"])
-    with path.open() as file:
-        found = [(row["arm"], row["ranks_per_gpu"]) for row in csv.DictReader(file)]
-    assert sorted(found) == [("compute", "1"), ("fsdp2", "1"), ("zeropp", "1")]

@@ -16,7 +16,7 @@ from tests.small_runs import newest, small, tear, tensor_file
 from zpp_lab.cli.main import main
 from zpp_lab.runs.checkpoint.tensor_file import read_layout
 from zpp_lab.tools.export import export_hf
-from zpp_lab.tools.export.shards import cut, write_safetensors
+from zpp_lab.tools.export.shards import write_safetensors
 from zpp_lab.train.trainer import run
 
 
@@ -109,9 +109,3 @@ def test_a_small_disk_is_refused_before_anything_is_read(
 
     with pytest.raises(OSError, match=r"4,000 bytes .* are needed .* 3,999"):
         write_safetensors(tmp_path, {"w": (1000,)}, read, torch.float32)
-
-
-def test_files_are_cut_between_tensors() -> None:
-    sizes = {"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}
-    assert cut(sizes, 7) == [["a", "b"], ["c"], ["d", "e"]]
-    assert cut(sizes, 99) == [list(sizes)]

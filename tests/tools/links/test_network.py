@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from zpp_lab.config.schema import ClusterConfig
-from zpp_lab.tools.links.network import HUB, TBF, VETH, Command, Network, bucket
+from zpp_lab.tools.links.network import TBF, VETH, Command, Network, bucket
 from zpp_lab.tools.links.nodes import OneHost, hosts
 from zpp_lab.tools.links.programs import FOLDER, Tools
 from zpp_lab.train.launch.gpus import place, visible_gpus
@@ -28,39 +27,6 @@ def recorder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def record(recorder: Path, commands: list[Command]) -> list[str]:
-    tools = Tools.find(recorder)
-    for command in commands:
-        tools.run(command, 0)  # 0: in the namespace that is here
-    return (recorder / "log").read_text().splitlines()
-
-
-def test_two_nodes_are_the_ends_of_one_pair(recorder: Path) -> None:
-    network = Network(2, 4321, "cubic")
-    said = record(recorder, network.join({0: 11, 1: 12}))
-    assert said == [
-        "ip link add zpp4321 type veth peer zpp4321 netns 12",
-        "ip link set lo up",
-        "ip addr add 10.77.0.1/24 dev zpp4321",
-        "ip link set zpp4321 mtu 9000 up",
-        "ip route change 10.77.0.0/24 dev zpp4321 congctl cubic",
-        "ip link set lo up",
-        "ip addr add 10.77.0.2/24 dev zpp4321",
-        "ip link set zpp4321 mtu 9000 up",
-        "ip route change 10.77.0.0/24 dev zpp4321 congctl cubic",
-    ]
-
-
-def test_more_nodes_hang_on_a_bridge_and_are_limited_at_both_ends() -> None:
-    network, places = Network(3, 99), {HUB: 10, 0: 11, 1: 12, 2: 13}
-    joined = [(c.at, " ".join(c.words)) for c in network.join(places)]
-    assert (HUB, "ip link add zpp99p2 mtu 9000 type veth peer zpp99 netns 13") in joined
-    assert (HUB, "ip link set zpp99p2 master zpp99b up") in joined
-    limited = [(c.at, c.words[4]) for c in network.limit(25.0, False)]
-    ports = [(HUB, f"zpp99p{node}") for node in range(3)]
-    assert limited == [(0, "zpp99"), (1, "zpp99"), (2, "zpp99"), *ports]
-
-
 def test_limits_are_set_changed_and_taken_away() -> None:
     network = Network(2, 7)
     assert network.limit(None, limited=False) == []
@@ -72,14 +38,6 @@ def test_limits_are_set_changed_and_taken_away() -> None:
         assert said["rate"] == f"{gbps * 1e6:.0f}kbit"
         assert int(said["burst"]) >= 65536  # a whole packet of a socket
         assert 2**30 <= int(said["limit"]) < 2**32  # more than 200 sockets hand over; tc's most
-
-
-def test_names_fit_the_kernel() -> None:
-    network = Network(250, 4194304)  # the largest process id
-    for command in network.join(dict.fromkeys(range(HUB, 250), 1)):
-        for word in command.words:
-            assert not word.startswith("zpp") or len(word) <= 15
-    assert re.fullmatch(r"10\.77\.0\.250", network.address(249))
 
 
 def test_impossible_shapes_and_speeds_are_refused() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, Curve, Machine, load_machine
+from zpp_lab.tools.plan.cost.machine import OPERATORS, Curve, Machine, load_machine
 
 
 def test_a_curve_is_linear_between_points_and_keeps_the_last_rate() -> None:
@@ -20,10 +19,6 @@ def test_a_curve_is_linear_between_points_and_keeps_the_last_rate() -> None:
     assert curve.seconds(15) == pytest.approx(4.0)
     assert curve.seconds(20) == pytest.approx(6.0)
     assert curve.seconds(40) == pytest.approx(12.0)
-
-
-def test_before_the_first_point_its_rate_holds() -> None:
-    assert Curve(((10.0, 5.0),)).seconds(2) == pytest.approx(1.0)
 
 
 @given(
@@ -49,15 +44,6 @@ def test_curves_that_cannot_be(points: tuple[tuple[float, float], ...]) -> None:
         Curve(points)
 
 
-def test_a_link_between_nodes_is_latency_and_rate() -> None:
-    link = Between(latency_s=1e-3, efficiency=0.5)
-    assert link.seconds(1e9, gbps=16.0) == pytest.approx(1e-3 + 1.0)
-    assert link.seconds(1e9, gbps=16.0, messages=3) == pytest.approx(3e-3 + 1.0)
-    assert link.seconds(0, gbps=16.0) == 0.0
-    with pytest.raises(ValueError, match="efficiency"):
-        Between(latency_s=0.0, efficiency=1.5)
-
-
 def test_the_ready_machine_says_where_its_numbers_come_from() -> None:
     machine = load_machine("h200")
     groups = {"compute", "memory_bytes_per_s", "host", "intra", "inter", "codec"}
@@ -70,30 +56,6 @@ def test_json_and_back(tmp_path: Path) -> None:
     machine = load_machine("h200")
     machine.save(tmp_path / "again.json")
     assert load_machine(str(tmp_path / "again.json")) == machine
-
-
-def test_figures_of_the_host_that_came_later_may_be_missing(tmp_path: Path) -> None:
-    path = tmp_path / "m.json"
-    machine = load_machine("h200")
-    assert machine.host.lacks == ["host.block_again_s", "host.block_rest_s"]
-    values = asdict(machine)
-    values["host"] |= {"block_again_s": {"eager": 1e-3}, "block_rest_s": 2e-4}
-    path.write_text(json.dumps(values))
-    found = load_machine(str(path)).host
-    assert (found.lacks, found.again_s("eager")) == ([], 1e-3)
-    assert found.once_s(10) == pytest.approx(found.step_s + 2e-3)
-    before = found.as_before(10)
-    assert (before.lacks, before.step_s) == (machine.host.lacks, found.once_s(10))
-    assert before.again_s("eager") == found.block_forward_s["eager"]
-    assert before.as_before(10) == before
-    for wrong, message in (
-        ({"block_again_s": {"compiled": 1e-3}}, "no block_again_s for"),
-        ({"block_again_s": {"eager": -1.0}}, "block_again_s: use 0"),
-        ({"block_rest_s": -1.0}, "block_rest_s=-1.0"),
-    ):
-        path.write_text(json.dumps(values | {"host": values["host"] | wrong}))
-        with pytest.raises(ValueError, match=message):
-            load_machine(str(path))
 
 
 def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer
+from zpp_lab.train.launch.cause import USER_ERROR, first_cause
 
 
 @dataclass
@@ -47,8 +47,3 @@ def test_the_cause_comes_before_what_follows_from_it(
     failures: tuple[Failed, ...], rank: int
 ) -> None:
     assert first_cause(dict(enumerate(failures))) == (rank, failures[rank])
-
-
-def test_an_own_error_is_no_lost_peer() -> None:
-    assert lost_a_peer("torch.distributed.DistBackendError: NCCL: remote process exited or there")
-    assert not lost_a_peer("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zpp_lab.config.schema import ClusterConfig
-from zpp_lab.tools.bench.step import command
 from zpp_lab.train.launch import gpus
-from zpp_lab.train.launch.gpus import Placement, place, share_words, visible_gpus
+from zpp_lab.train.launch.gpus import Placement, place, visible_gpus
 
 
 def shape(nodes: int, local: int) -> ClusterConfig:
@@ -71,11 +67,6 @@ def test_too_few_gpus_name_the_fix() -> None:
         place(shape(2, 1), [], share="mps")
 
 
-def test_without_gpus_ranks_are_told_nothing_of_them() -> None:
-    placed = place(shape(2, 2), [])
-    assert (placed.variables(1), placed.ranks_per_gpu) == ({}, 1)
-
-
 def test_gpus_are_those_of_the_environment_or_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,28 +75,6 @@ def test_gpus_are_those_of_the_environment_or_of_the_driver(
     listed = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
     monkeypatch.setattr(gpus, "_listed", lambda: listed)
     assert visible_gpus({}) == ("0", "1")
-
-
-def test_the_option_takes_no_other_word_for_its_value() -> None:
-    words = ["--share-gpus", "model=tiny", "--", "zpp-lab", "--share-gpus"]
-    assert share_words(words) == ["--share-gpus=mps", *words[1:]]
-    for kept in (["--share-gpus", "time-slices"], ["--share-gpus=time-slices", "x"]):
-        assert share_words(kept) == kept
-    assert share_words(["--nodes", "2", "--share-gpus"])[-1] == "--share-gpus=mps"
-
-
-def test_a_bench_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    words = ["--nodes", "2", "--gpus-per-node", "2", "--out", str(tmp_path)]
-    with pytest.raises(ValueError, match="share the GPUs with --share-gpus"):
-        command.main(words)
-    with pytest.raises(ValueError, match="leave out it or --cpu"):
-        command.main([*words, "--cpu", "--share-gpus"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("zpp_lab.train.launch.mps.PLACES", ())
-    with pytest.raises(ValueError, match=r"it comes with the driver.*--share-gpus=time-slices"):
-        command.main([*words, "--share-gpus", "model=tiny"])
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -166,16 +166,3 @@ def test_ranks_that_share_under_a_command_with_mps_have_its_daemon(
         with served(placed) as same:
             assert same is placed
     assert calls(control).count("daemon") == 1
-
-
-def test_the_doctor_says_whether_it_is_there(
-    control: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zpp_lab.tools import doctor
-
-    assert doctor.shared_gpus().found == f"MPS: {control / CONTROL}"
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("zpp_lab.train.launch.mps.PLACES", ())
-    row = doctor.shared_gpus()
-    assert row.state == "absent"
-    assert "--share-gpus" in row.fix

@@ -45,12 +45,6 @@ def test_srun_gives_what_torchrun_gives() -> None:
     check_place(environment, CLUSTER)
 
 
-def test_torchrun_is_left_alone() -> None:
-    environment = {**STEP, "RANK": "0", "WORLD_SIZE": "2"}
-    enter(environment)
-    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "2")
-
-
 def test_a_variable_that_srun_did_not_pass_on() -> None:
     with pytest.raises(ValueError, match="SLURM_LOCALID is not set"):
         slurm_place({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
@@ -75,10 +69,6 @@ def test_what_does_not_fit_the_cluster(changes: dict[str, Any], says: str) -> No
         check_place({**slurm_place(STEP), **changes}, CLUSTER)
 
 
-def test_one_machine_may_stand_for_several_nodes() -> None:
-    check_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}, CLUSTER)
-
-
 @pytest.mark.parametrize(
     ("rank", "listed", "own", "local"),
     [(0, None, "0,1", "0"), (3, None, "2,3", "1"), (2, "4,5,6,7", "6,7", "0"), (1, "", "", "1")],
@@ -91,15 +81,6 @@ def test_a_machine_that_stands_for_two_nodes(
         environment["CUDA_VISIBLE_DEVICES"] = listed
     see_own_node(environment, ClusterConfig(nodes=2, gpus_per_node=2))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["LOCAL_RANK"]) == (own, local)
-
-
-def test_real_nodes_are_left_alone() -> None:
-    environment = {"RANK": "5", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-    see_own_node(environment, CLUSTER)
-    assert environment == {"RANK": "5", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-    alone = {"RANK": "1", "LOCAL_RANK": "1"}
-    see_own_node(alone, ClusterConfig(nodes=1, gpus_per_node=2))
-    assert "CUDA_VISIBLE_DEVICES" not in alone
 
 
 RANK = """

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
-from zpp_lab.study.run.places import gpus_needed
 from zpp_lab.train.launch import launcher
 from zpp_lab.train.launch.mps import PROGRAM
 from zpp_lab.train.launch.place import see_own_gpus
@@ -65,15 +62,3 @@ def test_the_launcher_says_how_to_share(monkeypatch: pytest.MonkeyPatch) -> None
     assert (placed.gpus, placed.ranks_per_gpu, placed.share) == (("0", "1"), 2, "mps")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert launcher._placement(config(SHARED)).share is None
-
-
-def test_variables_are_lent_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
-    with launcher.inherited({"CUDA_DEVICE_MAX_CONNECTIONS": "8", PROGRAM: "x"}):
-        assert os.environ[PROGRAM] == "x"
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "4"
-    assert PROGRAM not in os.environ
-
-
-def test_a_study_gives_such_a_run_the_gpus_of_one_node() -> None:
-    assert [gpus_needed(config()), gpus_needed(config(SHARED))] == [4, 2]

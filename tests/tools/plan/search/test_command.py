@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from zpp_lab.cli.main import main
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.compose import compose, load_study
-from zpp_lab.config.load import written
 from zpp_lab.config.schema import WIRES, RecipeConfig, RuleConfig
-from zpp_lab.tools.plan import planner
 from zpp_lab.tools.plan.search import fastest
 from zpp_lab.tools.plan.search.shown import plan_overrides, recipe_overrides
 from zpp_lab.tools.plan.search.space import Candidate, Knobs, Space
-from zpp_lab.train.memory.buffers import GIB
 
 from .problems import GIVEN, base, study
 
@@ -61,12 +57,6 @@ def test_without_evidence_the_bits_stay_mild(
     assert faster["chosen"]["time"]["step_s"] < found["chosen"]["time"]["step_s"]
 
 
-def test_untested_bits_are_not_for_a_study(capsys, tmp_path: Path) -> None:
-    words = [*WORDS, *LIMITS, "--study", str(study(tmp_path / "study")), "--allow", "untested"]
-    assert main(words) == 2
-    assert "--allow untested is for a search without --study" in capsys.readouterr().err
-
-
 def test_the_plan_can_be_pasted(capsys) -> None:
     found = planned(capsys, "--allow", "untested")
     chosen = found["chosen"]
@@ -100,52 +90,6 @@ def test_with_a_study(capsys, tmp_path: Path) -> None:
         assert compose([*made.overrides, *arm.overrides]).model.preset == "tiny"
 
 
-def test_where_the_host_is_the_bound_a_note_says_what_its_figures_lack(capsys) -> None:
-    fast = ["--machine", "h200", "--link-gbps", "max", "--memory-gib", "80", "--json"]
-    assert main([*WORDS, *fast]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["chosen"]["time"]["bound"] == "host"
-    lacking = "figures of h200 lack host.block_again_s"
-    assert lacking in " ".join(found["notes"])
-    assert lacking not in " ".join(planned(capsys)["notes"])  # bound by the link
-
-
-def test_memory_that_nobody_named_or_saw_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the words of the plain plan: on the terminal, for scripts, and where nothing fits."""
-    monkeypatch.setattr(planner, "gpu_memory", lambda: None)
-    words = [*WORDS, "--machine", "h200", "--link-gbps", "1"]
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["device"] == 80 * GIB
-    assert found["notes"][0] == planner.NO_GPU
-    assert planner.NO_GPU not in planned(capsys)["notes"]  # --memory-gib 80
-    assert main(words) == 0
-    assert planner.NO_GPU in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(planner, "DEFAULT_GIB", 2.0)
-    assert main([*words, "train.batch_size=8"]) == 2
-    told = capsys.readouterr().err
-    assert "no plan fits 2.0 GiB a GPU" in told
-    assert told.endswith(f"larger --memory-gib. {planner.NO_GPU}\n")
-    monkeypatch.setattr(planner, "gpu_memory", lambda: 2 * GIB)
-    assert main([*words, "train.batch_size=8"]) == 2
-    assert planner.NO_GPU not in capsys.readouterr().err
-
-
-def test_the_table(capsys, tmp_path: Path) -> None:
-    assert main([*WORDS, *LIMITS, "--study", str(study(tmp_path / "study"))]) == 0
-    shown = capsys.readouterr().out
-    for text in (
-        "chosen",
-        "zpp-lab train model=125m",
-        "plain ZeRO-3",
-        "not measured",
-        "by study fake",
-    ):
-        assert text in shown, shown
-
-
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -161,11 +105,6 @@ def test_the_table(capsys, tmp_path: Path) -> None:
 def test_mistakes(words: list[str], answer: str, capsys) -> None:
     assert main([*WORDS, *words]) == 2
     assert answer in capsys.readouterr().err
-
-
-def test_options_need_fastest(capsys) -> None:
-    assert main(["plan", "--max-gap", "0.01"]) == 2
-    assert "goes with --fastest" in capsys.readouterr().err
 
 
 RULE = RuleConfig(name="*.o.weight", exempt=True, set=CodecConfig(bits=8))
@@ -191,15 +130,3 @@ def test_a_plan_replaces_what_the_user_gave() -> None:
     assert compose(plan_overrides(given, config, candidate)) == candidate.config(
         base("recipe.exempt.names=[embed*]", "model.loss_chunk=64")
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["8bit", "2x2", "1e5", "-1", ".5", "1_000", "null", "True", "-inf", "a b", "it's", "/x/y"],
-)
-def test_hydra_reads_a_text_as_it_was_written(text: str) -> None:
-    word = f"key={written(text)}"
-    value = OverridesParser.create().parse_override(word).value()
-    assert not isinstance(value, int | float)
-    assert str(value) == text
-    assert written("8bit") == "8bit"  # quotes only where they are needed

@@ -46,21 +46,3 @@ def test_parts_add_up(shape: tuple[str, ...]) -> None:
         one = Candidate(recipe, draw.choice(knobs))
         assert by_memory.of(one) == memory(one.config(settings)), one
         assert by_time.of(one) == pytest.approx(busy(one.config(settings)), rel=1e-9), one
-
-
-def test_a_part_without_figures_is_every_plans_error() -> None:
-    settings = base()
-
-    def no_four(config: Config) -> tuple[float, ...]:
-        if config.recipe.weights.bits == 4:
-            raise ValueError("no figures of 4 bits")
-        return (1.0,)
-
-    parts = Parts(settings, no_four)
-    for recipe in Space(settings).recipes()[::40]:
-        one = Candidate(recipe, Space(settings).knobs()[0])
-        if recipe.weights.bits == 4:
-            with pytest.raises(ValueError, match="no figures of 4 bits"):
-                parts.of(one)
-        else:
-            assert parts.of(one) == (1.0,)

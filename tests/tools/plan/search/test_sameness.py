@@ -56,19 +56,3 @@ def test_a_cluster_with_fewer_hops_is_covered_but_not_one_with_more() -> None:
     assert not one.covers(two)
     skipped = numbers("recipe=zeropp", "recipe.grads.bits=null", "recipe.grads_inter.bits=4")
     assert not two.covers(skipped)  # a hop that is there and raw was not measured so
-
-
-def test_summing_first_matters_where_gradients_are_encoded() -> None:
-    each = numbers("recipe.grads.bits=4", "train.micro_steps=2")
-    assert not each.covers(numbers("recipe.grads.bits=4", "train.micro_steps=2", "recipe.stage=1"))
-
-
-def test_coarser() -> None:
-    two = numbers("recipe=w2")
-    assert numbers("recipe=w2", "recipe.grads.bits=4").coarser(two)
-    assert numbers("recipe=w2", "train.optimizer_state=8bit").coarser(two)
-    assert not numbers("recipe=w4").coarser(two)
-    assert two.coarser(numbers("recipe=w4"))
-    assert not numbers("recipe=w2", "recipe.weights.hadamard=64").coarser(two)
-    hop = numbers("recipe.grads.bits=2")
-    assert numbers("recipe.grads.bits=2", "recipe.hops=2").coarser(hop)

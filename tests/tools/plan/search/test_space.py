@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.schema import RecipeConfig
-from zpp_lab.tools.plan.search.space import Space, named_recipes, runs, without_bits, without_name
+from zpp_lab.tools.plan.search.space import Space, named_recipes, runs, without_name
 
 from .problems import base
 
@@ -47,14 +46,3 @@ def test_stage_1_is_there_where_it_differs() -> None:
 def test_the_users_exemptions_stay() -> None:
     found = recipes("recipe.exempt.names=[embed*]")
     assert all(r.exempt.names == ["embed*"] for r in found)
-
-
-def test_other_models_take_their_loss_whole() -> None:
-    chunks = {k.loss_chunk for k in Space(base("model.loss_chunk=512")).knobs()}
-    assert chunks == {0, 512, 2048}
-
-
-def test_builds_differ_in_more_than_bits() -> None:
-    four = RecipeConfig(weights=CodecConfig(bits=4))
-    assert without_bits(four) == without_bits(RecipeConfig(weights=CodecConfig(bits=2)))
-    assert without_bits(four) != without_bits(RecipeConfig(weights=CodecConfig(bits=4), hops=2))
