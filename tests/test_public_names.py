@@ -9,11 +9,7 @@ import pytest
 
 import zpp_lab
 
-BEFORE = [
-    "",
-    "from zpp_lab import recipe",
-    "import zpp_lab.train.trainer",
-]
+BEFORE = ["", "import zpp_lab.train.trainer"]
 CODE = """
 import types, zpp_lab
 {before}

@@ -94,49 +94,6 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["train", "train.stpes=3"], "Did you mean steps"),
-        (["train", "recipe=zero4"], "zero3"),
-        (["train", "recipe.weights.codec=os.system", "recipe.weights.bits=4"], "there are: block"),
-        (["train", "seed"], "write settings as name=value"),
-        (["train", "=3"], "write settings as name=value"),
-        (["train", "recipe.name=../mine", "run.dir=null"], "use letters, digits and _ . , + = -"),
-        (["train", "recipe.name=", "run.dir=null"], "recipe.name='': its name is that of a folder"),
-        (["train", "-m", "recipe.name=../mine", "seed=1,2"], "recipe.name='../mine': its name is"),
-        (["train", "-m", "recipe.name=a,'../b'"], "recipe.name='../b': its name is that of a"),
-        (["study", "../config"], "no study '../config'"),
-        (["train", "--fro", "3m"], "unknown option --fro; see zpp-lab train --help"),
-        (["train", "-m", "recipe.weights.bits=5", "seed=1,2"], "bits=5: use one of"),
-        (["train", "-m", "recipe=zero4,w4"], "Did you mean zero3"),
-        (["train", "-m", "train.steps=[1,2"], "cannot be read"),
-        (["train", "-m", "--dry-run"], "--dry-run is for one run"),
-        (["train", "-m", "--for", "8m", "seed=1,2"], "--for is for one run or a study"),
-        (["trian"], "did you mean train?"),
-        (["doctor", "now"], "'now' is one word too many; see zpp-lab doctor --help"),
-        (["bench", "everything"], "there are: kernels, collectives"),
-        (
-            ["bench", "virtual"],
-            "bench virtual was removed; use python experiments/virtual/bench.py",
-        ),
-        (["study", "nothing"], "there are:"),
-        (["study", "smoke", "seed=3"], "every arm: seed=3: a study sets seed of each run itself"),
-        (["study", "smoke", "recipe=w4"], "every arm of study smoke sets recipe itself"),
-        (["study", "smoke", "run.dir=x"], "name the study's folder with --dir"),
-        (["study", "smoke", "--runs-per-gpu", "-1"], "--runs-per-gpu: -1: use 0 or more"),
-        (["study", "smoke", "--runs-per-gpu", "2", "--launcher", "slurm"], "runs on this machine"),
-        (["study", "smoke", "--jobs", "2", "--launcher", "slurm"], "--jobs is for runs on this"),
-        (["compare", "one", "two"], "compare was removed; use zpp-lab export DIR… --out runs.csv"),
-        (["report", "nowhere"], "nowhere"),
-    ],
-)
-def test_mistakes_end_with_2_and_an_answer(here, words, answer, capsys) -> None:
-    extra = here if words[0] == "train" else []
-    assert main([words[0], *extra, *words[1:]]) == 2
-    assert answer in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize(
     ("words", "answer"),

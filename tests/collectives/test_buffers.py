@@ -186,13 +186,6 @@ def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int,
     assert rank.planned.slots() == sum(ring.slots * ring.size for ring in rings)
 
 
-def test_hosts_apart_share_memory_inside_alone() -> None:
-    assert Rank("two hops", "auto", 2, 2).planned.links == ("local",)
-    assert Rank("two hops", "auto", 1, 4).planned.links == ("world", "local")
-    assert Rank("two hops", "peer", 2, 2).planned.links == ("world", "local", "across")
-    assert Rank("two hops", "groups", 2, 2).planned.links == ()
-
-
 # ---------------------------------------------------------------------- norm and moments
 
 

@@ -11,8 +11,7 @@ import pytest
 from tests.engines.fsdp_world import forks
 from zpp_lab.config.data import DataConfig
 from zpp_lab.data import open_data, prepare
-from zpp_lab.data.corpus import FileCorpus, open_corpus
-from zpp_lab.data.tokenizer import ByteTokenizer
+from zpp_lab.data.corpus import FileCorpus
 
 
 @pytest.fixture
@@ -86,12 +85,6 @@ def test_second_call_reads_no_text(cfg, reads):
     assert len(reads) == 40
     assert second.hash == first.hash
     assert np.array_equal(second.streams["train"], first.streams["train"])
-
-
-def test_seq_len_and_cache_place_change_no_token(cfg, reads):
-    open_data(cfg)
-    open_data(changed(cfg, seq_len=32))
-    assert len(reads) == 40
 
 
 def test_changed_text_is_prepared_anew(cfg):
@@ -189,32 +182,3 @@ def test_processes_killed_or_side_by_side(cfg):
     for process in both:
         process.join()
     assert [p.name.startswith(".") for p in folders(cfg)] == [False]
-
-
-def test_bpe_learns_from_every_nth_training_document(cfg, monkeypatch):
-    seen: list[int] = []
-    monkeypatch.setattr(
-        prepare.BpeTokenizer,
-        "train",
-        classmethod(lambda cls, texts, size: seen.extend(t[0] - 65 for t in texts) or _Letters()),
-    )
-    every = changed(cfg, tokenizer="bpe", vocab_size=300, bpe_every=5)
-    assert open_data(every).tokens == 36 * 301
-    assert seen == [0, 5, 11, 16, 22, 27, 33, 38]  # 9, 19, 29 and 39 are held out
-    assert prepare._key(open_corpus(every), every) != prepare._key(
-        open_corpus(every), changed(every, bpe_every=1)
-    )
-
-
-class _Letters(ByteTokenizer):
-    vocab_size = 300
-
-
-def test_groups_of_documents_change_nothing(cfg, monkeypatch):
-    bpe = changed(cfg, tokenizer="bpe", vocab_size=270)
-    whole = open_data(bpe)
-    monkeypatch.setattr(prepare, "_TOGETHER", 500)
-    split = open_data(changed(bpe, cache_dir=cfg.cache_dir + "2"))
-    assert split.hash == whole.hash
-    assert np.array_equal(split.streams["train"], whole.streams["train"])
-    assert np.array_equal(split.offsets["heldout"], whole.offsets["heldout"])

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
 from tests.small_runs import small
-from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.hf_start import SavedStart
 from zpp_lab.models.start import places
@@ -62,23 +61,6 @@ def test_start_has_the_spread_that_transformers_gives(kind: str) -> None:
         assert mine[1].item() == pytest.approx(other[1].item(), abs=0.01), name
 
 
-def test_other_layers_do_not_change_a_start() -> None:
-    two, three = (
-        dict(build_model(settings("llama", {"num_hidden_layers": n}), VOCAB).named_parameters())
-        for n in (2, 3)
-    )
-    assert all(torch.equal(two[n], three[n]) for n in two)
-
-
-def test_rows_are_those_of_the_whole() -> None:
-    model = build_model(settings("opt"), VOCAB, seed=4)
-    start = model.start(4)
-    for name, p in model.named_parameters():
-        cut = p.shape[0] // 3
-        parts = [start.rows(name, 0, cut), start.rows(name, cut, p.shape[0])]
-        assert torch.equal(torch.cat(parts), p), name
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("files", ["one", "several"])
 def test_a_folder_of_safetensors(kind: str, files: str, tmp_path: Path) -> None:
@@ -92,15 +74,6 @@ def test_a_folder_of_safetensors(kind: str, files: str, tmp_path: Path) -> None:
     theirs = plain(input_ids=x, labels=x).loss
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-5)
     assert torch.equal(model(x), plain.train()(input_ids=x).logits)
-
-
-def test_checkpointed_layers_change_nothing() -> None:
-    losses = []
-    for checkpointed in (False, True):
-        model = build_model(settings("gpt_neox", checkpoint_activations=checkpointed), VOCAB)
-        model(tokens(), tokens()).backward()
-        losses.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.equal(*losses)
 
 
 def test_tied_weights_stay_one_parameter(tmp_path: Path) -> None:
@@ -160,24 +133,6 @@ def test_units_are_the_layers_or_what_is_named() -> None:
 def test_mistakes_name_the_fix(kind: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_model(settings(kind, options), VOCAB, "meta")
-
-
-def test_mistakes_of_paths_and_settings(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config\.json: name the folder"):
-        build_model(settings("llama", path=str(tmp_path)), VOCAB)
-    options = {"model_type": "t5", "dropout_rate": 0.0}
-    with pytest.raises(ValueError, match="t5: Unrecognized configuration class"):
-        build_model(ModelConfig(name="hf", options=options), VOCAB)
-    with pytest.raises(ValueError, match=r"model=hf needs model\.path"):
-        ModelConfig(name="hf")
-    with pytest.raises(ValueError, match=r"model\.path with the built-in decoder needs"):
-        ModelConfig(path="somewhere")
-    with pytest.raises(ValueError, match="32 positions"):
-        build_model(settings("opt"), VOCAB)(torch.zeros(1, 40, dtype=torch.long))
-    saved("llama", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
-        build_model(settings("llama", path=str(tmp_path), weights="pretrained"), VOCAB)
 
 
 def test_a_run_trains_one(tmp_path: Path) -> None:

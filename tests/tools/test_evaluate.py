@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from dataclasses import replace
@@ -162,30 +161,3 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match="transformers cannot load it"):
         evaluate([folder], data=own)
-
-
-def test_rows_as_csv(tmp_path: Path) -> None:
-    leave(small(tmp_path))
-    out = tmp_path / "rows.csv"
-    assert main(["evaluate", str(tmp_path / "run"), "--out", str(out)]) == 0
-    with out.open() as lines:
-        (row,) = csv.DictReader(lines)
-    assert (row["weights"], row["seed"], row["step"]) == ("master", "1", "3")
-    assert float(row["perplexity"]) > 1
-
-
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["--quantized"], "--quantized is for --to hf"),
-        (["--to", "hf", "--codec", "bits=4"], "--codec is for --quantized"),
-        (["--to", "hf", "--group-size", "4"], "--group-size is for --quantized"),
-        (["--to", "hf", "--dense"], "--dense is for --quantized"),
-        (["--to", "hf", "--quantized", "--steps"], "--steps is for --to table"),
-    ],
-)
-def test_the_grammar_of_export(
-    words: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), *words]) == 2
-    assert fault in capsys.readouterr().err

@@ -19,7 +19,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
 from zpp_lab.runs.checkpoint.read import Saved
-from zpp_lab.runs.checkpoint.write import Checkpoints
 from zpp_lab.runs.metrics import read
 from zpp_lab.study.report.page import _commit
 from zpp_lab.train.launch.launcher import launch
@@ -38,16 +37,6 @@ def test_times(text: str, value: float) -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ValueError, match="such as 480"):
         seconds(text)
-
-
-def test_a_piece_is_over_before_a_step_that_would_end_too_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    assert not Piece(None).over(1e9)
-    assert not Piece(1003.0).over(2.5)
-    assert Piece(1003.0).over(3.0)
-    assert Piece(999.0).over()
 
 
 class Steps:
@@ -125,20 +114,6 @@ def test_a_piece_leaves_time_for_its_checkpoint(
     assert (ended["outcome"], ended["step"]) == ("unfinished", 2)
     model = build_model(small(tmp_path).model, 256, "meta")
     assert set(asked) == {sum(p.numel() for p in model.parameters())}
-
-
-def test_a_slow_disk_is_known_after_the_first_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Checkpoints.save
-
-    def slow(self: Checkpoints, *args: Any) -> None:
-        real(self, *args)
-        self.took = 7200.0
-
-    monkeypatch.setattr(Checkpoints, "save", slow)
-    ended = run(small(tmp_path, f"run.until={time.time() + 3600}"))
-    assert (ended["outcome"], ended["step"]) == ("unfinished", 3), "one is due every three steps"
 
 
 def test_pieces_of_several_commits_are_told_apart(

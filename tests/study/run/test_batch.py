@@ -76,14 +76,6 @@ def test_a_job_that_fails_is_one_outcome_of_several(tmp_path: Path) -> None:
     assert failure["outcome"] == "diverged"
 
 
-def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"launcher 'slrum' cannot start.*zpp_lab\[slurm\]"):
-        run_with("slrum", tmp_path)
-    with pytest.raises(ValueError, match=r"Available options .*slurm$"):
-        run_with("slrum", tmp_path)
-    assert not (tmp_path / "out").exists()
-
-
 # Slurm on one machine, as far as submitit asks of it: sbatch starts the tasks of its script in the
 # background, one job of an array after the other, and sacct tells when all have ended.
 SBATCH = """#!{python}

@@ -15,7 +15,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.study.run import launch as launching
 from zpp_lab.tools.plan import dry_run
 from zpp_lab.tools.plan.dry_run import Machine, predicted_seconds
-from zpp_lab.train.memory.forecast import Foreseen, Needed, memory_need
+from zpp_lab.train.memory.forecast import Foreseen, Needed
 
 
 @pytest.mark.parametrize("machine", [None, Machine("h200")])
@@ -66,37 +66,6 @@ def test_predictions_are_the_cost_models() -> None:
     assert predicted_seconds(config, "h200", 25.0) == whole
     alone = compose(["model=1m", "cluster=2x2", "train.param_dtype=bf16"])
     assert 0 < predicted_seconds(alone, "h200", None) < 4 * whole
-
-
-def test_memory_of_a_virtual_run_is_at_least_what_it_keeps() -> None:
-    """1M parameters in fp32: weights, masters, moments, sums; bf16 saves the weights' half, and
-    has a copy to encode from."""
-    need = memory_need(compose(["model=tiny"]))
-    half = memory_need(compose(["model=tiny", "train.param_dtype=bf16"]))
-    real = memory_need(compose(["model=tiny", "engine=fsdp"]))
-    assert need is not None
-    assert half is not None
-    assert real is not None
-    assert need.at_least
-    assert not need.each
-    assert half.nbytes == need.nbytes  # 4 = 2 + 2
-    assert real.each
-    assert not real.at_least
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--dry-run", "--limit", "0"], "--limit was removed: a dry run measures nothing"),
-        (["--machine", "h200"], "--machine goes with --dry-run"),
-        (["--machine", "h300", "--dry-run"], "the name of a ready one: h200"),
-        (["--link-gbps", "5", "--dry-run"], "--link-gbps goes with --machine"),
-        (["--machine", "h200", "--link-gbps", "5,6", "--dry-run"], "give one speed, or max"),
-    ],
-)
-def test_mistakes_are_answered(words: list[str], answer: str, tmp_path: Path, capsys) -> None:
-    assert main(["study", "smoke", "--dir", str(tmp_path / "s"), *words]) == 2
-    assert answer in capsys.readouterr().err
 
 
 REFUSED = [

@@ -18,7 +18,7 @@ from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
 from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import run_study
-from zpp_lab.study.run.plan import Planner, plan_runs
+from zpp_lab.study.run.plan import Planner
 
 ENTRY = "tests.study.fake_trainer:run"
 
@@ -145,15 +145,6 @@ def test_arms_that_are_the_same_are_an_error(tmp_path: Path) -> None:
         launch(what, tmp_path)
 
 
-def test_folders_with_other_settings_are_told_once(tmp_path: Path) -> None:
-    what = study("zero3", "same", seeds=2)
-    launch(what, tmp_path)
-    faster = StudyConfig(**{**vars(what), "overrides": ["train.lr=0.5"]})
-    with pytest.raises(ValueError, match=r"and 3 folders more hold runs .*lr \(there") as told:
-        launch(faster, tmp_path)
-    assert str(told.value).count("other settings") == 1
-
-
 @pytest.mark.parametrize(
     ("shape", "hops", "refused"),
     [
@@ -224,19 +215,6 @@ def test_other_settings_in_a_folder_are_an_error(tmp_path: Path) -> None:
         launch(changed, tmp_path)
     free = StudyConfig(**{**vars(what), "overrides": ["engine.threads=7"]})
     assert launch(free, tmp_path)[0].skipped == ["zero3 seed 1"]
-
-
-def test_a_typo_in_the_last_arm_runs_nothing(tmp_path: Path) -> None:
-    arms = [ArmConfig("zero3"), ArmConfig("b", ["train.stepps=3"])]
-    what = StudyConfig(name="t", question="?", arms=arms, seeds=[1])
-    with pytest.raises(ValueError, match=r"study t, arm b: .*stepps.*steps"):
-        launch(what, tmp_path)
-    assert not (tmp_path / "zero3").exists()
-
-
-def test_arm_names_must_be_folder_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name is that of a folder"):
-        plan_runs(study("zero3", "../out"), tmp_path, fake_compose)
 
 
 CHILD = """

@@ -10,13 +10,9 @@ import pytest
 from tests.study.fake_trainer import fake_compose
 from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
-from zpp_lab.study.judge.verdict import read_result
-from zpp_lab.study.report.page import Appendix
 from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import run_study
 from zpp_lab.study.run.plan import Planner, plan_runs
-from zpp_lab.tools.plan.dry_run import forecast
-from zpp_lab.train.memory.forecast import Foreseen
 
 ENTRY = "tests.study.fake_trainer:run"
 
@@ -61,16 +57,6 @@ def test_it_runs_once_before_the_arms(tmp_path: Path) -> None:
     assert len(started(tmp_path)) == 5
 
 
-def test_a_start_from_elsewhere_is_not_taken_for_a_prepared_run(tmp_path: Path) -> None:
-    what = study(PrepareConfig("base"), starts=("base", "base"))
-    launch(what, tmp_path)
-    appendix = Appendix(read_result(tmp_path))
-    assert list(appendix.prepared()) == ["base"]
-    for run in appendix._runs.values():
-        run.config["model"]["start"] = str(tmp_path / "elsewhere" / "base")
-    assert appendix.prepared() == {}
-
-
 def test_arms_start_from_the_one_they_name(tmp_path: Path) -> None:
     what = study(PrepareConfig("one"), PrepareConfig("two"), starts=("two", "one"))
     runs = plan_runs(what, tmp_path, fake_compose)
@@ -97,14 +83,6 @@ def test_arms_wait_for_one_that_fails(tmp_path: Path) -> None:
     (tmp_path / "healed").touch()
     outcome, _ = launch(what, tmp_path)
     assert (len(outcome.finished), outcome.exit_code) == (5, 0)
-
-
-def test_it_costs_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = lambda config: Foreseen(config.train.steps, None)  # noqa: E731
-    monkeypatch.setattr("zpp_lab.tools.plan.dry_run.foresee", seen)
-    what = study(PrepareConfig("base", ["train.steps=50"]))
-    runs = plan_runs(what, tmp_path, fake_compose)
-    assert [f.bytes for f in forecast(runs)] == [2500, 9, 9, 9, 9]
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

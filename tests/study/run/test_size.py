@@ -38,17 +38,6 @@ def test_four_gpus_hold_it(study: str, arm: str) -> None:
     assert outlook.estimate.peak < 0.95 * outlook.device  # room for the allocator's holes
 
 
-@pytest.mark.parametrize(
-    ("study", "arm", "gib"),
-    [("pretrain_13b_x2", "zeropp", 104.1), ("finetune_30b_x2", "w2", 129.1)],
-)
-def test_two_gpus_hold_it_with_six_gib_to_spare(study: str, arm: str, gib: float) -> None:
-    outlook = outlook_of(study, arm)
-    assert outlook.estimate.peak / GIB == pytest.approx(gib, abs=0.3)  # what the pages say
-    assert outlook.estimate.peak < outlook.device - 6 * GIB
-    assert 2 * outlook.estimate.host < 128 * GIB  # of 256
-
-
 def small(name: str, arm: str, folder: Path, *more: str) -> Config:
     study = study_of(name)
     overrides = next(a.overrides for a in study.arms if a.name == arm)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
-from zpp_lab.cli.main import main
 from zpp_lab.config.study import PrepareConfig
 from zpp_lab.files import hold
-from zpp_lab.runs.reader import find_runs, last_step, reached, read_run, state, told, write_study
+from zpp_lab.runs.reader import last_step, reached, read_run, state, told, write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.table import results_csv
 
@@ -51,15 +48,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     write_study(root, replace(study, arms=arms))
     return root
-
-
-@pytest.fixture(scope="module")
-def printed(root: Path) -> str:
-    """What `zpp-lab report` prints; it leaves its files in `root`."""
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert main(["report", str(root)]) == 0
-    return out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -99,13 +87,6 @@ def results_csv_lines(root: Path) -> list[str]:
     return results_csv(read_result(root)).splitlines()
 
 
-def test_a_control_without_an_answer_is_not_wrong(root: Path, printed: str) -> None:
-    html = (root / "report.html").read_text()
-    assert "enters no verdict, gap or mean" in html
-    assert "Negative control broken: unfinished, so it has no answer yet; it must be worse" in html
-    assert 'class="wrong"' not in html
-
-
 def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
     folder = tmp_path / "w6" / "seed1"
     cut(folder, "w6", 1, 7)
@@ -123,11 +104,6 @@ def test_the_last_step_is_found_behind_a_long_line(tmp_path: Path) -> None:
     assert last_step(tmp_path) == 2
     (tmp_path / "metrics.jsonl").write_text(lines[0])
     assert last_step(tmp_path) == 1
-
-
-def test_a_log_alone_is_a_run_only_where_a_seed_is_named(tmp_path: Path) -> None:
-    (tmp_path / "log.txt").write_text("of somebody else\n")
-    assert find_runs(tmp_path) == []
 
 
 def test_runs_that_prepare_a_study_are_told(tmp_path: Path) -> None:

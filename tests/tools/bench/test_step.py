@@ -19,8 +19,7 @@ from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
-from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, merged, sessions, with_compute
-from zpp_lab.tools.bench.step.command import links
+from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, sessions, with_compute
 from zpp_lab.tools.bench.step.run import Pace, StepBench
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -52,23 +51,6 @@ def test_words_become_arms_and_foreign_engines_get_processes_of_their_own() -> N
     assert found[4].config.recipe.weights.bits == 4
     assert found[4].config.train.param_dtype == "fp32"  # the call's overrides over the defaults
     assert [[a.name for a in group] for group in sessions(found)][1] == ["ds"]
-
-
-def test_what_is_no_arm_and_no_link_is_refused() -> None:
-    with pytest.raises(ValueError, match="named twice: zeropp"):
-        arms(["zeropp", "zeropp"], TINY)
-    with pytest.raises(ValueError, match="engine=fsdp"):
-        arms(["v: engine=virtual"], TINY)
-    with pytest.raises(ValueError, match="zeroppp"):
-        arms(["zeroppp"], TINY)
-    with pytest.raises(ValueError, match="12,25,max"):
-        links("12,fast", 2)
-    with pytest.raises(ValueError, match="no link"):
-        links("12", 1)
-    with pytest.raises(ValueError, match="--steps 0"):
-        Pace(0, 1, 1.0, 1.0, 1.0)
-    assert links("0.2,12,max", 2) == [0.2, 12.0, None]
-    assert merged(["a=1", "b=2"], ["a=3"]) == ["a=3", "b=2"]
 
 
 class Fake:

@@ -9,11 +9,9 @@ import pytest
 from tests.models.hf_cases import settings
 from tests.small_runs import small
 from tests.tools.export.checkpoints import leave
-from zpp_lab.cli.main import main
 from zpp_lab.models import build_model
 from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_hf
-from zpp_lab.tools.export.wire import parse_codec
 
 transformers = pytest.importorskip("transformers")
 BPE = ("data.tokenizer=bpe", "data.vocab_size=280")
@@ -64,28 +62,6 @@ def test_a_model_that_sees_what_it_is_to_predict(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "folder")
     with pytest.raises(ValueError, match="no causal language model: it sees the tokens"):
         evaluate([tmp_path / "folder"], data=tmp_path / "run")
-
-
-def test_settings_that_nobody_would_heed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    leave(small(tmp_path))
-    run, out = tmp_path / "run", tmp_path / "folder"
-    export_hf(run, out)
-    with pytest.raises(ValueError, match="--codec rounds the masters of runs"):
-        evaluate([out], data=run, codecs=[parse_codec("bits=4")])
-    with pytest.raises(ValueError, match="--dtype fp16: use fp32 or bf16"):
-        evaluate([run], dtype="fp16")
-    words = ["export", str(run), "--out", str(tmp_path / "again"), "--to"]
-    assert main([*words, "peft", "--quantized"]) == 2
-    assert main([*words, "table", "--codec", "bits=4"]) == 2
-    assert main([*words, "hf", "--group-size", "8"]) == 2
-    said = capsys.readouterr().err
-    assert "--quantized is for --to hf" in said
-    assert "--codec is for --to hf --quantized" in said
-    assert "--group-size is for --quantized" in said
-    with pytest.raises(ValueError, match=r"checkpoints is no run's folder: .*did you mean .*run\?"):
-        export_hf(run / "checkpoints", tmp_path / "again")
 
 
 def test_a_damaged_record(tmp_path: Path) -> None:

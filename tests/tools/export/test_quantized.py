@@ -23,7 +23,7 @@ from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
 from zpp_lab.tools.evaluate import evaluate
-from zpp_lab.tools.export import export_hf, export_quantized
+from zpp_lab.tools.export import export_quantized
 from zpp_lab.tools.export.wire import parse_codec
 from zpp_lab.train.trainer import run
 
@@ -203,14 +203,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*again*"))
 
 
-def test_how_a_codec_is_written() -> None:
-    assert parse_codec("bits=4, symmetric=false").symmetric is False
-    with pytest.raises(ValueError, match="write settings such as"):
-        parse_codec("4")
-    with pytest.raises(ValueError, match="Did you mean bits"):
-        parse_codec("bit=4")
-
-
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     left(tmp_path, "recipe=w4")
     state = Saved(newest(tmp_path / "run")).state()
@@ -218,15 +210,3 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "run" / "checkpoints", 1, Saving(host=None)).save(3, state)
     with pytest.raises(ValueError, match=r"head\.weight has numbers that are not finite"):
         export_quantized(tmp_path / "run", tmp_path / "out")
-
-
-def test_one_rank_can_be_rounded_too(tmp_path: Path) -> None:
-    left(tmp_path, "cluster.nodes=1", "cluster.gpus_per_node=1")
-    made = export_quantized(tmp_path / "run", tmp_path / "out", codec=parse_codec("bits=8"))
-    export_hf(tmp_path / "run", tmp_path / "whole")
-    model, whole = loaded(tmp_path / "out"), loaded(tmp_path / "whole")
-    tokens = torch.arange(12)[None]
-    assert made.packed == 15
-    with torch.no_grad():
-        gap = (model(input_ids=tokens).logits - whole(input_ids=tokens).logits).abs().max()
-    assert 0 < float(gap) < 0.5

@@ -41,13 +41,6 @@ def test_a_failure_ends_all(tmp_path: Path) -> None:
     assert main([*SHAPE, "--", "no-such-command-anywhere"]) == 127
 
 
-def test_words_that_are_wrong() -> None:
-    with pytest.raises(ValueError, match="name a command"):
-        main(["--nodes", "1"])
-    with pytest.raises(ValueError, match="use a number"):
-        main(["--nodes", "1", "--link-gbps", "fast", "--", "true"])
-
-
 @needs_nodes
 @pytest.mark.slow
 @pytest.mark.parametrize("meeting", ["static", "c10d"])

@@ -15,9 +15,9 @@ import pytest
 
 from tests.tools.links.shared import refusal
 from zpp_lab.tools.links.namespaces import inside
-from zpp_lab.tools.links.network import SLOW_START, TBF, TCP, Command, congestion_control
+from zpp_lab.tools.links.network import TBF, Command
 from zpp_lab.tools.links.nodes import EmulatedNodes
-from zpp_lab.tools.links.probe import LinkReport, probe
+from zpp_lab.tools.links.probe import probe
 from zpp_lab.tools.links.programs import Tools
 from zpp_lab.train.launch import processes
 from zpp_lab.train.launch.processes import EmulationError
@@ -98,14 +98,6 @@ def _take(stream: socket.socket, size: int) -> None:
             size -= len(taken)
 
 
-def test_streams_between_nodes_heed_losses_and_keep_their_windows() -> None:
-    with EmulatedNodes(2, Tools.find()) as nodes:
-        place = nodes.places[1]
-        route = Tools.find().run(Command(1, ("ip", "route", "show"), TCP), place)
-        assert f"congctl {congestion_control()}" in route
-        assert inside(place, SLOW_START.read_text).strip() == "0"
-
-
 def test_three_nodes_meet_on_a_bridge() -> None:
     with EmulatedNodes(3, Tools.find()) as nodes:
         nodes.limit(0.5)
@@ -115,12 +107,6 @@ def test_three_nodes_meet_on_a_bridge() -> None:
             target = (nodes.address(2), port)
             inside(nodes.places[node], lambda t=target: socket.create_connection(t, 120)).close()
         server.close()
-
-
-def test_a_warning_names_the_direction_that_is_off() -> None:
-    assert LinkReport(10.0, 9.9, 9.6, 9.8, 20.0, 8).warning is None
-    assert "back 8 Gb/s" in str(LinkReport(10.0, 9.9, 8.0, 9.8, 20.0, 8).warning)
-    assert LinkReport(None, 1.0, 2.0, 1.0, 20.0, 8).warning is None
 
 
 class Refuses:

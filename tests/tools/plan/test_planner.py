@@ -55,17 +55,6 @@ def test_advice_keeps_the_tokens_of_a_step() -> None:
         assert train.batch_size * train.micro_steps == 16
 
 
-def test_smaller_states_come_before_offload() -> None:
-    outlook = Outlook.of(compose([*LARGE, "model=32_5b", "train.batch_size=1"]), 85 * GIB)
-    found = list(advise(outlook))
-    assert [a.overrides for a in found[-2:]] == [
-        ("train.optimizer_state=bf16",),
-        ("train.optimizer_state=8bit",),
-    ]
-    assert found[-1].outlook.fits
-    assert not found[-2].outlook.fits
-
-
 def test_moments_in_host_memory_come_before_offload_where_they_are_enough(capsys) -> None:
     """32.5B on two GPUs, as finetune_30b_x2 trains it."""
     words = ["model=32_5b", "recipe=w4", "cluster=1x2", "train.batch_size=1", *BF16]
@@ -99,29 +88,6 @@ def test_offload_and_more_ranks_are_alternatives() -> None:
     assert more.outlook.config.cluster.nodes in (2, 4, 8)
 
 
-def test_the_table(capsys) -> None:
-    assert main(["plan", *LARGE, "model=32_5b", "train.batch_size=1", "--gpu-gib", "50"]) == 1
-    shown = capsys.readouterr().out
-    for text in ("weights_forward", "master weights, fp32", "does not fit", "engine.offload=true"):
-        assert text in shown
-    assert "(assumed)" in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["modle=13b"], "modle"),
-        (["--gpu-gib", "-3"], "use more than 0"),
-        (["--memory-gib", "-3"], "--memory-gib"),
-        (["recipe=w4", "cluster.nodes=1", "cluster.gpus_per_node=1"], "no wires to quantize"),
-        (["model=hf", "model.options={model_type: gpt2}"], "has dropout"),
-    ],
-)
-def test_mistakes(words: list[str], answer: str, capsys) -> None:
-    assert main(["plan", *words]) == 2
-    assert any(part in capsys.readouterr().err for part in answer.split("|"))
-
-
 BF16 = ["train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 
 
@@ -135,18 +101,3 @@ def test_a_machine_adds_predicted_times_by_link(capsys) -> None:
     assert times["0.001"]["bound"] == "between nodes"
     assert main(["plan", *words]) == 0
     assert "predicted on h200, ms" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--machine", "h200"], "param_dtype=bf16"),
-        (["--machine", "none", *BF16], "no such file"),
-        (["--machine", "h200", "--link-gbps", "fast", *BF16], "12,25,max"),
-        (["--machine", "h200", "--link-gbps", "0", *BF16], "more than 0"),
-        (["--link-gbps", "100"], "--link-gbps goes with --machine"),
-    ],
-)
-def test_what_cannot_be_predicted_is_said(capsys, words: list[str], message: str) -> None:
-    assert main(["plan", "recipe=zeropp", *words]) == 2
-    assert message in capsys.readouterr().err

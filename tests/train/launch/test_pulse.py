@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
 from zpp_lab.train.launch import heartbeat as pulses
-from zpp_lab.train.launch.heartbeat import Pulse, told
+from zpp_lab.train.launch.heartbeat import Pulse
 
 NEVER = 600.0  # seconds
 
@@ -128,11 +128,3 @@ def test_a_rank_that_ends_in_the_ordinary_way_does_not_abort(tmp_path: Path) -> 
     ]
     said = [process.communicate(timeout=240)[1].decode() for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
-
-
-def test_the_line_has_the_place_the_rank_and_why() -> None:
-    assert told(2, "grads_intra of unit a", 1, "is silent\nmore") == (
-        "rank 2: grads_intra of unit a: rank 1 is silent"
-    )
-    assert told(1, "", 1, "hangs") == "rank 1: rank 1, this one, hangs"
-    assert told(0, "x failed", None, "no rank is silent") == "rank 0: x failed: no rank is silent"
