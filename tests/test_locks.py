@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -60,24 +59,6 @@ def test_patience_is_for_jobs_that_start_again(
     monkeypatch.setattr(files.time, "sleep", sleep)
     with at_work(tmp_path, patience({"SLURM_RESTART_COUNT": "1"})):
         assert now[0] == 90
-
-
-def test_who_waits_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = hold(tmp_path)
-    real, waits = fcntl.flock, []
-
-    def flock(file: IO[str], how: int) -> None:
-        if how == fcntl.LOCK_EX:  # without a time limit: only the end of the first helps
-            waits.append(capsys.readouterr().err)
-            first.close()
-        real(file, how)
-
-    monkeypatch.setattr(files.fcntl, "flock", flock)
-    hold(tmp_path).close()
-    told = "another process is at work here; this one begins when that has ended"
-    assert waits == [f"{tmp_path}: {told}\n"]
 
 
 @contextmanager

@@ -91,13 +91,6 @@ def test_installation_stops_at_max_bytes(tmp_path, monkeypatch):
     assert [t for _, t in installation_corpus(None, max_bytes=2).documents()] == [b"li"]
 
 
-def test_folder_in_order_without_hidden_and_empty_files(tmp_path):
-    files = {"b.txt": b"two", "a/z.md": b"one", "empty.txt": b"", ".x": b"no", ".git/c": b"no"}
-    corpus = text_corpus(fill(tmp_path, files))
-    assert list(corpus.documents()) == [("a/z.md", b"one"), ("b.txt", b"two")]
-    assert corpus.count == 2
-
-
 def test_max_bytes_takes_the_first_bytes(tmp_path):
     fill(tmp_path, {"a": b"123", "b": b"456", "c": b"789"})
     assert [text for _, text in text_corpus(tmp_path, 5).documents()] == [b"123", b"45"]
@@ -129,14 +122,6 @@ def test_file_that_vanishes_or_shrinks_while_it_is_read(tmp_path):
     (tmp_path / "a.txt").unlink()
     with pytest.raises(ValueError, match=r"cannot read .*a\.txt"):
         list(corpus.documents())
-
-
-def test_identity_follows_names_sizes_and_times(tmp_path):
-    path = fill(tmp_path, {"a.txt": b"text"}) / "a.txt"
-    first = text_corpus(tmp_path).identity()
-    assert text_corpus(tmp_path).identity() == first
-    os.utime(path, ns=(0, 12345))
-    assert text_corpus(tmp_path).identity() != first
 
 
 class TestHub:

@@ -90,24 +90,6 @@ def test_prepared_tokens_are_known_by_its_contents(tmp_path: Path, folder: Path)
     assert prepared(open_corpus(cfg), cfg)[0] != first
 
 
-def test_mistakes_name_the_fix(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match="go together"):
-        DataConfig(tokenizer="hf")
-    with pytest.raises(ValueError, match="go together"):
-        DataConfig(tokenizer_path="somewhere")
-    with pytest.raises(ValueError, match=r"no tokenizer\.json there; save the tokenizer first"):
-        OutsideTokenizer(tmp_path)
-    with pytest.raises(ValueError, match="no token '<end>': name the token"):
-        OutsideTokenizer(folder, "<end>")
-    (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match="no eos_token beside it: name the token"):
-        OutsideTokenizer(folder)
-    assert OutsideTokenizer(folder, END).end == 1
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
-        OutsideTokenizer(folder, END)
-
-
 def test_a_model_with_fewer_tokens_is_refused(tmp_path: Path, folder: Path) -> None:
     config = small(
         tmp_path,

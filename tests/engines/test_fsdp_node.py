@@ -16,7 +16,7 @@ from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
-from zpp_lab.engines.build import build_engine, build_plan
+from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints
@@ -96,13 +96,6 @@ def test_bytes_by_hand() -> None:
 def test_contradictions_are_errors(recipe: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_plan(build_uneven(), node(recipe=recipe))
-
-
-def test_where_it_cannot_run() -> None:
-    with pytest.raises(ValueError, match="several nodes with several GPUs each, not 1 × 4"):
-        build_plan(build_uneven(), node(1, 4))
-    with pytest.raises(ValueError, match=r"runs on engine=fsdp alone; .* recipe\.hops=2"):
-        build_engine(load(Config, {**as_dict(node()), "engine": {}}), 37, CPU)
 
 
 def ordered() -> str:

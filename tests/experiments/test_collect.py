@@ -59,22 +59,3 @@ def test_runs_that_differ_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "zero3/seed1 finished twice and differs: step 2: loss; summary: loss" in done.stderr
     assert not (tmp_path / "all").exists()
-
-
-def test_archives_that_are_cut_or_something_else_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
-    archive = packed(tmp_path, "one")
-    whole = archive.read_bytes()
-    for content in (whole[:-40], whole[:5], b""):
-        archive.write_bytes(content)
-        done = collect(tmp_path / "all", archive)
-        assert done.returncode == 1
-        assert "one.tar.gz is no whole archive" in done.stderr
-        assert "Traceback" not in done.stderr
-    done = collect(tmp_path / "all", tmp_path / "none.tar.gz")
-    assert "none.tar.gz is no whole archive" in done.stderr
-    (tmp_path / "two").mkdir()
-    with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as file:
-        file.add(tmp_path / "two", "two")
-    assert "holds 0 studies" in collect(tmp_path / "all", tmp_path / "two.tar.gz").stderr
-    assert not (tmp_path / "all").exists()

@@ -60,19 +60,6 @@ def test_a_model_takes_the_deviations_of_its_config(init: str):
     assert torch.equal(made.layers[0].mlp.w_up.weight, plain.layers[0].mlp.w_up.weight)
 
 
-@pytest.mark.parametrize(
-    ("values", "fix"),
-    [
-        ({"tied_head": True, "head_std": 0.5}, r"set model\.embedding_std alone"),
-        ({"name": "hf", "path": "there", "embedding_std": 1.0}, "leave it out"),
-        ({"name": "hf", "path": "there", "head_std": 1.0}, "leave it out"),
-    ],
-)
-def test_a_deviation_that_nothing_would_heed_is_refused(values: dict[str, object], fix: str):
-    with pytest.raises(ValueError, match=fix):
-        ModelConfig(**values)
-
-
 PHILOX = replace(SMALL, init="philox")
 
 

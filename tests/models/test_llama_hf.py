@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +106,3 @@ def test_another_shape_is_named(
     saved(tmp_path)
     with pytest.raises(ValueError, match=says):
         build_model(ours(tmp_path, **changes), vocab)
-
-
-def test_other_models_are_sent_to_hf(tmp_path: Path) -> None:
-    saved(tmp_path)
-    path = tmp_path / "config.json"
-    said = json.loads(path.read_text())
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    path.write_text(json.dumps({**said, "rope_parameters": scaled}))
-    with pytest.raises(ValueError, match=r"positions are scaled.*set model=hf"):
-        build_model(ours(tmp_path), VOCAB)
-    path.write_text(json.dumps({**said, "model_type": "qwen2"}))
-    with pytest.raises(ValueError, match="a qwen2 model; set model=hf"):
-        build_model(ours(tmp_path), VOCAB)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        build_model(ours(tmp_path), VOCAB)
-    with pytest.raises(ValueError, match=r"needs model\.weights=pretrained"):
-        replace(ours(tmp_path), weights="random")

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model, llama
-from zpp_lab.models import llama as recompute
 from zpp_lab.models.start import materialize
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -96,25 +95,6 @@ def test_a_hook_on_what_backward_leaves_out_counts_in_both() -> None:
         made.layers[1].mlp.register_forward_hook(lambda module, inputs, out: 2 * out)
         both.append(passed(made, "cpu"))
     same(*both)
-
-
-def test_the_compiler_gets_a_block_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may not know how to follow what is asked of an eager block, and then cuts it up."""
-
-    def unknown(device: str) -> bool:
-        torch._dynamo.graph_break()
-        return False
-
-    monkeypatch.setattr(recompute, "_autocast", unknown)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    made = model(True, "cpu", torch.float32)
-    made.layers[0].forward = torch.compile(made.layers[0].forward, backend="aot_eager")
-    passed(made, "cpu")
-    counted = {key: dict(found) for key, found in torch._dynamo.utils.counters.items()}
-    torch._dynamo.reset()
-    assert counted["stats"]["unique_graphs"] == 1
-    assert not counted.get("graph_break")
 
 
 def test_gradients_of_gradients_are_an_error() -> None:

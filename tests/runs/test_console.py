@@ -7,11 +7,6 @@ import io
 from zpp_lab.runs.console import Progress
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 class Clock:
     now = 0.0
 
@@ -38,20 +33,3 @@ def test_a_log_gets_lines_now_and_then_and_at_evaluations() -> None:
     assert "held-out 2.7500" in lines[2]  # the last one known
     assert lines[-1].endswith("took 1:40")
     assert "\r" not in out.getvalue()
-
-
-def test_a_terminal_has_one_line(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
-    out, clock = Terminal(), Clock()
-    progress = Progress(50, "a-rather-long-label", stream=out, clock=clock)
-    for step in range(1, 51):
-        clock.now += 0.02
-        progress.update(record(step))
-    assert "\n" not in out.getvalue()
-    updates = out.getvalue().split("\r")[1:]
-    assert len(updates) == 10  # ten a second
-    assert all(len(line.removesuffix("\x1b[K")) <= 39 for line in updates)
-    progress.close()
-    progress.close()
-    assert out.getvalue().endswith("\x1b[K\n")

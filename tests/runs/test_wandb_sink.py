@@ -20,7 +20,7 @@ from zpp_lab.config.schema import Config, RunConfig, TrackingConfig, TrainConfig
 from zpp_lab.runs.metrics import read
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.process import SinkHandle, start_study_sink
+from zpp_lab.runs.wandb.process import start_study_sink
 from zpp_lab.runs.wandb.sink import follow, serve_study, sync, sync_all
 
 LIMIT = 240.0  # seconds; only a failing test waits that long
@@ -236,20 +236,3 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < stop, "waited too long"
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("mode", "code", "told"),
-    [("online", None, True), ("online", 1, True), ("online", 0, False), ("offline", None, False)],
-)
-def test_who_does_not_wait_is_told_who_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Any, code: int | None, told: bool
-) -> None:
-    work = "import time; time.sleep(60)" if code is None else f"raise SystemExit({code})"
-    with subprocess.Popen([sys.executable, "-c", work]) as process:
-        if code is not None:
-            process.wait()
-        SinkHandle(process, tmp_path / "wandb.log", tmp_path / "run", mode).end(0)
-        process.kill()
-    said = capsys.readouterr().err
-    assert (f"zpp-lab sync {tmp_path / 'run'}" in said) == told

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,7 @@ import pytest
 from tests.runs.conftest import FakeWandb, be_patient
 from tests.runs.test_wandb_sink import config, finish, sent, state, write_run
 from zpp_lab.cli.main import main
-from zpp_lab.config.schema import RunConfig
 from zpp_lab.runs.metrics import read
-from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.sink import follow
 
 EVERY = list(range(1, 21))
 
@@ -65,22 +60,3 @@ def test_sync_says_what_it_needs(
     monkeypatch.setattr("zpp_lab.runs.wandb.mode.installed", lambda: False)
     assert main(["sync", str(tmp_path)]) == 2
     assert "pip install wandb" in capsys.readouterr().err
-
-
-def test_wandbs_own_reader_reads_what_was_written_offline(tmp_path: Path) -> None:
-    command = Path(sys.executable).parent / "wandb"
-    if not command.exists():
-        pytest.skip("wandb's command line is not beside this Python")
-    finish(write_run(tmp_path, config(RunConfig(study="s", arm="w4"), wandb="off")))
-    assert follow(RunFolder(tmp_path), "offline", lambda: True)
-    place = tmp_path / state(tmp_path)["folder"]  # where wandb.json says that it is
-    shown = subprocess.run(
-        [command, "leet", "inspect", "--summary", "--json", place],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    seen = json.loads(shown.stdout)
-    assert (seen["name"], seen["state"], seen["step"]) == ("w4 seed3", "finished", 20)
-    assert seen["summary"]["loss"] == {"min": 0.2, "last": 0.2}
-    assert seen["summary"]["final/outcome"] == "finished"
-    assert (seen["config"]["study"], seen["config"]["arm"]) == ("s", "w4")
-    assert {"weights=raw", "cluster=2x2"} <= set(seen["tags"])

@@ -171,15 +171,6 @@ def test_no_time_left_before_the_first_step(
     assert "no step was begun" not in capsys.readouterr().out
 
 
-def test_a_piece_of_some_steps(tmp_path: Path) -> None:
-    run(small(tmp_path, f"run.dir={tmp_path / 'whole'}"))
-    ended = run(small(tmp_path, "run.piece_steps=7"))
-    assert (ended["outcome"], ended["step"]) == ("unfinished", 7)
-    assert run(small(tmp_path))["steps"] == 12
-    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
-    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
-
-
 def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
     settings = ("train.keep_checkpoints=0", "train.checkpoint_every=0")
     summary = run(small(tmp_path, *settings))

@@ -261,16 +261,3 @@ def test_nodes_of_eight(tmp_path: Path, nodes: int) -> None:
     )
     assert summary["cluster"] == {"nodes": nodes, "gpus_per_node": 8}
     assert summary["tokens"] == nodes * 8 * 2 * 16
-
-
-def test_the_commit_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout may go to another one while the run trains."""
-    begun: list[bool] = []
-
-    def look() -> str:
-        begun.append((tmp_path / "run" / "metrics.jsonl").exists())
-        return "abc"
-
-    monkeypatch.setattr("zpp_lab.train.trainer.commit", look)
-    assert run(small(tmp_path, "train.steps=2"))["commit"] == "abc"
-    assert begun == [False]

@@ -13,7 +13,6 @@ from zpp_lab.engines.optim.build import (
     STATE,
     adamw,
     guarded_step,
-    load_optimizer_state,
     optimizer_state,
     set_rate,
 )
@@ -68,17 +67,6 @@ def test_both_kinds_agree_nearly_and_the_cpu_takes_foreach() -> None:
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
 
 
-def test_state_goes_where_the_parameters_are() -> None:
-    parameters, optimizer = made(fused=False)
-    step(parameters, optimizer, 0.1)
-    saved = {
-        k: {n: t.double() for n, t in v.items()}
-        for k, v in optimizer_state(optimizer, parameters).items()
-    }
-    load_optimizer_state(optimizer, parameters, saved)
-    assert all(optimizer.state[p]["exp_avg"].device == p.device for p in parameters.values())
-
-
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_projections_into_the_residual_stream_take_smaller_steps(kind: Any) -> None:
     names = ("layers.0.mlp.w_up.weight", "layers.0.mlp.w_down.weight", "norm.weight")
@@ -99,13 +87,6 @@ def test_projections_into_the_residual_stream_take_smaller_steps(kind: Any) -> N
 
     assert moved(1.0) == pytest.approx(dict.fromkeys(names, 0.5))
     assert moved(0.25) == pytest.approx({**dict.fromkeys(names, 0.5), names[1]: 0.125})
-
-
-def test_a_model_without_such_projections_is_told_so() -> None:
-    with pytest.raises(ValueError, match=r"set train\.residual_lr=1"):
-        adamw({"a": nn.Parameter(torch.ones(3, 3))}, TrainConfig(residual_lr=0.1))
-    with pytest.raises(ValueError, match="use more than 0"):
-        TrainConfig(residual_lr=0.0)
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from tests.engines.fsdp_parity import configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from tests.models.lora.models import BASES, SHAPE, VOCAB, lora, on_base, save_base
-from tests.models.test_presets import preset
-from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.models import build_model
-from zpp_lab.train.memory.buffers import Estimate
 from zpp_lab.train.memory.estimate import estimate
 
 
@@ -69,37 +64,3 @@ def test_a_rank_holds_its_payload_and_no_shard_of_the_base(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------- at size
-
-
-def big(**adapters: Any) -> Estimate:
-    model = dict(preset("32_5b").__dict__)
-    if adapters:
-        model |= {"weights": "pretrained", "path": "unread", "lora": {"rank": 16, **adapters}}
-    config = load(
-        Config,
-        {
-            "model": model,
-            "cluster": {"nodes": 1, "gpus_per_node": 4},
-            "data": {"seq_len": 2048},
-            "train": {"param_dtype": "bf16", "batch_size": 1},
-        },
-    )
-    return estimate(build_plan(build_model(config.model, 256, "meta"), config), config, 32000)
-
-
-@pytest.mark.parametrize(("bits", "each"), [(8, 8.5), (4, 4.5), (2, 2.5)])
-def test_the_base_takes_its_bits(bits: int, each: float) -> None:
-    """Blocks of 64 with a bf16 scale and zero point: half a bit more than the codes."""
-    codec = {"bits": bits, "block_size": 64, "symmetric": False, "scale_dtype": "bf16"}
-    found = big(base_codec=codec)
-    numel = 32.5e9
-    planned = found.item("frozen base, as it travels").most
-    outer = 2 * 2 * 32000 * preset("32_5b").dim / 4  # embedding and head in bf16
-    assert planned - outer == pytest.approx(each / 8 * numel / 4, rel=0.03)
-
-
-def test_adapters_need_a_fraction_of_full_training() -> None:
-    full, low = big(), big(base_codec={"bits": 4, "block_size": 64, "symmetric": False})
-    assert low.item("optimizer state, fp32").most < full.item("optimizer state, fp32").most / 50
-    assert low.item("gradients, fp32").most < full.item("gradients, fp32").most / 50
-    assert low.peak < full.peak / 4

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import signal
 import subprocess
@@ -57,13 +56,6 @@ def test_runs_every_arm_and_seed_baseline_first(tmp_path: Path) -> None:
     assert "hello from a" in (tmp_path / "a" / "seed2" / "log.txt").read_text()
     assert [run.outcome for run in find_runs(tmp_path)] == ["finished"] * 6
     assert read_study(tmp_path) == study("a", "zero3", "b")
-
-
-def test_cores_are_shared_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zpp_lab.study.run.places.cores", lambda: 6)
-    launch(study("zero3", seeds=1), tmp_path, jobs=2)
-    summary = json.loads((tmp_path / "zero3" / "seed1" / "summary.json").read_text())
-    assert summary["threads"] == 3
 
 
 def test_finished_runs_are_skipped_and_new_seeds_added(tmp_path: Path) -> None:

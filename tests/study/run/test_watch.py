@@ -8,10 +8,8 @@ import pytest
 
 from tests.study.fake_trainer import STEPS
 from tests.study.run.test_launch import launch, study
-from zpp_lab.cli.main import main
 from zpp_lab.files import held, hold
-from zpp_lab.runs.reader import write_study
-from zpp_lab.study.run.progress import RunState, Watch, seconds_left, show
+from zpp_lab.study.run.progress import RunState, Watch, seconds_left
 
 
 def test_states_of_runs(tmp_path: Path) -> None:
@@ -30,12 +28,6 @@ def test_states_of_runs(tmp_path: Path) -> None:
     assert not watch.running
 
 
-def test_seeds_that_were_added_are_shown(tmp_path: Path) -> None:
-    launch(study("zero3", "a", seeds=3), tmp_path)
-    write_study(tmp_path, study("zero3", "a", seeds=1))
-    assert [s.seed for s in Watch(tmp_path).look()] == [1, 2, 3] * 2
-
-
 def test_time_left_is_the_work_over_the_runs_side_by_side() -> None:
     states = [
         RunState("a", 1, "finished", 100, 100, 50.0),
@@ -45,10 +37,3 @@ def test_time_left_is_the_work_over_the_runs_side_by_side() -> None:
     ]
     assert seconds_left(states) == pytest.approx(0.5 * (50 + 50 + 100) / 2)
     assert seconds_left([RunState("a", 1, "waiting")]) is None
-
-
-def test_watching_nothing_is_answered(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no study has been started here"):
-        show(tmp_path / "none", study("zero3"))
-    assert main(["study", "smoke", "--watch", "--dir", str(tmp_path / "none")]) == 2
-    assert main(["study", "smoke", "--seeds", "1,two"]) == 2

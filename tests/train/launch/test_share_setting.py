@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
-from zpp_lab.train.launch import launcher
 from zpp_lab.train.launch.mps import PROGRAM
 from zpp_lab.train.launch.place import see_own_gpus
 
@@ -50,15 +48,3 @@ def test_mps_that_nobody_runs_is_an_error_and_not_time_slices() -> None:
         seen(0, config(SHARED), CUDA_VISIBLE_DEVICES="0,1")
     sliced = seen(2, config("engine.share_gpus=time-slices"), CUDA_VISIBLE_DEVICES="0,1")
     assert sliced["NCCL_HOSTID"] == "zpp-node1"
-
-
-def test_the_launcher_says_how_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ValueError, match=r"share GPUs with engine\.share_gpus=mps"):
-        launcher._placement(config())
-    placed = launcher._placement(config(SHARED))
-    assert (placed.gpus, placed.ranks_per_gpu, placed.share) == (("0", "1"), 2, "mps")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert launcher._placement(config(SHARED)).share is None

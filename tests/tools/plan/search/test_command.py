@@ -90,23 +90,6 @@ def test_with_a_study(capsys, tmp_path: Path) -> None:
         assert compose([*made.overrides, *arm.overrides]).model.preset == "tiny"
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ([], "--fastest needs --machine"),
-        (["--machine", "nowhere"], "machine 'nowhere'"),
-        (["--machine", "h200"], "2 nodes need --link-gbps"),
-        (["--machine", "h200", "--link-gbps", "0"], "a number above 0, or max"),
-        ([*LIMITS, "--max-gap", "0.01"], "--max-gap goes with --study"),
-        ([*LIMITS, "--memory-gib", "-1"], "use more than 0"),
-        ([*LIMITS, "--memory-gib", "2", "train.batch_size=8"], "closest needs"),
-    ],
-)
-def test_mistakes(words: list[str], answer: str, capsys) -> None:
-    assert main([*WORDS, *words]) == 2
-    assert answer in capsys.readouterr().err
-
-
 RULE = RuleConfig(name="*.o.weight", exempt=True, set=CodecConfig(bits=8))
 RECIPES = [
     RecipeConfig(),

@@ -36,20 +36,6 @@ def test_what_changes_numbers_is_not(words: tuple[str, ...]) -> None:
     assert not numbers(*words).raw
 
 
-def test_kept_weights_are_those_of_another_gather() -> None:
-    assert numbers("recipe=w8").covers(numbers("recipe=w8", "recipe.secondary=true"))
-    assert numbers("recipe=w8").covers(numbers("recipe=w8", "recipe.stage=2"))
-    drawn = "recipe.weights.rounding=stochastic"
-    assert not numbers("recipe=w8", drawn).covers(numbers("recipe=w8", drawn, "recipe.stage=2"))
-
-
-def test_blocks_rotations_hops_and_exemptions_count() -> None:
-    four = numbers("recipe.grads.bits=4")
-    for word in ("grads.block_size=64", "grads.hadamard=64", "hops=2", "exempt.max_ndim=0"):
-        assert not four.covers(numbers("recipe.grads.bits=4", f"recipe.{word}")), word
-    assert four.covers(numbers("recipe.grads.bits=4", "recipe.grads.block_size=256"))
-
-
 def test_a_cluster_with_fewer_hops_is_covered_but_not_one_with_more() -> None:
     two, one = numbers("recipe=zeropp"), numbers("recipe=zeropp", "cluster=1x4")
     assert two.covers(one)
