@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -11,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
 from zpp_lab.train.launch import heartbeat as pulses
-from zpp_lab.train.launch.heartbeat import Pulse
+from zpp_lab.train.launch.heartbeat import Hub, Pulse
 
 NEVER = 600.0  # seconds
 
@@ -100,6 +102,19 @@ def test_the_others_hear_of_it() -> None:
     none, ((lost, text),) = found["rank 0 is silent"]
     assert (none, lost) == ([], 0)
     assert text.startswith("is silent, no sign of life for")
+
+
+@pytest.mark.parametrize(
+    "line", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b'{"rank": 7}\n', b'{"rank": 7}\n{"rank": 7}\n']
+)
+def test_a_stranger_at_the_port_of_rank_0_is_shown_out(line: bytes) -> None:
+    hub = Hub(2, NEVER)
+    with socket.create_connection(("localhost", hub.port), timeout=30) as stranger:
+        stranger.sendall(line)
+        for _ in range(2):  # it comes, and speaks
+            hub.look(30)
+        assert stranger.recv(10) == b""
+    assert hub.ended is None
 
 
 ORDINARY = """

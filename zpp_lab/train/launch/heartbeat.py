@@ -132,7 +132,7 @@ class Hub:
         of.read += came
         if not came or len(of.read) > 2 * _MOST:
             return self._close(link, of)
-        while b"\n" in of.read:
+        while b"\n" in of.read and link.fileno() >= 0:  # a bad line has closed it
             line, _, rest = of.read.partition(b"\n")
             of.read = bytearray(rest)
             self._answer(link, of, bytes(line))
@@ -140,11 +140,12 @@ class Hub:
     def _answer(self, link: socket.socket, of: _Link, line: bytes) -> None:
         try:
             said = json.loads(line)
-            of.rank = rank = int(said["rank"])
-            self.seen[rank].link = link
+            rank = int(said["rank"])
+            seen = self.seen[rank]
+            seen.link, of.rank = link, rank
             self.hear(rank, said)
             link.sendall(json.dumps({"ended": self.ended}).encode() + b"\n")
-            self.seen[rank].knows = self.ended is not None
+            seen.knows = self.ended is not None
         except (OSError, ValueError, KeyError, TypeError, IndexError):  # it will try again
             self._close(link, of)
 
