@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from zpp_lab.config.schema import Config, RunConfig
+from zpp_lab.train.launch import launcher
 from zpp_lab.train.launch.cause import USER_ERROR, first_cause
 
 
@@ -47,3 +53,51 @@ def test_the_cause_comes_before_what_follows_from_it(
     failures: tuple[Failed, ...], rank: int
 ) -> None:
     assert first_cause(dict(enumerate(failures))) == (rank, failures[rank])
+
+
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [({0: GONE}, "^rank 0: rank 1 is gone"), ({1: RAISED}, "^rank 1 ended the run")],
+)
+def test_a_folder_that_takes_no_failure_does_not_hide_the_rank(
+    failures: dict[int, Failed], said: str, tmp_path: Path
+) -> None:
+    failed: Any = SimpleNamespace(failures=failures)
+    left = tmp_path / "failure.json"
+    left.write_text('{"outcome": "cra')
+    with pytest.raises(launcher.RankFailed, match=said):
+        launcher._report(failed, tmp_path, False)
+    assert json.loads(left.read_text())["rank"] == 1
+    with pytest.raises(launcher.RankFailed, match=said):
+        launcher._report(failed, left, False)
+
+
+def test_the_traceback_behind_a_mistake_is_kept(tmp_path: Path) -> None:
+    """What ended the run in one line may have come from a library."""
+    noted = {"message": "ValueError: no such file", "extraInfo": {"py_callstack": "Traceback: x"}}
+    failed: Any = SimpleNamespace(failures={1: Failed(USER_ERROR, noted)})
+    with pytest.raises(ValueError, match=r"^no such file$"):
+        launcher._report(failed, tmp_path, False)
+    left = json.loads((tmp_path / "failure.json").read_text())
+    assert (left["error"], left["traceback"]) == ("rank 1: no such file", "Traceback: x")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_on_a_failing_disk_says_its_line_and_ends(
+    launched: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    ended: list[int] = []
+    monkeypatch.setattr(launcher, "Pulse", lambda _, lost, __: SimpleNamespace(missing=lost))
+    monkeypatch.setattr(launcher, "PULSES", [])
+    monkeypatch.setattr(launcher.watchdog, "when_late", lambda _: None)
+    monkeypatch.setattr(launcher.os, "_exit", ended.append)
+    config = Config(run=RunConfig(dir=str(tmp_path / "file" / "run")))
+    error_file = str(tmp_path / "file" / "error.json") if launched else None
+    pulse: Any = launcher._watch(config, 0, error_file)
+    pulse.missing(1, "is gone: its process has ended")
+    assert ended == [1]
+    assert "rank 0: rank 1 is gone: its process has ended" in capsys.readouterr().err

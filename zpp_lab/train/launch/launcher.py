@@ -28,7 +28,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -214,7 +214,9 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
         text = said.get("extraInfo", {}).get("py_callstack") or said.get("message")
         said = said.get("message")
     if failure.exitcode == USER_ERROR:
-        raise ValueError(str(said).partition(": ")[2]) from None
+        line = str(said).partition(": ")[2]
+        _write_failure(folder, rank, line, str(text))
+        raise ValueError(line) from None
     killed = failure.exitcode < 0
     how = failure.signal_name() if killed else f"exit code {failure.exitcode}"
     more = f"\n{_AGAIN[0].upper()}{_AGAIN[1:]}" if killed else ""
@@ -225,10 +227,11 @@ def _report(error: Any, folder: Path, out_of_memory: bool) -> None:
 
 
 def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
-    """Rank 0 has written what it saw; when another rank was first, that is only a consequence."""
-    path, seen = folder / FAILURE, {}
-    if path.is_file():
-        seen = read_object(path)
+    """Rank 0 has written what it saw; when another rank was first, that is only a consequence.
+    Never raises: the failure itself is what must be seen."""
+    seen: Record = {}
+    with suppress(OSError, ValueError):  # a damaged one is written anew
+        seen = read_object(folder / FAILURE)
     if seen and (rank == 0 or seen.get("outcome") != "crashed"):
         return
     lacked = "OutOfMemoryError" in text or KILLED in text
@@ -236,7 +239,8 @@ def _write_failure(folder: Path, rank: int | None, how: str, text: str) -> None:
     who = "" if rank is None else f"rank {rank}: "
     failure: dict[str, Any] = {"outcome": outcome, "error": f"{who}{how}", "rank": rank}
     failure |= {"step": seen.get("step"), "traceback": text, "rank_0": seen.get("error")}
-    write_failure(folder, failure)
+    with suppress(OSError, ValueError):
+        write_failure(folder, failure)
 
 
 # ---------------------------------------------------------------------- inside a rank
@@ -314,20 +318,29 @@ def _watch(config: Config, rank: int, for_launcher: str | None = None) -> Pulse:
     from which the launcher takes it."""
 
     def lost(other: int | None, why: str) -> None:
+        try:  # a disk that fails, under a log too, neither hides the cause nor keeps this rank
+            tell(other, why)
+        finally:
+            _end_now(1)
+
+    def tell(other: int | None, why: str) -> None:
         line, first = told(rank, watchdog.under_way()[1], other, why), why.splitlines()[0]
         if not first.startswith(FAILED):  # what that rank met may need another command
             line += f"; {_AGAIN}"
-        if for_launcher is not None:
-            when = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            said = {"message": f"{LOST}: {line}", "extraInfo": when, "lost": other, "why": first}
-            Path(for_launcher).write_text(json.dumps({"message": said}))
-        else:
+        if for_launcher is None:
+            with suppress(OSError, ValueError):
+                print(line, file=sys.stderr, flush=True)
             if rank == 0:
                 _write_failure(run_dir(config), other, first, why)
-            print(line, file=sys.stderr, flush=True)
+        else:
+            when = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            said = {"message": f"{LOST}: {line}", "extraInfo": when, "lost": other, "why": first}
+            try:
+                Path(for_launcher).write_text(json.dumps({"message": said}))
+            except OSError:
+                print(line, file=sys.stderr, flush=True)
         if other == rank:  # alone it can show where it hangs
             faulthandler.dump_traceback(all_threads=True)
-        _end_now(1)
 
     pulse = Pulse(config.engine.silence_seconds, lost, watchdog.under_way)
     watchdog.when_late(pulse.missing)
@@ -420,9 +433,11 @@ def _end_now(code: int) -> NoReturn:
     """End this process at once: an orderly end would let the others fail, and exit, first. It
     would also abort where a thread is in a call of torch then, as gloo's groups may when they are
     torn down ("terminate called without an active exception")."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # they may lie on a full disk
+        os._exit(code)
 
 
 if __name__ == "__main__":
