@@ -56,6 +56,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return kept | {"PATH": path, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_the_readme_makes_a_codec_sweeps_it_and_reports(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -45,7 +45,7 @@ def test_quick(cluster: tuple[int, int]) -> None:
     agree(QUICK[cluster], *cluster, steps=3)
 
 
-@pytest.mark.parametrize("cluster", [(1, 2), (2, 2)], ids=lambda c: f"{c[0]}x{c[1]}")
+@pytest.mark.parametrize("cluster", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 2)])
 def test_shipped_recipes(cluster: tuple[int, int]) -> None:
     """Telemetry too, key by key and bit for bit: `compare` takes it in its second step."""
     agree(SHIPPED, *cluster, steps=2)

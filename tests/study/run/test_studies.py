@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -49,9 +50,10 @@ def tokens_of(config: Config) -> int:
     return step * config.data.seq_len * config.train.steps
 
 
-MOST = [(name, some_arms) for name in NAMES]
-ALL = [pytest.param(name, all_arms, marks=pytest.mark.slow) for name in NAMES]
-each_arm = pytest.mark.parametrize(("name", "arms"), [*MOST, *ALL])
+TWIN = re.compile(r"_(mini|x\d|quiet|older)\b")  # another size of a study
+MOST = [name for name in NAMES if not TWIN.search(name)]
+REST = [(name, all_arms) for name in MOST]
+REST += [(name, some_arms) for name in NAMES if name not in MOST]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,44 +67,38 @@ def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
     assert next(a for a in study.arms if a.name == study.baseline).role == "baseline"
 
 
-@each_arm
-def test_an_arm_differs_from_its_baseline_in_the_recipe_alone(name: str, arms: Arms) -> None:
-    for arm in arms(name):
-        if arm.role != "baseline":
-            changed = differences(base_of(name, arm), config_of(name, arm.name))
-            assert set(changed) - {"recipe.name"}
-            peer = config_of(name, arm.name).engine.name == "deepspeed"
-            free = ("recipe.", "model.lora.", "train.lr") if name in ADAPTERS else ("recipe.",)
-            free += ("engine.", "train.param_dtype", "train.reduce_dtype") if peer else ()
-            if arm.role == "order_control":  # a step's gradients in two sums are as many
-                free += ("train.batch_size", "train.micro_steps")
-                assert tokens_of(config_of(name, arm.name)) == tokens_of(base_of(name, arm))
-            assert all(key.startswith(free) for key in changed), (arm.name, changed)
-
-
-@each_arm
-def test_factors_are_what_the_config_says(name: str, arms: Arms) -> None:
-    for arm in arms(name):
-        settings = flat_config(config_of(name, arm.name))
-        for key, level in arm.factors.items():
-            if "." in key:
-                assert settings[key] == level
-
-
-@each_arm
-def test_an_arm_sends_less_than_its_baseline(name: str, arms: Arms) -> None:
-    """Builds the plans; the meta device holds no weights."""
+@pytest.mark.parametrize(
+    ("name", "arms"),
+    [
+        *((name, some_arms) for name in MOST),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in REST),
+    ],
+)
+def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> None:
+    """In its settings; its factors are what the config says; and it sends less."""
     for arm in arms(name):
         config, base = config_of(name, arm.name), base_of(name, arm)
-        if arm.role == "baseline" or config.model.layers > 6 or config.cluster.world > 64:
-            continue  # large ones are slow to lay out, and no other code
-        if config.engine.name == "deepspeed":
-            continue  # it follows no plan of ours
+        settings = flat_config(config)
+        assert all(settings[key] == level for key, level in arm.factors.items() if "." in key)
+        if arm.role == "baseline":
+            continue
+        changed = differences(base, config)
+        assert set(changed) - {"recipe.name"}
+        peer = config.engine.name == "deepspeed"
+        free = ("recipe.", "model.lora.", "train.lr") if name in ADAPTERS else ("recipe.",)
+        free += ("engine.", "train.param_dtype", "train.reduce_dtype") if peer else ()
+        if arm.role == "order_control":  # a step's gradients in two sums are as many
+            free += ("train.batch_size", "train.micro_steps")
+            assert tokens_of(config) == tokens_of(base)
+        assert all(key.startswith(free) for key in changed), (arm.name, changed)
+        if peer or config.model.layers > 6 or config.cluster.world > 64:
+            continue  # DeepSpeed follows no plan of ours; large ones are slow to lay out
         sent, whole = bytes_of(config), bytes_of(base)
         rounds = config.train.micro_steps // base.train.micro_steps
         assert sent == whole * rounds if arm.role == "order_control" else sent < whole
 
 
 def bytes_of(config: Config) -> int:
+    """Of the plan; the meta device holds no weights."""
     plan = build_plan(build_model(config.model, 256, device="meta"), config)
     return sum(sum(traffic) for traffic in plan.step_bytes().values())

@@ -125,6 +125,7 @@ def test_a_run_that_loses_a_rank_and_goes_on(lost: int, tmp_path: Path) -> None:
     assert real == virtual
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_noticed_by_wire_and_unit(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     overrides = ("engine=fsdp", "cluster=1x2", "engine.silence_seconds=600")
