@@ -93,7 +93,7 @@ class Board:
         self.raised = threading.Condition()
 
     def meet(self, own: int, number: int) -> None:
-        """As cuda/ship.cu: a rank shows the meeting's number, and waits for the others' to be
+        """As cuda/peer/ship.cu: a rank shows the meeting's number, and waits for the others' to be
         that or a later one. A meeting that comes out of turn takes an earlier one for its own."""
         with self.raised:
             self.flags[own] = number

@@ -1,7 +1,7 @@
-// The operator adamw on the CPU, for test_adamw.py: adamw_bindings.cpp as it is, registered under
+// The operator adamw on the CPU, for test_adamw.py: bindings/adamw.cpp as it is, registered under
 // another name for tensors that lie here, and before it a twin of adamw.cu that runs the same code
 // of adamw.cuh warp by warp, a lane after the other.
-#include "adamw.cuh"
+#include "optim/adamw.cuh"
 
 namespace zpp {
 
@@ -45,4 +45,4 @@ int launch_adamw(AdamW const& plan, State state, void*) {
 }  // namespace zpp
 
 #include "on_host.h"
-#include "adamw_bindings.cpp"
+#include "bindings/adamw.cpp"

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "numerics.cuh"
+#include "codec/numerics.cuh"
 
 using namespace zpp;
 

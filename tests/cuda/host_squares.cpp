@@ -1,7 +1,7 @@
-// The operator square_sums on the CPU, for test_squares.py: squares_bindings.cpp as it is,
+// The operator square_sums on the CPU, for test_squares.py: bindings/squares.cpp as it is,
 // registered under another name for tensors that lie here, and before it a twin of squares.cu that
 // runs the same code of squares.cuh element by element.
-#include "squares.cuh"
+#include "optim/squares.cuh"
 
 namespace zpp {
 
@@ -35,4 +35,4 @@ int launch_add_in_order(double const* sums, int64_t count, int64_t rows, double*
 }  // namespace zpp
 
 #include "on_host.h"
-#include "squares_bindings.cpp"
+#include "bindings/squares.cpp"

@@ -67,5 +67,5 @@ def test_bits_equal_the_reference(codec: BlockCodec, run_row: Callable[..., None
 
 
 def test_signs_are_those_of_the_rotation() -> None:
-    text = (cuda_dir() / "numerics.cuh").read_text().lower()
+    text = (cuda_dir() / "codec/numerics.cuh").read_text().lower()
     assert all(f"0x{word:08x}u" in text for word in sign_words())

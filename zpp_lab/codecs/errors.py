@@ -1,8 +1,8 @@
 """Error telemetry: what a codec did to the values of a wire, by parameter class.
 
-`error_sums` is the definition that the kernel of cuda/errors.cu equals bit for bit, so the order
-of its fp64 sums is fixed: tiles of 8192 neighbouring elements, each cut as one thread block holds
-it, 8 warps of 4 chunks of 32 lanes of 8 elements. A lane adds its chunks' elements one by one
+`error_sums` is the definition that the kernel of cuda/codec/errors.cu equals bit for bit, so the
+order of its fp64 sums is fixed: tiles of 8192 neighbouring elements, each cut as one thread block
+holds it, 8 warps of 4 chunks of 32 lanes of 8 elements. A lane adds its chunks' elements one by one
 onto 0, neighbouring lanes are added in pairs, then the warps in order, then the tiles as
 `numerics.fold_sum` does.
 """

@@ -18,7 +18,7 @@ STARTS = (0, 1000, 7_770_000, 123_456_789, 2**40)
 
 
 def checked(name: str) -> Any:
-    """The reference's operator behind the checks of payload rows in cuda/fill.h."""
+    """The reference's operator behind the checks of payload rows in cuda/bindings/fill.h."""
 
     def call(*args: Any) -> Any:
         for payload in (a for a in args if isinstance(a, Tensor) and not a.is_floating_point()):

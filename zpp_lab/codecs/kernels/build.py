@@ -129,10 +129,15 @@ def cache_dir() -> Path:
 def sources() -> hashlib._Hash:
     """A digest of cuda/'s files."""
     digest = hashlib.sha256()
-    for path in sorted(cuda_dir().iterdir()):
-        if path.suffix in (".cu", ".cuh", ".cpp", ".h"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in _files("*.cu", "*.cuh", "*.cpp", "*.h"):
+        name = path.relative_to(cuda_dir()).as_posix()
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest
+
+
+def _files(*patterns: str) -> list[Path]:
+    """Those of cuda/'s folders, in one order everywhere."""
+    return sorted(path for pattern in patterns for path in cuda_dir().rglob(pattern))
 
 
 def _key(tools: Toolchain, archs: tuple[str, ...]) -> str:
@@ -165,8 +170,8 @@ def compile_kernels(
     tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: int = 0
 ) -> list[Path]:
     """Every .cu file → an object file in `out`, side by side."""
-    flags = [*KERNEL_FLAGS, *arch_flags(archs), "-I", str(tools.cutlass)]
-    sources = sorted(cuda_dir().glob("*.cu"))
+    flags = [*KERNEL_FLAGS, *arch_flags(archs)]
+    sources = _files("*.cu")
     objects = [out / f"{s.stem}.o" for s in sources]
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         list(pool.map(lambda so: _compile(tools, flags, *so), zip(sources, objects, strict=True)))
@@ -177,10 +182,10 @@ def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
     """Every .cpp file → an object file in `out`."""
     include = Path(torch.__file__).parent / "include"
     flags = ["-O2", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TARGET}", "-isystem", str(include)]
-    sources = sorted(cuda_dir().glob("*.cpp"))
+    sources = _files("*.cpp")
     objects = [out / f"{s.stem}_cpp.o" for s in sources]
     for source, target in zip(sources, objects, strict=True):
-        _compile(tools, [*flags, "-I", str(tools.cutlass)], source, target)
+        _compile(tools, flags, source, target)
     return objects
 
 
@@ -199,7 +204,8 @@ def compile_library(tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: i
 
 def _compile(tools: Toolchain, flags: list[str], source: Path, target: Path) -> None:
     base = [tools.nvcc, "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-    _run([*base, *flags, "-c", str(source), "-o", str(target)])
+    includes = ["-I", str(cuda_dir()), "-I", str(tools.cutlass)]
+    _run([*base, *flags, *includes, "-c", str(source), "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:

@@ -1,6 +1,6 @@
 """A layout as kernels see it: one int64 row a segment, made once and kept with the layout.
 
-The columns are the enum `Column` of cuda/fill.h. Segments whose codec comes from another
+The columns are the enum `Column` of cuda/bindings/fill.h. Segments whose codec comes from another
 package have no row: `others` lists them, and their own torch code runs them.
 """
 
@@ -96,7 +96,7 @@ def _row(old: Segment | None, new: Segment | None) -> list[int]:
 
 
 def _pack(codec: Codec) -> int:
-    """The eight bytes of `Codec` in cuda/plan.h."""
+    """The eight bytes of `Codec` in cuda/layout/plan.h."""
     if isinstance(codec, RawCodec):
         return 1
     assert isinstance(codec, BlockCodec)

@@ -52,7 +52,7 @@ class Express:
         self.call = torch.ops.zpp_lab.ship.default
 
     def route(self, part: Part) -> Tensor:
-        """The columns `Route` of cuda/ship.h, then sources and their rows."""
+        """The columns `Route` of cuda/peer/ship.h, then sources and their rows."""
         columns = [
             self.place,
             self.count,

@@ -5,7 +5,7 @@ come in some parameters at a time, are updated by what updates moments on the GP
 bits, and go out again. Two streams take turns, so that one's moments come while the other's go:
 the bus carries both ways at once.
 
-AdamW's update on a GPU by the kernel of cuda/adamw.cu: one call for many parameters, so that
+AdamW's update on a GPU by the kernel of cuda/optim/adamw.cu: one call for many parameters, so that
 the host's time for a step does not grow with their elements, and hardly with their number.
 """
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "ship.h"
+#include "peer/ship.h"
 
 namespace zpp {
 namespace {

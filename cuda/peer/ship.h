@@ -1,5 +1,5 @@
 // One shipment over memory that the ranks of a link read from each other, as the host gives it
-// to the device: the plan that ship.cpp takes from tensors and ship.cu carries out.
+// to the device: the plan that bindings/ship.cpp takes from tensors, and ship.cu carries out.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // encode and encode_sums: floats (whole parameters or sums) → payload rows.
-#include "encode.cuh"
-#include "launch.cuh"
-#include "stage.cuh"
+#include "codec/encode.cuh"
+#include "codec/stage.cuh"
+#include "layout/launch.cuh"
 
 namespace zpp {
 

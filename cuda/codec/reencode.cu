@@ -1,6 +1,6 @@
 // decode_sum_encode: the middle of a two-hop reduction, K payload rows → re-encoded rows.
-#include "decode.cuh"
-#include "launch.cuh"
+#include "codec/decode.cuh"
+#include "layout/launch.cuh"
 
 namespace zpp {
 

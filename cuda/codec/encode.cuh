@@ -1,7 +1,7 @@
 // A tile of fp32 values in registers → codes and scales of a block codec in a payload row.
 #pragma once
 
-#include "tile.cuh"
+#include "codec/tile.cuh"
 
 namespace zpp {
 

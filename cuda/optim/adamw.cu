@@ -1,6 +1,6 @@
 // AdamW in one pass over memory for many parameters at once: what a warp does with its blocks.
-#include "adamw.cuh"
-#include "launch.cuh"
+#include "optim/adamw.cuh"
+#include "layout/launch.cuh"
 
 namespace zpp {
 

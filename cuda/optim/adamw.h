@@ -1,4 +1,4 @@
-// The plan of one launch of AdamW, passed to the kernel by value: adamw_bindings.cpp fills it on
+// The plan of one launch of AdamW, passed to the kernel by value: bindings/adamw.cpp fills it on
 // the host, adamw.cu runs it. As many parameters as 4 KiB hold, for parameters are many and small.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Payload rows of a block codec → a tile of fp32 values in registers: one row, or a sum.
 #pragma once
 
-#include "encode.cuh"
+#include "codec/encode.cuh"
 
 namespace zpp {
 

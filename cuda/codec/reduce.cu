@@ -1,6 +1,6 @@
 // decode_sum and reduce: K payload rows → sums, in row order.
-#include "decode.cuh"
-#include "launch.cuh"
+#include "codec/decode.cuh"
+#include "layout/launch.cuh"
 
 namespace zpp {
 

@@ -13,8 +13,8 @@
 #include "cutlass/numeric_conversion.h"
 #include "cutlass/numeric_types.h"
 
-#include "numerics.cuh"
-#include "plan.h"
+#include "codec/numerics.cuh"
+#include "layout/plan.h"
 
 namespace zpp {
 

@@ -1,13 +1,13 @@
 // AdamW on eight neighbouring elements, for device and host: addresses, loads, arithmetic, stores.
 //
-// The reference is zpp_lab/optimizers: every operation here has its twin there, in the same order,
+// The reference is zpp_lab/engines/optim: every operation here has its twin there, in the same order,
 // each rounded on its own. A warp has a block of 256 neighbours in a row, so that a block of 8-bit
 // moments is one warp's; lane l holds elements 8 l ... 8 l + 7, which one draw of noise serves.
 // The host compiles this file too (tests/cuda/test_adamw.py); what a warp shares is in adamw.cu.
 #pragma once
 
-#include "adamw.h"
-#include "numerics.cuh"
+#include "optim/adamw.h"
+#include "codec/numerics.cuh"
 
 #if !defined(__CUDA_ARCH__)
 #include <cassert>

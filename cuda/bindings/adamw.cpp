@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
-#include "adamw.h"
-#include "checked.h"
+#include "optim/adamw.h"
+#include "bindings/checked.h"
 
 namespace zpp {
 namespace {

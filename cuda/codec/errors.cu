@@ -3,8 +3,8 @@
 // The plain encode kernels know nothing of this. The sums of a tile are written out in a fixed
 // order (zpp_lab/codecs/errors.py defines it) and tiles are added by the caller, so there are no
 // atomics and the same values give the same bits.
-#include "decode.cuh"
-#include "launch.cuh"
+#include "codec/decode.cuh"
+#include "layout/launch.cuh"
 
 namespace zpp {
 namespace {

@@ -1,7 +1,7 @@
 // Sums of squares of many gradients in one pass over memory, in the order of numerics.py's tree.
 #include <cuda_runtime.h>
 
-#include "squares.cuh"
+#include "optim/squares.cuh"
 
 namespace zpp {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "plan.h"
+#include "layout/plan.h"
 
 namespace zpp {
 

@@ -8,8 +8,8 @@
 // The host compiles this file too (tests/cuda/test_squares.py).
 #pragma once
 
-#include "numerics.cuh"
-#include "squares.h"
+#include "codec/numerics.cuh"
+#include "optim/squares.h"
 
 namespace zpp {
 

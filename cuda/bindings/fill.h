@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "plan.h"
+#include "layout/plan.h"
 
 namespace zpp {
 

@@ -7,7 +7,7 @@
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
 
-#include "tile.cuh"
+#include "codec/tile.cuh"
 
 namespace zpp {
 

@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "checked.h"
-#include "squares.h"
+#include "bindings/checked.h"
+#include "optim/squares.h"
 
 namespace zpp {
 namespace {

@@ -1,6 +1,6 @@
 // The plan of one launch, passed to the kernel by value: no table on the device, nothing to upload.
 //
-// bindings.cpp fills it on the host from tensors and the layout's table; kernels only read it.
+// bindings/fill.h fills it on the host from tensors and the layout's table; kernels only read it.
 // It stays under 4 KiB, which every driver accepts as kernel parameters, so a layout of more than
 // MAX_SEGMENTS segments takes several launches.
 #pragma once
@@ -11,7 +11,7 @@
 
 #include "cutlass/fast_math.h"
 
-#include "planes.h"
+#include "layout/planes.h"
 
 namespace zpp {
 

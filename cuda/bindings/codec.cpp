@@ -1,7 +1,7 @@
 // The torch operators: schemas, and the plans that kernels run.
 //
 // All checks come before any launch. Nothing here reads device memory or waits for the device.
-#include "fill.h"
+#include "bindings/fill.h"
 
 namespace zpp {
 namespace {

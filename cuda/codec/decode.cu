@@ -1,6 +1,6 @@
 // decode: payload rows → whole parameters. finish_sums: rotated sums → plain sums.
-#include "decode.cuh"
-#include "launch.cuh"
+#include "codec/decode.cuh"
+#include "layout/launch.cuh"
 
 namespace zpp {
 

@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "ship.h"
+#include "peer/ship.h"
 
 namespace zpp {
 namespace {

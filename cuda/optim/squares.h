@@ -1,5 +1,5 @@
 // The plan of one launch of the gradient's sums of squares, passed to the kernels by value:
-// squares_bindings.cpp fills it on the host, squares.cu runs it. As many rows as 4 KiB hold, for
+// bindings/squares.cpp fills it on the host, squares.cu runs it. As many rows as 4 KiB hold, for
 // parameters are many and small.
 #pragma once
 
