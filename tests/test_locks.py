@@ -35,7 +35,7 @@ def test_a_second_one_is_refused_until_the_first_has_gone(tmp_path: Path) -> Non
 def test_a_look_from_elsewhere_refuses_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = open(tmp_path / files.FILE, "w")  # noqa: SIM115
+    look = open(tmp_path / files.LOCK, "w")  # noqa: SIM115
     fcntl.flock(look, fcntl.LOCK_SH)  # as `held` has it for a moment
     monkeypatch.setattr(files.time, "sleep", lambda _: look.close())
     with at_work(tmp_path):

@@ -44,6 +44,11 @@ from urllib.request import getproxies, proxy_bypass
 
 import yaml
 
+# What lies in a run's folder, and of a study's own
+CONFIG, SUMMARY, FAILURE = "config.yaml", "summary.json", "failure.json"
+METRICS, HELDOUT, LOG = "metrics.jsonl", "heldout.json", "log.txt"
+STUDY_FILE = "study.yaml"
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
 
 
@@ -270,7 +275,7 @@ def below(folder: Path, mark: str) -> str:
     return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
-FILE = ".lock"
+LOCK = ".lock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _GLANCE = 0.5  # seconds; `held` of another process has the lock for a moment
 _LOOK = 0.05  # seconds between two attempts
@@ -306,7 +311,7 @@ def _taken_within(file: IO[str], seconds: float) -> bool:
 
 
 def _opened(folder: Path) -> IO[str]:
-    return open(folder / FILE, "w")
+    return open(folder / LOCK, "w")
 
 
 def _taken(file: IO[str], how: int) -> bool:
@@ -355,7 +360,7 @@ def _made(folder: Path) -> Iterator[None]:
         yield
     except (ValueError, OSError):
         names = {path.name for path in folder.iterdir()}
-        if new and names <= {FILE, "failure.json"}:
+        if new and names <= {LOCK, FAILURE}:
             for name in names:
                 (folder / name).unlink()
             for path in new:
@@ -366,7 +371,7 @@ def _made(folder: Path) -> Iterator[None]:
 def held(folder: Path) -> bool:
     """Whether a living process holds `folder`; False where the file system has no locks."""
     try:
-        file = open(folder / FILE)  # noqa: SIM115
+        file = open(folder / LOCK)  # noqa: SIM115
     except FileNotFoundError:
         return False
     with file:

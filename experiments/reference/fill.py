@@ -23,11 +23,12 @@ from pathlib import Path
 
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.study import StudyConfig
+from zpp_lab.files import METRICS
 from zpp_lab.runs.provenance import cores
-from zpp_lab.runs.reader import METRICS, last_step, read_metrics, write_study
+from zpp_lab.runs.reader import last_step, read_metrics, write_study
 from zpp_lab.study.run.attempts import ended_run, ending
 from zpp_lab.study.run.launch import ENTRY
-from zpp_lab.study.run.places import Slot, visible_gpus
+from zpp_lab.study.run.places import Slot, gpus_to_share
 from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
 from zpp_lab.study.run.pool import Ended, Pool
 from zpp_lab.study.run.queue import stop_on_signals
@@ -116,7 +117,7 @@ def main() -> int:
     check_runs(study, todo[:1])
     Path(root).mkdir(parents=True, exist_ok=True)
     write_study(Path(root), study)
-    gpus = [Gpu(gpu) for gpu in visible_gpus([todo[0].config])] if todo else []
+    gpus = [Gpu(gpu) for gpu in gpus_to_share([todo[0].config])] if todo else []
     queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
     return queue.run(todo, float(os.environ["CALL_END"]))
 

@@ -12,8 +12,9 @@ import torch
 from tests.engines.fsdp_world import run_world
 from tests.small_runs import small
 from zpp_lab.data import open_data
+from zpp_lab.files import HELDOUT
 from zpp_lab.models.loss import mean_loss, total_loss
-from zpp_lab.train.evaluation import FILE, Heldout, open_heldout
+from zpp_lab.train.evaluation import Heldout, open_heldout
 from zpp_lab.train.trainer import run
 
 
@@ -67,7 +68,7 @@ def test_sums_do_not_depend_on_order_or_batches() -> None:
 def test_a_run_writes_its_documents(tmp_path: Path) -> None:
     config = small(tmp_path)
     summary = run(config)
-    found = json.loads((tmp_path / "run" / FILE).read_text())
+    found = json.loads((tmp_path / "run" / HELDOUT).read_text())
     assert found["hash"] == heldout(tmp_path).hash
     assert sum(found["tokens"]) == 256
     assert len(found["documents"]) == 2  # half of four files
@@ -79,11 +80,11 @@ def test_a_run_killed_before_its_summary_writes_the_same_documents(tmp_path: Pat
     config = small(tmp_path, "recipe=qsdp")  # stochastic rounding: the step decides
     run(config)
     folder = tmp_path / "run"
-    before = (folder / FILE).read_bytes()
-    (folder / FILE).unlink()
+    before = (folder / HELDOUT).read_bytes()
+    (folder / HELDOUT).unlink()
     (folder / "summary.json").unlink()
     run(config)
-    assert (folder / FILE).read_bytes() == before
+    assert (folder / HELDOUT).read_bytes() == before
 
 
 # Four batches, the last one shorter: two ranks take them in turn.
@@ -96,7 +97,7 @@ def _files(folder: str) -> str:
     rank = torch.distributed.get_rank()
     real = ("engine=fsdp", "engine.device=cpu", "engine.ordered=true", f"run.dir={folder}/real")
     run(small(Path(folder), *BOTH, *real), rank)
-    return (Path(folder) / "real" / FILE).read_text() if rank == 0 else ""
+    return (Path(folder) / "real" / HELDOUT).read_text() if rank == 0 else ""
 
 
 def test_both_engines_write_the_same_bytes(tmp_path: Path) -> None:
@@ -104,4 +105,4 @@ def test_both_engines_write_the_same_bytes(tmp_path: Path) -> None:
     assert rows == [64, 64, 64, 8]
     run(small(tmp_path, *BOTH))
     real = run_world(2, _files, str(tmp_path))
-    assert real == (tmp_path / "run" / FILE).read_text()
+    assert real == (tmp_path / "run" / HELDOUT).read_text()

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config
 
 Values = dict[str, Any]
@@ -66,10 +67,10 @@ def _levels(arm: str, key: str, levels: Any, used: set[str]) -> Iterator[tuple[A
             yield level, [overrides] if isinstance(overrides, str) else list(overrides or [])
     elif isinstance(levels, list) and levels and (setting or key in used):
         for level in levels:
-            yield level, [f"{key}={written(level)}"] if setting else []
+            yield level, [f"{key}={_text(level)}"] if setting else []
     elif isinstance(levels, str | int | float | bool | None):
         # One level: the arm's place in a grid of others. A name without a setting is a label.
-        yield levels, [f"{key}={written(levels)}"] if setting else []
+        yield levels, [f"{key}={_text(levels)}"] if setting else []
     else:
         raise ValueError(
             f"arm {arm}, factor {key}: give a list of levels for a setting (such as "
@@ -102,13 +103,11 @@ def _fill(arm: str, text: str, levels: Mapping[str, Any]) -> str:
                 f"arm {arm}: {{{asked}}} names {'no' if not found else 'more than one'} factor; "
                 f"there are: {', '.join(levels)}"
             )
-        return "raw" if levels[found[0]] is None else written(levels[found[0]])
+        return "raw" if levels[found[0]] is None else _text(levels[found[0]])
 
     return _PLACE.sub(level, text)
 
 
-def written(level: Any) -> str:
-    """A level as Hydra and names write it."""
-    if level is None:
-        return "null"
-    return str(level).lower() if isinstance(level, bool) else str(level)
+def _text(level: Any) -> str:
+    """A level in overrides and names; a string is Hydra's own words, such as [2,4]."""
+    return level if isinstance(level, str) else written(level)

@@ -26,7 +26,20 @@ import yaml
 
 from zpp_lab.config.load import load
 from zpp_lab.config.study import NOT_RUNS, StudyConfig
-from zpp_lab.files import damaged, held, missing, read_yaml, write_atomic
+from zpp_lab.files import (
+    CONFIG,
+    FAILURE,
+    HELDOUT,
+    LOG,
+    METRICS,
+    STUDY_FILE,
+    SUMMARY,
+    damaged,
+    held,
+    missing,
+    read_yaml,
+    write_atomic,
+)
 from zpp_lab.runs.metrics import read, read_object
 from zpp_lab.runs.wandb.folder import read_summary
 
@@ -99,11 +112,7 @@ def standing(runs: Mapping[int, Run], seeds: Sequence[int]) -> str:
     return f"{began}; the furthest is {reached(furthest)}"
 
 
-STUDY_FILE = "study.yaml"
-METRICS = "metrics.jsonl"
-HELDOUT = "heldout.json"
-LOG = "log.txt"  # of the process of a study's run
-_MARKS = ("config.yaml", "summary.json", "failure.json", METRICS)
+_MARKS = (CONFIG, SUMMARY, FAILURE, METRICS)
 _TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
 
 
@@ -193,9 +202,9 @@ def _began(folder: Path) -> bool:
 def read_run(folder: Path) -> Run:
     """One run folder; a file that cannot be read is a ValueError that names it."""
     running = held(folder)  # asked first: a run that ends meanwhile has finished, not stopped
-    config = _or_none(read_yaml, folder / "config.yaml") or {}
-    summary = _or_none(read_summary, folder / "summary.json")
-    failure = read_json(folder / "failure.json")
+    config = _or_none(read_yaml, folder / CONFIG) or {}
+    summary = _or_none(read_summary, folder / SUMMARY)
+    failure = read_json(folder / FAILURE)
     settings = config.get("run") or {}
     source = summary or {}
     arm = source.get("arm") or settings.get("arm") or source.get("recipe")

@@ -28,13 +28,12 @@ from zpp_lab.config.data import DataConfig
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.engines.build import pick_device
-from zpp_lab.files import below, missing, text_table, write_atomic
+from zpp_lab.files import CONFIG, below, missing, text_table, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.models.llama import Llama
 from zpp_lab.models.loss import counted, mean_loss, token_losses
 from zpp_lab.models.start import Start, fill, materialize, whole
 from zpp_lab.runs.checkpoint.read import SavedWeights
-from zpp_lab.runs.wandb.folder import CONFIG
 from zpp_lab.tools.export.loaded import check_comparable, folder_record, load_folder
 from zpp_lab.tools.export.model import MergedWeights, open_run
 from zpp_lab.tools.export.wire import WireWeights, codec_text, parse_codec

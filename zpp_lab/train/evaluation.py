@@ -27,8 +27,6 @@ from zpp_lab.data import PackedData, TokenData
 from zpp_lab.engines.base import Batch
 from zpp_lab.models.loss import heldout_size, total_loss
 
-FILE = "heldout.json"
-
 
 @dataclass(frozen=True)
 class Heldout:

@@ -28,14 +28,13 @@ from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import build_engine, pick_device
 from zpp_lab.engines.optim.build import learning_rate
-from zpp_lab.files import is_full, write_atomic
+from zpp_lab.files import HELDOUT, METRICS, SUMMARY, is_full, write_atomic
 from zpp_lab.models.loss import mean_loss
 from zpp_lab.runs.metrics import Record, read, to_json
 from zpp_lab.runs.provenance import commit, machine_facts, note_commit, versions
 from zpp_lab.runs.tracker import Tracker
-from zpp_lab.runs.wandb.folder import METRICS, SUMMARY, read_summary, write_failure
+from zpp_lab.runs.wandb.folder import read_summary, write_failure
 from zpp_lab.runs.wandb.identity import arm_of
-from zpp_lab.train.evaluation import FILE as HELDOUT
 from zpp_lab.train.evaluation import DivergedError, DivergenceRule, open_heldout
 from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
 from zpp_lab.train.inputs import check_run

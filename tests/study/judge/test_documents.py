@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
-from zpp_lab.runs.reader import HELDOUT, find_runs, write_study
+from zpp_lab.files import HELDOUT
+from zpp_lab.runs.reader import find_runs, write_study
 from zpp_lab.study.judge.certainty import COLUMNS, certainty
 from zpp_lab.study.judge.documents import document_gaps, read_documents
 from zpp_lab.study.judge.noise import noise_floors

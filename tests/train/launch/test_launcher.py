@@ -28,7 +28,8 @@ from zpp_lab.train.trainer import run
 LIMIT = 240.0  # seconds; only a failing test waits that long
 CODE = """
 import sys, yaml
-from zpp_lab.config.schema import Config, load
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
 from zpp_lab.train.launch.launcher import start
 start(load(Config, yaml.safe_load(open(sys.argv[1]))))
 """

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import read_yaml
+from zpp_lab.files import CONFIG, STUDY_FILE, read_yaml
 from zpp_lab.runs.metrics import Record, Tail
-from zpp_lab.runs.wandb.folder import CONFIG, RunFolder
+from zpp_lab.runs.wandb.folder import RunFolder
 
-STUDY = "study.yaml"
 RECIPE = "zero3"  # the baseline of runs that belong to no study
 LOSSES = ("loss", "heldout_loss")
 _SAME = ("seed", "model", "data", "train", "cluster")  # what makes two plain runs comparable
@@ -56,7 +55,7 @@ def find_baseline(run: RunFolder) -> Baseline | None:
     neighbour with recipe zero3 and the same seed, model, data, training and cluster.
     """
     config = run.config()
-    study = run.path.parent.parent / STUDY
+    study = run.path.parent.parent / STUDY_FILE
     if (config.get("run") or {}).get("study") and study.is_file():
         return _of_study(run, config, read_yaml(study))
     for folder in _neighbours(run):
@@ -91,5 +90,5 @@ def _is_plain(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
 
 def is_ready(run: RunFolder, root: Path | str) -> bool:
     """Whether a study's run can be sent whole: its baseline has ended, or it has none."""
-    baseline = find_baseline(run) if (Path(root) / STUDY).is_file() else None
+    baseline = find_baseline(run) if (Path(root) / STUDY_FILE).is_file() else None
     return baseline is None or baseline.folder.ended() is not None

@@ -15,13 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import damaged, read_yaml, write_atomic
+from zpp_lab.files import CONFIG, FAILURE, METRICS, SUMMARY, damaged, read_yaml, write_atomic
 from zpp_lab.runs.metrics import Record, read_object, to_json
 
-METRICS = "metrics.jsonl"
-CONFIG = "config.yaml"
-SUMMARY = "summary.json"
-FAILURE = "failure.json"
 STATE = "wandb.json"
 LOG = "wandb.log"
 
@@ -116,7 +112,7 @@ def write_state(path: Path, **changes: Any) -> dict[str, Any]:
     return state
 
 
-def find_runs(root: Path | str) -> list[RunFolder]:
+def run_folders(root: Path | str) -> list[RunFolder]:
     """Every run folder in `root` or below it, in the order of their names."""
     found = []
     for folder, below, files in os.walk(root):

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from zpp_lab.config.compose import flat_config
-from zpp_lab.config.schema import WIRES, Config
-from zpp_lab.files import conf_dir
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import WIRES, Config, RecipeConfig
+from zpp_lab.files import conf_dir, read_yaml
 from zpp_lab.runs.metrics import Record
 from zpp_lab.runs.wandb.baseline import Baseline
 from zpp_lab.runs.wandb.folder import RunFolder
@@ -88,12 +90,12 @@ def sets(flat: Mapping[str, Any], *fields: str) -> bool:
 @cache
 def _as_written(recipe: str) -> dict[str, Any]:
     """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
-    if not (conf_dir() / "recipe" / f"{recipe}.yaml").is_file():
+    file = conf_dir() / "recipe" / f"{recipe}.yaml"
+    if not file.is_file():
         return {}
-    from zpp_lab.config.compose import compose  # Hydra, which no other rank needs
-
-    flat = heeded(compose([f"recipe={recipe}"]))
-    return {k: v for k, v in flat.items() if k.startswith("recipe.")}
+    values = read_yaml(file)
+    values.pop("defaults", None)  # what a recipe does not say is RecipeConfig's default
+    return heeded({"recipe": asdict(load(RecipeConfig, values))})
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ import yaml
 from zpp_lab.files import missing
 from zpp_lab.runs.metrics import Tail
 from zpp_lab.runs.wandb.baseline import is_ready
-from zpp_lab.runs.wandb.folder import RunFolder, find_runs
+from zpp_lab.runs.wandb.folder import RunFolder, run_folders
 from zpp_lab.runs.wandb.mode import Mode, check_can_send, resolve
 from zpp_lab.runs.wandb.run import WandbRun, forget
 
@@ -64,7 +64,7 @@ def sync_all(paths: Sequence[Path | str]) -> int:
 
     A line a run says where it is, or why it is not. ValueError when there is no run.
     """
-    folders = [run for path in paths for run in find_runs(path)]
+    folders = [run for path in paths for run in run_folders(path)]
     if not folders:
         absent = [path for path in map(Path, paths) if not path.is_dir()]
         if absent:
@@ -151,7 +151,7 @@ def serve_study(root: Path | str, auto: Mode, more: Callable[[float], bool]) -> 
 def _unsent(root: Path | str) -> list[tuple[RunFolder, str]]:
     """The runs that have ended in a way that wandb does not know yet, with the mark of that."""
     found = []
-    for folder in find_runs(root):
+    for folder in run_folders(root):
         mark = folder.ended()
         if mark is not None and folder.sent() != mark:
             found.append((folder, mark))
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
             return int(serve_study(args.study, auto, _more_runs(args.parent)) > 0)
         if args.sync:
             return int(sync_all(args.folders) > 0)
-        folders = [run for folder in args.folders for run in find_runs(folder)]
+        folders = [run for folder in args.folders for run in run_folders(folder)]
         return int(_follow_all(folders, auto, args.parent) > 0)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from scipy import special
 
-from zpp_lab.files import damaged
-from zpp_lab.runs.reader import HELDOUT, Run, read_json
+from zpp_lab.files import HELDOUT, damaged
+from zpp_lab.runs.reader import Run, read_json
 from zpp_lab.study.judge.verdict import StudyResult, is_baseline
 
 

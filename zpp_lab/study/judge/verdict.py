@@ -46,11 +46,10 @@ from statistics import fmean
 
 from zpp_lab.config.schema import FEW_HELDOUT, LEAST_HELDOUT, heldout_notes, more_heldout
 from zpp_lab.config.study import ArmConfig, StudyConfig
-from zpp_lab.files import below
+from zpp_lab.files import CONFIG, STUDY_FILE, below
 from zpp_lab.runs.reader import (
     NO_ANSWER,
     NOT_JUDGED,
-    STUDY_FILE,
     Run,
     failures,
     find_runs,
@@ -418,7 +417,7 @@ def _prepare_notes(root: Path, study: StudyConfig) -> list[str]:
     notes = []
     for one in study.prepare:
         folder = root / PREPARE / one.name
-        run = read_run(folder) if (folder / "config.yaml").is_file() else None
+        run = read_run(folder) if (folder / CONFIG).is_file() else None
         if run is None or run.outcome != "finished":
             notes.append(f"{PREPARE} {one.name}, which arms start from, {told(run)}.")
     return notes

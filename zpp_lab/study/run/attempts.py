@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import write_atomic
+from zpp_lab.files import FAILURE, LOG, write_atomic
 from zpp_lab.runs.metrics import from_json, to_json
-from zpp_lab.runs.reader import LOG, Run, read_json, read_run
+from zpp_lab.runs.reader import Run, read_json, read_run
 from zpp_lab.study.run.plan import PlannedRun, write_config
 from zpp_lab.train.piece import PAUSED
 
@@ -29,7 +29,7 @@ Attempt = Mapping[str, Any]
 def attempts(folder: Path) -> list[Attempt]:
     """The failed starts, oldest first; a failure.json that nobody noted counts as one."""
     found = [one for line in _text(folder).splitlines() if (one := _attempt(line)) is not None]
-    if not found and (last := read_json(folder / "failure.json")) is not None:
+    if not found and (last := read_json(folder / FAILURE)) is not None:
         found = [last]
     return [one for one in found if one.get("outcome") != "interrupted"]
 
@@ -153,7 +153,7 @@ def ended_run(
     """
     if not run.finished:
         write_config(run)  # a run that failed early has not done it itself
-        if not (run.dir / "failure.json").exists():
+        if not (run.dir / FAILURE).exists():
             killed = code == -signal.SIGKILL and out_of_memory
             how = how or (last_error(run.dir / LOG) if code == 1 else None) or how_it_ended(code)
             _write_failure(run.dir, how, "out_of_memory" if killed else "crashed")
@@ -175,7 +175,7 @@ def _write_failure(folder: Path, error: str, outcome: str) -> None:
         "step": None,
         "traceback": log_tail(folder / LOG),
     }
-    write_atomic(folder / "failure.json", json.dumps(failure, indent=1) + "\n")
+    write_atomic(folder / FAILURE, json.dumps(failure, indent=1) + "\n")
 
 
 def last_error(log: Path) -> str | None:

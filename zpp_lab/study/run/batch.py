@@ -32,7 +32,7 @@ from zpp_lab.config.compose import to_config
 from zpp_lab.config.load import quote, setting_of, written
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import conf_dir
+from zpp_lab.files import FAILURE, conf_dir
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.attempts import ended_run, ending
 from zpp_lab.study.run.plan import PlannedRun, overrides_of
@@ -101,7 +101,7 @@ class Batch:
         if not todo:
             return
         for run in todo:
-            (run.dir / "failure.json").unlink(missing_ok=True)
+            (run.dir / FAILURE).unlink(missing_ok=True)
         words = [overrides_of(self._study, run) for run in todo]
         groups = jobs_of(self._launcher, self._root, self._settings, _named(todo))
         told = [[*self._settings, *group.words] for group in groups]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import only_one
+from zpp_lab.files import FAILURE, only_one
 from zpp_lab.runs.reader import Run, find_runs, last_step, read_json, told, write_study
 from zpp_lab.runs.wandb.process import start_study_sink
 from zpp_lab.study.run import attempts
@@ -175,7 +175,7 @@ def _todo(
     if retry:
         for run in left:
             attempts.forget(run.dir)
-            (run.dir / "failure.json").unlink(missing_ok=True)
+            (run.dir / FAILURE).unlink(missing_ok=True)
     lost = [run for run in left if attempts.given_up(run.dir, study.retries)]
     return [run for run in left if run not in lost], lost
 
@@ -257,7 +257,7 @@ def _outcome(
 
 def _end(run: PlannedRun) -> str:
     """How a run stands that has not finished; "" for one that was never started."""
-    step, failure = last_step(run.dir), read_json(run.dir / "failure.json")
+    step, failure = last_step(run.dir), read_json(run.dir / FAILURE)
     found = Run(run.dir, run.arm, run.seed, asdict(run.config), None, failure, step)
     return told(found) if step or failure else ""
 
@@ -271,7 +271,7 @@ def _compose() -> Compose:
 def _intent(
     runs: Sequence[PlannedRun], todo: Sequence[PlannedRun], lost: Sequence[PlannedRun]
 ) -> str:
-    again = sum((run.dir / "failure.json").exists() for run in todo)
+    again = sum((run.dir / FAILURE).exists() for run in todo)
     parts = [f"{len(runs)} runs", f"{len(runs) - len(todo) - len(lost)} finished already"]
     parts += [f"{again} failed and are tried again"] if again else []
     parts += [f"{len(lost)} diverged or failed for good (--retry)"] if lost else []

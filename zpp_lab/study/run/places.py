@@ -1,8 +1,5 @@
-"""Where runs may go on this machine: its GPUs, or shares of its cores.
-
-Without torch: GPUs are counted from CUDA_VISIBLE_DEVICES or the driver's device files.
-
-How much of a GPU a run takes, so that several small ones can share it.
+"""Where runs may go on this machine: its GPUs, or shares of its cores; and how much of a GPU a
+run takes, so that several small ones can share it.
 
 With `runs_per_gpu: 0` the first run of a shape (model, cluster, batch, dtypes, recipe family) has
 a GPU to itself; its peak memory then says how many of its kind fit beside each other.
@@ -12,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zpp_lab.config.compose import flat_config
 from zpp_lab.config.schema import Config
@@ -23,6 +18,7 @@ from zpp_lab.runs.provenance import cores, output
 from zpp_lab.runs.reader import Run, read_run
 from zpp_lab.study.run.attempts import ran_out_of_memory
 from zpp_lab.study.run.plan import PlannedRun
+from zpp_lab.train.launch.gpus import visible_gpus
 from zpp_lab.train.launch.mps import PROGRAM
 
 _SPARE = 1.15  # of the measured peak: allocators are not alike twice
@@ -174,7 +170,7 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
     memory takes. ValueError when a run needs more GPUs than the machine has.
     """
     check_jobs(jobs)
-    gpus, cpus = visible_gpus(configs), cores()
+    gpus, cpus = gpus_to_share(configs), cores()
     wanted = max((gpus_needed(config) for config in configs), default=1)
     if gpus and wanted > len(gpus):
         raise ValueError(
@@ -203,15 +199,11 @@ def gpus_needed(config: Config) -> int:
     return cluster.gpus_per_node if config.engine.share_gpus is not None else cluster.world
 
 
-def visible_gpus(configs: Sequence[Config]) -> list[str]:
+def gpus_to_share(configs: Sequence[Config]) -> list[str]:
     """GPUs to share out; none when a run names its device (cpu, cuda:1) itself."""
     if any(config.engine.device not in ("auto", "cuda") for config in configs):
         return []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
-    nodes = [p.name for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
-    return [str(i) for i in range(len(nodes))]
+    return list(visible_gpus(os.environ))
 
 
 def gpu_memory() -> int | None:

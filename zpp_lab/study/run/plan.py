@@ -27,7 +27,7 @@ from zpp_lab.config.load import quote, setting_of
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
-from zpp_lab.files import write_atomic
+from zpp_lab.files import CONFIG, SUMMARY, write_atomic
 from zpp_lab.runs.reader import read_run, read_study
 from zpp_lab.runs.wandb.mode import resolve
 from zpp_lab.train.inputs import check_inputs, check_recipe, planned
@@ -99,7 +99,7 @@ class PlannedRun:
 
     @property
     def finished(self) -> bool:
-        return (self.dir / "summary.json").exists()
+        return (self.dir / SUMMARY).exists()
 
 
 class Planner:
@@ -236,7 +236,7 @@ def _check_own(overrides: Sequence[str]) -> None:
 
 def write_config(run: PlannedRun) -> None:
     """Write config.yaml where a run died too early to do it."""
-    path = run.dir / "config.yaml"
+    path = run.dir / CONFIG
     if not path.exists():
         write_atomic(path, yaml.safe_dump(asdict(run.config), sort_keys=False))
 
@@ -246,7 +246,7 @@ def check_folder(study: StudyConfig, root: Path) -> None:
     nearest = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is a file: give the study a folder with --dir")
-    if (root / "config.yaml").is_file():
+    if (root / CONFIG).is_file():
         raise ValueError(f"{root} holds a single run: give the study a folder of its own, --dir")
     there = read_study(root)
     if there is not None and there.name != study.name:
@@ -296,7 +296,7 @@ def _check_settings(runs: Sequence[PlannedRun]) -> None:
     """ValueError when folders were run with other settings; those that differ alike at once."""
     alike: dict[str, list[PlannedRun]] = {}
     for run in runs:
-        if (run.dir / "config.yaml").exists():
+        if (run.dir / CONFIG).exists():
             differing = differences(read_run(run.dir).config, run.config)
             shown = ", ".join(f"{k} (there {a!r}, now {b!r})" for k, (a, b) in differing.items())
             alike.setdefault(shown, []).append(run)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.schema import Config
-from zpp_lab.files import hold
-from zpp_lab.runs.reader import LOG
+from zpp_lab.files import LOG, hold
 from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun
 from zpp_lab.train.piece import PAUSED, UNFINISHED

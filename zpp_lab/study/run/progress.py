@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import held, missing, read_yaml
+from zpp_lab.files import CONFIG, FAILURE, SUMMARY, held, missing, read_yaml
 from zpp_lab.runs.reader import last_record, last_step, read_run, read_study
 from zpp_lab.study.run.plan import PlannedRun, check_folder, run_folder
 
@@ -150,7 +150,7 @@ class Watch:
         running = held(folder)  # asked first: a run that ends meanwhile has not stopped
         last = last_record(folder) or {}
         step, seconds = int(last.get("step", 0)), float(last.get("seconds", 0.0))
-        ended = any((folder / name).exists() for name in ("summary.json", "failure.json"))
+        ended = any((folder / name).exists() for name in (SUMMARY, FAILURE))
         run = read_run(folder) if ended else None
         if running:
             state = "running"
@@ -166,7 +166,7 @@ class Watch:
 
     def _planned(self, folder: Path) -> int | None:
         """train.steps of the run, known once it has started."""
-        path = folder / "config.yaml"
+        path = folder / CONFIG
         if folder not in self._steps and path.exists():
             self._steps[folder] = int(read_yaml(path)["train"]["steps"])
         return self._steps.get(folder)

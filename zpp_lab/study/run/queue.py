@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from zpp_lab.files import FULL
+from zpp_lab.files import FAILURE, FULL
 from zpp_lab.runs.provenance import oom_kills
 from zpp_lab.runs.reader import Run, last_step
 from zpp_lab.study.run import attempts
@@ -85,7 +85,7 @@ class Queue:
             if slot is None:
                 return
             run = self._waiting.popleft()
-            (run.dir / "failure.json").unlink(missing_ok=True)
+            (run.dir / FAILURE).unlink(missing_ok=True)
             self._pool.start(run, slot)
 
     def _settle(self, ended: Ended, out_of_memory: bool) -> None:
@@ -127,7 +127,7 @@ def _check_disk(folder: Path, result: Run) -> None:
     error = str(failure.get("error") or "").strip()
     free = shutil.disk_usage(folder).free
     if free < _FULL or any(why in f"{error} {failure.get('traceback')}" for why in _NO_ROOM):
-        (folder / "failure.json").unlink(missing_ok=True)
+        (folder / FAILURE).unlink(missing_ok=True)
         told = f": {error.splitlines()[0].partition('; ')[0]}" if error else ""
         raise OSError(
             errno.ENOSPC,

@@ -9,8 +9,8 @@ from typing import Any
 from zpp_lab.config.compose import load_study
 from zpp_lab.config.schema import TrackingConfig
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import nearest
-from zpp_lab.runs.reader import STUDY_FILE, read_study
+from zpp_lab.files import STUDY_FILE, nearest
+from zpp_lab.runs.reader import read_study
 from zpp_lab.runs.wandb.mode import find_key, resolve
 from zpp_lab.study.wandb_pages.apply import apply
 from zpp_lab.study.wandb_pages.publish import tracking_of

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.runs.reader import STUDY_FILE, read_study
-from zpp_lab.runs.wandb.folder import CONFIG, find_runs, read_state, write_state
+from zpp_lab.files import CONFIG, STUDY_FILE
+from zpp_lab.runs.reader import read_study
+from zpp_lab.runs.wandb.folder import read_state, run_folders, write_state
 from zpp_lab.runs.wandb.mode import Mode, resolve
 from zpp_lab.runs.wandb.process import SinkHandle, start_process
 from zpp_lab.runs.wandb.run import forget, open_run
@@ -77,7 +78,7 @@ def publish(root: Path, mode: Mode) -> str | None:
 
 def tracking_of(root: Path) -> dict[str, Any]:
     """The tracking settings of a study's first run; {} when no run has written its config."""
-    found = [run for run in find_runs(root) if (run.path / CONFIG).is_file()]
+    found = [run for run in run_folders(root) if (run.path / CONFIG).is_file()]
     return (found[0].config().get("tracking") or {}) if found else {}
 
 

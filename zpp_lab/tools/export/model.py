@@ -31,12 +31,11 @@ from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
-from zpp_lab.files import below, missing, read_yaml
+from zpp_lab.files import CONFIG, below, missing, read_yaml
 from zpp_lab.models.build import build_model
 from zpp_lab.models.lora import adapters_of, inputs_first, merged
 from zpp_lab.models.start import whole
 from zpp_lab.runs.checkpoint.read import SavedWeights, newest
-from zpp_lab.runs.wandb.folder import CONFIG
 from zpp_lab.tools.export.shards import LIMIT, write_safetensors
 from zpp_lab.tools.export.target import Target, target_of, write_tokenizer
 from zpp_lab.tools.export.wire import WireWeights

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import shares
+from zpp_lab.files import CONFIG, shares
 from zpp_lab.runs.reader import last_step, read_run
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.launch import check_time
@@ -147,7 +147,7 @@ def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list
         who = (run.arm, run.prepares)
         if who not in seen:
             seen[who] = (foresee(run.config), *_predicted(run, machine))
-        state = read_run(run.dir).outcome if (run.dir / "config.yaml").exists() else "unfinished"
+        state = read_run(run.dir).outcome if (run.dir / CONFIG).exists() else "unfinished"
         found.append(Forecast(run, state, last_step(run.dir), *seen[who]))
     return found
 

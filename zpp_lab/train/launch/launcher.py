@@ -42,10 +42,10 @@ from zpp_lab.collectives import watchdog
 from zpp_lab.config.compose import check_same_run, has_ended, run_dir
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
-from zpp_lab.files import at_work, hold, write_atomic
+from zpp_lab.files import CONFIG, FAILURE, SUMMARY, at_work, hold, write_atomic
 from zpp_lab.runs.metrics import Record, read_object
 from zpp_lab.runs.provenance import oom_kills
-from zpp_lab.runs.wandb.folder import FAILURE, SUMMARY, read_summary, write_failure
+from zpp_lab.runs.wandb.folder import read_summary, write_failure
 from zpp_lab.train.footprint import StartUp
 from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer, mistake
 from zpp_lab.train.launch.gpus import Placement, place, served, visible_gpus
@@ -134,7 +134,7 @@ def start(config: Config) -> Record:
     check_same_run(config, folder)
     kills = oom_kills()
     with tempfile.TemporaryDirectory() as temporary, served(placement) as where:
-        file = Path(temporary, "config.yaml")
+        file = Path(temporary, CONFIG)
         write_atomic(file, yaml.safe_dump(asdict(config), sort_keys=False))
         settings = LaunchConfig(
             min_nodes=1,

@@ -18,7 +18,7 @@ from zpp_lab.config.schema import Wire
 from zpp_lab.tools.plan.cost.machine import Machine
 
 LinkName = Literal["intra", "inter"]
-SEGMENTS = 20  # of one launch of a codec kernel
+SEGMENTS = 18  # of one launch of a codec kernel: MAX_SEGMENTS of cuda/
 BF16 = 2  # bytes
 
 
