@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -58,7 +59,7 @@ def load(cls: type[T], values: Mapping[str, Any]) -> T:
         raise ValueError(f"no mapping of names to values: {str(values)[:40]!r}")
     flags = [f"{place}={_spelt(flag)}: use a number" for place, flag in _misplaced(cls, values)]
     try:
-        made = TypeAdapter(cls).validate_python(_without_outdated(dict(values)))
+        made = _adapter(cls).validate_python(_without_outdated(dict(values)))
     except ValidationError as error:
         faults = [_explain(cls, e) for e in error.errors() if e["type"] != "missing"]
         if absent := _absent(cls, error):
@@ -167,8 +168,13 @@ def _hint(cls: Any, path: list[str]) -> Any:
     for part in path:
         if not part.isdigit():
             inner = _dataclass_in(cls)
-            cls = typing.get_type_hints(inner).get(part) if is_dataclass(inner) else None
+            cls = _hints(inner).get(part) if is_dataclass(inner) else None
     return cls
+
+
+# of a class; a study asks for each of its runs
+_hints: Any = cache(typing.get_type_hints)
+_adapter: Any = cache(TypeAdapter)
 
 
 def _dataclass_in(hint: Any) -> Any:
