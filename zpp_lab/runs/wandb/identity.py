@@ -95,7 +95,8 @@ def _as_written(recipe: str) -> dict[str, Any]:
         return {}
     values = read_yaml(file)
     values.pop("defaults", None)  # what a recipe does not say is RecipeConfig's default
-    return heeded({"recipe": asdict(load(RecipeConfig, values))})
+    flat = heeded({"recipe": asdict(load(RecipeConfig, values))})
+    return {k: v for k, v in flat.items() if k.startswith("recipe.")}
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
