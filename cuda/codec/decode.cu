@@ -1,43 +1,76 @@
 // decode: payload rows → whole parameters. finish_sums: rotated sums → plain sums.
 #include "codec/decode.cuh"
-#include "layout/launch.cuh"
 
 namespace zpp {
 
+// Decodes all of a block's tiles in a segment, each read while the one before is stored.
 template <bool ROTATED>
-__global__ void __launch_bounds__(THREADS, 4) decode_kernel(__grid_constant__ Plan const plan) {
-  uint32_t tile = blockIdx.x;
+struct DecodeCoded {
+  template <int BITS, bool SYM, bool BF16>
+  __device__ __forceinline__ static void run(Plan const& plan, Place at, Stride const& stride) {
+    Segment const& s = at.segment();
+    Coded now;
+    clear(now);
+    auto const read = [&](Place const& place) {
+      auto const lane = lane_at<BITS, SYM, BF16>(plan, place);
+      int const left = place.left(s.from_len);
+      left == TILE ? lane.read(now) : lane.read_part(place.within, left, now);
+    };
+    read(at);
 #pragma unroll 1
-  for (int i = 0; i < plan.segments; ++i) {
-    Place at;
-    if (!enter(plan, i, tile, at)) continue;
-    decode_segment<ROTATED>(plan, at, Stride(plan.segment[i]));
-  }
-}
-
-__global__ void __launch_bounds__(THREADS, 4) finish_kernel(__grid_constant__ Plan const plan) {
-  uint32_t tile = blockIdx.x;
-#pragma unroll 1
-  for (int i = 0; i < plan.segments; ++i) {
-    Place at;
-    if (!enter(plan, i, tile, at)) continue;
-    Segment const& s = plan.segment[i];
-    Stride const stride(s);
-#pragma unroll 1
-    for (; at.row < plan.rows; at = stride.after(at)) {
+    while (at.row < plan.rows) {
       Tile x;
-      load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
-      change_domain(s, at, x);
+      add_row<BITS, SYM, BF16, false>(now, x);
+      Place const next = stride.after(at);
+      if (next.row < plan.rows) read(next);
+      if constexpr (ROTATED) change_domain(s, at, x);
       store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+      at = next;
     }
   }
-}
+};
+
+// Raw floats that become others.
+struct Convert : EachTile<Convert> {
+  __device__ __forceinline__ static void tile(Plan const&, Place const& at) {
+    Segment const& s = at.segment();
+    Tile x;
+    load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
+    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+  }
+};
+
+template <bool ROTATED>
+struct Decode {
+  static constexpr int BLOCKS = 4;
+
+  __device__ __forceinline__ void begin(Plan const&) {}
+
+  __device__ __forceinline__ static void segment(
+      Plan const& plan, Place const& at, Stride const& stride) {
+    Segment const& s = at.segment();
+    if (s.copy) return Copy::segment(plan, at, stride);
+    if (s.from_codec.raw) return Convert::segment(plan, at, stride);
+    by_kind<DecodeCoded<ROTATED>>(s.from_codec, plan, at, stride);
+  }
+};
+
+struct FinishSums : EachTile<FinishSums> {
+  static constexpr int BLOCKS = 4;
+
+  __device__ __forceinline__ static void tile(Plan const&, Place const& at) {
+    Segment const& s = at.segment();
+    Tile x;
+    load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
+    change_domain(s, at, x);
+    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
+  }
+};
 
 int launch_decode(Plan& plan, bool rotated, void* stream) {
-  if (rotated) return launch<decode_kernel<true>>(plan, stream);
-  return launch<decode_kernel<false>>(plan, stream);
+  return rotated ? launch<Decode<true>>(plan, stream) : launch<Decode<false>>(plan, stream);
 }
 
-int launch_finish_sums(Plan& plan, void* stream) { return launch<finish_kernel>(plan, stream); }
+int launch_finish_sums(Plan& plan, void* stream) { return launch<FinishSums>(plan, stream); }
 
 }  // namespace zpp

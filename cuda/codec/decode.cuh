@@ -173,30 +173,6 @@ __device__ __forceinline__ void sum_part(Plan const& plan, Place const& at, int 
   zero_from(x, at.within, left);  // zero bits are the lowest level
 }
 
-// Decodes all of a block's tiles in a segment, each read while the one before is stored.
-template <int BITS, bool SYM, bool BF16, bool ROTATED>
-__device__ __forceinline__ void decode_run(Plan const& plan, Place at, Stride const& stride) {
-  Segment const& s = at.segment();
-  Coded now;
-  clear(now);
-  auto const read = [&](Place const& place) {
-    auto const lane = lane_at<BITS, SYM, BF16>(plan, place);
-    int const left = place.left(s.from_len);
-    left == TILE ? lane.read(now) : lane.read_part(place.within, left, now);
-  };
-  read(at);
-#pragma unroll 1
-  while (at.row < plan.rows) {
-    Tile x;
-    add_row<BITS, SYM, BF16, false>(now, x);
-    Place const next = stride.after(at);
-    if (next.row < plan.rows) read(next);
-    if constexpr (ROTATED) change_domain(s, at, x);
-    store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
-    at = next;
-  }
-}
-
 // x + (0 + row 0) + (0 + row 1) + ..., as the reference adds decoded rows
 __device__ __forceinline__ void sum_raw(Plan const& plan, Place const& at, Tile& x) {
   Segment const& s = at.segment();
@@ -212,20 +188,42 @@ __device__ __forceinline__ void sum_raw(Plan const& plan, Place const& at, Tile&
   }
 }
 
-template <int BITS, bool SYM, bool BF16, bool FRESH>
-__device__ __forceinline__ void sum_coded(Plan const& plan, Place const& at, Tile& x) {
-  int const left = at.left(at.segment().from_len);
-  if (left == TILE) {
-    sum_whole<BITS, SYM, BF16, FRESH>(plan, at, x);
-  } else {
-    if (FRESH) zero_tile(x);
-    sum_part<BITS, SYM, BF16>(plan, at, left, x);
+// Do::run<BITS, SYM, BF16>(args ...) for the codec's kind.
+template <class Do, class... Args>
+__device__ __forceinline__ void by_kind(Codec const& c, Args&... args) {
+  switch (c.bits * 4 + c.symmetric * 2 + c.bf16_scale) {
+    case 32: return Do::template run<8, false, false>(args...);
+    case 33: return Do::template run<8, false, true>(args...);
+    case 34: return Do::template run<8, true, false>(args...);
+    case 35: return Do::template run<8, true, true>(args...);
+    case 24: return Do::template run<6, false, false>(args...);
+    case 25: return Do::template run<6, false, true>(args...);
+    case 26: return Do::template run<6, true, false>(args...);
+    case 27: return Do::template run<6, true, true>(args...);
+    case 16: return Do::template run<4, false, false>(args...);
+    case 17: return Do::template run<4, false, true>(args...);
+    case 18: return Do::template run<4, true, false>(args...);
+    case 19: return Do::template run<4, true, true>(args...);
+    case 8: return Do::template run<2, false, false>(args...);
+    case 9: return Do::template run<2, false, true>(args...);
+    case 10: return Do::template run<2, true, false>(args...);
+    default: return Do::template run<2, true, true>(args...);
   }
 }
 
-__device__ __forceinline__ int kind_of(Codec const& c) {
-  return c.bits * 4 + c.symmetric * 2 + c.bf16_scale;
-}
+template <bool FRESH>
+struct SumCoded {
+  template <int BITS, bool SYM, bool BF16>
+  __device__ __forceinline__ static void run(Plan const& plan, Place const& at, Tile& x) {
+    int const left = at.left(at.segment().from_len);
+    if (left == TILE) {
+      sum_whole<BITS, SYM, BF16, FRESH>(plan, at, x);
+    } else {
+      if (FRESH) zero_tile(x);
+      sum_part<BITS, SYM, BF16>(plan, at, left, x);
+    }
+  }
+};
 
 // x = the sum of the incoming payload rows in row order (FRESH), or x plus each, by whatever codec
 // the segment has.
@@ -236,60 +234,7 @@ __device__ __forceinline__ void sum_tile(Plan const& plan, Place const& at, Tile
     if (FRESH) zero_tile(x);
     return sum_raw(plan, at, x);
   }
-  switch (kind_of(codec)) {
-    case 32: return sum_coded<8, false, false, FRESH>(plan, at, x);
-    case 33: return sum_coded<8, false, true, FRESH>(plan, at, x);
-    case 34: return sum_coded<8, true, false, FRESH>(plan, at, x);
-    case 35: return sum_coded<8, true, true, FRESH>(plan, at, x);
-    case 24: return sum_coded<6, false, false, FRESH>(plan, at, x);
-    case 25: return sum_coded<6, false, true, FRESH>(plan, at, x);
-    case 26: return sum_coded<6, true, false, FRESH>(plan, at, x);
-    case 27: return sum_coded<6, true, true, FRESH>(plan, at, x);
-    case 16: return sum_coded<4, false, false, FRESH>(plan, at, x);
-    case 17: return sum_coded<4, false, true, FRESH>(plan, at, x);
-    case 18: return sum_coded<4, true, false, FRESH>(plan, at, x);
-    case 19: return sum_coded<4, true, true, FRESH>(plan, at, x);
-    case 8: return sum_coded<2, false, false, FRESH>(plan, at, x);
-    case 9: return sum_coded<2, false, true, FRESH>(plan, at, x);
-    case 10: return sum_coded<2, true, false, FRESH>(plan, at, x);
-    default: return sum_coded<2, true, true, FRESH>(plan, at, x);
-  }
-}
-
-template <bool ROTATED>
-__device__ __forceinline__ void decode_segment(Plan const& plan, Place at, Stride const& stride) {
-  Segment const& s = at.segment();
-  if (s.from_codec.raw) {
-#pragma unroll 1
-    for (; at.row < plan.rows; at = stride.after(at)) {
-      if (s.copy) {
-        copy_segment(s, at);
-        continue;
-      }
-      Tile x;
-      load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
-      store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
-    }
-    return;
-  }
-  switch (kind_of(s.from_codec)) {
-    case 32: return decode_run<8, false, false, ROTATED>(plan, at, stride);
-    case 33: return decode_run<8, false, true, ROTATED>(plan, at, stride);
-    case 34: return decode_run<8, true, false, ROTATED>(plan, at, stride);
-    case 35: return decode_run<8, true, true, ROTATED>(plan, at, stride);
-    case 24: return decode_run<6, false, false, ROTATED>(plan, at, stride);
-    case 25: return decode_run<6, false, true, ROTATED>(plan, at, stride);
-    case 26: return decode_run<6, true, false, ROTATED>(plan, at, stride);
-    case 27: return decode_run<6, true, true, ROTATED>(plan, at, stride);
-    case 16: return decode_run<4, false, false, ROTATED>(plan, at, stride);
-    case 17: return decode_run<4, false, true, ROTATED>(plan, at, stride);
-    case 18: return decode_run<4, true, false, ROTATED>(plan, at, stride);
-    case 19: return decode_run<4, true, true, ROTATED>(plan, at, stride);
-    case 8: return decode_run<2, false, false, ROTATED>(plan, at, stride);
-    case 9: return decode_run<2, false, true, ROTATED>(plan, at, stride);
-    case 10: return decode_run<2, true, false, ROTATED>(plan, at, stride);
-    default: return decode_run<2, true, true, ROTATED>(plan, at, stride);
-  }
+  by_kind<SumCoded<FRESH>>(codec, plan, at, x);
 }
 
 }  // namespace zpp

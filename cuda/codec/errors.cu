@@ -4,7 +4,6 @@
 // order (zpp_lab/codecs/errors.py defines it) and tiles are added by the caller, so there are no
 // atomics and the same values give the same bits.
 #include "codec/decode.cuh"
-#include "layout/launch.cuh"
 
 namespace zpp {
 namespace {
@@ -26,49 +25,34 @@ __device__ Segment written(Segment const& s) {
 }
 
 // A tile's values as they decode, still rotated; counts codes at either end of the range.
-template <int BITS, bool SYM, bool BF16>
-__device__ __forceinline__ void decode_counted(
-    Plan const& plan, Place const& at, Tile& y, Sums& sums) {
-  using G = Grid<BITS, SYM>;
-  int const left = at.left(at.segment().from_len);
-  Coded c;
-  clear(c);
-  lane_at<BITS, SYM, BF16>(plan, at).read_part(at.within, left, c);
-  add_row<BITS, SYM, BF16, false>(c, y);
+struct DecodeCounted {
+  template <int BITS, bool SYM, bool BF16>
+  __device__ __forceinline__ static void run(
+      Plan const& plan, Place const& at, Tile& y, Sums& sums) {
+    using G = Grid<BITS, SYM>;
+    int const left = at.left(at.segment().from_len);
+    Coded c;
+    clear(c);
+    lane_at<BITS, SYM, BF16>(plan, at).read_part(at.within, left, c);
+    add_row<BITS, SYM, BF16, false>(c, y);
 #pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-    float q[8];
-    levels<BITS, SYM>(c.codes[v], q);
+    for (int v = 0; v < CHUNKS; ++v) {
+      float q[8];
+      levels<BITS, SYM>(c.codes[v], q);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      bool const end = q[i] == G::lowest || q[i] == G::levels;
-      if (end && at.within + v * CHUNK + i < left) ++sums.saturated;
+      for (int i = 0; i < 8; ++i) {
+        bool const end = q[i] == G::lowest || q[i] == G::levels;
+        if (end && at.within + v * CHUNK + i < left) ++sums.saturated;
+      }
     }
   }
-}
+};
 
 __device__ __forceinline__ void decode_written(
     Plan const& plan, Place const& at, Tile& y, Sums& sums) {
   Segment const& s = at.segment();
   if (s.from_codec.raw) return load_floats(s.from, s.from_dtype, at, s.from_len, 0, y);
-  switch (kind_of(s.from_codec)) {
-    case 32: return decode_counted<8, false, false>(plan, at, y, sums);
-    case 33: return decode_counted<8, false, true>(plan, at, y, sums);
-    case 34: return decode_counted<8, true, false>(plan, at, y, sums);
-    case 35: return decode_counted<8, true, true>(plan, at, y, sums);
-    case 24: return decode_counted<6, false, false>(plan, at, y, sums);
-    case 25: return decode_counted<6, false, true>(plan, at, y, sums);
-    case 26: return decode_counted<6, true, false>(plan, at, y, sums);
-    case 27: return decode_counted<6, true, true>(plan, at, y, sums);
-    case 16: return decode_counted<4, false, false>(plan, at, y, sums);
-    case 17: return decode_counted<4, false, true>(plan, at, y, sums);
-    case 18: return decode_counted<4, true, false>(plan, at, y, sums);
-    case 19: return decode_counted<4, true, true>(plan, at, y, sums);
-    case 8: return decode_counted<2, false, false>(plan, at, y, sums);
-    case 9: return decode_counted<2, false, true>(plan, at, y, sums);
-    case 10: return decode_counted<2, true, false>(plan, at, y, sums);
-    default: return decode_counted<2, true, true>(plan, at, y, sums);
-  }
+  by_kind<DecodeCounted>(s.from_codec, plan, at, y, sums);
 }
 
 __device__ __forceinline__ void compare(Tile const& x, Tile const& y, Sums& sums) {
@@ -117,42 +101,41 @@ __device__ __forceinline__ void encode_one(Plan const& plan, Place const& at) {
   encode_tile<true>(plan, at, x);
 }
 
-__global__ void __launch_bounds__(THREADS, 2)
-    encode_errors_kernel(__grid_constant__ Plan const plan) {
-  __shared__ Segment back;
-  uint32_t tile = blockIdx.x;
-#pragma unroll 1
-  for (int i = 0; i < plan.segments; ++i) {
-    Place at;
-    if (!enter(plan, i, tile, at)) continue;
-    Segment const& s = plan.segment[i];
-    Stride const stride(s);
-    __syncthreads();  // the last segment's tiles are done
-    if (threadIdx.x == 0) back = written(s);
-#pragma unroll 1
-    for (; at.row < plan.rows; at = stride.after(at)) {
-      encode_one(plan, at);
-      __syncthreads();  // the tile's bytes, and the sums of the one before, are there for all
-      Place place = at;
-      place.where = &back;
-      Sums sums;
-      Tile x, y;
-      decode_written(plan, place, y, sums);
-      change_domain(back, place, y);
-      int const left = at.left(s.numel);
-      if (left < TILE) zero_from(y, at.within, left);
-      load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
-      compare(x, y, sums);
-      int64_t const number = s.first_tile + int64_t(at.row) * stride.tiles + at.part;
-      write_sums(sums, plan.errors + number * ERROR_SUMS);
-    }
-  }
-}
-
 }  // namespace
 
-int launch_encode_errors(Plan& plan, void* stream) {
-  return launch<encode_errors_kernel>(plan, stream);
-}
+struct EncodeErrors : EachTile<EncodeErrors> {
+  static constexpr int BLOCKS = 2;
+
+  __device__ __forceinline__ static Segment& back() {
+    __shared__ Segment own;
+    return own;
+  }
+
+  __device__ __forceinline__ static void segment(Plan const& plan, Place at, Stride const& stride) {
+    __syncthreads();  // the last segment's tiles are done
+    if (threadIdx.x == 0) back() = written(at.segment());
+    EachTile::segment(plan, at, stride);
+  }
+
+  __device__ __forceinline__ static void tile(Plan const& plan, Place const& at) {
+    Segment const& s = at.segment();
+    encode_one(plan, at);
+    __syncthreads();  // the tile's bytes, and the sums of the one before, are there for all
+    Place place = at;
+    place.where = &back();
+    Sums sums;
+    Tile x, y;
+    decode_written(plan, place, y, sums);
+    change_domain(back(), place, y);
+    int const left = at.left(s.numel);
+    if (left < TILE) zero_from(y, at.within, left);
+    load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
+    compare(x, y, sums);
+    int64_t const number = s.first_tile + int64_t(at.row) * s.tiles.divisor + at.part;
+    write_sums(sums, plan.errors + number * ERROR_SUMS);
+  }
+};
+
+int launch_encode_errors(Plan& plan, void* stream) { return launch<EncodeErrors>(plan, stream); }
 
 }  // namespace zpp

@@ -23,9 +23,11 @@ class Stages {
  public:
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-  // `memory` holds STAGES tiles of the widest floats in the plan.
-  __device__ __forceinline__ Stages(char* memory, uint64_t* barriers, int bytes)
-      : memory_(memory), barriers_(barriers), bytes_(bytes) {
+  // The launch gives shared memory for STAGES tiles of `bytes`, the plan's widest.
+  __device__ __forceinline__ void begin(int bytes) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ uint64_t barriers[STAGES];
+    memory_ = memory, barriers_ = barriers, bytes_ = bytes;
     if (BULK && threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) Barrier::init(barriers_ + i, 1);
       cutlass::arch::fence_barrier_init();

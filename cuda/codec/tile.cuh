@@ -1,4 +1,4 @@
-// One thread block's share of a segment in registers: find it, load it, store it, rotate it.
+// One thread block's share of a segment in registers: load it, store it, rotate it.
 //
 // A tile is 8192 neighbouring elements of one row. Each of its 8 warps holds 1024 of them as 4
 // chunks of 256; in a chunk lane l holds elements 8 l ... 8 l + 7. Eight neighbours are what one
@@ -14,64 +14,13 @@
 #include "cutlass/numeric_types.h"
 
 #include "codec/numerics.cuh"
-#include "layout/plan.h"
+#include "layout/walk.cuh"
 
 namespace zpp {
 
 constexpr unsigned ALL = 0xFFFFFFFFu;
 
 using Tile = float[CHUNKS][8];
-
-// Where a thread block is in a segment. Blocks stay on the chip and take every gridDim-th tile.
-struct Place {
-  Segment const* where;
-  int row, part;  // the tile is number `part` of row `row`
-  int64_t start;  // first element of the tile
-  int within;     // this lane's first element of chunk 0, counted from there
-
-  __device__ __forceinline__ Segment const& segment() const { return *where; }
-
-  // Elements of the tile below `len`: 0 ... TILE.
-  __device__ __forceinline__ int left(int64_t len) const {
-    return int(max(min(len - start, int64_t(TILE)), int64_t(0)));
-  }
-};
-
-__device__ __forceinline__ int lane_start() {
-  return threadIdx.x / 32 * WARP_TILE + threadIdx.x % 32 * 8;
-}
-
-// One step of a block through a segment, precomputed: so many rows and so many parts.
-struct Stride {
-  int rows, parts, tiles;
-
-  __device__ __forceinline__ explicit Stride(Segment const& s) : tiles(s.tiles.divisor) {
-    s.tiles(rows, parts, int(gridDim.x));
-  }
-
-  __device__ __forceinline__ Place after(Place at) const {
-    at.row += rows, at.part += parts;
-    if (at.part >= tiles) at.part -= tiles, ++at.row;
-    at.start = int64_t(at.part) * TILE;
-    return at;
-  }
-};
-
-// This block's first place in segment i, given its next tile; false where it has none there.
-// Moves `tile` past the segment.
-// Each kernel writes its two loops out: behind a shared function that takes a lambda, nvcc 13.0
-// makes up to 15 % more code of them.
-__device__ __forceinline__ bool enter(Plan const& plan, int i, uint32_t& tile, Place& at) {
-  Segment const& s = plan.segment[i];
-  uint32_t const end = i + 1 < plan.segments ? plan.segment[i + 1].first_tile : plan.tiles;
-  if (tile >= end) return false;
-  s.tiles(at.row, at.part, int(tile - s.first_tile));
-  at.where = &s;
-  at.start = int64_t(at.part) * TILE;
-  at.within = lane_start();
-  tile += ((end - 1 - tile) / gridDim.x + 1) * gridDim.x;
-  return true;
-}
 
 // ---- floats ------------------------------------------------------------------------------
 
@@ -271,6 +220,12 @@ __device__ __forceinline__ void copy_segment(Segment const& s, Place const& at) 
     copy_as<uint16_t>(s, at);
   }
 }
+
+struct Copy : EachTile<Copy> {
+  __device__ __forceinline__ static void tile(Plan const&, Place const& at) {
+    copy_segment(at.segment(), at);
+  }
+};
 
 // ---- rotation ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Launching a kernel family's instance on a stream, as many blocks as stay on the chip at once.
+// How many blocks of a kernel stay on the chip at once: what a launch starts, at most.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,6 @@
 #include "layout/plan.h"
 
 namespace zpp {
-
-using Kernel = void (*)(Plan);
 
 // Blocks of `KERNEL` that the current device runs at once; asked for once per device and size.
 template <auto KERNEL>
@@ -29,14 +27,6 @@ uint32_t resident_blocks(int shared_bytes) {
   uint32_t const blocks = uint32_t(std::max(1, count * each));
   slot.store(uint64_t(shared_bytes) << 32 | blocks, std::memory_order_relaxed);
   return blocks;
-}
-
-template <Kernel KERNEL>
-int launch(Plan const& plan, void* stream, int shared_bytes = 0) {
-  if (plan.tiles == 0) return cudaSuccess;
-  uint32_t const blocks = std::min(plan.tiles, resident_blocks<KERNEL>(shared_bytes));
-  KERNEL<<<blocks, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
-  return cudaGetLastError();
 }
 
 }  // namespace zpp
