@@ -1,23 +1,14 @@
 // The operator adamw: its schema, every check, and the plans that the kernel runs. Nothing here
 // reads device memory, and nothing is launched before all checks have passed.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <optional>
 #include <vector>
 
-#include "optim/adamw.h"
 #include "bindings/checked.h"
+#include "optim/adamw.h"
 
 namespace zpp {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
 constexpr int64_t MOST_BLOCKS = int64_t(1) << 31;  // of one launch
@@ -121,14 +112,9 @@ void adamw(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensor
   plan.beta2 = float(beta2), plan.rest2 = float(1.0 - beta2);
   plan.eps = float(eps), plan.decay = float(decay);
   std::vector<AdamW> const plans = plans_of(lists, plan);
-  torch::stable::accelerator::DeviceGuard const guard(lists.device);
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(lists.device, &stream) == 0,
-                  "no current CUDA stream");
-  for (AdamW const& one : plans) {
-    int const error = launch_adamw(one, lists.state, stream);
-    STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
-  }
+  DeviceGuard const guard(lists.device);
+  void* const stream = stream_of(lists.device);
+  for (AdamW const& one : plans) check_launch(launch_adamw(one, lists.state, stream));
 }
 
 }  // namespace

@@ -5,26 +5,16 @@
 // zpp_lab/codecs/kernels/table.py; its columns are the enum below.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <optional>
 #include <vector>
 
+#include "bindings/checked.h"
 #include "layout/plan.h"
 
 namespace zpp {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using torch::stable::accelerator::DeviceGuard;
 
 enum Column {
   NUMEL,         // elements of a row
@@ -233,9 +223,7 @@ template <typename Fill, typename Launch>
 void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch,
          std::optional<Tensor> const& errors = std::nullopt) {
   DeviceGuard const guard(call.device);
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(call.device, &stream) == 0,
-                  "no current CUDA stream");
+  void* const stream = stream_of(call.device);
   std::vector<Plan> plans;  // all checks first: nothing is launched when one fails
   std::vector<Flags> flags;
   int64_t tiles = 0, all = 0;
@@ -275,10 +263,7 @@ void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch,
     STD_TORCH_CHECK(!flags[i].stochastic || plans[i].noise_rows,
                     "stochastic rounding needs noise: pass a Noise for this collective");
   }
-  for (size_t i = 0; i < plans.size(); ++i) {
-    int const error = launch(plans[i], flags[i], stream);
-    STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
-  }
+  for (size_t i = 0; i < plans.size(); ++i) check_launch(launch(plans[i], flags[i], stream));
 }
 
 inline void check_count(std::vector<Tensor> const& list, Call const& call, char const* name) {

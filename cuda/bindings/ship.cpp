@@ -1,21 +1,11 @@
 // The operator of shipments over peer memory: its schema and every check.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <optional>
 
+#include "bindings/checked.h"
 #include "peer/ship.h"
 
 namespace zpp {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using torch::stable::accelerator::DeviceGuard;
 
 char* bytes_of(Tensor const& t, char const* name, int32_t device) {
   STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, ": must be on out's device");
@@ -58,10 +48,7 @@ void ship_tensors(Tensor out, Tensor route, int64_t meeting, int64_t watch,
   s.meeting = uint32_t(meeting), s.watch = reinterpret_cast<void*>(watch);
   if (row == 0) return;
   DeviceGuard const guard(device);
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-                  "no current CUDA stream");
-  int const error = ship(s, stream);
+  int const error = ship(s, stream_of(device));
   STD_TORCH_CHECK(error == 0, "a shipment could not be started, CUDA error ", error);
 }
 

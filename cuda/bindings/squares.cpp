@@ -1,12 +1,5 @@
 // The operator square_sums: its schema, every check, and the plans that the kernels run. Nothing
 // here reads device memory, and nothing is launched before all checks have passed.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -15,9 +8,6 @@
 
 namespace zpp {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t MOST = int64_t(1) << 31;  // elements of a row
 
@@ -72,17 +62,13 @@ void square_sums(std::vector<Tensor> grads, std::vector<int64_t> numels, int64_t
     least = std::max(least, int64_t(last.top) + last.left);
   }
   auto* const room = static_cast<double*>(checked(tops, ScalarType::Double, least, device, "tops"));
-  torch::stable::accelerator::DeviceGuard const guard(device);
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-                  "no current CUDA stream");
+  DeviceGuard const guard(device);
+  void* const stream = stream_of(device);
   for (SquareSums& plan : plans) {
     plan.tops = room;
-    int const error = launch_square_sums(plan, stream);
-    STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
+    check_launch(launch_square_sums(plan, stream));
   }
-  int const error = launch_add_in_order(each, count, rows, all, stream);
-  STD_TORCH_CHECK(error == 0, "kernel launch failed, CUDA error ", error);
+  check_launch(launch_add_in_order(each, count, rows, all, stream));
 }
 
 }  // namespace
