@@ -13,7 +13,15 @@ import yaml
 from tests.runs.conftest import FakeWandb
 from tests.runs.test_wandb_sink import LIMIT, state
 from tests.runs.wandb_file import OfflineRun
-from zpp_lab.config.schema import Config, RecipeConfig, RunConfig, TrackingConfig, TrainConfig
+from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.schema import (
+    Config,
+    RecipeConfig,
+    RuleConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
+)
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.baseline import find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder
@@ -132,6 +140,9 @@ def test_plain_runs_are_compared_when_only_the_recipe_differs(tmp_path: Path) ->
     write(tmp_path / "zero3" / "seed1", config("zero3", None, seed=2), 0.0)
     run = RunFolder(tmp_path / "w4" / "seed1")
     assert find_baseline(run) is None  # another seed: other tokens
+    by_rule = RecipeConfig(name="zero3", rules=[RuleConfig(set=CodecConfig(bits=2))])
+    write(tmp_path / "a" / "seed1", replace(config("zero3", None), recipe=by_rule), 0.0)
+    assert find_baseline(run) is None  # quantized, whatever it is called
     write(tmp_path / "again" / "seed1", config("zero3", None), 0.0)
     found = find_baseline(run)
     assert found is not None

@@ -10,7 +10,7 @@ import pytest
 
 from zpp_lab.config.compose import compose
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import identity, shown_config, tags
+from zpp_lab.runs.wandb.identity import arm_name, identity, shown_config, tags
 
 
 def config(*overrides: str) -> dict[str, Any]:
@@ -76,6 +76,11 @@ def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:
         (["recipe=w4", "recipe.weights.bits=null"], "w4 weights.bits=null"),
         (["recipe=zero3", "recipe.weights.block_size=64"], "zero3"),  # of no codec
         (["recipe=base", "recipe.name=mine", "recipe.weights.bits=2"], "mine"),
+        (["recipe.rules=[{name:'*',set:{bits:2}}]"], "zero3 rules=[*:2]"),
+        (
+            ["recipe.rules=[{set:{codec:lattice}},{name:n,exempt:true}]"],
+            "zero3 rules=[*:lattice,n:raw]",
+        ),
     ],
 )
 def test_a_plain_run_is_called_by_the_recipe_that_it_really_has(
@@ -83,4 +88,22 @@ def test_a_plain_run_is_called_by_the_recipe_that_it_really_has(
 ) -> None:
     named = identity(RunFolder(tmp_path), config(*overrides, "seed=2"))
     assert (named["job_type"], named["name"]) == (arm, f"{arm} seed2")
-    assert f"recipe={arm}" in named["tags"]
+    assert f"recipe={arm.split()[0]}" in named["tags"]
+
+
+def test_long_names_are_cut_and_stay_apart() -> None:
+    def named(wire: str, bits: int) -> str:
+        set_ = f"{{bits:{bits},block_size:64}}"
+        rules = ",".join(f"{{name:blocks.{i}.*,wires:[{wire}],set:{set_}}}" for i in range(12))
+        return arm_name(config(f"recipe.rules=[{rules}]"))
+
+    names = {named(wire, bits) for wire in ("weights_forward", "grads_intra") for bits in (2, 4)}
+    assert len(names) == 4
+    for name in names:
+        assert len(name) <= 100
+        assert name.startswith("zero3 rules=[blocks.0.*:")
+        assert all("=" in word for word in name.split(" ")[1:])  # as a sweep's
+    long = "a" * 60
+    cut = [next(t for t in tags(config(f"recipe.name={long}{i}")) if "recipe" in t) for i in "xy"]
+    assert len(set(cut)) == 2
+    assert max(map(len, cut)) <= 64

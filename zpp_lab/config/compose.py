@@ -30,6 +30,7 @@ _ELSEWHERE = {
     "engine": " (engine=fsdp for those of real ranks)",
     "model": " (model=hf for those of transformers, model=tiny … for the decoder's)",
 }
+_CODEC = (".bits", ".codec")  # a wire's settings that give it one
 GROUPS = ("lora",)  # of conf/, whose settings lie deeper in `Config`
 
 
@@ -289,6 +290,12 @@ def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
         return flatten(asdict(config))
     stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
     return flatten(asdict(Config())) | stored
+
+
+def quantizes(flat: Mapping[str, Any]) -> bool:
+    """Whether a run's settings (`flat_config`) put a codec on a wire, by a rule as well."""
+    of_wires = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(_CODEC))
+    return bool(flat.get("recipe.rules")) or any(value is not None for value in of_wires)
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

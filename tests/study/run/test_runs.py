@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.compose import flat_config
-from zpp_lab.config.schema import Config, RecipeConfig, RunConfig, TrainConfig
+from zpp_lab.config.schema import Config, RecipeConfig, RuleConfig, RunConfig, TrainConfig
 from zpp_lab.runs.reader import find_runs, last_step, read_json, read_metrics, read_run, read_study
 from zpp_lab.study.judge.arms import study_of
 from zpp_lab.study.judge.verdict import judge_study, read_result
@@ -96,6 +97,41 @@ def test_plain_runs_become_arms_by_recipe_and_settings(tmp_path: Path) -> None:
     assert len(runs) == 9
     assert not notes
     assert judge_study(study, runs).arms[0].verdict == "baseline"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RecipeConfig(weights=CodecConfig(codec="lattice")),
+        RecipeConfig(rules=[RuleConfig(set=CodecConfig(bits=2))]),
+    ],
+)
+def test_a_quantized_run_is_no_baseline_whatever_it_is_called(
+    recipe: RecipeConfig, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        config = write_run(tmp_path / name, ZERO3, 1, steps=2)
+    (tmp_path / "b" / "config.yaml").write_text(
+        yaml.safe_dump(asdict(replace(config, recipe=recipe)))
+    )
+    study, runs, _ = study_of("x", find_runs(tmp_path)[1:])
+    assert [run.arm for run in runs] != [study.baseline]
+    study, runs, _ = study_of("x", find_runs(tmp_path))
+    assert study.baseline == "zero3"
+    assert {run.arm: run.dir.name for run in runs}["zero3"] == "a"
+
+
+def test_an_arm_of_the_users_own_name_keeps_it(tmp_path: Path) -> None:
+    """Also where it begins as a sweep's does, such as "w4 weights.block_size=64"."""
+    for arm, lr in (("w4 tuned", 1e-3), ("w4 train.lr=0.002", 2e-3), ("w4 train.lr=0.004", 4e-3)):
+        config = write_run(tmp_path / arm, W4, 1, steps=2)
+        run = replace(config.run, arm=arm)
+        config = replace(config, run=run, train=replace(config.train, lr=lr))
+        (tmp_path / arm / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    study, _, _ = study_of("x", find_runs(tmp_path))
+    names = {arm.name for arm in study.arms}
+    assert "w4 tuned" in names
+    assert {name for name in names if "train.lr=" in name} == names - {"w4 tuned", "zero3"}
 
 
 def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:

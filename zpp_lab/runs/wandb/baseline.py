@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zpp_lab.config.compose import flat_config, quantizes
 from zpp_lab.files import CONFIG, STUDY_FILE, read_yaml
 from zpp_lab.runs.metrics import Record, Tail
 from zpp_lab.runs.wandb.folder import RunFolder
@@ -81,11 +82,9 @@ def _neighbours(run: RunFolder) -> Iterator[RunFolder]:
 
 
 def _is_plain(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    recipe = theirs.get("recipe") or {}
-    wires = [value for value in recipe.values() if isinstance(value, dict) and "bits" in value]
-    quantized = any(wire.get("bits") or wire.get("codec") for wire in wires)
+    named = (theirs.get("recipe") or {}).get("name")
     same = all(theirs.get(key) == ours.get(key) for key in _SAME)
-    return recipe.get("name") == RECIPE and not quantized and same and theirs != ours
+    return named == RECIPE and same and theirs != ours and not quantizes(flat_config(theirs))
 
 
 def is_ready(run: RunFolder, root: Path | str) -> bool:

@@ -8,6 +8,7 @@ What wandb gets of a record: flat names, histograms of errors, and results for t
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
@@ -16,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from zpp_lab.config.compose import flat_config
+from zpp_lab.config.compose import flat_config, flatten, quantizes
 from zpp_lab.config.load import load
-from zpp_lab.config.schema import WIRES, Config, RecipeConfig
+from zpp_lab.config.schema import WIRES, Config, RecipeConfig, RuleConfig
 from zpp_lab.files import conf_dir, read_yaml
 from zpp_lab.runs.metrics import Record
 from zpp_lab.runs.wandb.baseline import Baseline
@@ -27,7 +28,10 @@ from zpp_lab.runs.wandb.folder import RunFolder
 RAW = "raw"  # the tensor's own bytes
 _PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
 _OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
-_TAG = 64  # characters that a tag may have
+_EVERY = flatten(asdict(RuleConfig()))
+_NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
+_NAME = 100  # characters that an arm's name may have, which is shown beside others
+_TAG = 64  # and a tag, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
 
 
@@ -67,24 +71,52 @@ def arm_name(
     keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}
     parts = [name or str(settings["recipe.name"])]
     for key in sorted(keys):
-        if (value := settings.get(key, usual.get(key))) is not None or usual.get(key) is not None:
-            parts.append(f"{key.removeprefix('recipe.')}={'null' if value is None else value}")
-    return " ".join(parts)
+        value = settings.get(key, usual.get(key))
+        if value not in _NONE or usual.get(key) not in _NONE:
+            parts.append(f"{key.removeprefix('recipe.')}={_shown(key, value)}")
+    return _within(_NAME, " ".join(parts))
+
+
+def _shown(key: str, value: Any) -> str:
+    """A setting's value in one word."""
+    if key == "recipe.rules":
+        value = [_rule(rule) for rule in value or ()]
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
+
+
+def _rule(rule: Mapping[str, Any]) -> str:
+    """Whose parameters, and their bits or codec; a hash stands for what else it says."""
+    said = {k: v for k, v in flatten(dict(rule)).items() if v != _EVERY.get(k)}
+    name = said.pop("name", _EVERY["name"])
+    key = next((k for k in ("exempt", "set.bits", "set.codec") if k in said), None)
+    what = said.pop(key) if key else RAW
+    more = f"~{_hash(sorted(said.items()))}" if said else ""
+    return f"{name}:{RAW if key == 'exempt' else what}{more}"
+
+
+def _hash(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+
+def _within(most: int, text: str) -> str:
+    """`text`, of which a hash stands for what is more than so many characters."""
+    if len(text) <= most:
+        return text
+    end = f" more={_hash(text)}"
+    kept = text[: most - len(end)]
+    head, _, last = kept.rpartition(" ")
+    return (kept if "=" in last or not head else head) + end
 
 
 def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
     that include null and over blocks has one baseline, not one for each block."""
     flat = flat_config(config)
-    if sets(flat, ".bits", ".codec") or flat.get("recipe.rules"):
+    if quantizes(flat):
         return flat
     return flat | {k: _PLAIN.get(k) for k in {*flat, *_PLAIN} if k.startswith(_OF_WIRES)}
-
-
-def sets(flat: Mapping[str, Any], *fields: str) -> bool:
-    """Whether a recipe has a value for one of `fields` on any wire."""
-    own = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(fields))
-    return any(value is not None for value in own)
 
 
 @cache
@@ -105,14 +137,14 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     cluster, engine = _section(config, "cluster"), _section(config, "engine")
     sent = {wire: codec_label(recipe, wire) for wire in WIRES}
     named = {
-        "recipe": arm_name(config),
+        "recipe": recipe.get("name"),
         "weights": _pair(sent["weights_forward"], sent["weights_backward"]),
         "grads": _pair(sent["grads_intra"], sent["grads_inter"]),
         "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
         "engine": engine.get("name"),
     }
     own = _section(config, "tracking").get("tags") or []
-    return [*own, *(f"{key}={value}"[:_TAG] for key, value in named.items() if value)]
+    return [*own, *(_within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
 
 
 def codec_label(recipe: Mapping[str, Any], wire: str) -> str:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zpp_lab.config.compose import differing, flat_config
+from zpp_lab.config.compose import differing, flat_config, quantizes
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
-from zpp_lab.runs.wandb.identity import arm_name, heeded, sets
+from zpp_lab.runs.wandb.identity import arm_name, heeded
 
 BASELINE = "zero3"
 _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"
@@ -46,7 +46,8 @@ def _name_arms(runs: Sequence[Run]) -> list[Run]:
     by_name: dict[str, list[Run]] = {}
     for run in runs:
         # A sweep names its arms by what it varied, and all runs here may vary more.
-        of_sweep = run.arm.startswith(f"{run.recipe} ")
+        recipe, *settings = run.arm.split(" ")
+        of_sweep = recipe == run.recipe and all("=" in setting for setting in settings)
         by_name.setdefault(run.recipe if of_sweep else run.arm, []).append(run)
     return [r for name, group in by_name.items() for r in _split(name, group)]
 
@@ -84,9 +85,6 @@ def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 def _baseline(runs: Sequence[Run]) -> str:
     """The arm whose recipe is plain ZeRO-3; the bare name when no arm or several are."""
-    plain = {run.arm for run in runs if run.recipe == BASELINE and not _has_bits(run)}
+    named = [run for run in runs if run.recipe == BASELINE]
+    plain = {run.arm for run in named if not quantizes(flat_config(run.config))}
     return plain.pop() if len(plain) == 1 else BASELINE
-
-
-def _has_bits(run: Run) -> bool:
-    return sets(flat_config(run.config), ".bits")
