@@ -30,15 +30,15 @@ from zpp_lab.config.schema import Config
 from zpp_lab.runs.reader import Run, read_metrics
 from zpp_lab.study.judge.noise import noise_bands
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
+from zpp_lab.study.report.appendix import facts
 from zpp_lab.study.report.export import export
-from zpp_lab.study.report.page import facts
+from zpp_lab.study.report.render import markdown_table
 from zpp_lab.study.report.report import build_report
 from zpp_lab.study.report.table import (
     BAND_COLUMN,
     NOTHING,
     band_cell,
     gap_text,
-    markdown_table,
     percent,
     perplexity,
 )

@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from zpp_lab.study.report.table import NOTHING, markdown_table
+from zpp_lab.study.report.render import markdown_table
+from zpp_lab.study.report.table import NOTHING
 
 Gaps = dict[str, list[tuple[int, float]]]  # of an arm, each with its step
 

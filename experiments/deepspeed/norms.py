@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from zpp_lab.study.report.table import markdown_table
+from zpp_lab.study.report.render import markdown_table
 
 COLUMNS = ("Arm", "step 1", "steps 21 on", "last step", "clipped", "infinite", "steps")
 CLIP, WARM = 1.0, 20  # train.clip and train.warmup_steps of the study

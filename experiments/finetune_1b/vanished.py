@@ -23,7 +23,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
-from zpp_lab.study.report.table import markdown_table
+from zpp_lab.study.report.render import markdown_table
 
 BYTES = 256
 TEXT = b" return (size + 1"  # 17 bytes: 16 and what comes after each

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from zpp_lab.config.compose import load_study
-from zpp_lab.study.report.table import markdown_table
+from zpp_lab.study.report.render import markdown_table
 
 COLUMNS = ("Arm", "Seed", "Baseline", "Gap", "Last 25 steps", "Largest")
 LAST = 25

@@ -20,7 +20,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.metrics import read
-from zpp_lab.study.report.page import _commit
+from zpp_lab.study.report.appendix import _commit
 from zpp_lab.train.launch.launcher import launch
 from zpp_lab.train.piece import PAUSED, Piece, seconds, writing_seconds
 from zpp_lab.train.trainer import run

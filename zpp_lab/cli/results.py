@@ -122,7 +122,7 @@ def _predict(machine: str | None) -> Predict | None:
 
 def _show_speed(path: Path, predict: Predict | None) -> None:
     """Make the page of measured speeds and print its table."""
-    from zpp_lab.study.report.speed.report import build_speed_report
+    from zpp_lab.study.report.report import build_speed_report
 
     report = build_speed_report(path, predict)
     print(report.table)

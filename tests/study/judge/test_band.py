@@ -16,8 +16,8 @@ from zpp_lab.study.judge.noise import (
     one_seed,
     training_band,
 )
-from zpp_lab.study.report import page
-from zpp_lab.study.report.curves import study_curves
+from zpp_lab.study.report.contents import opening
+from zpp_lab.study.report.figures.curves import study_curves
 
 
 def test_only_arms_with_a_gap_and_a_control_stand_beside_a_band(tmp_path: Path) -> None:
@@ -49,11 +49,11 @@ def test_a_lone_seed_neither_holds_nor_breaks_a_control(tmp_path: Path) -> None:
     one = judged(tmp_path / "one", 1)
     assert [c.untested for c in one.controls] == [True, True]
     assert not any(c.ok for c in one.controls)
-    assert page.controls_hold(one)
+    assert opening(one).wrong == []
     assert "one seed, which no test can judge (gap +1.3" in one.controls[1].text
     three = judged(tmp_path / "three", 3)
     assert not any(c.untested for c in three.controls)
-    assert page.controls_hold(three)
+    assert opening(three).wrong == []
 
 
 def test_bands_are_symmetric_and_as_wide_as_the_largest() -> None:

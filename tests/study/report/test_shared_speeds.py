@@ -12,7 +12,7 @@ from tests.experiments.scripts import loaded
 from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
-from zpp_lab.study.report.speed.report import build_speed_report
+from zpp_lab.study.report.report import build_speed_report
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.study.report.speed.speeds import speed_ups
 from zpp_lab.tools.bench.step.arms import arms

@@ -23,8 +23,7 @@ from tests.study.report.chromium import (
 from tests.study.report.fake_speeds import ARMS, rows, write_speeds
 from tests.study.report.test_speed_report import bench_of, predict
 from zpp_lab.runs.reader import write_study
-from zpp_lab.study.report.report import build_report
-from zpp_lab.study.report.speed.report import build_speed_report
+from zpp_lab.study.report.report import build_report, build_speed_report
 
 __all__ = ["browser"]  # a fixture
 pytestmark = needs_chromium

@@ -20,9 +20,9 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.compose import flatten
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.verdict import read_result
-from zpp_lab.study.report import writeup
-from zpp_lab.study.report.report import Report, build_report, draw, find_out
-from zpp_lab.study.report.speed.report import SpeedReport, build_speed_report
+from zpp_lab.study.report.contents import draw, find_out, study_document
+from zpp_lab.study.report.render import html
+from zpp_lab.study.report.report import Report, SpeedReport, build_report, build_speed_report
 from zpp_lab.study.report.speed.results import Measured, Predicted, copy_table, read_speeds
 from zpp_lab.study.report.speed.speeds import COPY
 
@@ -220,10 +220,10 @@ def test_the_text_names_speed_by_measured_numbers_only(report: Report) -> None:
 
 def test_a_study_keeps_its_speeds(report: Report) -> None:
     root = report.html.parent
-    html = report.html.read_bytes()
+    page = report.html.read_bytes()
     assert (root / COPY).exists()
     found = find_out(root, read_result(root))  # what another report of the study is made of
-    assert writeup.html(found, draw(found)).encode() == html
+    assert html(study_document(found, draw(found))).encode() == page
 
 
 def test_the_command_tells_speeds_from_studies(
@@ -254,7 +254,7 @@ def test_two_hundred_runs_with_speeds_stay_below_3_mb(tmp_path: Path) -> None:
     found = find_out(tmp_path, read_result(tmp_path))
     assert found.speeds is not None
     assert len(found.speeds.matches) == 18
-    assert len(writeup.html(found, draw(found)).encode()) < 3e6
+    assert len(html(study_document(found, draw(found))).encode()) < 3e6
 
 
 def test_other_speeds_replace_the_copy(tmp_path: Path) -> None:

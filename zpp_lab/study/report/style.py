@@ -1,6 +1,7 @@
-"""One look for all figures: an arm has one colour and dash everywhere, the baseline is black.
+"""Which colour and dash an arm has, in every figure of a study's report and in its dashboard, and
+what else all figures share: axes, legends, the filter.
 
-Which colour and dash an arm has, in every figure of a study's report and in its dashboard.
+An arm has one look everywhere; the baseline is black.
 """
 
 from __future__ import annotations
@@ -33,47 +34,6 @@ _HUES = (
 # for a hue, with dashes that no hue has.
 _GREYS = ("#646464", "#888888", "#404040")
 _GREY_DASHES = ((14.0, 3.0), (2.0, 4.0))
-
-
-@dataclass(frozen=True)
-class Look:
-    """A colour as #RRGGBB, and a dash as pixels drawn and left out by turns."""
-
-    color: str
-    dash: tuple[float, ...] = _SOLID
-
-
-BASELINE = Look("#111111")
-OTHER = Look("#B6BCC6")
-HUES = tuple(Look(hue, _DASHES[i % len(_DASHES)]) for i, hue in enumerate(_HUES))
-GREYS = tuple(Look(grey, _GREY_DASHES[i % len(_GREY_DASHES)]) for i, grey in enumerate(_GREYS))
-
-
-def arm_looks(
-    arms: Iterable[str],
-    baseline: str,
-    controls: Collection[str] = (),
-    taken: Mapping[str, Look] | None = None,
-) -> dict[str, Look]:
-    """The looks of the baseline and of the first arms after it, TOLD in all, in that order.
-
-    No two are alike. controls: arms in grey tones, as long as there are some. taken: looks that
-    arms have already; the others get what these leave.
-    """
-    taken = dict(taken or {})
-    greys, hues = ([one for one in some if one not in taken.values()] for some in (GREYS, HUES))
-    looks = {baseline: BASELINE}
-    for arm in [arm for arm in dict.fromkeys(arms) if arm != baseline][: TOLD - 1]:
-        left = greys if arm in controls and greys else hues
-        looks[arm] = taken[arm] if arm in taken else left.pop(0)
-    return looks
-
-
-def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]:
-    """The looks of a study's arms. told: those that get one, where there are more than TOLD."""
-    controls = [arm.name for arm in study.arms if arm.role in EXPECTED]
-    return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
-
 
 _DIGIT, _AIR, _LINE = 6.3, 8.0, 15.0  # pixels of the axes' labels: a character, between two, a row
 GREY = "#6b7280"
@@ -130,6 +90,46 @@ _CONFIG: dict[str, Any] = {
 }
 _LOOK = "datum.look || datum.arm"  # most arms' look has their name, which need not be said twice
 NOT_HIDDEN = "indexof(hidden, datum.arm) < 0"  # `hidden`: arms that the page's filter leaves out
+
+
+@dataclass(frozen=True)
+class Look:
+    """A colour as #RRGGBB, and a dash as pixels drawn and left out by turns."""
+
+    color: str
+    dash: tuple[float, ...] = _SOLID
+
+
+BASELINE = Look("#111111")
+OTHER = Look("#B6BCC6")
+HUES = tuple(Look(hue, _DASHES[i % len(_DASHES)]) for i, hue in enumerate(_HUES))
+GREYS = tuple(Look(grey, _GREY_DASHES[i % len(_GREY_DASHES)]) for i, grey in enumerate(_GREYS))
+
+
+def arm_looks(
+    arms: Iterable[str],
+    baseline: str,
+    controls: Collection[str] = (),
+    taken: Mapping[str, Look] | None = None,
+) -> dict[str, Look]:
+    """The looks of the baseline and of the first arms after it, TOLD in all, in that order.
+
+    No two are alike. controls: arms in grey tones, as long as there are some. taken: looks that
+    arms have already; the others get what these leave.
+    """
+    taken = dict(taken or {})
+    greys, hues = ([one for one in some if one not in taken.values()] for some in (GREYS, HUES))
+    looks = {baseline: BASELINE}
+    for arm in [arm for arm in dict.fromkeys(arms) if arm != baseline][: TOLD - 1]:
+        left = greys if arm in controls and greys else hues
+        looks[arm] = taken[arm] if arm in taken else left.pop(0)
+    return looks
+
+
+def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]:
+    """The looks of a study's arms. told: those that get one, where there are more than TOLD."""
+    controls = [arm.name for arm in study.arms if arm.role in EXPECTED]
+    return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
 
 
 class Style:

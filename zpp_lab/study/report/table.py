@@ -1,11 +1,12 @@
-"""The results as tables: results.csv for every run, the verdicts for a console, page or text."""
+"""The results as text: results.csv for every run, the cells of the verdict table and the sentences
+that explain them, and the table for a console."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zpp_lab.config.schema import WIRES
@@ -260,21 +261,3 @@ def margin_nats(result: StudyResult) -> str:
     margins = sorted(f"{arm.margin:.4f}" for arm in result.arms if arm.margin is not None)
     ends = dict.fromkeys((margins[0], margins[-1]))
     return " to ".join(f"±{end}" for end in ends) + " nats"
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; `|` in a cell is escaped."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
-
-
-def verdict_markdown(result: StudyResult) -> str:
-    """The verdict table in Markdown, with what each arm does."""
-    told, rows = verdict_rows(result), []
-    columns = [COLUMNS[0], "What it does", *list(told[0])[1:]]
-    for arm, cells in zip(result.arms, told, strict=True):
-        name, *rest = cells.values()
-        rows.append([name, arm.arm.describe or NOTHING, *rest])
-    return markdown_table(columns, rows)

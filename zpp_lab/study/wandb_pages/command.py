@@ -94,8 +94,10 @@ def _judged(root: Path) -> tuple[str, list[str]]:
     stderr without the packages that judge."""
     try:
         from zpp_lab.study.judge.verdict import read_result
+        from zpp_lab.study.report.contents import verdict_table
         from zpp_lab.study.report.figures.gap import telling_arms
-        from zpp_lab.study.report.table import margin_line, verdict_markdown
+        from zpp_lab.study.report.render import table_markdown
+        from zpp_lab.study.report.table import margin_line
     except ModuleNotFoundError as error:
         print(
             f"the pages get no verdicts ({error}): pip install 'zpp_lab[report]', then this again",
@@ -104,5 +106,6 @@ def _judged(root: Path) -> tuple[str, list[str]]:
         return "", []
     result: Any = read_result(root)
     notes = "\n".join(f"- {note}" for note in result.notes)
-    text = "\n\n".join(filter(None, [verdict_markdown(result), margin_line(result), notes]))
+    verdicts = table_markdown(verdict_table(result))
+    text = "\n\n".join(filter(None, [verdicts, margin_line(result), notes]))
     return text, telling_arms(result)

@@ -12,7 +12,7 @@ import altair as alt
 
 from zpp_lab.study.judge.noise import one_seed
 from zpp_lab.study.judge.verdict import StudyResult
-from zpp_lab.study.report.curves import Row
+from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import (
     GAP,
     NOISE,

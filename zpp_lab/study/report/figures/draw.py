@@ -1,17 +1,13 @@
-"""Titles and captions of a report's figures.
+"""All figures of a study's report: which of them the runs have data for, titles and captions, and
+SVG and PDF files, drawn without a browser.
 
 A figure of a study with one seed has no interval, no range of seeds and no front, so its caption
 speaks of none.
-
-All figures of a report: which of them the runs have data for, with titles and captions.
-
-The figures as files, SVG and PDF, drawn without a browser.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,8 @@ from zpp_lab.files import write_atomic
 from zpp_lab.study.judge.effects import Interaction, MainEffect, cells_of, short_names
 from zpp_lab.study.judge.noise import one_seed
 from zpp_lab.study.judge.verdict import StudyResult
-from zpp_lab.study.report.curves import MEASURES, Row, StudyCurves
 from zpp_lab.study.report.figures.cost import bytes_figure, speed_figure
+from zpp_lab.study.report.figures.curves import MEASURES, Row, StudyCurves
 from zpp_lab.study.report.figures.effects import (
     MOST_PAIRS,
     interactions_figure,
@@ -45,6 +41,7 @@ from zpp_lab.study.report.figures.training import (
     loss_figure,
     telemetry_figure,
 )
+from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.style import OTHERS, TOLD, Style, study_looks
 
 _BAND = "Darker, with a dashed edge: the noise band, ± the largest gap of {controls}"
@@ -63,6 +60,11 @@ TITLES = {
     "telemetry_saturated": "Codec error: saturated codes",
     "telemetry_zeroed": "Codec error: zeroed values",
 }
+NAMES = tuple(TITLES)
+_FEWEST = 3  # steps with telemetry from which a curve of it says something
+SUFFIXES = (".svg", ".pdf")
+# Texts are measured here with one font and shown with the reader's, which may be wider.
+ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
 _TEXTS = {
     "gap": "Point: mean over the seeds. Thin line: {confidence} interval. Thick line: the interval "
     "that the equivalence test compares with the margin (shaded). Ticks: single seeds. The axis is "
@@ -156,20 +158,6 @@ def _grey(name: str, result: StudyResult) -> str:
     return f" Grey ({OTHERS}): not told apart, as there are too many arms; {front}the controls are."
 
 
-NAMES = tuple(TITLES)
-_FEWEST = 3  # steps with telemetry from which a curve of it says something
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure: its Vega-Lite specification with its data, and its words."""
-
-    name: str
-    title: str
-    caption: str
-    spec: Spec
-
-
 def make_figures(
     result: StudyResult,
     curves: StudyCurves,
@@ -240,11 +228,6 @@ def _telemetry_steps(curves: StudyCurves) -> list[Row]:
 def _telemetry(steps: Sequence[Row], measure: str, style: Style) -> Spec:
     shown = [row for row in steps if (row.get("nmse") or 0) > 0]
     return telemetry_figure(shown, measure, style) if shown else {}
-
-
-SUFFIXES = (".svg", ".pdf")
-# Texts are measured here with one font and shown with the reader's, which may be wider.
-ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
 
 
 def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]) -> list[Path]:

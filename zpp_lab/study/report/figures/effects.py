@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from zpp_lab.study.judge.effects import Estimate, Interaction, MainEffect, level_order, level_text
-from zpp_lab.study.report.curves import Row
+from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import GAP, Spec, ends, margin_layers, margin_rows
 from zpp_lab.study.report.style import GapAxis, beside, chart, finish, legend_pick
 

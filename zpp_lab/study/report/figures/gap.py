@@ -1,11 +1,8 @@
-"""The figure of the final gaps, arm by arm, and what all figures of gaps share.
+"""The figure of the final gaps, arm by arm, and what all figures of gaps share: rows, the Pareto
+front, the margin and its axis.
 
-Gaps lie on an axis that is linear around 0 and logarithmic beyond, so that a negative control
-and a gap within the margin are both readable.
-
-The Pareto front: arms that no other arm beats in both loss gap and cost.
-
-The rows behind the gap figures: an arm's gap with its intervals, its cost and its words.
+The axis is linear around 0 and logarithmic beyond, so that a negative control and a gap within the
+margin are both readable.
 """
 
 from __future__ import annotations
@@ -17,11 +14,22 @@ import altair as alt
 
 from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.curves import Row
+from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish
 from zpp_lab.study.report.table import gap_text
 
 T = TypeVar("T")
+Spec = dict[str, Any]
+GAP = "Held-out loss gap (nats per token)"
+NOISE: dict[str, Any] = {  # the look of a noise band
+    **{"color": GREY, "fillOpacity": 0.25, "clip": True},
+    **{"stroke": GREY, "strokeWidth": 1, "strokeDash": [3, 2]},
+}
+PANEL = (355, 340)  # pixels of a panel of the cost figures
+_WIDTH, _ON_PHONE = 520, 210  # pixels of the gap figure
+_MANY = 24  # arms from which their rows are lower
+_NAME = 260  # pixels of an arm's name, at most
+_ARMS = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME)
 
 
 def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
@@ -39,9 +47,6 @@ def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
             kept.append(what)
             best, at = gap, cost
     return kept
-
-
-PANEL = (355, 340)  # pixels of a panel of the cost figures
 
 
 def margin_rows(margin: float) -> list[Row]:
@@ -159,18 +164,6 @@ def _spread(items: Sequence[str], count: int) -> list[str]:
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-Spec = dict[str, Any]
-GAP = "Held-out loss gap (nats per token)"
-NOISE: dict[str, Any] = {  # the look of a noise band
-    **{"color": GREY, "fillOpacity": 0.25, "clip": True},
-    **{"stroke": GREY, "strokeWidth": 1, "strokeDash": [3, 2]},
-}
-_WIDTH, _ON_PHONE = 520, 210  # pixels of the gap figure
-_MANY = 24  # arms from which their rows are lower
-_NAME = 260  # pixels of an arm's name, at most
-_ARMS = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME)
 
 
 def gap_figure(result: StudyResult, style: Style) -> Spec:

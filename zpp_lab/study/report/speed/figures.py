@@ -10,16 +10,12 @@ from typing import Any
 
 import altair as alt
 
-from zpp_lab.study.report.figures.draw import Figure
+from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import Spec
-from zpp_lab.study.report.speed.results import Setting
-from zpp_lab.study.report.speed.tables import (
-    Row,
-    SpeedFindings,
-    inside_rows,
-    link_rows,
-    predicted_rows,
-)
+from zpp_lab.study.report.sections import Figure
+from zpp_lab.study.report.speed.contents import SpeedFindings
+from zpp_lab.study.report.speed.results import BASE, Measured, Setting
+from zpp_lab.study.report.speed.speeds import SpeedUp
 from zpp_lab.study.report.style import GREY, Style, chart, finish, legend_pick
 
 _TEXTS = {
@@ -57,12 +53,12 @@ _BANDWIDTH = "Bandwidth between nodes (Gb/s)"
 
 def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
     """Those that there are measurements for, in SPEED_NAMES' order."""
-    linked, inside = link_rows(found), inside_rows(found)
+    linked, inside = _link_rows(found), _inside_rows(found)
     faster = _having(linked, "value")
     told = _having(linked, "share")
     specs: dict[str, Spec] = {}
     if faster:
-        specs["speedup"] = _speedup(faster, predicted_rows(found), found.names, style)
+        specs["speedup"] = _speedup(faster, _predicted_rows(found), found.names, style)
     if inside:
         specs["speedup_inside"] = _inside(inside, found.names, style)
     if told:
@@ -74,6 +70,52 @@ def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
     return [
         Figure(name, texts[name][0], texts[name][1] + more, spec) for name, spec in specs.items()
     ]
+
+
+def _link_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
+    """Measurements with a bandwidth, by setting; `value` (low, high) is the speed-up, None where
+    there is no base; `share` is that of the floor."""
+    ups = {id(one.at): one for one in found.ups}
+    rows: dict[Setting, list[Row]] = {}
+    for m in found.measured:
+        if m.gbps is not None:
+            rows.setdefault(m.setting, []).append(_row(m, ups.get(id(m))))
+    return {setting: sorted(group, key=lambda r: r["gbps"]) for setting, group in rows.items()}
+
+
+def _inside_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
+    """Speed-ups where no bandwidth is known: inside a host, or on a link that nobody measured."""
+    rows: dict[Setting, list[Row]] = {}
+    for one in found.ups:
+        if one.at.gbps is None:
+            row = _row(one.at, one) | {"label": f"{one.value:.2f}×"}
+            rows.setdefault(one.at.setting, []).append(row)
+    return rows
+
+
+def _predicted_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
+    """Predicted speed-ups over the predicted base, by setting."""
+    bases = {(p.setting, p.gbps): p.tokens_per_s for p in found.predicted if p.arm == BASE}
+    rows: dict[Setting, list[Row]] = {}
+    for p in sorted(found.predicted, key=lambda p: p.gbps or 0.0):
+        base = bases.get((p.setting, p.gbps))
+        if base is not None and p.gbps is not None:
+            row = {"arm": p.arm, "gbps": p.gbps, "value": p.tokens_per_s / base}
+            rows.setdefault(p.setting, []).append(row | {"rate": p.tokens_per_s})
+    return rows
+
+
+def _row(m: Measured, up: SpeedUp | None) -> Row:
+    return {
+        "arm": m.arm,
+        "link": m.place,
+        "gbps": m.gbps,
+        "rate": m.tokens_per_s,
+        "value": up and up.value,
+        "low": up and up.low,
+        "high": up and up.high,
+        "share": m.share_of_floor,
+    }
 
 
 def _having(rows: Mapping[Setting, Sequence[Row]], name: str) -> dict[Setting, list[Row]]:

@@ -1,12 +1,11 @@
-"""Which measured speed belongs to which arm of a study: the file speed.csv in the study's folder.
+"""Speed-ups over plain FSDP2, at which bandwidth they end, and which measurement is whose.
 
-An arm has the speed of a measurement whose recipe has the same settings, whatever either is
-called; model and data may differ, as speeds are measured at the size that matters. A study of
-virtual ranks is matched as engine=fsdp, which computes the same. Plain FSDP2 stands for recipes
-with the settings of zero3 where this package's own was not measured. An arm that cuts a step into
-other micro-steps than the baseline moves other bytes, so it has no measurement.
-
-How much faster than plain FSDP2 each arm is, and at which bandwidth it stops being so.
+A study's measured speeds lie in the file speed.csv of its folder. An arm has the speed of a
+measurement whose recipe has the same settings, whatever either is called; model and data may
+differ, as speeds are measured at the size that matters. A study of virtual ranks is matched as
+engine=fsdp, which computes the same. Plain FSDP2 stands for recipes with the settings of zero3
+where this package's own was not measured. An arm that cuts a step into other micro-steps than the
+baseline moves other bytes, so it has no measurement.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from zpp_lab.study.report.speed.results import (
 )
 
 COPY = "speed.csv"
+FASTER = 0.02  # a lead of less is none: an arm's own steps differ by about as much
 RAW = CodecConfig(codec="none")
 # What conf/recipe/base.yaml says that an unset field means.
 BLOCK = CodecConfig("block", None, 256, True, "nearest", "fp32", 0, False)
@@ -195,9 +195,6 @@ def _slowness(one: Measured) -> tuple[int, float]:
     if one.setting.nodes == 1:
         return 2, 0.0
     return (1, 0.0) if one.link == MAX else (0, float(one.link))
-
-
-FASTER = 0.02  # a lead of less is none: an arm's own steps differ by about as much
 
 
 @dataclass(frozen=True)

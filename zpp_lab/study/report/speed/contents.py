@@ -1,7 +1,4 @@
-"""Measured speed as tables, as CSV and in sentences; the page and the text both read these.
-
-The rows behind the figures of speed: one a measurement, in the settings that have a link.
-"""
+"""What a report says of measured speeds: sections, tables and sentences, and the same as CSV."""
 
 from __future__ import annotations
 
@@ -9,9 +6,18 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from zpp_lab.study.report.html_table import Line, Table
+from zpp_lab.study.report.sections import (
+    Document,
+    Figure,
+    Row,
+    Section,
+    Table,
+    Terms,
+    Text,
+    numbers,
+    words,
+)
 from zpp_lab.study.report.speed.results import BASE, Measured, Predict, Predicted, Setting, labels
 from zpp_lab.study.report.speed.speeds import (
     FASTER,
@@ -25,7 +31,26 @@ from zpp_lab.study.report.speed.speeds import (
 )
 from zpp_lab.study.report.table import NOTHING, percent
 
-Row = dict[str, Any]
+TITLE = "Speed on links between nodes"
+QUESTION = "On this network, which recipe is faster, and by how much?"
+_PLACE = ("model", "nodes", "gpus_per_node", "ranks_per_gpu")
+_CSV = (
+    *_PLACE,
+    "link_gbps",
+    "bandwidth_gbps",
+    "arm",
+    "engine",
+    "recipe",
+    "tokens_per_s",
+    "speedup",
+    "speedup_slowest_step",
+    "speedup_fastest_step",
+    "floor_s",
+    "share_of_floor",
+    "over_deepspeed",
+    "predicted_tokens_per_s",
+)
+_BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
 
 
 @dataclass(frozen=True)
@@ -55,82 +80,48 @@ def find_speeds(measured: Sequence[Measured], predict: Predict | None = None) ->
     return SpeedFindings(measured, ups, break_evens(ups), names, alone, predicted, faults)
 
 
-def link_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
-    """Measurements with a bandwidth, by setting; `value` (low, high) is the speed-up, None where
-    there is no base; `share` is that of the floor."""
-    ups = {id(one.at): one for one in found.ups}
-    rows: dict[Setting, list[Row]] = {}
-    for m in found.measured:
-        if m.gbps is not None:
-            rows.setdefault(m.setting, []).append(_row(m, ups.get(id(m))))
-    return {setting: sorted(group, key=lambda r: r["gbps"]) for setting, group in rows.items()}
+def speed_document(found: SpeedFindings, figures: Sequence[Figure]) -> Document:
+    """The whole page."""
+    files = "The same numbers are in `speedup.csv` and `break_even.csv`."
+    sections = [
+        Section("", "opening", [opening(found.measured)]),
+        Section("What is fastest", "fastest", [Text(headlines(found), "list")]),
+        Section("Notes", "notes", [Text(notes(found), "list")]),
+        Section("Figures", "figures", figures),
+        Section("Break-even", "break-even", [break_even_table(found)]),
+        Section("Speeds", "every-speed", [speed_table(found), Text([files], soft=True)]),
+        Section("How it is worked out", "method", [Text(speed_method())]),
+    ]
+    return Document("zpp_lab bench step", TITLE, QUESTION, sections)
 
 
-def inside_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
-    """Speed-ups where no bandwidth is known: inside a host, or on a link that nobody measured."""
-    rows: dict[Setting, list[Row]] = {}
-    for one in found.ups:
-        if one.at.gbps is None:
-            row = _row(one.at, one) | {"label": f"{one.value:.2f}×"}
-            rows.setdefault(one.at.setting, []).append(row)
-    return rows
-
-
-def predicted_rows(found: SpeedFindings) -> dict[Setting, list[Row]]:
-    """Predicted speed-ups over the predicted base, by setting."""
-    bases = {(p.setting, p.gbps): p.tokens_per_s for p in found.predicted if p.arm == BASE}
-    rows: dict[Setting, list[Row]] = {}
-    for p in sorted(found.predicted, key=lambda p: p.gbps or 0.0):
-        base = bases.get((p.setting, p.gbps))
-        if base is not None and p.gbps is not None:
-            row = {"arm": p.arm, "gbps": p.gbps, "value": p.tokens_per_s / base}
-            rows.setdefault(p.setting, []).append(row | {"rate": p.tokens_per_s})
-    return rows
-
-
-def _row(m: Measured, up: SpeedUp | None) -> Row:
-    return {
-        "arm": m.arm,
-        "link": m.place,
-        "gbps": m.gbps,
-        "rate": m.tokens_per_s,
-        "value": up and up.value,
-        "low": up and up.low,
-        "high": up and up.high,
-        "share": m.share_of_floor,
-    }
-
-
-_PLACE = ("model", "nodes", "gpus_per_node", "ranks_per_gpu")
-_CSV = (
-    *_PLACE,
-    "link_gbps",
-    "bandwidth_gbps",
-    "arm",
-    "engine",
-    "recipe",
-    "tokens_per_s",
-    "speedup",
-    "speedup_slowest_step",
-    "speedup_fastest_step",
-    "floor_s",
-    "share_of_floor",
-    "over_deepspeed",
-    "predicted_tokens_per_s",
-)
-_BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
+def opening(measured: Sequence[Measured]) -> Terms:
+    """The page's first lines."""
+    machines = dict.fromkeys(m.machine for m in measured if m.machine)
+    batches = dict.fromkeys(
+        f"{m.setting.batch_size} × {m.setting.seq_len} tokens"
+        for m in measured
+        if m.setting.seq_len
+    )
+    pairs = [
+        ("Machine", "; ".join(machines) or "not said in the table"),
+        ("Models", ", ".join(dict.fromkeys(m.setting.model for m in measured)) or "not said"),
+        ("Batch of a GPU", "; ".join(batches) or "not said in the table"),
+        ("Compared with", "plain FSDP2 (arm fsdp2): its defaults, nothing of this package around."),
+    ]
+    return Terms(pairs)
 
 
 def speed_table(found: SpeedFindings) -> Table:
     """One row a measurement."""
     ups, said = _by_point(found), _predictions(found.predicted)
     peers = _peers(found.measured)
-    columns = ["Arm", "Measured", "Link", "Tokens/s", "Speed-up", "Of single steps"]
+    columns = ["Tokens/s", "Speed-up", "Of single steps"]
     columns += [*(["Over DeepSpeed"] if peers else []), "Floor (s)", "Of the floor"]
     waited = any(m.waiting_s is not None for m in found.measured)
     columns += ["Step (s)", *(["Host waits (s)"] if waited else []), "Peak (GiB)"]
     columns += ["Predicted tokens/s", "Off by"] if said else []
-    lines = []
+    rows = []
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
         cells += [*_up_cells(ups.get(id(m))), *([_over_text(m, peers)] if peers else [])]
@@ -138,29 +129,30 @@ def speed_table(found: SpeedFindings) -> Table:
         cells += [_number(m.step_s, ".4g"), *([_number(m.waiting_s, ".3g")] if waited else [])]
         cells += [_number(m.peak_gib, ".2f")]
         cells += _said_cells(_said(said, m), m) if said else []
-        lines.append(Line(cells, m.arm))
-    return Table("speeds", "Every measured speed", columns, lines, range(3, len(columns)))
+        rows.append(Row(cells, m.arm))
+    every = [*words("Arm", "Measured", "Link"), *numbers(*columns)]
+    return Table("speeds", "Every measured speed", every, rows)
 
 
 def break_even_table(found: SpeedFindings) -> Table:
     """For which bandwidths each arm is faster than the base."""
-    lines = [
-        Line([b.arm, found.names[b.setting], f"{_range(b.slowest, b.fastest)} Gb/s", b.text], b.arm)
+    rows = [
+        Row([b.arm, found.names[b.setting], f"{_range(b.slowest, b.fastest)} Gb/s", b.text], b.arm)
         for b in found.breaks
     ]
-    columns = ("Arm", "Measured", "At", "Against plain FSDP2")
-    return Table("breaks", "Break-even bandwidth", columns, lines)
+    columns = words("Arm", "Measured", "At", "Against plain FSDP2")
+    return Table("breaks", "Break-even bandwidth", columns, rows)
 
 
 def match_table(speeds: StudySpeeds, order: Sequence[str]) -> Table:
     """Which measurement an arm of the study has, and why another has none."""
-    lines = []
+    rows = []
     for arm in order:
         if arm in speeds.matches:
-            lines.append(Line([arm, ", ".join(speeds.matches[arm])], arm))
+            rows.append(Row([arm, ", ".join(speeds.matches[arm])], arm))
         elif arm in speeds.missing:
-            lines.append(Line([arm, f"no measurement: {speeds.missing[arm]}"], arm))
-    return Table("matches", "Arms and their measured speeds", ("Arm", "Measured as"), lines)
+            rows.append(Row([arm, f"no measurement: {speeds.missing[arm]}"], arm))
+    return Table("matches", "Arms and their measured speeds", words("Arm", "Measured as"), rows)
 
 
 def headlines(found: SpeedFindings) -> list[str]:
@@ -219,6 +211,19 @@ def _shared(found: SpeedFindings) -> list[str]:
         "what a GPU for each rank would show; tokens/s always are."
         for setting, name in found.names.items()
         if setting.ranks_per_gpu > 1
+    ]
+
+
+def speed_method() -> list[str]:
+    """How speed-ups and break-evens are worked out, as sentences."""
+    return [
+        "Speed-up: an arm's tokens/s over those of plain FSDP2 with the same model, batch, cluster "
+        "and link; both by the median step, its spread by the arm's slowest and fastest step.",
+        "Break-even: where the speed-up crosses 1. Between two measured links the logarithm of the "
+        "speed-up is taken as linear in that of the bandwidth; beyond them nothing is said. "
+        "It goes by the medians: near 1 the spread of the steps tells how far it can be trusted.",
+        "Floor: the larger one of two times, that of the link for the bytes of a step and that of "
+        "a step without communication. A share of it is the floor over the step.",
     ]
 
 

@@ -1,0 +1,479 @@
+"""What a study's report shows: all that is read from its runs, and the sections made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zpp_lab.config.schema import LEAST_HELDOUT
+from zpp_lab.runs.reader import Run, cause, state
+from zpp_lab.study.judge.advice import RULES, Advice, advise
+from zpp_lab.study.judge.certainty import COLUMNS as CERTAINTY_COLUMNS
+from zpp_lab.study.judge.certainty import Certainty, certainty
+from zpp_lab.study.judge.effects import (
+    Estimate,
+    Interaction,
+    MainEffect,
+    cells_of,
+    interactions,
+    level_text,
+    main_effects,
+)
+from zpp_lab.study.judge.noise import one_seed
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+from zpp_lab.study.report.appendix import Appendix, facts, one_commit
+from zpp_lab.study.report.figures.curves import MEASURES, StudyCurves, study_curves
+from zpp_lab.study.report.figures.curves import Row as CurveRow
+from zpp_lab.study.report.figures.draw import left_out, make_figures
+from zpp_lab.study.report.figures.gap import telling_arms
+from zpp_lab.study.report.sections import (
+    Badge,
+    Column,
+    Content,
+    Document,
+    Figure,
+    Fold,
+    Row,
+    Section,
+    Table,
+    Terms,
+    Text,
+    numbers,
+    words,
+)
+from zpp_lab.study.report.speed.contents import (
+    SpeedFindings,
+    break_even_table,
+    find_speeds,
+    headlines,
+    match_table,
+    notes,
+    speed_method,
+    speed_table,
+)
+from zpp_lab.study.report.speed.figures import make_speed_figures
+from zpp_lab.study.report.speed.results import BASE, Predict
+from zpp_lab.study.report.speed.speeds import StudySpeeds, study_speeds
+from zpp_lab.study.report.style import Look, Style, arm_looks, study_looks
+from zpp_lab.study.report.table import (
+    NOTHING,
+    band_widths,
+    margin_line,
+    margin_nats,
+    p_value_line,
+    perplexity,
+    signed,
+    verdict_rows,
+)
+
+_MIB = 2**20
+_ESTIMATE = ("From", "To", "Seeds", "Groups")
+_BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
+_FOLDED = "telemetry_"  # figures behind a fold: more of the same
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that the page and the text show, read from the runs once."""
+
+    result: StudyResult
+    curves: StudyCurves
+    effects: Sequence[MainEffect]
+    pairs: Sequence[Interaction]
+    speeds: StudySpeeds | None  # of the study's arms, None where no speed.csv lies in its folder
+    speed: SpeedFindings | None  # of all measured arms
+    advice: Sequence[Advice]
+    certainty: Certainty
+    appendix: Appendix
+
+
+def find_out(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
+    """What there is to say of `result`, the judged runs at and below `root`; see `build_report`."""
+    speeds = study_speeds(root, result)
+    cells = [] if one_seed(result) else cells_of(result)  # one seed: effects without intervals
+    confidence = result.study.confidence
+    return Findings(
+        result,
+        study_curves(result, telling_arms(result)),
+        main_effects(cells, confidence),
+        interactions(cells, confidence),
+        speeds,
+        find_speeds(speeds.measured, predict) if speeds else None,
+        advise(result, speeds.by_place if speeds else None),
+        certainty(result),
+        Appendix(result),
+    )
+
+
+def draw(found: Findings) -> list[Figure]:
+    """All figures; those of speed come after the gap's against speed or bytes."""
+    by_place = found.speeds.by_place if found.speeds else {}
+    made = make_figures(found.result, found.curves, found.effects, found.pairs, by_place)
+    if found.speed is None:
+        return made
+    names = [figure.name for figure in made]
+    place = max((names.index(n) for n in _BEFORE_SPEED if n in names), default=-1) + 1
+    return [*made[:place], *make_speed_figures(found.speed, _speed_style(found)), *made[place:]]
+
+
+def _speed_style(found: Findings) -> Style:
+    """A measured arm has the colour of the study's arm that it is the speed of, where there is
+    one; the others take colours that are left. Plain FSDP2, the base, is black."""
+    assert found.speed is not None
+    assert found.speeds is not None
+    own = study_looks(found.result.study, telling_arms(found.result))
+    taken: dict[str, Look] = {}
+    for arm, look in own.items():
+        for name in found.speeds.matches.get(arm, [])[:1]:
+            if name != BASE and arm != found.result.study.baseline:
+                taken.setdefault(name, look)
+    return Style(arm_looks([*taken, *found.speed.arms], BASE, taken=taken), BASE)
+
+
+# ------------------------------------------------------------------- sections
+
+
+def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
+    """The whole report; figures: those of `draw`."""
+    result, certain = found.result, certainty_table(found.certainty)
+    tested = any(name.startswith("p ") for name in certain.names)
+    advice = " ".join(f"{said.text} (rule {said.rule})" for said in found.advice)
+    told = Text([margin_line(result)], soft=True)
+    sections = [
+        Section("", "opening", [opening(result)]),
+        Section("Verdicts", "arms", [verdict_table(result), told]),
+        Section("What to use", "advice", [Text([advice, "The rules:"]), Text(RULES, "numbered")]),
+        Section("How it is decided", "decision", [Text(decision(result))]),
+        Section(
+            "How sure",
+            "certain",
+            [
+                certain,
+                Text([p_value_line(result)] if tested else [], soft=True),
+                Text(found.certainty.lines()),
+            ],
+        ),
+        Section("Notes", "notes", [Text(result.notes, "list")]),
+        Section("Figures", "figures", _figures(found, figures)),
+        Section("Measured speed", "speed", _speed(found)),
+        Section("Appendix: run it again", "again", _again(found)),
+        Section("Machine, data and versions", "machine", [facts_table(result)]),
+        Section("Runs", "every-run", [runs_table(result), _IN_CSV], page_only=True),
+    ]
+    return Document("zpp_lab study", result.study.name, result.study.question, sections)
+
+
+_IN_CSV = Text(["The same numbers, with the bytes of every wire, are in `results.csv`."], soft=True)
+
+
+def _figures(found: Findings, figures: Sequence[Figure]) -> list[Content]:
+    """Each with what belongs to it, then all measures of the codecs' errors."""
+    told = left_out(found.result, found.curves)
+    content: list[Content] = [] if figures else [Text(["No run has anything to draw yet."])]
+    content.append(Text(told, soft=True))
+    beside: dict[str, list[Content]] = {
+        "gap_vs_speed": [Text(_measured_on(found), soft=True)],
+        "main_effects": [
+            Text(effect_notes(found.effects), soft=True),
+            Fold("Main effects as a table", [effects_table(found.effects)]),
+        ],
+        "interactions": [Fold("Interactions as a table", [interactions_table(found.pairs)])],
+    }
+    for figure in figures:
+        folded = figure.name.startswith(_FOLDED)
+        content.append(Fold(figure.title, [figure]) if folded else figure)
+        content += beside.get(figure.name, [])
+    measures = [telemetry_table(found.curves.telemetry)]
+    return [*content, Fold("Codec error: all measures as a table", measures, page_only=True)]
+
+
+def _measured_on(found: Findings) -> list[str]:
+    if found.speeds is None:
+        return []
+    missing = ", ".join(found.speeds.missing)
+    return [
+        f"Measured on: {found.speeds.machine}.",
+        *([f"Arms without a measurement: {missing}."] if missing else []),
+    ]
+
+
+def _speed(found: Findings) -> list[Content]:
+    if found.speed is None or found.speeds is None:
+        return []
+    return [
+        Text([*headlines(found.speed), *notes(found.speed)], "list"),
+        break_even_table(found.speed),
+        match_table(found.speeds, [arm.name for arm in found.result.arms]),
+        speed_table(found.speed),
+        Text(speed_method(), soft=True),
+    ]
+
+
+def _again(found: Findings) -> list[Content]:
+    result, commit = found.result, one_commit(found.result)
+    whole = "The whole study: `zpp-lab study study.yaml`, with the `study.yaml` beside this page."
+    told = [
+        whole if any(arm.arm.overrides for arm in result.arms) else "",
+        f"The runs were made at commit `{commit}`." if commit else "",
+        "For another seed of an arm, change `seed=`.",
+    ]
+    config = Text([found.appendix.baseline_config()], "code")
+    return [
+        Text([" ".join(filter(None, told))]),
+        commands_table(result, found.appendix),
+        differences_table(result, found.appendix),
+        Fold(f"Every setting of {result.study.baseline}", [config], page_only=True),
+    ]
+
+
+# --------------------------------------------------------------------- tables
+
+
+def verdict_table(result: StudyResult) -> Table:
+    """One row an arm. What it does comes last, so that a narrow screen shows the verdict."""
+    told = verdict_rows(result)
+    describe = any(arm.arm.describe for arm in result.arms)
+    rows = [
+        Row(
+            [*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])],
+            arm.name,
+        )
+        for arm, cells in zip(result.arms, told, strict=True)
+    ]
+    first, verdict, *others = told[0]
+    columns = [*words(first, verdict), *numbers(*others), *words(*["What it does"] * describe)]
+    return Table("verdicts", f"Every arm against {result.compared_with}", columns, rows)
+
+
+def _badged(cells: dict[str, str], arm: ArmResult) -> list[str | Badge]:
+    name, _, *others = cells.values()
+    return [name, Badge(arm.verdict, arm.verdict, arm.note), *others]
+
+
+def effects_table(effects: Sequence[MainEffect]) -> Table:
+    """The numbers of the main effects figure."""
+    rows = [
+        Row([effect.factor, level_text(level, effect.factor), *_estimate(e), str(effect.groups)])
+        for effect in effects
+        for level, e in effect.levels.items()
+    ]
+    columns = [*words("Factor", "Level"), *numbers("Mean gap (nats)", *_ESTIMATE)]
+    return Table("effects", "Mean gap by level", columns, rows)
+
+
+def interactions_table(found: Sequence[Interaction]) -> Table:
+    """How far each pair of factors is from additive, at its worst cell."""
+    rows = []
+    for one in found:
+        at = ", ".join(f"{f}={level_text(v, f)}" for f, v in zip(one.factors, one.at, strict=True))
+        departure = [*_estimate(one.departure), str(one.groups)]
+        rows.append(Row([" × ".join(one.factors), at, *departure]))
+    columns = [*words("Factors", "At"), *numbers("Departure (nats)", *_ESTIMATE)]
+    return Table("interactions", "Largest departure from additivity", columns, rows)
+
+
+def telemetry_table(telemetry: Sequence[CurveRow]) -> Table:
+    """Each arm, wire and parameter class: its measures averaged over steps and seeds."""
+    rows = [
+        Row(
+            [of["arm"], of["wire"], of["param_class"]]
+            + [_measure(of.get(name), name) for name in MEASURES],
+            of["arm"],
+        )
+        for of in telemetry
+        if of["step"] == 0
+    ]
+    columns = [*words("Arm", "Wire", "Parameters"), *numbers(*MEASURES)]
+    return Table("telemetry", "Codec errors, mean over training and seeds", columns, rows)
+
+
+def differences_table(result: StudyResult, appendix: Appendix) -> Table:
+    """What an arm's config has that its baseline's has not."""
+    rows = []
+    for arm in result.arms:
+        changed = appendix.differences(arm)
+        texts = [f"{key}: {value} (baseline: {base})" for key, value, base in changed]
+        if texts:
+            rows.append(Row([arm.name, "\n".join(texts)], arm.name))
+    columns = [Column("Arm"), Column("Settings that differ from its baseline's", "code")]
+    return Table("differences", "Configs, arm by arm", columns, rows, sortable=False)
+
+
+def commands_table(result: StudyResult, appendix: Appendix) -> Table:
+    """How to run one seed of each arm again, after the runs that the arms start from."""
+    told = [(arm.name, appendix.command(arm)) for arm in result.arms]
+    rows = [Row([f"prepare {name}", line]) for name, line in appendix.prepared().items()]
+    rows += [Row([name, command], name) for name, command in told if command]
+    columns = [Column("Arm"), Column("Command", "code")]
+    return Table("commands", "One seed of an arm", columns, rows, sortable=False)
+
+
+def certainty_table(certainty: Certainty) -> Table:
+    """p-values and intervals over documents, one row an arm; no column without a value."""
+    rows = certainty.rows()
+    told = [i for i in range(len(CERTAINTY_COLUMNS)) if any(row[i] != NOTHING for row in rows)]
+    told = told or [0]
+    if not any(CERTAINTY_COLUMNS[i].startswith("p ") for i in told):  # looks are those of tests
+        told = [i for i in told if CERTAINTY_COLUMNS[i] != "Looks"]
+    arm, *others = (CERTAINTY_COLUMNS[i] for i in told)
+    kept = [Row([row[i] for i in told], row[0]) for row in rows]
+    columns = [*words(arm), *numbers(*others)]
+    return Table("certainty", "How sure each gap is", columns, kept)
+
+
+def facts_table(result: StudyResult) -> Table:
+    rows = [Row(fact) for fact in facts(result)]
+    return Table("facts", "Of the finished runs", words("What", "Value"), rows, sortable=False)
+
+
+def runs_table(result: StudyResult) -> Table:
+    """One row a run of the study, begun or not."""
+    columns = [*words("Arm"), *numbers("Seed"), *words("State")]
+    columns += numbers("Steps", "Held-out loss", "Perplexity", "Loss of the fp32 masters")
+    columns += [*numbers("Gap (nats)", "MiB per step", "Seconds"), *words("Cause")]
+    rows = [
+        _run_row(arm, seed, arm.runs.get(seed))
+        for arm in result.arms
+        for seed in sorted({*result.study.seeds, *arm.runs})
+    ]
+    if not any(row.cells[-1] for row in rows):  # nothing failed
+        columns, rows = columns[:-1], [replace(one, cells=one.cells[:-1]) for one in rows]
+    return Table("runs", "Every run", columns, rows)
+
+
+def _estimate(e: Estimate) -> list[str]:
+    return [signed(e.mean), signed(e.low), signed(e.high), str(e.seeds)]
+
+
+def _run_row(arm: ArmResult, seed: int, run: Run | None) -> Row:
+    summary = (run.summary if run else None) or {}
+    sent, loss = (run.bytes_per_step(), run.heldout_loss) if run else (None, None)
+    gap = arm.gaps.get(seed)
+    cells = [
+        arm.name,
+        str(seed),
+        state(run),
+        _steps(run),
+        _number(loss, ".4f"),
+        perplexity(loss),
+        _number(summary.get("heldout_loss_master"), ".4f"),
+        NOTHING if gap is None or arm.verdict == "baseline" else signed(gap),
+        _number(None if sent is None else sent / _MIB, ".2f"),
+        _number(summary.get("seconds"), ".0f"),
+        cause(run),
+    ]
+    return Row(cells, arm.name)
+
+
+def _steps(run: Run | None) -> str:
+    """Those done, and of how many where it has not finished."""
+    if run is None:
+        return NOTHING
+    whole = run.summary is not None or run.steps is None
+    return str(run.step) if whole else f"{run.step} of {run.steps}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
+
+
+def _measure(value: float | None, name: str) -> str:
+    return _number(value, ".6f" if name == "cosine" else ".3g")
+
+
+# ---------------------------------------------------------------------- words
+
+LONE = "With one seed an arm nothing is tested. Inside the noise band a gap shows nothing; without "
+LONE += "a band, nothing says how large a gap noise makes."
+
+
+def opening(result: StudyResult) -> Terms:
+    """The first lines: baseline, margin, stopping rule, controls; with one seed also what it shows,
+    and the noise band."""
+    study = result.study
+    margin = f"±{study.margin:.2%} of the baseline's held-out loss"
+    if result.margin is not None:
+        margin += f", here {margin_nats(result)}"
+    controls = [control.text for control in result.controls]
+    lone = one_seed(result)
+    told = [
+        ("What it shows", LONE if lone else ""),
+        ("Baseline", _baseline(result)),
+        ("Margin", f"{margin}. A gap inside it does not matter to this study."),
+        ("Noise band", band_widths(result) if lone else ""),
+        ("Stopping rule", _stopping(result)),
+        ("Controls", " ".join(controls) or "None: nothing shows that this study can see a gap."),
+    ]
+    wrong = [] if controls_hold(result) else ["Controls"]
+    return Terms([(what, text) for what, text in told if text], wrong)
+
+
+def controls_hold(result: StudyResult) -> bool:
+    """Whether each came out as it must, as far as there are seeds to tell."""
+    return all(c.ok or c.untested or c.unanswered for c in result.controls)
+
+
+def _baseline(result: StudyResult) -> str:
+    describe, others = result.baseline.arm.describe, result.other_baselines
+    text = f"{result.study.baseline}{f' ({describe})' if describe else ''}"
+    return f"{text}; other levels have their own: {', '.join(others)}." if others else f"{text}."
+
+
+def _stopping(result: StudyResult) -> str:
+    study = result.study
+    seeds = ", ".join(map(str, study.seeds))
+    if study.max_seeds <= len(study.seeds):
+        return f"fixed beforehand, {_count(len(study.seeds))} an arm ({seeds})."
+    return (
+        f"{_count(len(study.seeds))} an arm ({seeds}), then {study.seeds_per_look} more at a time "
+        f"for the arms that are undecided, {study.max_seeds} at most; tests and intervals are "
+        "corrected for the looks in between."
+    )
+
+
+def decision(result: StudyResult) -> list[str]:
+    """How the question is decided, as sentences."""
+    lone = "These tests need two seeds or more. With one, as here, all that has run is undecided."
+    return [
+        f"{_seed(result)} The gap of a seed is an arm's held-out loss after the last step minus "
+        "that of its baseline with the same seed.",
+        "On par: two one-sided paired t tests show that the mean gap lies within the margin. Worse "
+        "or better: not on par, and the two-sided paired t test shows a gap above or below 0. "
+        "Undecided: neither; more seeds would tell. Intervals are not corrected for the number of "
+        "arms; the tests are.",
+        *([lone] if one_seed(result) else []),
+        f"An arm whose losses are means over fewer than {LEAST_HELDOUT:,} held-out tokens is not "
+        "judged: all seeds share them, so no test over seeds knows what other text would say.",
+        "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
+        "however far it came; curves over training show what it has.",
+    ]
+
+
+def _seed(result: StudyResult) -> str:
+    """What differs between two seeds: where all runs are given their weights, not these."""
+    models = [run.config.get("model") or {} for run in result.runs]
+    if models and all(one.get("start") or one.get("weights") == "pretrained" for one in models):
+        return (
+            "The first weights are given, alike for all seeds; a seed fixes every batch and what "
+            "else is drawn."
+        )
+    return "A seed fixes the initialization and every batch."
+
+
+def effect_notes(effects: Sequence[MainEffect]) -> list[str]:
+    """What a main effect could not use, one sentence a factor."""
+    return [
+        f"{effect.factor}: no comparison of like with like for {_levels(effect)}; these are only "
+        "dots."
+        for effect in effects
+        if effect.left_out
+    ]
+
+
+def _levels(effect: MainEffect) -> str:
+    return ", ".join(level_text(level, effect.factor) for level in effect.left_out)
+
+
+def _count(seeds: int) -> str:
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"

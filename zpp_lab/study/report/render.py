@@ -1,0 +1,143 @@
+"""A report's sections as one HTML page that works offline, as Markdown, and tables as LaTeX."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from zpp_lab.study.report.sections import (
+    Badge,
+    Content,
+    Document,
+    Figure,
+    Fold,
+    Table,
+    Terms,
+    Text,
+)
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_SIGNS = {c: f"\\{c}" for c in "&%$#_{}"}  # what LaTeX writes otherwise
+_SIGNS |= {"−": "$-$", "±": "$\\pm$", "–": "--", "×": "$\\times$", "Σ": "$\\Sigma$", "≤": "$\\le$"}
+_SIGNS |= {"∞": "$\\infty$", "<": "$<$", ">": "$>$", "|": "$|$", "\\": "\\textbackslash{}"}
+_SIGNS |= {"~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
+
+
+def html(document: Document) -> str:
+    """The whole page, with its style, scripts, figures and data inside."""
+    from zpp_lab.study.report.figures.draw import vega_bundle  # charts: a second to import
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"breakable": _breakable, "code": _code}
+    environment.tests |= {
+        kind.__name__.lower(): lambda item, kind=kind: isinstance(item, kind)
+        for kind in (Text, Terms, Table, Figure, Fold, Badge)
+    }
+    figures = document.figures
+    return environment.get_template("page.html.j2").render(
+        document=document,
+        specs={figure.name: _json_in_html(figure.spec) for figure in figures},
+        bundle=vega_bundle() if figures else "",
+        style=(_TEMPLATES / "report.css").read_text(),
+        script=(_TEMPLATES / "report.js").read_text(),
+    )
+
+
+def markdown(document: Document) -> str:
+    """Figures are links to their SVG files in the folder figures."""
+    parts = [f"# {document.title}", f"**{document.question}**"]
+    for section in document.sections:
+        if section and not section.page_only:
+            parts += [f"## {section.title}"] if section.title else []
+            parts += [part for item in section.content if item for part in _in_markdown(item)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _in_markdown(item: Content) -> list[str]:
+    match item:
+        case Text(lines, "paragraphs"):
+            return list(lines)
+        case Text(lines, "list"):
+            return ["\n".join(f"- {line}" for line in lines)]
+        case Text(lines, "numbered"):
+            return ["\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))]
+        case Text(lines):
+            return ["```\n{}\n```".format("\n".join(lines))]
+        case Terms():
+            return ["\n".join(f"- **{what}**: {text}" for what, text in item.pairs)]
+        case Table():
+            return [f"*{item.caption}*", table_markdown(item)]
+        case Figure():
+            picture = f"![{item.title}](figures/{item.name}.svg)"
+            return [f"### {item.title}", picture, item.caption]
+        case Fold():
+            shown = [] if item.page_only else item.content
+            return [part for one in shown if one for part in _in_markdown(one)]
+
+
+def table_markdown(table: Table) -> str:
+    rows = []
+    for row in table.rows:
+        told = zip(table.columns, row.texts, strict=True)
+        rows.append([_lines_of_code(t) if column.kind == "code" else t for column, t in told])
+    return markdown_table(table.names, rows)
+
+
+def _lines_of_code(text: str) -> str:
+    return "<br>".join(f"`{line}`" for line in text.splitlines())
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """`|` in a cell is escaped."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def latex(table: Table, caption: str, label: str) -> str:
+    """A table environment, for a paper: `input` it where the package booktabs is loaded."""
+    align = "".join("r" if column.kind == "number" else "l" for column in table.columns)
+    head, *rows = (
+        " & ".join(map(_in_latex, cells)) + " \\\\"
+        for cells in (table.names, *(row.texts for row in table.rows))
+    )
+    lines = ["\\begin{table}[tb]", "\\centering", f"\\caption{{{_in_latex(caption)}}}"]
+    lines += [f"\\label{{tab:{label}}}", f"\\begin{{tabular}}{{{align}}}", "\\toprule", head]
+    lines += ["\\midrule", *rows, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+def _in_latex(text: str) -> str:
+    """LaTeX's special characters made plain, and the few signs that tables have in math."""
+    return "".join(_SIGNS.get(c, c) for c in text)
+
+
+def _breakable(text: Any) -> markupsafe.Markup:
+    """A name that a narrow column may break after an underscore or a dot."""
+    escaped = markupsafe.escape(text)
+    for mark in "_.":
+        escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
+    return escaped
+
+
+def _code(text: str) -> markupsafe.Markup:
+    """A sentence's words in backticks as code."""
+    return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(text))))
+
+
+def _json_in_html(value: Any) -> str:
+    """JSON that cannot end or comment out its <script> element."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
