@@ -7,7 +7,6 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
-from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.wandb.folder import run_folders
 from zpp_lab.runs.wandb.sink import follow
 from zpp_lab.study.judge.verdict import read_result
@@ -170,18 +168,6 @@ def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
     monkeypatch.setattr("zpp_lab.tools.doctor.doctor", full)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == "zpp-lab doctor: no room; make room there\n"
-
-
-def test_runs_per_gpu_takes_the_place_of_the_studys(monkeypatch) -> None:
-    seen = []
-
-    def run_study(study: StudyConfig, *_: object, **__: object) -> NoReturn:
-        seen.append(study.runs_per_gpu)
-        raise ValueError("not now")
-
-    monkeypatch.setattr("zpp_lab.study.run_study", run_study)
-    assert main(["study", "bits"]) == main(["study", "bits", "--runs-per-gpu", "2"]) == 2
-    assert seen == [6, 2]
 
 
 COMMANDS = ("train", "study", "plan", "bench", "report", "mps")

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpp_lab.codecs import BlockCodec, encode
-from zpp_lab.codecs.packing import PLANES, pack, packed_bytes, unpack
-from zpp_lab.config.codec import BITS
+from zpp_lab.codecs.packing import pack, packed_bytes, unpack
 
 
 @given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 200), st.integers(0, 2**31))
@@ -36,18 +35,6 @@ def test_planes_by_hand(bits: int, expected: list[int]) -> None:
     out = torch.empty(1, packed_bytes(5, bits), dtype=torch.uint8)
     pack(codes, bits, out)
     assert out[0].tolist() == expected
-
-
-def test_settings_allow_the_widths_that_can_be_packed() -> None:
-    assert tuple(PLANES) == BITS
-
-
-def test_six_bits_split_into_planes() -> None:
-    codes = torch.tensor([[0b101101, 0b010010, 0b111111, 0b100000]], dtype=torch.uint8)
-    out = torch.empty(1, packed_bytes(4, 6), dtype=torch.uint8)
-    pack(codes, 6, out)
-    assert out[0, :2].tolist() == [0b0010_1101, 0b0000_1111]
-    assert out[0, 16].item() == 0b10_11_01_10
 
 
 def test_a_whole_row_by_hand() -> None:

@@ -117,20 +117,6 @@ def test_links_and_kinds_have_slots_of_their_own() -> None:
     assert all(on_ranks(cluster, job, peers(Boards())))
 
 
-def test_what_is_held_is_copied_into_the_slot() -> None:
-    cluster = ClusterConfig(nodes=2, gpus_per_node=2)
-
-    def job(transport: ThreadPeers) -> Tensor:
-        held = torch.full((2, 16), transport.rank, dtype=torch.uint8)
-        out = torch.zeros(4, 16, dtype=torch.uint8)
-        transport.gathering(out, "local", "test", held).send()
-        transport.lanes.finish()
-        return out[:, 0].view(2, 2)
-
-    results = on_ranks(cluster, job, peers(Boards()))
-    assert [r.tolist() for r in results] == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
-
-
 def test_memory_is_allocated_once_for_what_is_reserved() -> None:
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
 
@@ -145,22 +131,6 @@ def test_memory_is_allocated_once_for_what_is_reserved() -> None:
         return counts
 
     assert on_ranks(cluster, job, peers(Boards())) == [[1, 1, 1, 2, 2]] * 2
-
-
-def test_small_shipments_and_lonely_links_take_the_groups() -> None:
-    cluster = ClusterConfig(nodes=1, gpus_per_node=2)
-    asked: list[tuple[Link, int]] = [("world", 16), ("world", 32), ("across", 640)]
-
-    def job(transport: ThreadPeers) -> list[str]:
-        transport.least = 64
-        ways = []
-        for link, nbytes in asked:
-            count = len(members(cluster, link, transport.rank))
-            out = torch.zeros(count, nbytes, dtype=torch.uint8)
-            ways.append(type(transport.gathering(out, link, "test")).__name__)
-        return ways
-
-    assert on_ranks(cluster, job, peers(Boards()))[0] == ["_Gathering", "_Copies", "_Gathering"]
 
 
 def read_late(transport: ThreadPeers, after: threading.Event, seconds: float) -> None:

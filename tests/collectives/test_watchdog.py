@@ -36,12 +36,6 @@ def test_finished_and_failed_transfers_are_forgotten() -> None:
     watchdog.close()
 
 
-def test_zero_watches_nothing() -> None:
-    watchdog = Watchdog(0.0)
-    with watchdog.watch("one", CPU):
-        assert not watchdog.flying
-
-
 def test_others_learn_how_far_this_process_is_and_what_it_waits_for() -> None:
     before = under_way()[0]
     watchdog = Watchdog(600.0, lambda message: None)

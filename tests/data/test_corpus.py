@@ -65,16 +65,6 @@ def test_installation_is_all_python_source(tmp_path, monkeypatch):
     ]
 
 
-def test_packages_of_the_installation_below_an_environment_count(tmp_path, monkeypatch):
-    installed(tmp_path, monkeypatch)
-    below = fill(tmp_path / "base/dist-packages", {"torch/nn.py": b"nn", "torch/c.so": b"so"})
-    torch_at(below, monkeypatch)
-    found = [name for name, _ in installation_corpus().documents()]
-    assert found == ["stdlib/abc.py", "packages/x/y.py", "shared/torch/nn.py"]
-    torch_at(fill(tmp_path / "source", {"setup.py": b"no packages"}), monkeypatch)
-    assert len(list(installation_corpus().documents())) == 2
-
-
 def test_installation_takes_other_files_when_asked(tmp_path, monkeypatch):
     installed(tmp_path, monkeypatch)
     more = fill(tmp_path / "mine", {"own.py": b"own", "own.h": b"#pragma once"})
@@ -82,13 +72,6 @@ def test_installation_takes_other_files_when_asked(tmp_path, monkeypatch):
     assert list(corpus.documents()) == [("extra/own.h", b"#pragma once")]
     with pytest.raises(ValueError, match=r"no files with data.suffixes=\[.zig\] found"):
         installation_corpus(None, suffixes=(".zig",))
-
-
-def test_installation_stops_at_max_bytes(tmp_path, monkeypatch):
-    installed(tmp_path, monkeypatch)
-    corpus = installation_corpus(None, max_bytes=5)
-    assert [t for _, t in corpus.documents()] == [b"lib"]  # the cut file is no text
-    assert [t for _, t in installation_corpus(None, max_bytes=2).documents()] == [b"li"]
 
 
 def test_max_bytes_takes_the_first_bytes(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpp_lab.data import tokenizer
-from zpp_lab.data.tokenizer import BpeTokenizer, ByteTokenizer, token_dtype
+from zpp_lab.data.tokenizer import BpeTokenizer, ByteTokenizer
 
 TEXT = b"".join(
     b"the %d quick brown foxes jump over the lazy dog number %d\n" % (i, i * i) for i in range(200)
@@ -32,13 +32,6 @@ def test_bytes_are_their_own_tokens():
     assert tokens.tolist() == [1, 97, 255]
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4")]
-)
-def test_token_dtype_is_the_smallest_that_fits(vocab_size, dtype):
-    assert token_dtype(vocab_size) == np.dtype(dtype)
-
-
 def test_bpe_shortens_and_gives_the_text_back(bpe):
     tokens = bpe.encode(TEXT)
     assert tokens.dtype == np.uint16
@@ -62,12 +55,6 @@ def test_end_marker_spelt_out_is_text(bpe):
 
 def test_bytes_that_are_not_utf8_become_replacement_characters(bpe):
     assert decode(bpe, bpe.encode(b"na\xefve")) == "na\ufffdve"
-
-
-def test_training_repeats_and_survives_a_round_trip(bpe):
-    assert BpeTokenizer.train([TEXT], 300).dumps() == bpe.dumps()
-    again = BpeTokenizer(bpe.dumps())
-    assert np.array_equal(again.encode(TEXT), bpe.encode(TEXT))
 
 
 def test_without_the_package(monkeypatch):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zpp_lab.engines.fsdp import comm
@@ -85,17 +84,6 @@ def test_a_units_gradients_have_one_dtype_or_the_reductions(monkeypatch: Any) ->
     assert found(wide) == torch.float32
     assert found(free) is None
     assert found(wide, trained) is None  # casting all to either would round or widen some
-
-
-def test_the_division_is_what_fsdp2_asks_for() -> None:
-    def divided(op: Any) -> list[float]:
-        sums = torch.tensor([3.0, 6.0])
-        comm._divide(sums, op, 3)
-        return sums.tolist()
-
-    assert divided(dist.ReduceOp.AVG) == [1.0, 2.0]
-    assert divided(dist.ReduceOp.SUM) == [3.0, 6.0], "FSDP2 divides by itself afterwards"
-    assert divided(dist._make_nccl_premul_sum(0.5)) == [1.5, 3.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

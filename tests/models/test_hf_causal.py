@@ -72,14 +72,6 @@ def test_size_takes_no_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
 
 
-def test_a_model_that_cannot_be_asked_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    broken = {**SMALL, "intermediate_size": 24, "num_key_value_heads": 8, "head_dim": 10}
-    build_model(model_of("mistral", broken), VOCAB, "meta")
-    assert "mistral: whether it sees the tokens that it shall predict is not known" in (
-        capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_a_run_of_one_does_not_begin(
     command: str,

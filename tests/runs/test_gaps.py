@@ -26,7 +26,7 @@ from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.baseline import find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder
 from zpp_lab.runs.wandb.process import start_study_sink
-from zpp_lab.runs.wandb.sink import serve_study, sync
+from zpp_lab.runs.wandb.sink import sync
 
 STEPS = 6
 
@@ -82,36 +82,6 @@ def test_a_study_has_the_gap_in_every_row(tmp_path: Path) -> None:
     assert arm.summary["final/bytes_share_inter"] == pytest.approx(40 / 60)
     assert arm.summary["final/tokens_per_second"] == 4.0
     assert arm.summary["heldout_loss"]["min"] == 3.0
-
-
-def test_a_run_waits_for_its_baseline_but_not_longer_than_the_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[str] = []
-
-    def follow(folder: RunFolder, *_: Any) -> bool:
-        sent.append(folder.path.parent.name)
-        folder.note(state="complete", ended=folder.ended())
-        return True
-
-    monkeypatch.setattr("zpp_lab.runs.wandb.sink.follow", follow)
-    study_file(tmp_path, {"name": "other"}, {"name": "big", "against": "other"})
-    for arm in ("w4", "big"):
-        write(tmp_path / arm / "seed1", config(arm), 0.5)
-    rounds = iter([True, True, False])
-    seen: list[list[str]] = []
-
-    def more(_: float) -> bool:
-        seen.append(list(sent))
-        if len(seen) == 1:
-            write(tmp_path / "zero3" / "seed1", config("zero3"), 0.0)
-        return next(rounds)
-
-    monkeypatch.setattr("zpp_lab.runs.wandb.sink._mode_of", lambda *_: "offline")
-    assert serve_study(tmp_path, "offline", more) == 0
-    assert seen[0] == []
-    assert sorted(seen[1]) == ["w4", "zero3"]
-    assert sent[-1] == "big"  # its own baseline never came
 
 
 def test_a_baseline_that_is_behind_gives_its_gaps_later(

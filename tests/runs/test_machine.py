@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -92,15 +91,3 @@ def test_what_is_no_commit_is_refused_before_anything_starts(
     assert (row.state, "or unset ZPP_COMMIT" in row.fix) == ("broken", True)
     monkeypatch.delenv(provenance.COMMIT)
     check_inputs(Config())
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root gives files away")
-def test_a_checkout_of_another_user(tmp_path: Path) -> None:
-    (tmp_path / "__init__.py").write_text("")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "one")
-    head = git(tmp_path, "rev-parse", "HEAD")
-    for path in (tmp_path, *tmp_path.rglob("*")):
-        os.chown(path, 12345, 12345)
-    assert LOOK(tmp_path) == head

@@ -39,20 +39,6 @@ def test_old_python_is_broken(
     assert "broken: python" in capsys.readouterr().out
 
 
-def test_missing_and_outdated_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ["numpy>=1", "no-such-package>=2", "pyyaml>=999"]
-    groups = {"all": ["zpp_lab[some]", "numpy"], "some": ["no-such-extra"]}
-    monkeypatch.setattr(doctor, "_declared", lambda: (wanted, groups))
-    assert doctor.missing(doctor.requirements()) == ["no-such-package>=2", "pyyaml>=999"]
-    row = doctor.packages()
-    assert row.state == "broken"
-    assert "pyyaml>=999" in row.found
-    assert [(row.name, row.state) for row in doctor.extras()] == [
-        ("extra all", "absent"),
-        ("extra some", "absent"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("gpus", "state", "found"),
     [(1, "absent", "fewer than two"), (2, "ok", "all 2 GPUs"), (3, "absent", "apart: 0-2")],

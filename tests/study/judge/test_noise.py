@@ -73,12 +73,6 @@ def test_a_hundredth_of_the_margin_is_nothing(tmp_path: Path) -> None:
     assert quiet_parts(judged(tmp_path / "b", {("zero3_reordered", 1): [1.1 * limit]})) == []
 
 
-def test_a_lost_loss_ends_what_is_compared(tmp_path: Path) -> None:
-    lost = [*[0.125] * 4, float("nan"), *[9.0] * 9]
-    found = part(judged(tmp_path, {("w4", 1): lost}))
-    assert found.arms["w4"] == (0.125, 0.125)
-
-
 # ---------------------------------------------------------------------- steps apart
 
 
@@ -114,13 +108,6 @@ def test_a_jump_of_one_run_is_found_and_one_of_all_is_not(tmp_path: Path) -> Non
     assert found(result) == [(NAMES[2], 1, 12), (NAMES[0], 1, 4)]
     first, second = apart_steps(result)
     assert (first.norm, first.others, second.norm, second.others) == (20.0, 5.0, 12.5, 5.0)
-
-
-def test_seeds_are_compared_with_their_own_twins(tmp_path: Path) -> None:
-    second = {(name, 2, step): 8.0 for name in NAMES for step in range(1, SHORT + 1)}
-    assert found(jumping(tmp_path, {**second, (NAMES[3], 1, 2): 3.0}, seeds=2)) == [
-        (NAMES[3], 1, 2)
-    ]
 
 
 def test_a_negative_control_is_no_twin(tmp_path: Path) -> None:

@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from omegaconf import OmegaConf
 
 from tests.study.run.test_kill import write_study
 from tests.train.launch.test_srun import port
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import conf_dir
 from zpp_lab.runs.reader import find_runs
 from zpp_lab.study.run.batch import needs
 from zpp_lab.study.run.launch import run_study
@@ -259,19 +255,3 @@ def test_jobs_of_a_sweep_that_ask_for_different_things_are_told(
         (line,) = capsys.readouterr().err.splitlines()
         assert "slurm: no sbatch here; start this on a node that" in line
     assert not list(tmp_path.iterdir())
-
-
-def test_the_slurm_config_fits_the_plugin() -> None:
-    """Composed with the plugin's schema: a name that it does not have would be an error."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-        composed = hydra_compose(
-            "config", overrides=["hydra/launcher=slurm"], return_hydra_config=True
-        )
-    launcher = OmegaConf.to_container(composed.hydra.launcher, resolve=False)
-    assert isinstance(launcher, dict)
-    assert launcher["_target_"].endswith("SlurmLauncher")
-    ours = yaml.safe_load((conf_dir() / "hydra" / "launcher" / "slurm.yaml").read_text())
-    assert {k: launcher[k] for k in ours if k != "defaults"} == {
-        k: v for k, v in ours.items() if k != "defaults"
-    }

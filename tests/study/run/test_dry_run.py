@@ -44,19 +44,6 @@ def test_runs_bytes_memory_and_predicted_seconds(
     assert ("left" in text) == (machine is not None)
 
 
-def test_a_named_machine_predicts_what_it_has_figures_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["study", "smoke", "--dry-run", "--dir", str(tmp_path / "s"), "--machine", "h200"]
-    assert main([*words, "train.param_dtype=bf16", "--arms", "zero3"]) == 0
-    assert "at least" in capsys.readouterr().out
-    assert main([*words, "--arms", "zero3"]) == 0
-    said = capsys.readouterr().out
-    assert "zero3: train.param_dtype=fp32: figures are of bf16" in said
-    assert "time left unknown" in said
-    assert not (tmp_path / "s").exists()
-
-
 def test_predictions_are_the_cost_models() -> None:
     from zpp_lab.tools.plan.cost.machine import load_machine
     from zpp_lab.tools.plan.cost.step import predict

@@ -9,13 +9,11 @@ import yaml
 
 from tests.study.fake_runs import ARMS, FakeArm, write_run
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.compose import flat_config
-from zpp_lab.config.schema import Config, RecipeConfig, RuleConfig, RunConfig, TrainConfig
+from zpp_lab.config.schema import RecipeConfig, RuleConfig
 from zpp_lab.runs.reader import find_runs, last_step, read_json, read_metrics, read_run, read_study
 from zpp_lab.study.judge.arms import study_of
 from zpp_lab.study.judge.verdict import judge_study, read_result
 from zpp_lab.study.run import attempts
-from zpp_lab.study.run.plan import differences
 
 ZERO3, W4 = ARMS[0], ARMS[5]
 
@@ -50,13 +48,6 @@ def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
     assert last_step(tmp_path) == 0
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", ZERO3, 1, steps=2)
-    (tmp_path / "a" / "summary.json").write_text("{")
-    with pytest.raises(ValueError, match=r"a/summary\.json.*delete"):
-        find_runs(tmp_path)
-
-
 def test_a_run_that_failed_before_its_config_is_told_by_its_folder(tmp_path: Path) -> None:
     for name in ("seed7", "other"):
         (tmp_path / "w4" / name).mkdir(parents=True)
@@ -68,19 +59,6 @@ def test_a_run_that_failed_before_its_config_is_told_by_its_folder(tmp_path: Pat
     assert find_runs(tmp_path) == [run]  # a refused start does not stand in a report's way
     with pytest.raises(ValueError, match="tell the seed"):
         read_run(tmp_path / "w4" / "other")
-
-
-def test_settings_that_change_no_numbers_do_not_differ() -> None:
-    one = Config(run=RunConfig(dir="x"))
-    other = Config(run=RunConfig(dir="y"), train=TrainConfig(checkpoint_every=7))
-    assert differences(one, other) == {}
-    other = Config(recipe=RecipeConfig(weights=CodecConfig(bits=4)))
-    assert differences(one, other) == {"recipe.weights.bits": (None, 4)}
-
-
-def test_a_setting_that_an_old_file_lacks_has_its_default() -> None:
-    assert flat_config({"seed": 3})["train.lr"] == Config().train.lr
-    assert flat_config({"seed": 3})["seed"] == 3
 
 
 def test_plain_runs_become_arms_by_recipe_and_settings(tmp_path: Path) -> None:

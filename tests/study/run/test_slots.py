@@ -90,17 +90,6 @@ def test_measured_memory_says_how_many_share_a_gpu(tmp_path: Path) -> None:
     assert Memory(3, total=GIB).need(run) == Need(1, 1 / 3)
 
 
-def test_runs_of_several_ranks_share_gpus_under_mps_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = planned(tmp_path, "engine.name=fsdp", "cluster.nodes=2", "cluster.gpus_per_node=2")
-    assert Memory(3).need(ranks) == Need(4)
-    monkeypatch.setenv(PROGRAM, "nvidia-cuda-mps-control")
-    assert Memory(3).need(ranks) == Need(4, 1 / 3)
-    places = Places(["0", "1", "2", "3"], jobs=9, threads=1)
-    assert [places.take(Need(4, 1 / 3)) is not None for _ in range(4)] == [True] * 3 + [False]
-
-
 def test_nodes_that_share_gpus_take_the_memory_of_all_their_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,11 +102,6 @@ def test_nodes_that_share_gpus_take_the_memory_of_all_their_ranks(
         memory.know(shape(run.config), 20 * GIB)  # of each rank
     assert memory.need(whole) == Need(4, pytest.approx(0.24))
     assert memory.need(shared) == Need(2, pytest.approx(0.48))
-
-
-def test_a_run_that_had_no_memory_beside_others_gets_the_gpu_alone(tmp_path: Path) -> None:
-    attempts.note(tmp_path, {"outcome": "out_of_memory", "error": "CUDA", "step": 3})
-    assert Memory(4).need(planned(tmp_path)) == Need(1)
 
 
 def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run
-from zpp_lab.config.study import PrepareConfig
 from zpp_lab.files import hold
 from zpp_lab.runs.reader import last_step, reached, read_run, state, told, write_study
 from zpp_lab.study.judge.verdict import read_result
@@ -104,16 +103,3 @@ def test_the_last_step_is_found_behind_a_long_line(tmp_path: Path) -> None:
     assert last_step(tmp_path) == 2
     (tmp_path / "metrics.jsonl").write_text(lines[0])
     assert last_step(tmp_path) == 1
-
-
-def test_runs_that_prepare_a_study_are_told(tmp_path: Path) -> None:
-    plain = fake_study((BY_NAME["zero3"], BY_NAME["w4"]))
-    study = replace(plain, prepare=[PrepareConfig("base", [])])
-    write_study(tmp_path, study)
-    assert read_result(tmp_path).notes[0] == (
-        "prepare base, which arms start from, has not been started."
-    )
-    cut(tmp_path / "prepare" / "base", "zero3", 1, 40)
-    assert read_result(tmp_path).notes[0] == (
-        "prepare base, which arms start from, stopped after step 40 of 300."
-    )

@@ -10,39 +10,10 @@ import torch
 
 from zpp_lab.config.compose import compose
 from zpp_lab.tools.bench.calibrate import TINY, _between, main, parser
-from zpp_lab.tools.bench.calibrate_steps import (
-    Case,
-    Times,
-    figures,
-)
 from zpp_lab.tools.plan.cost.machine import Between, load_machine
 from zpp_lab.tools.plan.cost.step import predict
 
 CPU = torch.device("cpu")
-
-
-def test_the_hosts_figures_put_the_measured_step_together_again() -> None:
-    """Of 1 and 5 blocks: forward 1, backward 2, computed again 1.5, gather 0.25, reduction 0.5, and
-    each block 0.125 and each step 3 beside."""
-    forward, backward, again, gather, reduce, rest, once = 1.0, 2.0, 1.5, 0.25, 0.5, 0.125, 3.0
-    times: dict[Case, Times] = {}
-    for n in (1, 5):
-        ends = 10.0, 20.0  # embedding and head
-        alone = ends[0] + n * forward, ends[1] + n * backward
-        times["alone", "eager", n] = alone
-        passes = alone[0] + (n + 1) * gather, alone[1] + n * gather + (n + 1) * reduce
-        block = forward + backward + rest
-        step = once + n * block + (2 * n + 1) * gather + (n + 1) * reduce
-        times["fsdp2", "eager", n] = *passes, step
-        times["again", "eager", n] = passes[0] - 0.5 * n, passes[1] + (0.5 + again) * n, step
-    found = figures(times, 5, ["eager"], 0.5)
-    assert found.block_forward_s == {"eager": pytest.approx(forward)}
-    assert found.block_backward_s == {"eager": pytest.approx(backward)}
-    assert found.block_again_s == {"eager": pytest.approx(again)}
-    assert (found.gather_s, found.reduce_s) == (pytest.approx(gather), pytest.approx(reduce))
-    assert found.block_rest_s == pytest.approx(rest)
-    assert found.step_s == pytest.approx(once)
-    assert found.lacks == []
 
 
 def test_links_between_nodes_are_measured_given_or_said_not_to_be() -> None:

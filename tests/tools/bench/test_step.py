@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
-from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, sessions, with_compute
+from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, with_compute
 from zpp_lab.tools.bench.step.run import Pace, StepBench
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -35,22 +34,6 @@ TINY = [
     "train.reduce_dtype=fp32",
     "train.batch_size=1",
 ]
-
-
-def test_words_become_arms_and_foreign_engines_get_processes_of_their_own() -> None:
-    words = ["fsdp2", "fsdp2+node", "zeropp", "four: recipe=zeropp recipe.weights.bits=4"]
-    found = with_compute(arms([*words, "ds: engine=virtual engine.name=deepspeed"], TINY))
-    assert [(a.name, a.maker, a.session) for a in found] == [
-        (COMPUTE, "compute", "ours"),
-        ("fsdp2", "plain", "ours"),
-        ("fsdp2+node", "plain_node", "ours"),
-        ("zeropp", "quick", "ours"),
-        ("four", "quick", "ours"),
-        ("ds", "built", "ds"),
-    ]
-    assert found[4].config.recipe.weights.bits == 4
-    assert found[4].config.train.param_dtype == "fp32"  # the call's overrides over the defaults
-    assert [[a.name for a in group] for group in sessions(found)][1] == ["ds"]
 
 
 class Fake:
@@ -127,15 +110,6 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
         bench(tmp_path, ["qsdp"])  # another call adds to the files
         assert list(read_rows(tmp_path)) == ["fsdp2", "zeropp", COMPUTE, "qsdp"]
     assert "tokens/s" in capsys.readouterr().out
-
-
-def test_a_row_says_the_config_that_was_timed(fake: type[Fake], tmp_path: Path) -> None:
-    rules = "'recipe.rules=[{name: \"embed*\", exempt: true}]'"
-    made = bench(tmp_path, ["zeropp", f"w4: recipe=w4 {rules}"])
-    told = {m.arm: m.config for m in read_speeds(tmp_path)}
-    for arm in made.arms[1:]:
-        config = {k: v for k, v in asdict(arm.config).items() if k not in ("run", "tracking")}
-        assert {k: told[arm.name][k] for k in config} == config
 
 
 def test_an_arm_that_fails_costs_only_itself(fake: type[Fake], tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,19 +64,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert not list(tmp_path.glob("*again*"))
 
 
-def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="is there already"):
-        export_hf(folder, tmp_path)
-    with pytest.raises(ValueError, match=r"it has no config\.yaml"):
-        export_hf(tmp_path, tmp_path / "out")
-    words = ["export", str(folder), "--out", str(tmp_path / "out")]
-    assert main([*words, "--to", "hf", "--steps"]) == 2
-    assert main([*words, "--dtype", "bf16"]) == 2
-    said = capsys.readouterr().err
-    assert "--steps is for --to table" in said
-    assert "--dtype is for --to hf" in said
-
-
 def test_numbers_beyond_fp16_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"w has numbers beyond .*float16"):
         write_safetensors(tmp_path, {"w": (1,)}, lambda _: torch.tensor([1e5]), torch.float16)
@@ -97,15 +82,3 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     assert "cannot write" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(words) == 0
-
-
-def test_a_small_disk_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
-
-    def read(name: str) -> torch.Tensor:
-        raise AssertionError(name)
-
-    with pytest.raises(OSError, match=r"4,000 bytes .* are needed .* 3,999"):
-        write_safetensors(tmp_path, {"w": (1000,)}, read, torch.float32)

@@ -55,29 +55,6 @@ def test_advice_keeps_the_tokens_of_a_step() -> None:
         assert train.batch_size * train.micro_steps == 16
 
 
-def test_moments_in_host_memory_come_before_offload_where_they_are_enough(capsys) -> None:
-    """32.5B on two GPUs, as finetune_30b_x2 trains it."""
-    words = ["model=32_5b", "recipe=w4", "cluster=1x2", "train.batch_size=1", *BF16]
-    words += ["data.seq_len=2048", "engine=fsdp", "engine.transport=peer", "engine.gather=flat"]
-    code, found = planned(capsys, *words, "--gpu-gib", "139.8")
-    *states, moved = found["advice"]
-    assert code == 1
-    assert [a["overrides"] for a in states] == [
-        ["train.optimizer_state=bf16"],
-        ["train.optimizer_state=8bit"],
-    ]
-    assert moved["overrides"] == ["train.optimizer_place=host"]
-    assert (moved["fits"], states[-1]["fits"]) == (True, False)
-    config = compose([*words, *(o for a in found["advice"] for o in a["overrides"])])
-    estimate = Outlook.of(config, 0).estimate
-    assert (estimate.peak, estimate.host) == (moved["peak"], moved["host"])
-    assert main(["plan", *words, "--gpu-gib", "139.8"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"fits, {estimate.host / GIB:.2f} GiB of host memory a rank" in said
-    outlook = Outlook.of(compose(words), 120 * GIB)
-    assert ("train.optimizer_place=host",) not in [a.overrides for a in advise(outlook)]
-
-
 def test_offload_and_more_ranks_are_alternatives() -> None:
     outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 24 * GIB)
     offloaded, more = list(advise(outlook))[-2:]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.launch.fake_mps import calls, fake_mps
+from tests.train.launch.fake_mps import calls
 from tests.waiting import until
 from zpp_lab.train.launch import mps_keeper, processes
 from zpp_lab.train.launch.gpus import Placement, served
-from zpp_lab.train.launch.mps import CONTROL, OWNER, Mps, check_client, find_control
+from zpp_lab.train.launch.mps import CONTROL, OWNER, Mps, check_client
 from zpp_lab.train.launch.processes import EmulationError
 
 JOB = Path(__file__).with_name("mps_job.py")
@@ -100,16 +100,6 @@ def test_a_daemon_that_does_not_start_says_why_and_leaves_nothing(
             os.kill(int(name.read_text().split()[-1]), signal.SIGKILL)
 
 
-def test_a_missing_program_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("zpp_lab.train.launch.mps.PLACES", (str(tmp_path / "driver"),))
-    with pytest.raises(EmulationError, match=r"nvidia-compute-utils.*--share-gpus=time-slices"):
-        find_control()
-    assert find_control.__doc__
-    program = fake_mps(tmp_path / "driver")
-    assert find_control() == str(program)  # not on PATH, but where drivers put it
-
-
 def test_a_rank_that_is_no_client_is_found_out(control: Path) -> None:
     check_client({}, 1)  # nobody asked for MPS
     with Mps() as mps:
@@ -138,19 +128,6 @@ def test_a_daemon_that_refuses_at_first_is_asked_again(
         with pytest.raises(EmulationError, match="refuses get_server_list: not now"):
             check_client(environment, 12)
     assert of(processes.mark()) == []
-
-
-def test_only_ranks_that_share_by_it_are_served(control: Path) -> None:
-    from zpp_lab.config.schema import ClusterConfig
-
-    cluster = ClusterConfig(nodes=2, gpus_per_node=1)
-    for placed in (Placement(cluster, ("0", "1")), Placement(cluster, ("0",), "time-slices")):
-        with served(placed) as same:
-            assert same is placed
-    assert not (control / "calls").exists()
-    with served(Placement(cluster, ("0",), "mps")) as made:
-        assert made.variables(1)["CUDA_VISIBLE_DEVICES"] == "0"
-        assert made.variables(1)["CUDA_MPS_PIPE_DIRECTORY"].endswith("/pipe")
 
 
 def test_ranks_that_share_under_a_command_with_mps_have_its_daemon(

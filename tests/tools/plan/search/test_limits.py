@@ -47,24 +47,11 @@ def test_undecided_only_when_asked(tmp_path: Path, limit: LossLimit) -> None:
     assert "--allow undecided" in wide.rule(Numbers.of(base(*words))).why
 
 
-def test_a_smaller_gap_allows_less(tmp_path: Path, limit: LossLimit) -> None:
-    strict = read_limit(tmp_path / "study", max_gap=0.001)
-    assert ruling(strict, "recipe=w4")[0] == "loss"
-    assert ruling(strict)[0] == "allowed"
-    assert limit.rule(Numbers.of(base("recipe=w4"))).kind == "allowed"
-
-
 def test_a_gap_that_the_limit_covers_is_on_par_though_it_is_real(tmp_path: Path) -> None:
     arms = (ARMS[0], FakeArm("w4", "", 0.04, 0.001, 4))  # 1.7 % of the baseline's loss
     folder = study(tmp_path / "study", arms)
     assert ruling(read_limit(folder), "recipe=w4")[0] == "loss"
     assert ruling(read_limit(folder, max_gap=0.03), "recipe=w4")[0] == "allowed"
-
-
-def test_where_two_arms_train_alike_both_must_be_within(tmp_path: Path) -> None:
-    bad = FakeArm("w4_again", "", 0.5, 0.01, 4)
-    limit = read_limit(study(tmp_path / "study", (*ARMS, bad)))
-    assert ruling(limit, "recipe=w4") == ("loss", "w4_again")
 
 
 def test_no_verdicts(tmp_path: Path) -> None:

@@ -35,14 +35,3 @@ def test_one_node_has_one_hop_and_one_rank_has_no_wires() -> None:
     assert {r.shard for r in recipes("cluster=1x4")} == {"world"}
     alone = recipes("cluster.nodes=1", "cluster.gpus_per_node=1")
     assert [r.name for r in alone] == ["zero3"]
-
-
-def test_stage_1_is_there_where_it_differs() -> None:
-    assert {r.stage for r in recipes()} == {2, 3}
-    assert {r.stage for r in recipes("train.micro_steps=2")} == {1, 2, 3}
-    assert {r.stage for r in recipes("train.micro_steps=2", "train.accumulate=last")} == {2, 3}
-
-
-def test_the_users_exemptions_stay() -> None:
-    found = recipes("recipe.exempt.names=[embed*]")
-    assert all(r.exempt.names == ["embed*"] for r in found)
