@@ -55,7 +55,7 @@ from deepspeed.ops.op_builder import QuantizerBuilder; QuantizerBuilder().load()
     study)
       timeout -k 20 "$(within "${STUDY:-500}")" python3 -m zpp_lab.cli study deepspeed \
         --dir runs/deepspeed ${PER_GPU:+--runs-per-gpu "$PER_GPU"} ${ARMS:+--arms "$ARMS" --alone} \
-        tracking.wandb=off ${share:+++engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 |
+        tracking.wandb=off ${share:+engine.share_gpus=$share} ${OVERRIDES:-} 2>&1 |
         tee "$out/study.log" | quiet | tail -n 40
       packed "$out/deepspeed.tar.gz" runs deepspeed checkpoints ;;
     *) echo "no part $part" ;;

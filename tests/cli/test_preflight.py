@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.models.hf_cases import settings as hf_settings
 from tests.small_runs import SHAPE, corpus, small
+from tests.train.test_finetune_example import write_model
 from zpp_lab import api
 from zpp_lab.cli.main import main
 from zpp_lab.codecs import RawCodec
@@ -25,6 +26,7 @@ from zpp_lab.engines.build import plan_of
 from zpp_lab.files import conf_dir
 from zpp_lab.models import param_class
 from zpp_lab.train import trainer
+from zpp_lab.train.inputs import check_run
 from zpp_lab.train.trainer import run
 
 ALL = "recipe.exempt.names=['*']"
@@ -167,6 +169,20 @@ def test_default_exemptions_serve_every_family(kind: str) -> None:
     config = replace(config, model=replace(config.model, lora=mine))
     with pytest.raises(ValueError, match=r"base_exempt.names: 'embed\*' matches no parameter"):
         plan_of(config)
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml")))
+def test_shipped_experiments_can_start(name: str, here: Path) -> None:
+    """Alone and with another recipe, as an arm of a study."""
+    words = [f"experiment={name}"]
+    if name == "finetune":
+        write_model(here / "model")
+        (here / "records.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n')
+        words += ["model.path=model", "data.path=records.jsonl"]
+    check_run(compose(words))
+    arm = compose([*words, "recipe=w4"])
+    assert arm.recipe == compose(["recipe=w4"]).recipe
+    check_run(arm)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (conf_dir() / "recipe").glob("*.yaml")))

@@ -40,7 +40,8 @@ train engine=gpu => engine=gpu: no such engine. There are: deepspeed, fsdp, virt
 train engine.device=cuda => engine.device=cuda, but torch sees no GPU here: use engine.device=cpu
 train engine.device=cuda:7 => engine.device=cuda, but torch sees no GPU here | use engine.device=cpu
 train engine.threads=100000000000 => engine.threads=100000000000: use 0 (torch's choice) to 4096
-train engine.prefetch=-1 => engine.prefetch is a setting, but | write ++engine.prefetch=VALUE, or c
+train engine.prefetch=2 => engine.prefetch is a setting of engine=fsdp | leave it out
+train engine=fsdp engine.prefetch=-1 => engine.prefetch=-1: use 0 (none) or more
 train ops.backend=cuda => ops.backend=cuda: torch sees no CUDA GPU here; set ops.backend=auto
 train recipe=zero4 => recipe=zero4 | base, broken, g8_4_hadamard, qsdp, w2, w4,
 train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 4, 6, 8), or null to s
@@ -61,7 +62,7 @@ train model=9b => model=9b | 10m, 125m, 13b, 1_3b, 1m, 32_5b, 350m, 6_7b,
 train model.dim=15 => model.dim=15, model.heads=2: dim / heads must be an even number
 train model.kv_heads=3 => model.kv_heads=3 must divide model.heads=2
 train model.vocab_size=5 => model.vocab_size=5 is smaller than | raise it, set 0 to take the tokeniz
-train model.units=layers => model.units is a setting, but what | write ++model.units=VALUE, or choos
+train model.units=layers => model.units is for model=hf
 train model.weights=pretrained => model.weights=pretrained needs model.pat
 train model.start=runs/good model.weights=pretrained model.path=models/llama => model.st | set one o
 train model.lora.rank=4 => model.lora adapts a trained model | model.lora.rank=0 trains all paramete

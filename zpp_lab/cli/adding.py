@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 Call = Callable[[argparse.Namespace, list[str]], int]  # options, the other words → exit code
 SETTINGS = """Settings are written name=value, such as recipe=zeropp train.steps=100
-recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file of conf/.
+recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file of conf/,
+and experiment one with the settings of a whole run.
 `zpp-lab train --dry-run` prints all of them with their values."""
 REMOVED = {  # options that were, by command
     ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",

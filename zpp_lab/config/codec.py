@@ -27,7 +27,9 @@ def need(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, config=STRICT)
 class CodecConfig:
-    """One wire's codec. In a recipe a field left at None is inherited.
+    """One wire's codec. In a recipe a wire takes a field left at None from `weights` or `grads`;
+    None there is the codec's own default: codec=block, block_size=256, symmetric=true,
+    rounding=nearest, scale_dtype=fp32, hadamard=0.
 
     `codec` is a registered name. For the built-in family `block`, `bits=None`
     means that the tensor's own bytes are sent. `options` goes to codecs of

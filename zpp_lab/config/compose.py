@@ -1,5 +1,7 @@
 """Configs through Hydra: conf/*.yaml plus overrides become one validated `Config`.
 
+Hydra's ConfigStore has the defaults of the dataclasses, as plain values: `load` checks types and
+names. Files of conf/ hold what differs.
 Which folder a run lives in, and whether the folder already holds another run.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -26,12 +29,17 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import check_name, conf_dir, missing, parse_yaml, read_yaml
 
-_ELSEWHERE = {
-    "engine": " (engine=fsdp for those of real ranks)",
-    "model": " (model=hf for those of transformers, model=tiny … for the decoder's)",
-}
+ConfigStore.instance().store("base_config", asdict(Config()), provider="zpp_lab")
+
 _CODEC = (".bits", ".codec")  # a wire's settings that give it one
-GROUPS = ("lora",)  # of conf/, whose settings lie deeper in `Config`
+GROUPS = ("experiment", "lora")  # of conf/, whose settings lie elsewhere in `Config`
+_SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn", "tied_head", "rope_theta", "norm_eps")
+OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
+    "virtual": ("engine", ("graph", "lanes")),
+    "fsdp": ("engine", ("ordered", "prefetch", "offload", "transport")),
+    "deepspeed": ("engine", ("emulate_nodes",)),
+    "llama": ("model", _SHAPE),
+}
 
 
 def compose(overrides: list[str]) -> Config:
@@ -45,7 +53,23 @@ def compose(overrides: list[str]) -> Config:
             composed = hydra_compose("config", overrides)
     except (HydraException, ValueError) as error:
         raise ValueError(explain(error, overrides)) from None
+    _check_heeded(composed, overrides)
     return to_config(composed)
+
+
+def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """ValueError for a setting of another engine or model, which would change nothing. Behind ++ it
+    is taken, so that several engines can be given the same words."""
+    given = {word.partition("=")[0] for word in overrides}
+    for owner, (group, names) in OWNERS.items():
+        chosen = composed[group].name
+        for name in names:
+            if f"{group}.{name}" in given and chosen != owner:
+                other = "the built-in decoder" if owner == "llama" else f"{group}={owner}"
+                raise ValueError(
+                    f"{group}.{name} is a setting of {other}, and {group}={chosen} does not heed "
+                    "it: leave it out, or choose that"
+                )
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -65,13 +89,6 @@ def explain(error: Exception, overrides: list[str]) -> str:
     key = _unknown_key(overrides)
     if key is not None and "Could not override" in str(error):
         return unknown_key(Config, key, GROUPS)
-    unlisted = re.search(r"Could not override '([\w.]+)'", str(error))
-    if unlisted is not None:
-        other = _ELSEWHERE.get(unlisted[1].partition(".")[0], "")
-        return (
-            f"{unlisted[1]} is a setting, but what was chosen from conf/ does not list it: write "
-            f"++{unlisted[1]}=VALUE, or choose what does{other}"
-        )
     several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
     if several is not None:
         return f"{several[1]}: add -m to run each value, or write a list in brackets"

@@ -52,7 +52,7 @@ class DataConfig:
     bpe_every: int = 1  # a BPE learns from every n-th training document
     seq_len: int = 64
     draw_ranks: int = 0  # a step's sequences are those of so many ranks; 0: of the cluster's
-    heldout_every: int = 20  # every n-th file is held out
+    heldout_every: int = 20  # every n-th file or record is held out
     max_bytes: int = 0  # 0 reads all
     cache_dir: str = "data_cache"
 

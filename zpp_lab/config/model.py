@@ -79,7 +79,8 @@ class ModelConfig:
     embedding_std: float = 0.02  # of random weights; 1 keeps first gradients small in deep models
     head_std: float = 0.02
     units: str | None = None  # hf: the ModuleList of layers; None finds it
-    options: dict[str, Any] | None = None  # hf: changes to the model's own config
+    # hf: changes to the model's own config, such as {num_hidden_layers: 2}
+    options: dict[str, Any] | None = None
     preset: str = "tiny"  # for the record; the numbers below decide
     dim: int = 128
     layers: int = 2

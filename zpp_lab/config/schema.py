@@ -140,7 +140,8 @@ class EngineConfig:
     # ranks, within 15 seconds more. To outlast an outage both must be more than twice as long.
     timeout_seconds: float = 300.0
     silence_seconds: float = 40.0
-    transport: Literal["auto", "groups", "peer"] = "auto"  # fsdp: how bytes get to other ranks
+    # fsdp: groups are NCCL's or gloo's; peer: ranks of a host read each other's memory
+    transport: Literal["auto", "groups", "peer"] = "auto"
 
     def __post_init__(self) -> None:
         _need(
@@ -200,7 +201,8 @@ class TrainConfig:
     param_dtype: TrainDtype = "fp32"
     reduce_dtype: TrainDtype = "fp32"
     lr: float = 3e-3
-    residual_lr: float = 1.0  # lr times this, for projections into the residual stream: see GUIDE
+    # lr times this for projections into the residual stream; 1 / sqrt(2 layers): see GUIDE
+    residual_lr: float = 1.0
     min_lr_ratio: float = 0.1
     warmup_steps: int = 20
     schedule: Literal["cosine", "constant"] = "cosine"

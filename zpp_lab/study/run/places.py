@@ -176,7 +176,7 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
         raise ValueError(
             f"a run of this study needs {wanted} GPUs (fsdp and deepspeed take one a rank), "
             f"and this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm, "
-            "or let nodes share GPUs with ++engine.share_gpus=mps"
+            "or let nodes share GPUs with engine.share_gpus=mps"
         )
     if not gpus:
         jobs = jobs or cpus

@@ -35,7 +35,7 @@ from zpp_lab.study.report.speed.results import (
 COPY = "speed.csv"
 FASTER = 0.02  # a lead of less is none: an arm's own steps differ by about as much
 RAW = CodecConfig(codec="none")
-# What conf/recipe/base.yaml says that an unset field means.
+# What an unset field means: CodecConfig.
 BLOCK = CodecConfig("block", None, 256, True, "nearest", "fp32", 0, False)
 _LISTED = 3  # settings named as different
 

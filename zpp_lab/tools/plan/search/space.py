@@ -141,11 +141,12 @@ PLAIN = RecipeConfig()
 
 @cache
 def named_recipes() -> tuple[RecipeConfig, ...]:
-    """Those of conf/recipe that change `base` alone, as all of ours do."""
+    """Those of conf/recipe but `base`, which nobody runs as it is, and those that start from
+    another one, as none of ours does."""
     found = []
     for path in sorted((conf_dir() / "recipe").glob("*.yaml")):
         values = yaml.safe_load(path.read_text())
-        if values.pop("defaults", None) == ["base", "_self_"]:
+        if path.stem != "base" and "defaults" not in values:
             found.append(load(RecipeConfig, values))
     return tuple(found)
 
