@@ -24,7 +24,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.runs.checkpoint.index import DamagedError
-from zpp_lab.runs.checkpoint.read import Saved, flat, open_saved
+from zpp_lab.runs.checkpoint.read import Ranks, Saved, flat, open_saved
 from zpp_lab.runs.checkpoint.tensor_file import read_layout
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
 from zpp_lab.tools.export import export_hf
@@ -285,6 +285,31 @@ def test_a_kill_before_old_ones_are_removed_leaves_none_behind(tmp_path: Path) -
     shutil.copytree(newest(folder), folder / "checkpoints" / ".partial-00000015")
     run(config)
     assert contents(folder / "checkpoints") == there
+
+
+def newest_of(run: str) -> int:
+    return open_saved(Path(run), Ranks(shared=True)).step
+
+
+def test_a_start_takes_an_older_checkpoint_where_the_newest_is_damaged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(small(tmp_path, "train.keep_checkpoints=2"))
+    flip(newest(tmp_path / "run"), "weights.")
+    start, older = f"model.start={tmp_path / 'run'}", "step-00000009"
+    losses = []
+    for source in (start, f"{start}/checkpoints/{older}"):
+        summary = run(small(tmp_path, source, f"run.dir={tmp_path / f'to{len(losses)}'}"))
+        losses.append(summary["heldout_loss"])
+    said = r"step-00000012 is damaged \(rank-\S+: weights.*\); trying an older one"
+    assert len(re.findall(said, capfd.readouterr().err)) == 1
+    assert losses[0] == losses[1]
+    assert run_world(2, newest_of, str(tmp_path / "run")) == 9
+    assert len(re.findall(said, capfd.readouterr().err)) == 1  # of rank 0, whoever found it
+    with pytest.raises(
+        ValueError, match=r"model.start: .*step-00000012 is damaged .*; name an olde"
+    ):
+        run(small(tmp_path, f"{start}/checkpoints/step-00000012", f"run.dir={tmp_path / 'no'}"))
 
 
 def test_nothing_else_takes_a_flip_either(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models.init import initial_rows, initial_value
-from zpp_lab.runs.checkpoint.read import open_saved
+from zpp_lab.runs.checkpoint.index import DamagedError
+from zpp_lab.runs.checkpoint.read import Ranks, open_saved
 from zpp_lab.runs.checkpoint.tensor_file import Place, read_layout, read_rows
 
 INDEX = "model.safetensors.index.json"
@@ -223,16 +225,18 @@ def whole(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class RunStart:
-    """Weights of a run's newest checkpoint, or of the checkpoint that `path` is.
+    """Weights of a run's newest whole checkpoint, or of the checkpoint that `path` is; all ranks
+    make one, and take the same.
 
     ValueError lists every weight that is missing, left over, or of another shape.
     """
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         try:
-            self.saved = open_saved(path)
+            self.saved = open_saved(path, Ranks(dist.is_available() and dist.is_initialized()))
         except ValueError as error:
-            raise ValueError(f"model.start={path}: {error}") from None
+            fix = "; name an older one" if isinstance(error, DamagedError) else ""
+            raise ValueError(f"model.start={path}: {error}{fix}") from None
         here = {n: tuple(p.shape) for n, p in model.named_parameters()}
         there = self.saved.shapes
         wrong = [
@@ -253,7 +257,10 @@ class RunStart:
             )
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        return self.saved.rows(name, first, last)
+        try:
+            return self.saved.rows(name, first, last)
+        except DamagedError as error:
+            raise ValueError(f"model.start: {error}; name an older one") from None
 
     def buffer(self, name: str) -> Tensor | None:
         return None

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zpp_lab.runs.checkpoint.index import (
@@ -48,6 +50,36 @@ class SavedWeights(Protocol):
         """Rows [first, last) of a weight on the CPU, fp32; others are not kept, nor whole ones
         read."""
         ...
+
+
+class Ranks:
+    """How those that share a run's checkpoints hear one another; `shared`: all ranks of the default
+    process group, else this process alone."""
+
+    def __init__(self, shared: bool) -> None:
+        self.group = dist.new_group(backend="gloo") if shared else None
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        found: list[Any] = [value] * self.world
+        if self.group is not None:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def all(self, job: Callable[[], Any]) -> Any:
+        """The job's value; where it fails on some rank, all raise what the first of them met."""
+        value = fault = told = None
+        try:
+            value = job()
+        except Exception as error:
+            fault = told = error
+            if not isinstance(error, OSError | ValueError):  # others may not survive the way
+                told = RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")
+        first = next((f for f in self.gather(told) if f is not None), None)
+        if first is not None:
+            raise first if fault is None or isinstance(first, OSError | ValueError) else fault
+        return value
 
 
 class Saved:
@@ -114,15 +146,17 @@ class Saved:
 
         list(self._side_by_side(fill, wanted))
 
-    def check(self, kind: str = "") -> None:
-        """DamagedError unless every byte of the tensors under `kind` is what was written."""
+    def check(self, kind: str = "", part: int = 0, parts: int = 1) -> None:
+        """DamagedError unless every byte of the tensors under `kind` is what was written. part:
+        look at this one of so many parts of them."""
 
         def look(name: str) -> None:
             for shard in self.tensors[name].shards:
                 for _ in self._blocks(name, shard, 0, shard.place.nbytes):
                     pass
 
-        list(self._side_by_side(look, [n for n in self.tensors if n.startswith(kind)]))
+        names = [n for n in self.tensors if n.startswith(kind)]
+        list(self._side_by_side(look, names[part::parts]))
 
     def _side_by_side(self, job: Any, names: Any) -> Iterator[Any]:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint") as pool:
@@ -220,14 +254,14 @@ def own_rows(tensor: Any) -> tuple[int, int, bool]:
 # ---------------------------------------------------------------------- by path
 
 
-def open_saved(path: Path) -> Saved:
-    """A checkpoint, or the newest one of a run's folder whose index and sizes are whole.
+def open_saved(path: Path, ranks: Ranks | None = None) -> Saved:
+    """A checkpoint, or the `newest` one of a run's folder.
 
     Every rank of a large run calls this, and then reads its own rows. ValueError when `path` is
     neither, or the checkpoint is damaged.
     """
     if (path / "checkpoints").is_dir():
-        return newest(path, thorough=False)
+        return newest(path, ranks)
     if not path.exists() or not path.name.startswith("step-"):
         raise ValueError(
             f"{path} is no run's folder with checkpoints, and no checkpoint (step-…) of one"
@@ -236,20 +270,28 @@ def open_saved(path: Path) -> Saved:
     return Saved(path)
 
 
-def newest(run: Path, thorough: bool = True) -> Saved:
-    """The newest whole checkpoint of the run in `run`; damaged ones are named on stderr.
+def newest(run: Path, ranks: Ranks | None = None) -> Saved:
+    """The newest checkpoint of the run in `run` whose weights are whole: every byte of them is
+    looked at, by each of `ranks` a part. Damaged ones are named on stderr. ValueError when there is
+    none; ranks that share it all get the same."""
+    folder, ranks = run / "checkpoints", ranks or Ranks(shared=False)
 
-    thorough: every byte of its weights is looked at. ValueError when there is none.
-    """
-    folder = run / "checkpoints"
-    for path in reversed(listed(folder)):
+    def whole(path: Path) -> Saved:
+        saved = Saved(path)
+        saved.check("weights.", ranks.rank, ranks.world)
+        return saved
+
+    first: DamagedError | None = None
+    for path in reversed(ranks.gather(listed(folder))[0]):
         try:
-            saved = Saved(path)
-            if thorough:
-                saved.check("weights.")
-            return saved
+            found: Saved = ranks.all(partial(whole, path))
+            return found
         except DamagedError as error:
-            say_passed_over(error)
+            first = first or error
+            if ranks.rank == 0:
+                say_passed_over(error)
+    if first is not None:
+        raise ValueError(f"{folder} has no whole checkpoint; {first}: restore one from a copy")
     raise ValueError(
         f"{folder} has no whole checkpoint: let the run reach its first one "
         "(train.checkpoint_every), or its end"

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zpp_lab.files import is_full, need_space, sync_folder, write_atomic
@@ -40,7 +39,7 @@ from zpp_lab.runs.checkpoint.index import (
     listed,
     part_of,
 )
-from zpp_lab.runs.checkpoint.read import Saved, State, flat, local, own_rows, say_passed_over
+from zpp_lab.runs.checkpoint.read import Ranks, Saved, State, flat, local, own_rows, say_passed_over
 from zpp_lab.runs.checkpoint.tensor_file import dtype_name, layout
 
 LANES = 4
@@ -62,36 +61,6 @@ class Saving:
     staging: int = LANES * BLOCK
     weights_only: bool = False
     skip_full: bool = False
-
-
-class Ranks:
-    """How those that share a run's checkpoints hear one another; `shared`: all ranks of the default
-    process group, else this process alone."""
-
-    def __init__(self, shared: bool) -> None:
-        self.group = dist.new_group(backend="gloo") if shared else None
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        found: list[Any] = [value] * self.world
-        if self.group is not None:
-            dist.all_gather_object(found, value, group=self.group)
-        return found
-
-    def all(self, job: Callable[[], Any]) -> Any:
-        """The job's value; where it fails on some rank, all raise what the first of them met."""
-        value = fault = told = None
-        try:
-            value = job()
-        except Exception as error:
-            fault = told = error
-            if not isinstance(error, OSError | ValueError):  # others may not survive the way
-                told = RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")
-        first = next((f for f in self.gather(told) if f is not None), None)
-        if first is not None:
-            raise first if fault is None or isinstance(first, OSError | ValueError) else fault
-        return value
 
 
 @dataclass(frozen=True)
