@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,38 @@ def test_a_second_one_is_refused_until_the_first_has_gone(tmp_path: Path) -> Non
     assert not held(folder)
     with at_work(folder), only_one(tmp_path):
         pass
+
+
+def test_of_two_starts_at_one_moment_the_winner_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    winner: list[Any] = []
+
+    def mkdir(path: Path, *args: Any, real: Any = Path.mkdir, **more: Any) -> None:
+        real(path, *args, **more)
+        if path == folder:
+            winner.append(hold(folder))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ValueError, match="a run is at work here already"), at_work(folder):
+        pass
+    assert held(folder)
+
+
+def test_what_is_left_beside_a_mistake_does_not_hide_it(tmp_path: Path) -> None:
+    def mistaken(*beside: Path) -> None:
+        with at_work(tmp_path / "new" / "run"):
+            for path in beside:
+                path.mkdir()
+            raise ValueError("the mistake")
+
+    other = tmp_path / "new" / "other"
+    for beside in ([], [other]):
+        with pytest.raises(ValueError, match=r"^the mistake$"):
+            mistaken(*beside)
+        assert [str(path) for path in tmp_path.glob("*/*")] == list(map(str, beside))
+    assert other.exists()
 
 
 def test_a_look_from_elsewhere_refuses_nobody(

@@ -294,11 +294,30 @@ def hold(folder: Path) -> IO[str]:
 
 @contextmanager
 def _alone(folder: Path, otherwise: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold `folder`. ValueError, `otherwise`, when another process has it all the time."""
+    """Hold `folder`, made where it is not there. A mistake that ends the body takes it away again
+    as long as it tells of nothing but the mistake. ValueError, `otherwise`, when another process
+    has it all the time."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
     with _opened(folder) as file:
         if not _taken_within(file, max(patience, _GLANCE)):
             raise ValueError(f"{folder}: {otherwise}")
-        yield
+        try:
+            yield
+        except (ValueError, OSError):
+            with contextlib.suppress(OSError):  # the mistake itself is what must be seen
+                _unmake(new)
+            raise
+
+
+def _unmake(new: list[Path]) -> None:
+    """Remove a folder, and those above that came with it, which hold nothing but it."""
+    names = {path.name for path in new[0].iterdir()} if new else set()
+    if names <= {LOCK, FAILURE}:
+        for name in names:
+            (new[0] / name).unlink()
+        for path in new:
+            path.rmdir()
 
 
 def _taken_within(file: IO[str], seconds: float) -> bool:
@@ -337,7 +356,7 @@ def at_work(folder: Path, patience: float = 0.0, more: str = "") -> Iterator[Non
     OSError) came before the run. ValueError, which ends with `more`, when another process has it,
     and still has it after `patience` seconds."""
     otherwise = "a run is at work here already; wait for it or stop it, or give another run.dir"
-    with _made(folder), _alone(folder, otherwise + more, patience):
+    with _alone(folder, otherwise + more, patience):
         yield
 
 
@@ -346,26 +365,8 @@ def only_one(root: Path) -> Iterator[None]:
     """Hold a study's folder, so that two calls never run the same runs at the same time; made, and
     gone again, as of `at_work`."""
     otherwise = "a study is running here already; look at it with --watch, wait for it or stop it"
-    with _made(root), _alone(root, otherwise):
+    with _alone(root, otherwise):
         yield
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """`folder`, made where it is not there. A mistake that ends the body takes it away again as
-    long as it tells of nothing but the mistake."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except (ValueError, OSError):
-        names = {path.name for path in folder.iterdir()}
-        if new and names <= {LOCK, FAILURE}:
-            for name in names:
-                (folder / name).unlink()
-            for path in new:
-                path.rmdir()
-        raise
 
 
 def held(folder: Path) -> bool:
