@@ -39,6 +39,7 @@ from zpp_lab.study.report.table import (
     NOTHING,
     band_cell,
     gap_text,
+    number,
     percent,
     perplexity,
 )
@@ -104,18 +105,18 @@ def cells(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -> li
     peak = peak_gib(arm.finished)
     return [
         arm.name,
-        _number(arm.heldout_loss, ".4f"),
+        number(arm.heldout_loss, ".4f"),
         perplexity(arm.heldout_loss),
         gap_text(arm),
         band_cell(result, arm, bands),
         arm.text,
-        _number(seconds, ".3f"),
-        _number(rate, ",.0f"),
-        _number(sent[0] / 1e9 if sent else None, ".3g"),
+        number(seconds, ".3f"),
+        number(rate, ",.0f"),
+        number(sent[0] / 1e9 if sent else None, ".3g"),
         percent(arm.bytes_total),
         percent(arm.bytes_inter),
-        _number(peak, ".2f"),
-        _number(planned_gib(arm.finished) if peak is not None else None, ".2f"),
+        number(peak, ".2f"),
+        number(planned_gib(arm.finished) if peak is not None else None, ".2f"),
         f"{len(arm.finished)} of {len(result.study.seeds)}",
     ]
 
@@ -222,10 +223,6 @@ def wrong_losses(page: Path, losses: Mapping[str, float]) -> Iterator[str]:
             true = f"{losses[row[0]]:.{len(row[column].partition('.')[2])}f}"
             if row[column] != true:
                 yield f"{page}: {row[0]}: {row[column]}, but {true} in results.csv"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return NOTHING if value is None else format(value, spec)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ from zpp_lab.study.report.table import (
     band_widths,
     margin_line,
     margin_nats,
+    number,
     p_value_line,
     perplexity,
     signed,
@@ -355,12 +356,12 @@ def _run_row(arm: ArmResult, seed: int, run: Run | None) -> Row:
         str(seed),
         state(run),
         _steps(run),
-        _number(loss, ".4f"),
+        number(loss, ".4f"),
         perplexity(loss),
-        _number(summary.get("heldout_loss_master"), ".4f"),
+        number(summary.get("heldout_loss_master"), ".4f"),
         NOTHING if gap is None or arm.verdict == "baseline" else signed(gap),
-        _number(None if sent is None else sent / _MIB, ".2f"),
-        _number(summary.get("seconds"), ".0f"),
+        number(None if sent is None else sent / _MIB, ".2f"),
+        number(summary.get("seconds"), ".0f"),
         cause(run),
     ]
     return Row(cells, arm.name)
@@ -374,12 +375,8 @@ def _steps(run: Run | None) -> str:
     return str(run.step) if whole else f"{run.step} of {run.steps}"
 
 
-def _number(value: float | None, spec: str) -> str:
-    return NOTHING if value is None else format(value, spec)
-
-
 def _measure(value: float | None, name: str) -> str:
-    return _number(value, ".6f" if name == "cosine" else ".3g")
+    return number(value, ".6f" if name == "cosine" else ".3g")
 
 
 # ---------------------------------------------------------------------- words

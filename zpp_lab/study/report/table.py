@@ -124,7 +124,7 @@ def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -
 
 
 def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
-    loss = NOTHING if arm.heldout_loss is None else f"{arm.heldout_loss:.4f}"
+    loss = number(arm.heldout_loss, ".4f")
     seeds = f"{len(arm.finished)} of {max(len(result.study.seeds), len(arm.runs))}"
     sent = [percent(arm.bytes_total), percent(arm.bytes_inter)]
     return [arm.name, arm.text, gap_text(arm), loss, perplexity(arm.heldout_loss), *sent, seeds]
@@ -192,6 +192,10 @@ def signed(value: float) -> str:
     """A gap in nats with its sign, 0 without one."""
     text = f"{value:+.4f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
 
 
 def percent(fraction: float | None) -> str:

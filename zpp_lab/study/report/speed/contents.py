@@ -29,7 +29,7 @@ from zpp_lab.study.report.speed.speeds import (
     speed_ups,
     without_base,
 )
-from zpp_lab.study.report.table import NOTHING, percent
+from zpp_lab.study.report.table import NOTHING, number, percent
 
 TITLE = "Speed on links between nodes"
 QUESTION = "On this network, which recipe is faster, and by how much?"
@@ -125,9 +125,9 @@ def speed_table(found: SpeedFindings) -> Table:
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
         cells += [*_up_cells(ups.get(id(m))), *([_over_text(m, peers)] if peers else [])]
-        cells += [_number(m.floor_s, ".4g"), percent(m.share_of_floor)]
-        cells += [_number(m.step_s, ".4g"), *([_number(m.waiting_s, ".3g")] if waited else [])]
-        cells += [_number(m.peak_gib, ".2f")]
+        cells += [number(m.floor_s, ".4g"), percent(m.share_of_floor)]
+        cells += [number(m.step_s, ".4g"), *([number(m.waiting_s, ".3g")] if waited else [])]
+        cells += [number(m.peak_gib, ".2f")]
         cells += _said_cells(_said(said, m), m) if said else []
         rows.append(Row(cells, m.arm))
     every = [*words("Arm", "Measured", "Link"), *numbers(*columns)]
@@ -323,10 +323,6 @@ def _said_cells(said: float | None, m: Measured) -> list[str]:
 
 def _range(low: float, high: float) -> str:
     return gbps_text(low) if low == high else f"{gbps_text(low)} to {gbps_text(high)}"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return NOTHING if value is None else format(value, spec)
 
 
 def _text(value: float | None) -> str:
