@@ -80,18 +80,6 @@ def test_heldout_covers_all_there_is_once(data):
     assert all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in batches)
 
 
-def test_windows_as_long_as_the_text(data):
-    longest = data.heldout_tokens - 1
-    (x, y), *rest = data.heldout(1, 4, longest)
-    assert not rest
-    assert x.shape == (1, longest)
-    assert y[0, -1] == 0
-    with pytest.raises(ValueError, match=r"too few for windows .* smaller data\.seq_len"):
-        list(data.heldout(1, 4, longest + 1))
-    with pytest.raises(ValueError, match="too few"):
-        data.batch(0, 0, 0, 0, 1, data.tokens)
-
-
 @pytest.mark.parametrize(("size", "what"), [(20, "training"), (300, "held-out")])
 def test_text_too_short_for_seq_len(tmp_path, size, what):
     (tmp_path / "a").write_bytes(b"x" * size)

@@ -212,34 +212,10 @@ def check_tests(words: list[str]) -> None:
 
 
 def check_script(path: str, words: list[str]) -> None:
+    """Its own parser takes the words, and Hydra the settings among them: of real ranks, mostly."""
     script = loaded(path)
-    found = read_by(script, words) if hasattr(script, "argparse") else []
-    for asked in found:
-        for settings in settings_of(path, script, asked):
-            check_config(settings)
-
-
-def settings_of(path: str, script: ModuleType, asked: argparse.Namespace) -> Iterator[list[str]]:
-    """The settings that a script makes of what it was asked."""
-    name = path.removeprefix("experiments/")
-    if name == "baseline/run.py":
-        assert set(asked.settings.split(",")) <= set(script.SETTINGS)
-        yield [*list(script.cumulative(asked.model))[-1][1], *asked.overrides]  # all settings
-    elif name == "baseline/first.py":
-        yield [*script.DEFAULTS, *asked.overrides]
-    elif name == "virtual/bench.py":
-        yield from ([f"recipe={recipe}", *asked.overrides] for recipe in asked.recipes.split(","))
-    elif name == "plan/compare.py":
-        yield ["engine=fsdp", *asked.overrides]
-    elif name == "deepspeed/gradient.py":
-        script.settings(asked.model, asked.whole_host, "bf16", "cpu")
-    elif name == "parity/run.py":
-        assert asked.cases == "all" or set(asked.cases.split(",")) <= set(script.CASES)
-        sizes = f"{asked.sizes},{asked.race_size},{asked.cost_sizes},{asked.profile_size}"
-        assert set(sizes.split(",")) <= set(script.SHAPES)
-        assert set(asked.parts.split(",")) <= {"table", "race", "cost", "profile"}
-    elif name == "qexport/run.py":
-        compose.load_study(str(ROOT / asked.study))
+    for asked in read_by(script, words) if hasattr(script, "argparse") else []:
+        check_config(["engine=fsdp", *getattr(asked, "overrides", [])])
 
 
 class _Read(Exception):

@@ -51,13 +51,6 @@ def test_the_config_shows_what_decides_and_nothing_else() -> None:
     assert None not in shown["model"].values()
 
 
-def test_a_study_groups_its_arms(tmp_path: Path) -> None:
-    values = config("run.study=bits", "run.arm=w4", "seed=2")
-    named = identity(RunFolder(tmp_path), values)
-    assert (named["group"], named["job_type"], named["name"]) == ("bits", "w4", "w4 seed2")
-    assert identity(RunFolder(tmp_path), config("tracking.group=g"))["group"] == "g"
-
-
 def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:
     folder = tmp_path / "sweep-1" / "bits=4" / "seed1"
     folder.mkdir(parents=True)

@@ -60,23 +60,6 @@ HEAD = "0123456789abcdef0123456789abcdef01234567"
 LOOK = provenance.commit.__wrapped__
 
 
-@pytest.mark.parametrize("told", [HEAD, f"{HEAD}-dirty"])
-def test_a_copy_without_git_is_told_its_commit(
-    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert LOOK(tmp_path) is None
-    monkeypatch.setenv(provenance.COMMIT, told)
-    assert LOOK(tmp_path) == told
-    (tmp_path / "__init__.py").write_text("")
-    git(tmp_path, "init", "-q")
-    assert LOOK(tmp_path) == told  # inside another project's checkout
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "one")
-    assert LOOK(tmp_path) == git(tmp_path, "rev-parse", "HEAD")  # git knows better
-    monkeypatch.setenv(provenance.COMMIT, "main")
-    assert LOOK(tmp_path) == git(tmp_path, "rev-parse", "HEAD")
-
-
 @pytest.mark.parametrize("told", ["", "main", HEAD[:12], HEAD.upper(), f"{HEAD}-x", f"{HEAD}\n"])
 def test_what_is_no_commit_is_refused_before_anything_starts(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

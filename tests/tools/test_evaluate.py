@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.small_runs import CORPUS, newest, small
+from tests.small_runs import CORPUS, small
 from tests.tools.export.checkpoints import leave
 from zpp_lab.cli.main import main
 from zpp_lab.tools.evaluate import evaluate, table
@@ -69,26 +68,6 @@ def test_rounding_with_the_wire_s_codec_is_the_wire(tmp_path: Path) -> None:
     assert rows[0].heldout_loss == rows[3].heldout_loss != rows[1].heldout_loss
     assert rows[0].tokens == 64
     assert "+0.00000" in table(rows)
-
-
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = tmp_path / "run"
-    leave(small(tmp_path))
-    with pytest.raises(ValueError, match="neither a run"):
-        evaluate([own, tmp_path])
-    with pytest.raises(ValueError, match="--tokens 0: use 1 or more"):
-        evaluate([own], tokens=0)
-    leave(small(tmp_path, "data.tokenizer=bpe", "data.vocab_size=280", f"run.dir={tmp_path}/bpe"))
-    with pytest.raises(ValueError, match=r"other tokens than .*data\.tokenizer is 'bpe'"):
-        evaluate([own, tmp_path / "bpe"])
-    assert main(["evaluate", str(own), "--out", str(tmp_path / "rows.txt")]) == 2
-    assert main(["evaluate", str(own), "--device", "nowhere"]) == 2
-    said = capsys.readouterr().err
-    assert "ends with .csv or .json" in said
-    assert "use auto, cpu, cuda" in said
-    shutil.rmtree(newest(own))
-    with pytest.raises(ValueError, match="has no whole checkpoint"):
-        evaluate([own])
 
 
 def test_a_corpus_that_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,8 @@ from tests.study.fake_trainer import fake_compose
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.run import attempts
-from zpp_lab.study.run.places import Memory, Need, Places, make_places, shape
+from zpp_lab.study.run.places import Memory, Need, Places, make_places
 from zpp_lab.study.run.plan import PlannedRun
-from zpp_lab.train.launch.mps import PROGRAM
 
 GIB = 2**30
 
@@ -88,20 +87,6 @@ def test_measured_memory_says_how_many_share_a_gpu(tmp_path: Path) -> None:
     places = Places(["0"], jobs=16, threads=1)
     assert sum(places.take(memory.need(run)) is not None for _ in range(8)) == 4
     assert Memory(3, total=GIB).need(run) == Need(1, 1 / 3)
-
-
-def test_nodes_that_share_gpus_take_the_memory_of_all_their_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PROGRAM, "nvidia-cuda-mps-control")
-    four = ("engine.name=fsdp", "cluster.nodes=2", "cluster.gpus_per_node=2")
-    whole = planned(tmp_path, *four)
-    shared = planned(tmp_path, *four, "engine.share_gpus=mps")
-    memory = Memory(0, total=100 * GIB)
-    for run in (whole, shared):
-        memory.know(shape(run.config), 20 * GIB)  # of each rank
-    assert memory.need(whole) == Need(4, pytest.approx(0.24))
-    assert memory.need(shared) == Need(2, pytest.approx(0.48))
 
 
 def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:

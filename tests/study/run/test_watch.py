@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.study.fake_trainer import STEPS
 from tests.study.run.test_launch import launch, study
 from zpp_lab.files import held, hold
-from zpp_lab.study.run.progress import RunState, Watch, seconds_left
+from zpp_lab.study.run.progress import RunState, Watch
 
 
 def test_states_of_runs(tmp_path: Path) -> None:
@@ -26,14 +24,3 @@ def test_states_of_runs(tmp_path: Path) -> None:
         assert watch.look()[0] == RunState("zero3", 1, "running", STEPS, STEPS, 0.4)
     assert not held(tmp_path / "zero3" / "seed1")
     assert not watch.running
-
-
-def test_time_left_is_the_work_over_the_runs_side_by_side() -> None:
-    states = [
-        RunState("a", 1, "finished", 100, 100, 50.0),
-        RunState("a", 2, "running", 50, 100, 25.0),
-        RunState("a", 3, "running", 50, 100, 25.0),
-        RunState("a", 4, "waiting"),
-    ]
-    assert seconds_left(states) == pytest.approx(0.5 * (50 + 50 + 100) / 2)
-    assert seconds_left([RunState("a", 1, "waiting")]) is None

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.runs.conftest import FakeWandb
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import load_study
 from zpp_lab.study.wandb_pages import apply
@@ -16,16 +15,6 @@ from zpp_lab.study.wandb_pages.spec import make_spec, read_spec
 
 pytest.importorskip("wandb_workspaces")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
-
-
-def filters(view: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(f["key"]["name"], f["op"], f["value"]) for f in view["filters"]]
-
-
-def spec_colors(study_root: Path) -> dict[str, str]:
-    colors: dict[str, str] = read_spec(study_root / "dashboard.json")["runs"]["colors"]
-    assert set(colors) == {"zero3", "w4", "w2"}
-    return colors
 
 
 def test_offline_it_writes_the_folders_pages(
@@ -39,35 +28,6 @@ def test_offline_it_writes_the_folders_pages(
     verdicts = spec["report"]["blocks"][2]["text"]
     assert "| w4 |" in verdicts
     assert "worse" in verdicts
-
-
-def test_applied_pages_hold_the_specification(
-    study_root: Path, fake_wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["dashboard", str(study_root)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.startswith(fake_wandb.url) for line in shown] == [True, True]
-    report, workspace = (json.loads(view["spec"]) for view in fake_wandb.views)
-    assert [view["entityName"] for view in fake_wandb.views] == ["e", "e"]  # the account's own
-    runs = workspace["section"]["runSets"][0]
-    assert filters(runs["filters"]) == [("group", "=", "fake")]
-    assert [key["name"] for key in runs["grouping"]] == ["jobType"]
-    sections = workspace["section"]["panelBankConfig"]["sections"]
-    drawn = {m for s in sections for p in s["panels"] for m in p["config"].get("metrics", ())}
-    assert {"loss", "gap_vs_zero3/heldout_loss", "bytes/grads_inter/inter"} <= drawn
-    grids = [block for block in report["blocks"] if block["type"] == "panel-grid"]
-    chosen = [filters(grid["metadata"]["runSets"][0]["filters"]) for grid in grids]
-    assert chosen[0] == [("group", "=", "fake"), ("jobType", "=", "report")]
-    assert chosen[1] == [("group", "=", "fake"), ("jobType", "!=", "report")]
-    colors = grids[1]["metadata"]["customRunColors"]
-    assert {key.split("-", 1)[1]: color for key, color in colors.items()} == {
-        f"run:jobType:{arm}": color for arm, color in spec_colors(study_root).items()
-    }
-    assert not grids[0]["metadata"]["customRunColors"]
-    painted = workspace["section"]["customRunColors"]
-    assert list(painted.values()) == list(spec_colors(study_root).values())
-    texts = [block["content"] for block in report["blocks"] if block["type"] == "markdown-block"]
-    assert any("| w4 |" in text for text in texts)
 
 
 @pytest.mark.parametrize(

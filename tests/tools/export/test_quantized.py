@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -179,28 +178,6 @@ def left(folder: Path, *overrides: str) -> Config:
     config = llama(folder, "plain", *overrides)
     leave(config)
     return config
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    left(tmp_path, "recipe=zero3")
-    source, out = tmp_path / "run", tmp_path / "out"
-    with pytest.raises(ValueError, match=r"zero3 has no codec on its weights.*--codec bits=4"):
-        export_quantized(source, out)
-    with pytest.raises(ValueError, match="leave rounding=stochastic out"):
-        export_quantized(source, out, codec=parse_codec("bits=4,rounding=stochastic"))
-    with pytest.raises(ValueError, match="has no bits"):
-        export_quantized(source, out, codec=parse_codec("block_size=64"))
-    with pytest.raises(ValueError, match="allow 8 and what divides it"):
-        export_quantized(source, out, codec=parse_codec("bits=4"), group=16)
-    assert export_quantized(source, out, codec=parse_codec("bits=4"), group=4).packed == 15
-    with pytest.raises(ValueError, match="is there already"):
-        export_quantized(source, out)
-    with pytest.raises(ValueError, match=r"bits=5: use one of"):
-        export_quantized(source, tmp_path / "again", codec=parse_codec("bits=5"))
-    shutil.rmtree(newest(source))
-    with pytest.raises(ValueError, match="has no whole checkpoint"):
-        export_quantized(source, tmp_path / "again")
-    assert not list(tmp_path.glob("*again*"))
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:

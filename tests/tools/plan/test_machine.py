@@ -52,12 +52,6 @@ def test_the_ready_machine_says_where_its_numbers_come_from() -> None:
         assert {"raw", "2", "4", "6", "8"} <= set(machine.codec.seconds[op])
 
 
-def test_json_and_back(tmp_path: Path) -> None:
-    machine = load_machine("h200")
-    machine.save(tmp_path / "again.json")
-    assert load_machine(str(tmp_path / "again.json")) == machine
-
-
 def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     load_machine("h200").save(path)

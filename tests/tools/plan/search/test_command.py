@@ -13,10 +13,10 @@ from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.schema import WIRES, RecipeConfig, RuleConfig
 from zpp_lab.tools.plan.search import fastest
-from zpp_lab.tools.plan.search.shown import plan_overrides, recipe_overrides
-from zpp_lab.tools.plan.search.space import Candidate, Knobs, Space
+from zpp_lab.tools.plan.search.shown import recipe_overrides
+from zpp_lab.tools.plan.search.space import Space
 
-from .problems import GIVEN, base, study
+from .problems import GIVEN, study
 
 WORDS = ["plan", "model=125m", "cluster=2x2", *GIVEN, "recipe=w8", "--fastest"]
 LIMITS = ["--machine", "h200", "--link-gbps", "1", "--memory-gib", "80"]
@@ -102,14 +102,3 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_overrides_compose_to_the_recipe(recipe: RecipeConfig) -> None:
     assert compose(recipe_overrides(recipe)).recipe == recipe
-
-
-def test_a_plan_replaces_what_the_user_gave() -> None:
-    given = [*GIVEN, "engine=virtual", "recipe=w8", "recipe.weights.bits=2", "model.loss_chunk=64"]
-    given += ["recipe.exempt.names=[embed*]", "train.optimizer_state=8bit", "cluster=2x2"]
-    config = compose(given)
-    recipe = RecipeConfig(exempt=config.recipe.exempt, weights=CodecConfig(bits=4), name="mine")
-    candidate = Candidate(recipe, Knobs(True, 0, "bf16"))
-    assert compose(plan_overrides(given, config, candidate)) == candidate.config(
-        base("recipe.exempt.names=[embed*]", "model.loss_chunk=64")
-    )
