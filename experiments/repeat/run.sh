@@ -16,7 +16,7 @@ for case in "$@"; do
     ${slack:+--slack "$slack"} model="${MODEL:-32_5b}" model.layers="${LAYERS:-6}" recipe="$recipe" \
     cluster=2x2 data.seq_len=2048 train.param_dtype=bf16 train.reduce_dtype=bf16 \
     engine.gather=flat engine.transport=peer engine.compile=true \
-    $(two "${MODEL:-32_5b}") train.optimizer_state=8bit train.optimizer_place="$place" ${OVERRIDES:-} 2>&1 |
+    $(two "${MODEL:-32_5b}") train.optimizer_state=8bit train.optimizer_place="${place/gpu/device}" ${OVERRIDES:-} 2>&1 |
     tee -a "$out/log.txt" | grep -E "differ|Error|error" | cut -c1-600
   say "$case"
 done
