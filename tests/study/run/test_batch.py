@@ -198,10 +198,7 @@ def test_what_a_run_asks_of_slurm(overrides: list[str], expected: tuple[int, int
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (
-            ["hydra.launcher.gpus_per_node=1"],
-            "gpus_per_node=1, but engine=fsdp on cluster 2x8 needs",
-        ),
+        (["hydra.launcher.gpus_per_node=1"], "hydra.launcher.gpus_per_node=1, but engine="),
         (
             ["hydra.launcher.nodes=1"],
             "nodes=1, but engine=fsdp on cluster 2x8 needs 2",
@@ -210,6 +207,11 @@ def test_what_a_run_asks_of_slurm(overrides: list[str], expected: tuple[int, int
         (["hydra.launcher.mem_gb=1"], "hydra.launcher.mem_gb=1, but engine="),
         (["hydra.launcher.gres='gpu:4'"], "hydra.launcher.gres=gpu:4, but engine="),
         (["+hydra.launcher.additional_parameters.nodes=3"], "leave it out, these follow from the"),
+        (
+            ["+hydra.launcher.additional_parameters.ntasks_per_node=1"],
+            "leave it out, these follow from the",
+        ),
+        (["+hydra.launcher.additional_parameters.distribution=cyclic"], "leave it out, or begin"),
         (["hydra.launcher.partitoin=x"], "has no such setting"),
         (["hydra.sweep.dir=x"], "only hydra.launcher"),
     ],
@@ -234,6 +236,27 @@ def test_what_contradicts_a_run_is_refused(
         (line,) = capsys.readouterr().err.splitlines()
         assert answer in line
     assert not (tmp_path / "runs").exists()
+
+
+def test_gpus_for_a_run_without_any_are_refused_however_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    monkeypatch.chdir(tmp_path)
+    for word in ("gpus_per_node=4", "gres='gpu:4'"):
+        words = ["engine.device=cpu", "seed=1,2", f"hydra.launcher.{word}"]
+        assert main(["train", "-m", "hydra/launcher=slurm", *words]) == 2
+        assert "but engine=virtual on cluster 2x2 needs 0" in capsys.readouterr().err
+
+
+def test_a_distribution_in_blocks_is_the_users_choice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["--launcher", "slurm", "--dry-run"]
+    words.append("+hydra.launcher.additional_parameters.distribution=block:cyclic")
+    assert main(["study", str(mixed(tmp_path, "cluster=2x8", "engine.device=cuda")), *words]) == 0
+    assert "#SBATCH --distribution=block:cyclic" in capsys.readouterr().out
 
 
 def test_jobs_of_a_sweep_that_ask_for_different_things_are_told(

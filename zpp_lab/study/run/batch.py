@@ -213,7 +213,10 @@ def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
     """Overrides for what the launcher is not told. ValueError where it is told too little or, of
     nodes, tasks and GPUs, another number; fewer CPUs or more memory are the user's choice."""
     words, taken = [], {_OTHERS[name] for name in _OTHERS if told.get(name)}
-    if told.get("gpus_per_task") or set(told.get("additional_parameters") or ()) & _FLAGS:
+    more = {
+        str(k).replace("_", "-"): v for k, v in (told.get("additional_parameters") or {}).items()
+    }
+    if told.get("gpus_per_task") or more.keys() & _FLAGS:
         raise ValueError(
             "hydra.launcher.gpus_per_task and what additional_parameters say of nodes, tasks, GPUs "
             "or memory is not looked at: leave it out, these follow from the run"
@@ -226,7 +229,7 @@ def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
         given = told.get(name)
         if given:
             wanted = max(given, value) if name == "mem_gb" else value
-            if name in (*_FIXED, "mem_gb") and not (name == "gpus_per_node" and value == 0):
+            if name in (*_FIXED, "mem_gb"):
                 _check(name, given, given, wanted, config)
         elif name not in taken:
             none = name == "gpus_per_node" and value == 0
@@ -234,9 +237,21 @@ def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
     if "cpus_per_task" not in taken:
         lines = [*(told.get("setup") or ()), _OF_A_TASK]
         words.append(f"hydra.launcher.setup={written(lines)}")
-    if need.nodes * need.tasks_per_node > 1:  # rank r sits on node r // gpus_per_node
-        words.append("++hydra.launcher.additional_parameters.distribution=block")
+    if need.nodes * need.tasks_per_node > 1:
+        words += _in_blocks(more.get("distribution"))
     return words
+
+
+def _in_blocks(given: object) -> list[str]:
+    """Overrides by which rank r sits on node r // gpus_per_node. ValueError where it would not."""
+    if given is None:
+        return ["++hydra.launcher.additional_parameters.distribution=block"]
+    if re.split("[:,]", str(given))[0] != "block":  # the first word is on nodes
+        raise ValueError(
+            f"hydra.launcher.additional_parameters.distribution={given}, but ranks must fill one "
+            "node after the other: leave it out, or begin it with block"
+        )
+    return []
 
 
 def _in_gres(gres: str | None) -> int | None:
