@@ -72,6 +72,24 @@ def write_atomic(path: Path | str, text: str) -> None:
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 
+def remove_unwritten(folder: Path) -> None:
+    """Remove what `write_atomic` has left in `folder` where its process was killed."""
+    for left in folder.glob(".*.tmp"):
+        writer = left.name.split(".")[-2]
+        if not (writer.isdecimal() and _lives(int(writer))):
+            left.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file of ours. FileNotFoundError, or ValueError that names a damaged
     file and the way out."""

@@ -70,6 +70,16 @@ def test_resume_drops_what_will_be_repeated(tmp_path: Path) -> None:
     assert Tracker(config(), tmp_path, 0).last is None
 
 
+def test_what_is_being_written_is_let_be(tmp_path: Path) -> None:
+    """By a sender of the run's, for instance; what a killed process has left goes."""
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    for pid in (gone.pid, os.getppid()):
+        (tmp_path / f".wandb.json.{pid}.tmp").write_text("{")
+    Tracker(config(), tmp_path, 0)
+    assert [path.name for path in tmp_path.glob(".*.tmp")] == [f".wandb.json.{os.getppid()}.tmp"]
+
+
 def test_a_checkpoint_without_its_metrics_is_an_error(tmp_path: Path) -> None:
     Tracker(config(), tmp_path, 0).log(record(1))
     with pytest.raises(ValueError, match=r"ends at step 1, but .* step 4.*run.resume=false"):

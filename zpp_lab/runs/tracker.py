@@ -18,7 +18,7 @@ from typing import Any, cast
 import yaml
 
 from zpp_lab.config.schema import Config
-from zpp_lab.files import CONFIG, FAILURE, METRICS, SUMMARY, is_full, write_atomic
+from zpp_lab.files import CONFIG, FAILURE, METRICS, SUMMARY, is_full, remove_unwritten, write_atomic
 from zpp_lab.runs.console import Progress
 from zpp_lab.runs.metrics import MetricsLog, Record, to_json
 from zpp_lab.runs.wandb.identity import run_name
@@ -44,8 +44,7 @@ class Tracker:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (SUMMARY, FAILURE):
             (self.folder / name).unlink(missing_ok=True)
-        for left in self.folder.glob(".*.tmp"):  # half written, by a process that was killed
-            left.unlink(missing_ok=True)
+        remove_unwritten(self.folder)
         text = yaml.safe_dump(_values(config), sort_keys=False, allow_unicode=True)
         write_atomic(self.folder / CONFIG, text)
         self._metrics = MetricsLog(self.folder / METRICS)
