@@ -137,7 +137,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     cluster, engine = _section(config, "cluster"), _section(config, "engine")
     sent = {wire: codec_label(recipe, wire) for wire in WIRES}
     named = {
-        "recipe": recipe.get("name"),
+        "recipe": arm_name(config),  # as it is: a baseline's tag on 4 bits would mislead
         "weights": _pair(sent["weights_forward"], sent["weights_backward"]),
         "grads": _pair(sent["grads_intra"], sent["grads_inter"]),
         "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
