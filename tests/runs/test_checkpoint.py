@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import random
 import re
 import shutil
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -287,12 +290,17 @@ def test_a_kill_before_old_ones_are_removed_leaves_none_behind(tmp_path: Path) -
     assert contents(folder / "checkpoints") == there
 
 
-def newest_of(run: str) -> int:
-    return open_saved(Path(run), Ranks(shared=True)).step
+def newest_of(run: str) -> tuple[int, str]:
+    """The step, and what all ranks said."""
+    with redirect_stderr(io.StringIO()) as said:
+        step = open_saved(Path(run), Ranks(shared=True)).step
+    every = [""] * dist.get_world_size()
+    dist.all_gather_object(every, said.getvalue())
+    return step, "".join(every)
 
 
 def test_a_start_takes_an_older_checkpoint_where_the_newest_is_damaged(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(small(tmp_path, "train.keep_checkpoints=2"))
     flip(newest(tmp_path / "run"), "weights.")
@@ -302,10 +310,10 @@ def test_a_start_takes_an_older_checkpoint_where_the_newest_is_damaged(
         summary = run(small(tmp_path, source, f"run.dir={tmp_path / f'to{len(losses)}'}"))
         losses.append(summary["heldout_loss"])
     said = r"step-00000012 is damaged \(rank-\S+: weights.*\); trying an older one"
-    assert len(re.findall(said, capfd.readouterr().err)) == 1
+    assert len(re.findall(said, capsys.readouterr().err)) == 1
     assert losses[0] == losses[1]
-    assert run_world(2, newest_of, str(tmp_path / "run")) == 9
-    assert len(re.findall(said, capfd.readouterr().err)) == 1  # of rank 0, whoever found it
+    step, told = run_world(2, newest_of, str(tmp_path / "run"))
+    assert (step, len(re.findall(said, told))) == (9, 1)  # of rank 0, whoever found it
     with pytest.raises(
         ValueError, match=r"model.start: .*step-00000012 is damaged .*; name an olde"
     ):
