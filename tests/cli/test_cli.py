@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,18 +140,6 @@ def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
     monkeypatch.setattr("zpp_lab.tools.doctor.doctor", full)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == "zpp-lab doctor: no room; make room there\n"
-
-
-COMMANDS = ("train", "study", "plan", "bench", "report", "mps")
-
-
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_help_says_what_to_type(command: list[str], capsys) -> None:
-    with suppress(SystemExit):  # argparse's own way out
-        main([*command, "--help"])
-    shown = capsys.readouterr().out
-    assert "usage: zpp-lab" in shown
-    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_a_dry_run_prints_every_setting_and_leaves_nothing(here: list[str], capsys) -> None:

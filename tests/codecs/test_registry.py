@@ -21,12 +21,6 @@ from zpp_lab.codecs import (
 from zpp_lab.config.codec import CodecConfig
 
 
-def test_bits_make_a_block_codec_and_no_bits_none() -> None:
-    assert build_codec(CodecConfig(bits=4, block_size=64), torch.float32) == BlockCodec(4, 64)
-    assert build_codec(CodecConfig(), torch.bfloat16) == RawCodec(torch.bfloat16)
-    assert build_codec(CodecConfig(codec="none"), torch.float32) == RawCodec(torch.float32)
-
-
 def test_mistakes_name_the_fix() -> None:
     with pytest.raises(ValueError, match="there are: block, none"):
         build_codec(CodecConfig(codec="os.system"), torch.float32)

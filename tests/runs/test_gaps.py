@@ -13,18 +13,14 @@ import yaml
 from tests.runs.conftest import FakeWandb
 from tests.runs.test_wandb_sink import LIMIT, state
 from tests.runs.wandb_file import OfflineRun
-from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.schema import (
     Config,
     RecipeConfig,
-    RuleConfig,
     RunConfig,
     TrackingConfig,
     TrainConfig,
 )
 from zpp_lab.runs.tracker import Tracker
-from zpp_lab.runs.wandb.baseline import find_baseline
-from zpp_lab.runs.wandb.folder import RunFolder
 from zpp_lab.runs.wandb.process import start_study_sink
 from zpp_lab.runs.wandb.sink import sync
 
@@ -103,18 +99,3 @@ def test_a_baseline_that_is_behind_gives_its_gaps_later(
         late = [(row["gap_vs_zero3/step"], row["gap_vs_zero3/loss"]) for row in rows[STEPS:]]
         assert late == [(step, 0.25) for step in range(3, STEPS + 1)]
     assert state(runs / "w4" / "seed1")["sent_step"] == STEPS
-
-
-def test_plain_runs_are_compared_when_only_the_recipe_differs(tmp_path: Path) -> None:
-    write(tmp_path / "w4" / "seed1", config("w4", None), 0.5)
-    write(tmp_path / "zero3" / "seed1", config("zero3", None, seed=2), 0.0)
-    run = RunFolder(tmp_path / "w4" / "seed1")
-    assert find_baseline(run) is None  # another seed: other tokens
-    by_rule = RecipeConfig(name="zero3", rules=[RuleConfig(set=CodecConfig(bits=2))])
-    write(tmp_path / "a" / "seed1", replace(config("zero3", None), recipe=by_rule), 0.0)
-    assert find_baseline(run) is None  # quantized, whatever it is called
-    write(tmp_path / "again" / "seed1", config("zero3", None), 0.0)
-    found = find_baseline(run)
-    assert found is not None
-    assert found.folder.path == tmp_path / "again" / "seed1"
-    assert find_baseline(found.folder) is None

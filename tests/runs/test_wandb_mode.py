@@ -41,18 +41,6 @@ def test_netrc_key_counts_for_its_own_server(
     assert (find_key() is not None) == found
 
 
-@pytest.mark.parametrize(
-    ("word", "mode"), [("offline", "offline"), ("disabled", "off"), ("online", "online")]
-)
-def test_wandbs_own_variable_decides_auto(
-    monkeypatch: pytest.MonkeyPatch, word: str, mode: str
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", word)
-    assert resolve("auto") == (mode, f"WANDB_MODE={word}")
-    monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert resolve("offline")[0] == "offline"
-
-
 def test_online_without_a_key_names_the_fix() -> None:
     with pytest.raises(ValueError, match=r"wandb login.*WANDB_API_KEY.*offline"):
         resolve("online")

@@ -172,11 +172,3 @@ def test_a_cut_is_said_and_resume_changes_nothing(
     shutil.rmtree(newest_of(folder))
     assert run(replace(config, data=data))["heldout_loss"] == summary["heldout_loss"]
     assert lines(config) == before
-
-
-@pytest.mark.parametrize("every", [0, 2])
-def test_checkpoints_can_be_kept_for_the_run_alone(every: int, tmp_path: Path) -> None:
-    config = tuning(tmp_path, "run", f"train.checkpoint_every={every}", "train.keep_checkpoints=0")
-    run(config)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert (tmp_path / "run" / "summary.json").is_file()

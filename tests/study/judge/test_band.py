@@ -9,26 +9,12 @@ import pytest
 
 from tests.study.fake_seed import SOME, judged
 from zpp_lab.study.judge.noise import (
-    beside,
     heldout_band,
-    noise_bands,
     noise_of,
-    one_seed,
     training_band,
 )
 from zpp_lab.study.report.contents import opening
 from zpp_lab.study.report.figures.curves import study_curves
-
-
-def test_only_arms_with_a_gap_and_a_control_stand_beside_a_band(tmp_path: Path) -> None:
-    one = judged(tmp_path / "one", 1)
-    bands = noise_bands(one)
-    assert bands == {"zero3": noise_of(one, one.baseline)}
-    placed = {arm.name: beside(one, arm, bands) for arm in one.arms}
-    assert placed.pop("zero3") is None
-    assert all(at is not None and at.noise == bands["zero3"] for at in placed.values())
-    assert one_seed(one)
-    assert not one_seed(judged(tmp_path / "two", 2))
 
 
 def test_the_band_is_no_narrower_where_two_curves_happen_to_cross(tmp_path: Path) -> None:

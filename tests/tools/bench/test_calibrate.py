@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 import torch
 
 from zpp_lab.config.compose import compose
-from zpp_lab.tools.bench.calibrate import TINY, _between, main, parser
-from zpp_lab.tools.plan.cost.machine import Between, load_machine
+from zpp_lab.tools.bench.calibrate import main
+from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.cost.step import predict
 
 CPU = torch.device("cpu")
-
-
-def test_links_between_nodes_are_measured_given_or_said_not_to_be() -> None:
-    def between(*words: str) -> tuple[Between, str]:
-        args: argparse.Namespace = parser().parse_args(["--out", "m.json", *words])
-        return _between(args, None, TINY, None)  # type: ignore[arg-type]
-
-    assert between() == (
-        Between(0.0, 1.0),
-        "not measured: the nominal speed without latency, a lower bound",
-    )
-    given, source = between("--efficiency", "0.9", "--latency-us", "20")
-    assert (given.latency_s, given.efficiency) == (pytest.approx(2e-5), 0.9)
-    assert "not measured" in source
 
 
 @pytest.mark.parametrize("modes", ["compiled", "eager,fast"])

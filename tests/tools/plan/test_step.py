@@ -131,18 +131,6 @@ def test_seconds_add_up_and_faster_links_are_never_slower(recipe: str) -> None:
         assert faster.step_s <= slower.step_s * (1 + 1e-9)
 
 
-def test_fewer_bits_are_never_more_bytes_or_slower_on_a_slow_link() -> None:
-    found = [
-        predict(
-            config("model=125m", "recipe=w8", f"recipe.weights.bits={b}"), load_machine("h200"), 5
-        )
-        for b in (8, 6, 4, 2)
-    ]
-    for more, fewer in pairwise(found):
-        assert fewer.inter_s < more.inter_s
-        assert fewer.step_s < more.step_s
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
