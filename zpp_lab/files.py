@@ -1,24 +1,18 @@
-"""Files that are either whole or absent.
+"""Files and folders that users give and runs share: paths, names, locks, whole writes.
 
-A run can be killed at any moment, and other processes read its folder while it
-works: whoever opens `summary.json` must find all of it or none.
+A run can be killed at any moment, and other processes read its folder while it works: whoever
+opens `summary.json` must find all of it or none (`write_atomic`). A folder or file that a user
+names is there, or the error says which one was probably meant.
 
-Tables for a terminal, for whoever prints one without the packages of the report.
+A folder's lock says who is at work in it; the kernel lets it go when its process dies. A study
+holds its folder and a run's process the run's (of several ranks, whoever started them: one process
+for all), so that nothing runs twice and another terminal sees what is running without a word from
+the process. Some file systems have no such locks (Lustre unless mounted with flock, NFS without
+its lock service). Work goes on there, after a line that says what is lost.
 
-Where conf/ and cuda/ lie: inside an installed wheel, or beside the package in a checkout.
-
-Folders and files that a user names: is it there, and if not, which one was meant?
-
-Who is at work in a folder: a lock that the kernel lets go when its process dies.
-
-A study holds its folder and a run's process the run's (of several ranks, whoever started them:
-one process for all), so that nothing runs twice and another terminal sees what is running
-without a word from the process.
-
-Some file systems have no such locks (Lustre unless mounted with flock, NFS without its lock
-service). Work goes on there, after a line that says what is lost.
-
-Can the Hugging Face Hub be reached? Its own clients try for most of a minute before they say.
+Beside these: where conf/ and cuda/ lie (in an installed wheel, or beside the package in a
+checkout), tables for a terminal without the packages of the report, and whether the Hugging Face
+Hub can be reached, as its own clients try for most of a minute before they say.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a codec is: a stateless map from float tensors to bytes and back.
+"""What a codec is: a stateless map from float tensors to bytes and back; and the codec `none`.
 
 Every codec works on rows. A row is one segment, the flattened shard of one parameter on one
 rank, and R rows of the same length are handled together: the gather of R ranks' shards, or a
 reduction's R rows for R ranks. Blocks, padding and alignment never cross a row.
 
-The codec `none`: the tensor's own bytes.
+`none` (`RawCodec`) sends the tensor's own bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What every codec must keep, as one check: the test table of our codecs and of other packages'.
+"""What every codec must keep, as one check for our codecs and for those of other packages.
 
-@pytest.mark.parametrize("codec", [LatticeCodec(), LatticeCodec(radius=3)])
-def test_contract(codec):
-    check_codec(codec)
+A test of one's own codec is
+
+    @pytest.mark.parametrize("codec", [LatticeCodec(), LatticeCodec(radius=3)])
+    def test_contract(codec):
+        check_codec(codec)
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ reduction of one hop is on grads_intra, or with one GPU a node on grads_inter.
 Parameter id, 32 bits: BLAKE2s with a digest of 4 bytes of the parameter's name, as
 `model.named_parameters()` gives it, in UTF-8, read as a little-endian number.
 
-Bits come from Philox4x32 with 7 rounds (`noise.py` says how). One block of 128 bits serves 8
-neighbouring elements of a segment, 16 bits each:
+Draws. A block of 128 bits serves 8 neighbouring elements of a segment, 16 bits each:
 
     counter = (element // 8, row, rank, parameter id)      four 32-bit words
     key     = (low word, high word) of the key
@@ -31,12 +30,11 @@ included. rank: who encodes; in the second hop of a reduction that is the rank o
 with the owner's place in its own. row: whose shard the payload row carries, a rank of the cluster:
 of weights the encoding rank, of gradients the one that will own the sum.
 
-Philox4x32, the counter-based generator: rounding noise and first weights are made of its bits.
-
-A block of 128 bits is a pure function of a counter and a key, so any part of a stream can be made
-anywhere, by itself, on any device (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). With counter (c0, c1, c2, c3) and key
-(k0, k1), all 32-bit words, k0 the key's low one, each round does at once
+Blocks come from Philox4x32 with 7 rounds, which also makes first weights (`models/init.py`). A
+block is a pure function of a counter and a key, so any part of a stream can be made anywhere, by
+itself, on any device (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
+3", SC 2011; 7 rounds pass BigCrush there). With counter (c0, c1, c2, c3) and key (k0, k1), all
+32-bit words, k0 the key's low one, each round does at once
 
     c0, c1 = high(c2 * M1) ^ c1 ^ k0, low(c2 * M1)
     c2, c3 = high(c0 * M0) ^ c3 ^ k1, low(c0 * M0)

@@ -2,11 +2,10 @@
 
 Gathers and reductions are written once over `Transport`. A `Shipment` is one unit's way over one
 link: the owner fills its room and sends it; on the stream that sent it, `out` is whole afterwards.
+Transports have `Streams` of their own, on which bytes travel beside encoding and decoding.
 
 `ProcessGroups` is the transport over torch.distributed, on NCCL or gloo; `peer/transport.py` has
 the one for ranks that read each other's memory.
-
-Streams of the transports' own, on which bytes travel beside encoding and decoding.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ tokens has something to be predicted from. A sequence takes the records that com
 as they fit; what is left of it is padding, which never counts. An epoch is every sequence once, in
 an order that follows from the seed alone.
 
-Which piece of each record a sequence can hold, and what was done to those that are too long.
+Records longer than a sequence are cut, dropped or refused first; `Fit` says which piece of each is
+used.
 """
 
 from __future__ import annotations

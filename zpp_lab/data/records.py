@@ -1,8 +1,8 @@
-"""Records of JSON-lines files as text to finetune on: what is asked, and what the loss counts.
+"""Records of JSON-lines files, text to finetune on: read, encoded, and written as token files.
 
-The binary files of prepared tokens, written one after the other and flushed to disk.
-
-Records as token files: beside each token, whether it belongs to a completion.
+A record says what is asked and what is answered. Beside each token stands whether it belongs to a
+completion, which alone the loss counts. Files are written one after the other (`TokenWriter`) and
+flushed to disk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Text to tokens: raw bytes, or a byte-pair encoding trained on the corpus itself.
+"""Text to tokens: raw bytes, a byte-pair encoding of the corpus itself, or one from outside.
 
-A tokenizer of Hugging Face, so that pretrained weights see the tokens that they know.
+One from outside is a tokenizer.json of Hugging Face, so that pretrained weights see the tokens
+that they know.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Cuts a model into units, as FSDP2 will group its parameters.
 
-Whether FSDP2 runs a plan by itself. Here, so that who only counts bytes need not import it.
+`is_untouched` says whether FSDP2 runs a plan by itself. It stands here, so that who only counts
+bytes need not import FSDP2.
 """
 
 from __future__ import annotations

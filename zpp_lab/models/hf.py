@@ -4,9 +4,8 @@ The module keeps its class and its parameter names; only `forward` takes tokens 
 `units` names the decoder layers. It is built with parameters on the meta device, and its
 buffers (rotary frequencies, for instance) are real: they follow from the config.
 
-Losses of transformers' models without whole logits: what goes into the head is taken out.
-
-A vocabulary of 152,000 makes 3.5 GiB of logits and their gradients from 2048 tokens.
+Losses can do without whole logits (`head_losses`): what goes into the head is taken out. A
+vocabulary of 152,000 makes 3.5 GiB of logits and their gradients from 2048 tokens.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ telemetry address parameters by name. Parameter names:
 There are no buffers: a model built on the meta device is whole once its
 parameters are.
 
-Activation checkpointing of a block that ends with `h + last(g)`: only its input is kept.
-
-Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
-torch's own hooks every tensor that a forward saves, twice a step, which takes the host longer than
-launching the block's kernels. Here a block is one node of the graph, whose backward runs the block
-again and the backward of that inside its own. The last product is not computed again, as nothing
-needs its result. Bits are those without checkpointing, where a forward uses the block once. The
-peak is one tensor of `x`'s size above torch's: autograd keeps the gradient that came in meanwhile.
+Activation checkpointing (`recomputed`; Chen, Xu, Zhang and Guestrin, "Training Deep Nets with
+Sublinear Memory Cost", arXiv 1604.06174) keeps of a block that ends with `h + last(g)` only its
+input. torch's own hooks every tensor that a forward saves, twice a step, which takes the host
+longer than launching the block's kernels. Here a block is one node of the graph, whose backward
+runs the block again and the backward of that inside its own. The last product is not computed
+again, as nothing needs its result. Bits are those without checkpointing, where a forward uses the
+block once. The peak is one tensor of `x`'s size above torch's: autograd keeps the gradient that
+came in meanwhile.
 """
 
 from __future__ import annotations

@@ -7,15 +7,14 @@ counted tokens times the share, and the mean over ranks and micro-steps that eve
 anyway is the mean over the step's counted tokens, each weighted alike. The share is two integers,
 since a sharding engine may round floats that enter a model to its parameters' dtype.
 
-Logits of 4096 tokens over a vocabulary of 32,000 and what a loss keeps of them take 1.5 GiB. Here
-the logits of one chunk exist at a time, in forward and again in backward, where they are computed
-anew; between the two nothing is kept but what goes in.
-
-Each chunk's softmax runs in fp32. The head's gradient is added up over chunks in fp32 and rounded
-to the weight's dtype once. Nothing is scattered and no host waits: a run repeats to the bit and a
-CUDA graph can hold it. Token losses are those of the whole logits wherever the device's matrix
-product gives a row the same bits in a smaller product; the mean and the gradients are added up in
-another order, so a run with chunks has bits of its own.
+Logits of 4096 tokens over a vocabulary of 32,000 and what a loss keeps of them take 1.5 GiB. With
+chunks (`chunked_losses`) the logits of one chunk exist at a time, in forward and again in backward,
+where they are computed anew; between the two nothing is kept but what goes in. Each chunk's
+softmax runs in fp32. The head's gradient is added up over chunks in fp32 and rounded to the
+weight's dtype once. Nothing is scattered and no host waits: a run repeats to the bit and a CUDA
+graph can hold it. Token losses are those of the whole logits wherever the device's matrix product
+gives a row the same bits in a smaller product; the mean and the gradients are added up in another
+order, so a run with chunks has bits of its own.
 
 The held-out loss is taken token by token, so that a mean never depends on how tokens were batched.
 Sums are rounded once (`math.fsum`): they are the same in any order, for any split into documents,

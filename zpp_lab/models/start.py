@@ -1,16 +1,13 @@
 """Where a model's weights come from at the start, a parameter's rows at a time.
 
 A sharded engine fills its own rows only, so nothing here builds a whole model: `Start.rows`
-gives any rows of any parameter, and `materialize` makes room for them.
+gives any rows of any parameter, and `materialize` makes room for them. Rows come
 
-A start takes weights and no optimizer. A run's folder (`model.start`) is one more source of rows
-beside a seed and safetensors: each rank reads the parts of files that hold its rows.
-
-Safetensors of a folder, read by rows: one file, or several with an index.
-
-Every rank of a sharded run opens the same files and reads its own rows of each tensor.
-
-The start from a run of our own: its weights by rows, whichever engine and cluster wrote them.
+- from a seed: `SeededStart`, `CounterStart`;
+- from a folder's safetensors, one file or several with an index: `WeightFiles`, which every rank
+  opens to read its own rows (`hf_start.py`, `llama_hf.py`);
+- from a run of ours (`model.start`): `RunStart`, whichever engine and cluster wrote it. It takes
+  weights and no optimizer; each rank reads the parts of files that hold its rows.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 A number means little without the machine that made it. No host or user name is
 gathered: reports are meant to be shown around.
 
-Which commit made which steps of a run: one that is stopped may go on with other code.
-
-summary.json names the commit of the last start; a run of several is no result of that one alone.
+A run that is stopped may go on with other code, and summary.json names the commit of the last start
+alone. So `note_commit` keeps which commit made which steps.
 """
 
 from __future__ import annotations

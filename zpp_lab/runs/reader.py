@@ -1,13 +1,11 @@
-"""What lies in a study's folder: its study.yaml and the run folders below it.
+"""What lies in a study's folder (study.yaml and run folders), and what became of each run.
 
 A run folder holds config.yaml, metrics.jsonl and, once it ended, summary.json
 or failure.json; of a study's run that was cut before it could write them, its log alone.
 Nothing here judges or draws; it only reads.
 
-What became of a run, in words: running, stopped, failed and why, or never started.
-
-Only finished runs have a loss to judge; whoever reads a verdict must see which runs stand behind
-it, which do not, and how far those came.
+Only finished runs have a loss to judge. Whoever reads a verdict must see which runs stand behind
+it, which do not, and how far those came: running, stopped, failed and why, or never started.
 """
 
 from __future__ import annotations

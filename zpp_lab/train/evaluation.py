@@ -1,13 +1,12 @@
-"""The held-out tokens of a run: the same for every arm, seed, engine and cluster, by document.
+"""A run's held-out tokens, and when a loss that is still finite counts as lost.
 
-Windows are spread evenly over the held-out text, so a document has as many tokens among them as
-its length gives it. The losses of the documents are what a study resamples to ask whether a gap
-holds for other text too.
+Held-out windows are the same for every arm, seed, engine and cluster. They are spread evenly over
+the held-out text, so a document has as many tokens among them as its length gives it. The losses of
+the documents are what a study resamples to ask whether a gap holds for other text too.
 
-When a loss that is still finite counts as lost.
-
-A run that has left the loss it had reached for good would otherwise go on for hours. The rule
-looks at the losses alone, so that a run which was killed and resumed ends at the same step.
+A run that has left the loss it had reached for good would otherwise go on for hours
+(`DivergenceRule`). The rule looks at the losses alone, so that a run which was killed and resumed
+ends at the same step.
 """
 
 from __future__ import annotations

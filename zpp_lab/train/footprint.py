@@ -1,6 +1,7 @@
-"""What a run takes beside its steps: seconds until the first one has ended, and peak memory.
+"""What a run takes beside its steps: seconds until the first one has ended, and memory.
 
-Python's garbage collector in the step loop.
+`StartUp` has the seconds, `peak_gib` the memory, and `settled` keeps Python's garbage collector
+from walking, in the step loop, over what was there before.
 """
 
 from __future__ import annotations

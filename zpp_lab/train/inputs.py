@@ -1,6 +1,6 @@
-"""Are the files that a run reads there? Asked before anything is read, started or waited for.
+"""What is asked of a run before a token is read, a file written or a rank started.
 
-What is known of a run before it starts: asked before a token is read or a file written.
+`check_inputs`: are the files there that it reads? `check_run`: do its settings fit each other?
 
 Light until a run asks for something: plain ZeRO-3 of the built-in decoder is looked at without
 torch.

@@ -1,4 +1,4 @@
-"""The slots in which the ranks of a link find each other's rows.
+"""The slots in which the ranks of a link find each other's rows, and a shipment through one.
 
 A rank encodes into a slot of shared memory. Once all members of the link have done so, which a
 barrier on the device tells (they meet), each copies its rows out of the others' slots.
@@ -9,15 +9,13 @@ while somebody still reads it:
     a rank passes the meeting of use k only after its own reads of use k - 1;
     it writes use k only after the meeting of use k - s + 1, hence after all reads of use k - s.
 
-All ranks make the same shipments in the same order, as with any collective.
+All ranks make the same shipments in the same order, as with any collective. Units travel whole:
+pieces overlap, but put ranks out of step, and lost time.
 
-Units travel whole: pieces overlap, but put ranks out of step, and lost time.
-
-A shipment over symmetric memory in one call of the kernels' library.
-
-Marks, the meeting of the ranks and all copies of a shipment are a dozen small steps; through
-Python they took the host longer than everything else in a gather. Step by step (`Ring.ship`)
-remains for machines without the library. The order of the steps is the same.
+Marks, the meeting of the ranks and all copies of a shipment are a dozen small steps. Through Python
+they took the host longer than everything else in a gather, so over symmetric memory the kernels'
+library does them in one call (`Express`). Machines without the library take the same steps, in
+the same order, one by one (`Ring.ship`).
 """
 
 from __future__ import annotations

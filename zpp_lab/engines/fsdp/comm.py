@@ -12,15 +12,14 @@ copy-in and copy-out operators then land there (`packed.py`):
 
 Streams and lifetimes stay FSDP2's own: it keeps the gather's buffer until the copy-out is
 done, and the reduction's input until its event has passed, and a packet (payload, or the
-gradients) lives in that buffer. Nothing here waits on the host.
+gradients) lives in that buffer. Nothing here waits on the host. After a step `check_unit` compares
+what a unit really sent with what its plan says.
 
 Facts that this file relies on: `allocate` runs twice for a reduction, first for its input.
 FSDP2 orders a unit's parameters in its own way. Parameters without a gradient are left out of
 `chunk_cat`. Comms are per module, or per list of modules that it was given as one, whose first
 speaks for all; not recursive. FSDP2 names the division in the op: AVG, or PREMUL_SUM with a
 factor, and after a forced SUM it divides by itself.
-
-Compares what a unit really sent in a step with what its plan says.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ LEANS_ON = {
     "FSDPParamGroup": ("fsdp_params",),
     "FSDPParam": (
         "sharded_param",
-        # the rest for fsdp_base.py
+        # the rest for base.py
         "_sharded_param_data",
         "padded_sharded_param_size",
         "sharded_size",

@@ -1,28 +1,25 @@
-"""Where FSDP2's reduced gradients lie: in memory of the stream that computes.
+"""FSDP2's reduced gradients: who has one, in which memory it lies, and in which dtype it comes.
 
-torch's allocator keeps what a stream has freed for that stream alone. FSDP2 allocates gradients on
-its reductions' stream, so they never come to lie where the activations were that the same backward
-frees. A GPU then needs room for both, though they are never there whole together; where it has none
-the allocator gives memory back and fetches it again all through the step, and waits for the device
-each time (`num_alloc_retries`; experiments/baseline has what that costs at 32.5B).
+Who (`Present`): FSDP2 tells a reduction its gradients without names; hooks say whose they are.
 
-FSDP2 asks a ReduceScatter of its own making for the output first and runs it afterwards. Here it
-gets a tensor without memory, which is given some once the reduction has run. The memory is safe to
-write: FSDP2 lets the reductions' stream wait for the computing one just before it asks.
+Memory (`Landing`, `LandedReduce`). torch's allocator keeps what a stream has freed for that stream
+alone. FSDP2 allocates gradients on its reductions' stream, so they never come to lie where the
+activations were that the same backward frees. A GPU then needs room for both, though they are never
+there whole together; where it has none the allocator gives memory back and fetches it again all
+through the step, and waits for the device each time (`num_alloc_retries`; experiments/baseline
+has what that costs at 32.5B). FSDP2 asks a ReduceScatter of its own making for the output first
+and runs it afterwards. Here it gets a tensor without memory, which is given some of the computing
+stream's once the reduction has run. The memory is safe to write: FSDP2 lets the reductions' stream
+wait for the computing one just before it asks.
 
-Which parameters of an FSDP2 unit got a gradient: what a reduction is told, without names.
-
-Gradients under FSDP2 in the same dtypes with every torch.
-
-Up to torch 2.13 autograd hands over a gradient in the dtype of the gathered weight, and what waits
-for a later reduction waits in reduce_dtype. torch 2.15's FSDP2 lets gradients have reduce_dtype at
-once: one that autograd makes in fp32 for a bf16 weight (a norm's) is no longer rounded, and with a
-narrower reduce_dtype each one is rounded before it is encoded. Runs would then have other bits
-than the virtual engine, and than the same run with an older torch. This file takes that back; with
-the older ones it finds nothing to do.
-
-Where a bf16 weight is used several times in one pass and autograd makes some of its gradients in
-fp32, torch 2.15 adds them up before they are rounded.
+Dtype (`GradDtypes`): the same with every torch. Up to torch 2.13 autograd hands over a gradient in
+the dtype of the gathered weight, and what waits for a later reduction waits in reduce_dtype. torch
+2.15's FSDP2 lets gradients have reduce_dtype at once: one that autograd makes in fp32 for a bf16
+weight (a norm's) is no longer rounded, and with a narrower reduce_dtype each one is rounded before
+it is encoded. Runs would then have other bits than the virtual engine, and than the same run with
+an older torch. This file takes that back; with the older ones it finds nothing to do. One
+difference stays: where a bf16 weight is used several times in one pass and autograd makes some of
+its gradients in fp32, torch 2.15 adds them up before they are rounded.
 """
 
 from __future__ import annotations

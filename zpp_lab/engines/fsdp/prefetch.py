@@ -1,18 +1,18 @@
-"""Which units are gathered ahead of the one that computes, learned from what the model ran.
+"""Which units a step ran, which are gathered ahead of the one that computes, and the host's time.
 
-The first forward shows the order. From then on a unit is gathered ahead while the one before it
-computes, as long as it has run in every forward so far; a unit that was left out once is gathered
-when it is called. In backward the units ahead are those of this very forward whose outputs need a
-gradient, but for those that the last backward did not reach. A unit that stops running is gathered
-in vain once: `wasted` says so.
+Hooks on the blocks see which units a forward and its backward ran (`Usage`). A model may leave a
+module unused or take one branch of several. Such a unit has nothing gathered and nothing reduced,
+so the plan must know. All ranks of a cluster must run the same units: the transfers of one that
+does not would be waited for for ever.
 
-How long the parts of a step take the host: the first step's tell what a start waits for.
+The first forward shows the order (`Prefetch`). From then on a unit is gathered ahead while the one
+before it computes, as long as it has run in every forward so far; a unit that was left out once is
+gathered when it is called. In backward the units ahead are those of this very forward whose
+outputs need a gradient, but for those that the last backward did not reach. A unit that stops
+running is gathered in vain once: `wasted` says so.
 
-Which units a forward and its backward ran, seen by hooks on their blocks.
-
-A model may leave a module unused or take one branch of several. Such a unit has nothing gathered
-and nothing reduced, so the plan must know. All ranks of a cluster must run the same units: the
-transfers of one that does not would be waited for for ever.
+`Laps` are the seconds that the parts of a step take the host: the first step's tell what a start
+waits for.
 """
 
 from __future__ import annotations

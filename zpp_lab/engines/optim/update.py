@@ -1,12 +1,12 @@
-"""Moments that lie in host memory and pass through the GPU that updates them.
+"""AdamW's update on a GPU: the kernel's call, and moments that lie in host memory.
+
+The kernel of cuda/optim/adamw.cu takes many parameters in one call, so the host's time for a step
+does not grow with their elements, and hardly with their number.
 
 Where masters and gradients fill the GPUs, moments need not: a step wants each of them once. They
 come in some parameters at a time, are updated by what updates moments on the GPU, with the same
-bits, and go out again. Two streams take turns, so that one's moments come while the other's go:
-the bus carries both ways at once.
-
-AdamW's update on a GPU by the kernel of cuda/optim/adamw.cu: one call for many parameters, so that
-the host's time for a step does not grow with their elements, and hardly with their number.
+bits, and go out again. Two streams take turns (`Lanes`), so that one's moments come while the
+other's go: the bus carries both ways at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How a run is shown in wandb: its group, job type, name, tags and config.
+"""What wandb gets of a run: its group, job type, name, tags and config, and its records.
 
 The stock pages of wandb group, filter and colour by these, so a sweep is readable there
-before anyone has made a chart. Plain mappings, as folders of older versions are sent too.
-
-What wandb gets of a record: flat names, histograms of errors, and results for tables.
+before anyone has made a chart. Records become flat names, histograms of errors, and results for
+tables. All are plain mappings, as folders of older versions are sent too.
 """
 
 from __future__ import annotations

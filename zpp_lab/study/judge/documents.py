@@ -1,8 +1,7 @@
-"""Held-out losses by document: what heldout.json of a run folder holds, and gaps over documents.
+"""Held-out losses by document, and how far a gap holds for other text and other seeds.
 
-Folders of runs that wrote none are fine: such an arm has no gap over documents.
-
-How far a gap holds for other text, and for other text and other seeds at once.
+The losses are what heldout.json of a run folder holds. Folders of runs that wrote none are fine:
+such an arm has no gap over documents.
 
 The held-out loss is a ratio, nats over tokens, of the same documents for every run. Documents
 are drawn again with replacement, an arm's and the baseline's together (a paired bootstrap of a

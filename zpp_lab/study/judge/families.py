@@ -2,29 +2,25 @@
 
 Two families, each with its own error rate alpha = 1 − confidence: the claims "differs from the
 baseline" and the claims "equal within the margin". In each, an arm's p-value is the smallest
-over the looks so far, corrected for the planned looks (`families.py`), then for the number of arms
-(`families.py`). An arm that is decided at a look gets no further seeds, and its decision stands.
+over the looks so far, corrected for the planned looks, then for the number of arms (Holm). An arm
+that is decided at a look gets no further seeds, and its decision stands. Controls are in neither
+family: they test the instrument, and their claims are not the study's.
+
+Looks: a sequential study tests after its first seeds, then after every few more, and each further
+look is another chance to cross a threshold by luck. The correction is Pocock's (1977, Biometrika
+64): the same nominal level at every look, lowered until the chance of ever crossing it is the level
+that was promised. For a t test that level has no closed form, but the t statistics of the looks
+depend on no unknown when the null holds, so their joint distribution is simulated here once,
+for exactly the numbers of seeds that the study plans.
+
+Arms: Holm's method is written out because statsmodels' `multipletests` takes seconds to import and
+collects garbage at every call, and a study corrects at every look; the tests hold it against that
+function.
 
 Why the chance of any false claim in a family stays below alpha, however the arms' seeds are
 added: the smallest p-value over *all* planned looks, corrected, is a valid p-value, so Holm's
 method on these keeps alpha. At every look the p-values here are no smaller, and Holm's method
 rejects no more for larger p-values; so what is claimed at any look is claimed there too.
-
-Controls are in neither family: they test the instrument, and their claims are not the study's.
-
-Holm's correction: several arms tested at once must not multiply the chance of a false claim.
-
-Written out because statsmodels' `multipletests` takes seconds to import and collects garbage at
-every call, and a study corrects at every look; the tests hold it against that function.
-
-Looking at a study more than once without being fooled more often: looks and their correction.
-
-A sequential study tests after its first seeds, then after every few more. Each further look is
-another chance to cross a threshold by luck. The correction is Pocock's (1977, Biometrika 64):
-the same nominal level at every look, lowered until the chance of ever crossing it is the level
-that was promised. For a t test that level has no closed form, but the t statistics of the looks
-depend on no unknown when the null holds, so their joint distribution is simulated here once,
-for exactly the numbers of seeds that the study plans.
 """
 
 from __future__ import annotations

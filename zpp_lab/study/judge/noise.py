@@ -1,18 +1,18 @@
-"""The noise floor: how large gaps are when nothing, or nothing but the seed, has changed.
+"""The noise of a study: how large gaps are when nothing, or nothing but the seed, has changed.
 
-Two seeds of the baseline differ by initialization and data order; an unpaired comparison would
-have to see an arm's gap through that. An order control differs from the baseline only in the
-order of its sums; its gaps are what "nothing changed" looks like after as many steps.
+The noise floor needs several seeds. Two seeds of the baseline differ by initialization and data
+order; an unpaired comparison would have to see an arm's gap through that. An order control differs
+from the baseline only in the order of its sums; its gaps are what "nothing changed" looks like
+after as many steps.
 
-The two stay together for a while, the quiet part: an arm's gap in it is its own, and says nothing
-of the end. Runs of one seed have the same tokens, so the norms of their gradients go up and down
-together: where one jumps alone for a step, what follows in that run is partly that step's.
+The noise band serves a study with one seed, which has no test and no interval. Its order control
+says at least what nothing looks like: an arm whose gap is no larger shows nothing, one far beyond
+it shows something. One draw of the noise is little.
 
-The noise band: how far a run strays when nothing but the order of its sums has changed.
-
-A study with one seed has no test and no interval. Its order control says at least what nothing
-looks like: an arm whose gap is no larger shows nothing, one far beyond it shows something. One draw
-of the noise is little; several seeds have a noise floor of their own (`noise.py`).
+The quiet part: baseline and order control stay together for a while. An arm's gap in it is its
+own, and says nothing of the end. Runs of one seed have the same tokens, so the norms of their
+gradients go up and down together: where one jumps alone for a step, what follows in that run is
+partly that step's.
 """
 
 from __future__ import annotations

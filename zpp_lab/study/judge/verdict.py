@@ -9,7 +9,7 @@ seed), a margin in nats and alpha = 1 − confidence:
 - **worse** / **better**: not on par, and the two-sided t test of "gap = 0", corrected, is below
   alpha; the mean gap is above / below 0.
 - **undecided**: neither. More seeds decide it; the text says about how many.
-- **not judged**: a run of a pair was evaluated on fewer than `config.LEAST_HELDOUT` held-out
+- **not judged**: a run of a pair was evaluated on fewer than `LEAST_HELDOUT` held-out
   tokens, which seeds share: no test over seeds knows what other text would have said.
 - **diverged**: the loss of a seed was lost where the baseline's was not.
 - **failed**: no pair of finished runs, and a run of the arm failed.
@@ -23,18 +23,15 @@ verdict, gap, mean or share of bytes; only curves over training show it.
 
 "Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
 Holm's method, separately for the claims "on par" and "differs"; `families.py` says why this keeps
-the chance of any false claim of a kind below alpha. Controls are corrected for looks only. An
-interval is corrected for looks, so that it covers whenever the study stops (Jennison & Turnbull
-1989, J. R. Stat. Soc. B 51), and not for the number of arms.
+the chance of any false claim of a kind below alpha. Controls, arms whose verdict is known before
+the study runs, are corrected for looks only. An interval is corrected for looks, so that it covers
+whenever the study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number
+of arms.
 
 The margin is a share of the mean loss of the baseline over the study's first seeds, so that
 later seeds cannot move it.
 
-Sentences on the seeds of an arm that could not be used.
-
-Controls: arms whose verdict is known before the study runs.
-
-From a folder to its verdicts, for whoever wants them without a report.
+`read_result` gives the verdicts of a folder to whoever wants them without a report.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""A report's appendix: how arms differ, the baseline's whole config, how to run a row again, and
-what the finished runs have in common."""
+"""A report's appendix: how arms differ, how to run a row again, what the finished runs share.
+
+It has the baseline's whole config, and of every arm only what differs from that.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which colour and dash an arm has, in every figure of a study's report and in its dashboard, and
-what else all figures share: axes, legends, the filter.
+"""How every figure looks: each arm's colour and dash, axes, legends, the filter.
 
-An arm has one look everywhere; the baseline is black.
+An arm has one look everywhere, in a study's report and in its dashboard; the baseline is black.
 """
 
 from __future__ import annotations

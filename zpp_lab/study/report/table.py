@@ -1,5 +1,4 @@
-"""The results as text: results.csv for every run, the cells of the verdict table and the sentences
-that explain them, and the table for a console."""
+"""The results as text: results.csv, the verdict table's cells and sentences, a console's table."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The failed starts of a run, and whether another start is worth it.
+"""How a run's process ended, its failed starts, and whether another start is worth it.
 
 failure.json tells the last one only, and a start removes it; `attempts.jsonl` beside it keeps
-them all: one line a failed start, with its outcome, error and step.
-
-How a run's process ended, and how a study's call did.
+them all: one line a failed start, with its outcome, error and step. `StudyOutcome` says how a
+study's whole call ended.
 """
 
 from __future__ import annotations

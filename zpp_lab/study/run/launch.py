@@ -1,10 +1,8 @@
 """Runs a study: what is finished is skipped, what failed is tried again, nothing stops the rest.
 
-Which seeds a study runs next: more for the arms that are still undecided, up to a cap.
-
-A study with `max_seeds` above its first seeds adds `seeds_per_look` seeds at a time to every arm
-that is undecided after all runs of the look before have ended. What repeated looking costs is
-paid for in `study/judge/families.py`.
+A study with `max_seeds` above its first seeds goes on: it adds `seeds_per_look` seeds at a time
+(`next_seeds`) to every arm that is undecided after all runs of the look before have ended. What
+repeated looking costs is paid for in `study/judge/families.py`.
 """
 
 from __future__ import annotations
@@ -212,7 +210,7 @@ def _ends(todo: Sequence[PlannedRun], executor: Executor) -> dict[Path, str]:
 
 
 def _more(planner: Planner, root: Path) -> list[PlannedRun]:
-    """The runs of further seeds that undecided arms need; see `sequential.next_seeds`."""
+    """The runs of further seeds that undecided arms need; see `next_seeds`."""
     if planner.study.max_seeds <= 0:
         return []
     from zpp_lab.study.judge.verdict import judge_study

@@ -1,8 +1,8 @@
-"""Where runs may go on this machine: its GPUs, or shares of its cores; and how much of a GPU a
-run takes, so that several small ones can share it.
+"""Where runs may go on this machine: its GPUs, parts of a GPU, or shares of its cores.
 
-With `runs_per_gpu: 0` the first run of a shape (model, cluster, batch, dtypes, recipe family) has
-a GPU to itself; its peak memory then says how many of its kind fit beside each other.
+Several small runs may share a GPU. With `runs_per_gpu: 0` the first run of a shape (model, cluster,
+batch, dtypes, recipe family) has a GPU to itself; its peak memory then says how many of its kind
+fit beside each other.
 """
 
 from __future__ import annotations

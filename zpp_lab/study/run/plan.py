@@ -2,13 +2,10 @@
 
 All configs are composed first, so a typo in the last arm fails before the first
 run starts, and a folder that holds other settings is never mixed with new ones.
+Configs are compared as flat dotted keys. What may differ is the trainer's own rule, so that a
+study never starts a run in a folder where the trainer would refuse to go on.
 
-Configs as flat dotted keys, to compare two runs or to show how arms differ.
-
-The rule for what may differ is the trainer's own, so that a study never starts a
-run in a folder where the trainer would refuse to go on.
-
-Some arms of a study alone: its controls before all the rest is paid for, say.
+Some arms can be planned alone (`some_arms`): its controls before all the rest is paid for, say.
 """
 
 from __future__ import annotations

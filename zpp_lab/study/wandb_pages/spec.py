@@ -1,7 +1,7 @@
 """What a study's workspace and report in wandb show, as plain JSON.
 
 Made from the study alone, so that it can be written on a machine without a key, read, changed
-by hand, and applied later. The names of the series are those that `tracking` sends.
+by hand, and applied later. The names of the series are those that `runs/wandb/` sends.
 """
 
 from __future__ import annotations

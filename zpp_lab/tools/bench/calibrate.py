@@ -1,4 +1,4 @@
-"""`zpp-lab bench calibrate --out machine.json`: the figures that `zpp-lab plan --machine` needs.
+r"""`zpp-lab bench calibrate --out machine.json`: the figures that `zpp-lab plan --machine` needs.
 
 About two minutes on the GPUs of one host: a block's forward and backward at several widths, eager
 and compiled; what the host needs to start them, FSDP2's gathers and reductions included; codec
@@ -16,12 +16,6 @@ measured them.
 The file is written once all is measured. What a call that was ended has measured lies beside it, in
 machine.json.part; the same command goes on from there, on the same kind of CPU, as many GPUs of the
 same names, with the same torch and code. Else it says what differs and measures all.
-
-What a calibration has measured so far, beside the machine file that it is to become.
-
-`machine.json.part` is written whole after each part. It is no machine file and has no name of one,
-so nothing takes half a machine for a whole; it goes when machine.json is there. The same command
-on the same machine goes on from it.
 """
 
 from __future__ import annotations
@@ -74,7 +68,11 @@ def place_of(sizes: Any, device: torch.device) -> Place:
 
 
 class Kept:
-    """Parts by name, as rank 0 measured them. Every rank makes one and asks it alike."""
+    """Parts by name, as rank 0 measured them. Every rank makes one and asks it alike.
+
+    `machine.json.part` is written whole after each part. It is no machine file and has no name of
+    one, so nothing takes half a machine for a whole; it goes when machine.json is there.
+    """
 
     def __init__(self, out: Path, place: Place) -> None:
         self.path = out.with_name(out.name + PART)

@@ -1,9 +1,8 @@
 """`zpp-lab bench kernels`: the codecs' kernels against the memory's speed.
 
 Counts the bytes that must move (inputs once, outputs once) and gives the rate as a fraction of
-a copy measured in the same run. Writes JSON and, where altair is installed, a figure.
-
-The kernel benchmark's figure: rates as a share of a copy, one panel a kind of codec.
+a copy measured in the same run. Writes JSON and, where altair is installed, a figure: rates as a
+share of a copy, one panel a kind of codec.
 """
 
 from __future__ import annotations

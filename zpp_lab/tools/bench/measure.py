@@ -1,11 +1,11 @@
-"""Timing kernels: captured in a CUDA graph, over buffers that rotate through more than the L2.
+"""How kernels are timed, and the work that the kernel benchmark times.
 
-A graph of calls is replayed, so that the host's part of a launch stays out of the numbers, and
-every call of a replay has buffers of its own, so that no call finds its data in the cache.
+The work is operators on one or many segments, and the same done by others: torch.compile of the
+reference, and DeepSpeed's quantizer.
 
-The work that the kernel benchmark measures: operators on one or many segments.
-
-The same work done by others: torch.compile of the reference, and DeepSpeed's quantizer.
+Calls are captured in a CUDA graph and replayed, so that the host's part of a launch stays out of
+the numbers. Every call of a replay has buffers of its own, more than the L2 holds in all, so that
+no call finds its data in the cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """What a quantized folder says of itself: README.md for people, zpp_lab.json for programs.
 
-Whoever finds the folder must see whether its numbers are those that training computed with.
-
-How to load a quantized folder so that its weights are those that training computed with.
-
-transformers unpacks a weight in the dtype of its scales, which a `dtype=` changes first; training
-in bf16 decodes in fp32 and rounds what comes out. So the way depends on both dtypes.
+Whoever finds the folder must see whether its numbers are those that training computed with, and
+how to load it so that they are. transformers unpacks a weight in the dtype of its scales, which a
+`dtype=` changes first; training in bf16 decodes in fp32 and rounds what comes out. So the way
+depends on both dtypes.
 """
 
 from __future__ import annotations

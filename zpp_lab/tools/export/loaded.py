@@ -5,10 +5,9 @@ each weight to bf16 after decoding, so a folder with fp32 scales holds numbers t
 weights by that same rounding. It must not touch the scales before, nor the buffers ever: a model's
 `.to(torch.bfloat16)` rounds the rotary frequencies too, and with them every position.
 
-Whether a folder's model can be measured on a run's held-out tokens.
-
-A model of another tokenizer reads other words into the same numbers, one that sees the tokens it is
-asked for needs no language at all, and both give a loss like any other.
+`check_comparable` asks whether such a model can be measured on a run's held-out tokens. A model of
+another tokenizer reads other words into the same numbers, one that sees the tokens it is asked for
+needs no language at all, and both give a loss like any other.
 """
 
 from __future__ import annotations

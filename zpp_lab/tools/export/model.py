@@ -1,11 +1,10 @@
-"""From a run's folder to a folder with config.json and safetensors.
+"""From a run's folder to a folder with config.json and safetensors, adapters merged.
 
 The weights are the fp32 masters, so that what is written does not depend on the recipe's wires;
 `quantized.py` writes what the wires make of them.
 
-A run's adapters added to the frozen base that they were trained on, one tensor at a time.
-
-The base is what the run computed with: read from where the run started, encoded and decoded as
+Adapters are added to the frozen base that they were trained on, one tensor at a time. The base is
+what the run computed with: read from where the run started, encoded and decoded as
 its ranks keep it, in train.param_dtype. So the export has the run's own losses, and not those of
 the adapters on a base that they never saw. The recipe's codecs are for the adapters: on the sum
 they would make weights that no rank ever had.

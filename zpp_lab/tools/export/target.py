@@ -1,8 +1,7 @@
-"""What a run's model is to transformers: its config.json, its names, and the order of its rows.
+"""What a run's model is to transformers: config.json, names, the order of rows, the tokenizer.
 
-The built-in decoder becomes a LlamaForCausalLM; a model of transformers keeps its own names.
-
-The run's tokenizer beside its weights, as transformers reads it.
+The built-in decoder becomes a LlamaForCausalLM; a model of transformers keeps its own names. The
+run's tokenizer is written beside the weights, as transformers reads it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ Two nodes are the ends of one veth pair. Three or more hang on a bridge in a nam
 own, the hub, like machines on a switch. Every link is limited at both ends, so that a node sends
 and receives at most the named speed. No link loses packets, as under InfiniBand's credits: a full
 queue would refuse a socket's next packet, and a socket with nothing else on its way tries again
-after 200 ms, many times what a message takes. Everything lies inside private namespaces; the
-names carry the owner's process id all the same, so that whoever finds one knows whose it is.
+after 200 ms, many times what a message takes. TCP is set so that a link's speed is what bounds it
+(`congestion_control`, `keep_windows`, `keep_order`).
 
-How TCP behaves between emulated nodes, so that a link's speed is what bounds it.
+Everything lies inside private namespaces; the names carry the owner's process id all the same, so
+that whoever finds one knows whose it is.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         nodes.limit(25.0)
         nodes.start(1, ["hostname"], {})
 
-A namespace has no name: a process holds it (`holder.py`), and it goes with its last process,
+A namespace has no name: a process holds it (`namespaces.py`), and it goes with its last process,
 links and limits with it. So nothing has to be undone command by command, and what is left when
 the owner is killed ends by itself.
 """

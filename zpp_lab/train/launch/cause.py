@@ -1,5 +1,4 @@
-"""What is told of an error: the one line of a user's mistake, wherever it was met, and among ranks
-that failed together the one that ended the run.
+"""What is told of an error: a user's mistake in one line, and among failed ranks the first cause.
 
 A rank's end makes the others fail too, often before anyone has looked. The time of a failure does
 not tell, as torch keeps it in whole seconds, and of a killed process has only the time at which it

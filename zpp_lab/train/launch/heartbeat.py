@@ -1,11 +1,12 @@
 """Signs of life between ranks, so that none waits for a dead one.
 
-Every second a thread of each rank tells rank 0 that it lives, how many transfers it has begun and
-which one it waits for; the answer says whether the run is lost, and through whom. Rank 0 judges:
-a rank is lost that has been silent too long, whose process has ended, or that says so itself; and
-where a transfer has failed or is late although all live, the rank that has begun fewer of them.
-Who gets no answer takes rank 0 for lost. So ranks that a link no longer joins come to their ends
-each by themselves. Then every rank says which rank it was and why, and ends.
+Every second a thread of each rank (`Pulse`) tells rank 0 (`Hub`) that it lives, how many transfers
+it has begun and which one it waits for. The answer says whether the run is lost, and through whom.
+
+Rank 0 judges. A rank is lost that has been silent too long, whose process has ended, or that says
+so itself. Where a transfer has failed or is late although all live, lost is the rank that has begun
+fewer of them. Who gets no answer takes rank 0 for lost, so ranks that a link no longer joins come
+to their ends each by themselves. Then every rank says which rank it was and why, and ends.
 
 Each wait has an end, and a connection that gets no answer is made anew: after an outage TCP would
 wait as long again before it tries. That is why this is no store of torch's.

@@ -1,22 +1,12 @@
-"""NVIDIA's MPS for ranks that share a GPU: a private daemon that goes when its owner goes.
-
-Without MPS the kernels of two processes never run on one GPU at the same time. Those of NCCL wait
-for each other there, so each would wait out the other's time slice. A keeper (`mps_keeper.py`)
-starts the daemon in a folder of its own and ends it again, however the owner ends; no setting of a
-GPU, such as its compute mode, is touched.
-
-Clients find the daemon by files in that folder, so they may be in other network namespaces. They
-need the daemon's user, and its namespaces of processes and IPC, which emulated nodes leave alone.
-A client that does not find it goes on in time slices without a word: `check_client` asks.
-
-`zpp-lab mps`: a command whose processes, and theirs, share GPUs through NVIDIA's MPS.
+"""`zpp-lab mps`: a command whose processes, and theirs, share GPUs through NVIDIA's MPS.
 
     zpp-lab mps -- zpp-lab study deepspeed --runs-per-gpu 3
 
-Without MPS kernels of two processes take turns on a GPU; with it they run side by side, so that
-even runs of several ranks can share GPUs (their NCCL would wait out time slices). Numbers are
-those of a GPU of their own. What crashes a GPU's server takes along all who share it. The daemon is
-private and ends with the command; inside another `zpp-lab mps` that one's serves.
+Without MPS kernels of two processes take turns on a GPU; with it they run side by side. So even
+runs of several ranks can share GPUs: without it NCCL's kernels, which wait for each other, would
+wait out each other's time slices. Numbers are those of a GPU of their own. What crashes a GPU's
+server takes along all who share it. The daemon is private and ends with the command; inside
+another `zpp-lab mps` that one's serves. No setting of a GPU, such as its compute mode, is touched.
 """
 
 from __future__ import annotations
@@ -66,6 +56,11 @@ class Mps:
     """A daemon while the body runs. environment: for the processes that shall be its clients.
 
     EmulationError where it is missing or does not start; says what it said.
+
+    A keeper (`mps_keeper.py`) starts it in a folder of its own and ends it again, however the owner
+    ends. Clients find it by files in that folder, so they may be in other network namespaces. They
+    need its user, and its namespaces of processes and IPC, which emulated nodes leave alone. A
+    client that does not find it goes on in time slices without a word: `check_client` asks.
     """
 
     def __init__(self) -> None:

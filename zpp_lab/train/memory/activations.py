@@ -8,7 +8,7 @@ its input and one fp32 number. In elements a token, d = dim, f = ffn, k = keys o
     MLP        its norm's input and output: 2 d; gate, silu(gate), up, their product: 4 f
 
 torch.compile computes silu(gate) anew, and of the MLP's input keeps the part that attention adds:
-5 d + d + 2 k + 3 f. Its partition does not depend on the shapes (`test_memory.py` counts both).
+5 d + d + 2 k + 3 f. Its partition does not depend on the shapes (the tests count both).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Buffers of one rank's gathers and reductions, in bytes, as `collectives/` allocates them.
-
-What travels through peers' memory lies in slots until it is copied out of them. Process groups need
-a buffer for what goes out as well.
-
-The moments of a step at which a rank's memory is counted, and items that are counted there.
+"""The moments of a step at which a rank's memory is counted, and the buffers of its collectives.
 
 A step's memory rises and falls, so every item is counted at seven moments, and at two of an
 evaluation, whose batches have a size of their own:
@@ -18,6 +13,10 @@ evaluation, whose batches have a size of their own:
     update      norm, clipping and optimizer
     eval        a block computes held-out tokens, perhaps with the master weights
     eval loss   their losses
+
+`Buffers` are one rank's for gathers and reductions, in bytes, as `collectives/` allocates them.
+What travels through peers' memory lies in slots until it is copied out of them. Process groups need
+a buffer for what goes out as well.
 """
 
 from __future__ import annotations

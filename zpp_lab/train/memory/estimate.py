@@ -1,14 +1,13 @@
 """What each rank of a real run will hold, by formula, before anything is allocated.
 
-Every item is counted at the moments of `buffers.py`. The peak is the largest. Rank 0 is counted,
-which never has less than others: the last shards may be shorter. Units follow what FSDP2 and
-`collectives/` keep alive: the gathered weights of the unit that computes, one payload for each
+Every item is counted at the moments of `buffers.py`; the peak is the largest sum. Rank 0 is
+counted, which never has less than others: the last shards may be shorter. Units follow what FSDP2
+and `collectives/` keep alive: the gathered weights of the unit that computes, one payload for each
 unit gathered ahead, a reduction's input (FSDP2's buffer, or the gradients that ours were encoded
 from) until the next one begins.
 
-Whether the memory of this machine can hold a run without GPUs, before it is started.
-
-Its processes share one memory. Where it is too small, the kernel kills one of them after minutes
+A run without GPUs is refused where this machine's memory cannot hold it (`check_host_memory`). Its
+processes share one memory. Where it is too small, the kernel kills one of them after minutes
 in which nothing else on the machine can work, and none can say why.
 """
 

@@ -2,10 +2,8 @@
 
 Its families differ in what they compute (norms written out or fused, ReLU, biases, branches side by
 side), and the same family from one release of transformers to the next. So no formula says it: the
-model's own code runs on shapes (`trace.py`), one block and what is around the blocks, and what
-is alive is counted. No weight is read and nothing is allocated.
-
-Runs a model's own code on shapes alone, and counts the memory that it would take.
+model's own code runs on shapes, one block and what is around the blocks, and what is alive is
+counted. No weight is read and nothing is allocated.
 
 Weights, and what comes of them, are on the meta device; integers, masks and tables are computed,
 because models look at them (do positions start anew within a sequence?). What is alive is counted

@@ -1,8 +1,7 @@
-"""All figures of a study's report: which of them the runs have data for, titles and captions, and
-SVG and PDF files, drawn without a browser.
+"""All figures of a study's report: which of them the runs have data for, captions, SVG and PDF.
 
-A figure of a study with one seed has no interval, no range of seeds and no front, so its caption
-speaks of none.
+Pictures are drawn without a browser. A figure of a study with one seed has no interval, no range of
+seeds and no front, so its caption speaks of none.
 """
 
 from __future__ import annotations

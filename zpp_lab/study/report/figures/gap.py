@@ -1,8 +1,7 @@
-"""The figure of the final gaps, arm by arm, and what all figures of gaps share: rows, the Pareto
-front, the margin and its axis.
+"""The figure of the final gaps, arm by arm, and what all figures of gaps share.
 
-The axis is linear around 0 and logarithmic beyond, so that a negative control and a gap within the
-margin are both readable.
+Shared are the rows, the Pareto front, the margin and its axis. The axis is linear around 0 and
+logarithmic beyond, so that a negative control and a gap within the margin are both readable.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""A config's plan, and the work of its units: what a prediction of time starts from.
-
-FLOPs count the matrix products of the built-in decoder: 2 for each weight and token, and causal
-attention as flash attention computes it, half of the square.
-
-Tasks on lanes that share resources: when each one runs.
+"""What a prediction of time is made of: tasks on lanes that share resources, and a unit's FLOPs.
 
 A lane is a stream: its tasks run in the order they were added. Lanes that use the same resource
 (the GPU, a link) take turns, the one that has been ready longest first. A task starts when those
-before it have ended, and is not interrupted.
+before it have ended, and is not interrupted. `Timeline` says when each runs.
+
+FLOPs count the matrix products of the built-in decoder: 2 for each weight and token, and causal
+attention as flash attention computes it, half of the square.
 """
 
 from __future__ import annotations

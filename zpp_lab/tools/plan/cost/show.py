@@ -1,6 +1,6 @@
 """`zpp-lab plan --machine`: predicted seconds of a step at several speeds of the links.
 
-What the cost model says of the arms that were measured, for the curves beside their points.
+`predictions` says the same of arms that were measured, for the curves beside their points.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ corrected for looks and for the number of arms), and the upper end of the interv
 below the limit. Where several arms train alike, all of them must be. What no arm measured is not
 allowed, but for plain ZeRO-3, which the others are compared with.
 
-Which plans train the same model: what of a recipe changes numbers, and what only moves them.
-
-Two plans are the same here when their steps differ in the order of sums alone: the stage, the
-sharding, the secondary partition (it keeps the forward's weights, which rounding to nearest would
-make again), activation checkpointing, and hops that carry raw gradients. Not the same: another
-codec on any wire, gradients encoded on another hop, moments of the optimizer in fewer bits.
+Two plans train alike when they have the same `Numbers`: their steps differ in the order of sums
+alone. So the same are plans that differ in the stage, the sharding, the secondary partition (it
+keeps the forward's weights, which rounding to nearest would make again), activation checkpointing,
+and hops that carry raw gradients. Not the same: another codec on any wire, gradients encoded on
+another hop, moments of the optimizer in fewer bits.
 """
 
 from __future__ import annotations

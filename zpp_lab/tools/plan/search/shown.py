@@ -1,8 +1,8 @@
-"""An answer as tables for a terminal, and as JSON.
+"""A search's answer as tables for a terminal and as JSON, and what can be done with it.
 
-Plans as words for the command line, in Hydra's grammar.
-
-The study that would say whether faster plans keep the loss: a finished one with new arms.
+A plan becomes words for the command line, in Hydra's grammar (`plan_overrides`). Where faster plans
+were measured by no arm, `next_study` is the finished study with new arms, which would say
+whether they keep the loss.
 """
 
 from __future__ import annotations
