@@ -44,6 +44,20 @@ METRICS, HELDOUT, LOG = "metrics.jsonl", "heldout.json", "log.txt"
 STUDY_FILE = "study.yaml"
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
+RESTORE = "restore it from a copy, or delete it"
+
+_PACKAGE = Path(__file__).resolve().parent
+_FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
+_SHOWN = 5  # names in a folder that are listed where none is similar
+
+LOCK = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_GLANCE = 0.5  # seconds; `held` of another process has the lock for a moment
+_LOOK = 0.05  # seconds between two attempts at a lock
+
+SECONDS = 3.0  # to wait for an answer of the Hub
+_ENDPOINT = "https://huggingface.co"
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def write_atomic(path: Path | str, text: str) -> None:
@@ -91,9 +105,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise damaged(path, "no mapping")
     return found
-
-
-RESTORE = "restore it from a copy, or delete it"
 
 
 def read_text(path: Path, fix: str = RESTORE) -> str:
@@ -195,9 +206,6 @@ def _align(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
     ]
 
 
-_PACKAGE = Path(__file__).resolve().parent
-
-
 def _folder(name: str) -> Path:
     for place in (_PACKAGE / name, _PACKAGE.parent / name):
         if place.is_dir():
@@ -211,10 +219,6 @@ def conf_dir() -> Path:
 
 def cuda_dir() -> Path:
     return _folder("cuda")
-
-
-_FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
-_SHOWN = 5  # names that are listed where none is similar
 
 
 def looks_like_folder(text: str) -> bool:
@@ -285,12 +289,6 @@ def below(folder: Path, mark: str) -> str:
         return ""
     found = sorted(str(p.parent) for p in folder.glob(f"*/{mark}"))[:_SHOWN]
     return f" (did you mean {' or '.join(found)}?)" if found else ""
-
-
-LOCK = ".lock"
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_GLANCE = 0.5  # seconds; `held` of another process has the lock for a moment
-_LOOK = 0.05  # seconds between two attempts
 
 
 def hold(folder: Path) -> IO[str]:
@@ -396,11 +394,6 @@ def held(folder: Path) -> bool:
             if error.errno not in _NO_LOCKS:
                 raise OSError(error.errno, error.strerror, file.name) from error
         return False
-
-
-SECONDS = 3.0  # to wait for an answer
-_ENDPOINT = "https://huggingface.co"
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def asked_offline() -> bool:

@@ -10,6 +10,7 @@ from zpp_lab.config.parser import new_file, whole
 
 EXPORT = """    zpp-lab export runs/smoke runs/bits --out runs.csv
     zpp-lab export runs/smoke/w4/seed1 --to hf --out my_model --dtype bf16"""
+_OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
 
 
 def add_weights(add: Add) -> None:
@@ -83,9 +84,6 @@ def _add_evaluate(add: Add) -> None:
     losses.add_argument(
         "--out", type=new_file, metavar="FILE", help="write a .csv or .json file too"
     )
-
-
-_OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
 
 
 def _export(args: argparse.Namespace, _: list[str]) -> int:

@@ -57,6 +57,7 @@ ROUNDS = 7
 M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # key increments
 LOW = 0xFFFFFFFF
+LANES = 8  # elements served by one counter
 
 
 def philox(
@@ -75,9 +76,6 @@ def philox(
         )
         k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
     return c0, c1, c2, c3
-
-
-LANES = 8  # elements served by one counter
 
 
 def parameter_id(name: str) -> int:

@@ -22,6 +22,21 @@ from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.watchdog import Watch, Watchdog
 from zpp_lab.config.schema import ClusterConfig
 
+Group = dist.ProcessGroup | None
+Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
+Kind = Literal["gather", "exchange"]
+LINKS: tuple[Link, ...] = ("world", "local", "across")
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What dist.all_gather_single and dist.all_to_all_single call: a step makes hundreds of
+# transfers, and the checks around these methods took the host longer than the start itself.
+# The second names from torch 2.13 on; a test looks for them.
+STARTS = {
+    "all_gather": ("_allgather_base", "all_gather_single"),
+    "all_to_all": ("alltoall_base", "all_to_all_single"),
+}
+
 
 class Streams(Protocol):
     """What transports ask of a device's queues; a mark is a point of a stream."""
@@ -56,23 +71,6 @@ class CudaStreams:
         if name not in self.lanes:
             self.lanes[name] = torch.cuda.Stream(priority=-1)
         return torch.cuda.stream(self.lanes[name])
-
-
-Group = dist.ProcessGroup | None
-Link = Literal["world", "local", "across"]  # all ranks; ranks of a node; same local rank of nodes
-Kind = Literal["gather", "exchange"]
-LINKS: tuple[Link, ...] = ("world", "local", "across")
-
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# What dist.all_gather_single and dist.all_to_all_single call: a step makes hundreds of
-# transfers, and the checks around these methods took the host longer than the start itself.
-# The second names from torch 2.13 on; a test looks for them.
-STARTS = {
-    "all_gather": ("_allgather_base", "all_gather_single"),
-    "all_to_all": ("alltoall_base", "all_to_all_single"),
-}
 
 
 class Shipment(Protocol):

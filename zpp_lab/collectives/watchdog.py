@@ -21,6 +21,9 @@ from weakref import WeakSet
 
 import torch
 
+_ALL: WeakSet[Watchdog] = WeakSet()
+_MEETINGS: list[str] = []  # what the main thread is in
+
 
 class CollectiveError(RuntimeError):
     """A transfer failed or took too long; names its wire and unit."""
@@ -128,10 +131,6 @@ class Watchdog:
             return None
         oldest = self.flying[0]
         return oldest.label if time.monotonic() - oldest.began > self.seconds else None
-
-
-_ALL: WeakSet[Watchdog] = WeakSet()
-_MEETINGS: list[str] = []  # what the main thread is in
 
 
 @contextmanager

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from zpp_lab.config.data import DataConfig
 
+Batch = tuple[Tensor, ...]
+IGNORED = -100  # a target that the loss does not count
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -83,9 +86,6 @@ def _refusal(count: int, first: int, longest: int, cfg: DataConfig, split: str) 
         f"{longest}; the first is record {number}, blank lines not counted): raise data.seq_len, "
         "shorten them, or set data.records.too_long=truncate (cuts prompts at the left) or drop"
     )
-
-
-Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,3 @@ def _next_fit(lengths: np.ndarray, room: int) -> np.ndarray:
             used = 0
         used += length
     return np.array([*first, len(lengths)])
-
-
-IGNORED = -100  # a target that the loss does not count

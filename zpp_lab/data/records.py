@@ -25,6 +25,7 @@ from zpp_lab.data.tokenizer import Tokenizer, token_dtype
 
 _SUFFIX = ".jsonl"
 _TEXTS = ("prompt", "completion")
+SPLITS = ("train", "heldout")
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,6 @@ def write_file(path: Path, content: bytes) -> None:
 def flush(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-SPLITS = ("train", "heldout")
 
 
 def encode_records(

@@ -19,6 +19,9 @@ from zpp_lab.files import damaged, parse_json, read_text
 
 _PIECE = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one huge document
 END = "<|end|>"
+_FILE = "tokenizer.json"
+_AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
@@ -179,11 +182,6 @@ def after_character(text: bytes, position: int) -> int:
     while position < len(text) and text[position] & 0xC0 == 0x80:
         position += 1
     return position
-
-
-_FILE = "tokenizer.json"
-_AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class OutsideTokenizer(LibraryTokenizer):

@@ -29,6 +29,8 @@ from zpp_lab.models.loss import chunked_losses, mean_of, times
 from zpp_lab.models.start import RunStart, Start
 
 _FIX = "set model.loss_chunk=0"
+_DROPOUT = ("dropout", "pdrop", "layerdrop")
+_OTHER_HEADS = ("classifier", "summary")  # dropout of heads that no language model has
 
 
 def check_head(model: Any) -> None:
@@ -69,10 +71,6 @@ def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
     if len(given) != 1 or out is not given[0]:
         raise ValueError(f"{name} changes its logits after the head, so chunks do not fit: {_FIX}")
     return given[0]
-
-
-_DROPOUT = ("dropout", "pdrop", "layerdrop")
-_OTHER_HEADS = ("classifier", "summary")  # dropout of heads that no language model has
 
 
 def build_hf(cfg: ModelConfig, vocab_size: int) -> nn.Module:

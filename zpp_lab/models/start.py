@@ -29,6 +29,7 @@ from zpp_lab.runs.checkpoint.read import Ranks, open_saved
 from zpp_lab.runs.checkpoint.tensor_file import Place, read_layout, read_rows
 
 INDEX = "model.safetensors.index.json"
+Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row, last row + 1
 
 
 class WeightFiles:
@@ -120,9 +121,6 @@ def _opened(path: Path) -> dict[str, Place]:
         raise ValueError(
             f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file ({error}): {fix}"
         ) from None
-
-
-Rows = Callable[[tuple[int, ...]], tuple[int, int]]  # whole shape → first row, last row + 1
 
 
 class Start(Protocol):

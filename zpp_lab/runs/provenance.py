@@ -24,6 +24,8 @@ from typing import Any
 from zpp_lab.files import damaged, parse_json, write_atomic
 
 FILE = "commits.json"
+PACKAGE = Path(__file__).resolve().parents[1]
+COMMIT = "ZPP_COMMIT"  # the commit of a copy that has no .git, set by who made it
 
 
 def note_commit(folder: Path, step: int, commit: str | None) -> list[dict[str, Any]]:
@@ -54,10 +56,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _from(step: int, commit: str | None) -> dict[str, Any]:
     return {"after": step, "commit": commit}
-
-
-PACKAGE = Path(__file__).resolve().parents[1]
-COMMIT = "ZPP_COMMIT"  # the commit of a copy that has no .git, set by who made it
 
 
 def machine_facts() -> dict[str, Any]:

@@ -51,6 +51,8 @@ _PREDICATES = {  # of one run, of several
     "running": ("is running", "are running"),
     "out of memory": ("ran out of memory", "ran out of memory"),
 }
+_MARKS = (CONFIG, SUMMARY, FAILURE, METRICS)
+_TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
 
 
 def state(run: Run | None) -> str:
@@ -108,10 +110,6 @@ def standing(runs: Mapping[int, Run], seeds: Sequence[int]) -> str:
     active = sum(run.running for run in runs.values())
     began = f"{len(runs)} of {len(planned)} runs began" + (f", {active} running" * (active > 0))
     return f"{began}; the furthest is {reached(furthest)}"
-
-
-_MARKS = (CONFIG, SUMMARY, FAILURE, METRICS)
-_TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from zpp_lab.data import PackedData, TokenData
 from zpp_lab.engines.base import Batch
 from zpp_lab.models.loss import heldout_size, total_loss
 
+_WINDOW = 20  # steps that the smoothed loss is the mean of
+
 
 @dataclass(frozen=True)
 class Heldout:
@@ -67,9 +69,6 @@ def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
     length, tokens = config.data.seq_len, config.train.eval_tokens
     batches: list[Batch] = list(data.heldout(tokens, heldout_size(length), length))
     return Heldout(batches, data.heldout_documents(tokens, length))
-
-
-_WINDOW = 20  # steps that the smoothed loss is the mean of
 
 
 class DivergedError(ArithmeticError):

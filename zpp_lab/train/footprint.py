@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 _loops = 0  # bodies under way, and what settled for good
+GIB = 2**30
 
 
 @contextmanager
@@ -45,9 +46,6 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     _loops += 1
-
-
-GIB = 2**30
 
 
 class StartUp:

@@ -33,6 +33,11 @@ from zpp_lab.collectives.transport import Kind, Streams, kept_rows
 from zpp_lab.collectives.watchdog import Watch
 
 MOST_SLOTS = 3  # of a ring
+# With a third slot a gather's encode does not wait for the meeting of the gather before it, which
+# comes when the slowest rank does. A slot of an exchange is as large as a unit, so it has two.
+SLOTS: dict[Kind, int] = {"gather": 3, "exchange": 2}
+MIB = 2**20
+Watched = AbstractContextManager[Watch | None]
 
 
 class Express:
@@ -83,13 +88,6 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-# With a third slot a gather's encode does not wait for the meeting of the gather before it, which
-# comes when the slowest rank does. A slot of an exchange is as large as a unit, so it has two.
-SLOTS: dict[Kind, int] = {"gather": 3, "exchange": 2}
-MIB = 2**20
-Watched = AbstractContextManager[Watch | None]
 
 
 class Shared(Protocol):

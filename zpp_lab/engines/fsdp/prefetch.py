@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from zpp_lab.collectives.plan import Bytes, PassUse, UnitPlan, add_bytes
 
+Ahead = dict[str, list[str]]  # unit → the units gathered while it computes
+
 
 class Laps:
     """Seconds of parts that follow one another; those of parts with one name are added."""
@@ -86,9 +88,6 @@ def when_reached(outputs: Sequence[Tensor], hook: Callable[[Tensor], None]) -> N
         outputs[0].register_hook(hook)
     else:
         register_multi_grad_hook(outputs, hook, mode="any")
-
-
-Ahead = dict[str, list[str]]  # unit → the units gathered while it computes
 
 
 class Prefetch:

@@ -20,6 +20,9 @@ from zpp_lab.engines.optim.shards import is_sharded
 from zpp_lab.models.params import feeds_residual, param_class
 
 AdamW = torch.optim.AdamW | CompactAdamW
+# AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
+STATE = ("step", "exp_avg", "exp_avg_sq")
+OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int = 0) -> AdamW:
@@ -122,12 +125,6 @@ def zero_state(optimizer: AdamW, p: Tensor) -> dict[str, Tensor]:
         return optimizer.zero_state(p)
     step = torch.zeros((), device=p.device if on_device(optimizer) else "cpu")
     return {"step": step} | {key: torch.zeros_like(p) for key in STATE if key != "step"}
-
-
-# AdamW's state of a parameter, as checkpoints name it; in 8 bits with scales beside it.
-STATE = ("step", "exp_avg", "exp_avg_sq")
-
-OptimizerState = dict[str, dict[str, Tensor]]  # {key: {parameter name: tensor}}
 
 
 def optimizer_state(

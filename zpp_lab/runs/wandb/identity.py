@@ -32,6 +32,8 @@ _NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
 _NAME = 100  # characters that an arm's name may have, which is shown beside others
 _TAG = 64  # and a tag, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
+HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
+_CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
 
 
 def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,10 +203,6 @@ def _without_nothing(value: Any) -> Any:
         return value
     kept = {key: _without_nothing(item) for key, item in value.items()}
     return {key: item for key, item in kept.items() if item not in (None, {}, [])}
-
-
-HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
-_CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
 
 
 def row(record: Record) -> dict[str, Any]:

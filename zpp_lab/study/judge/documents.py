@@ -22,6 +22,11 @@ from zpp_lab.files import HELDOUT, damaged
 from zpp_lab.runs.reader import Run, read_json
 from zpp_lab.study.judge.verdict import StudyResult, is_baseline
 
+RESAMPLES = 10_000
+_CHUNK = 1000
+_KEY = 0x7A70702D626F6F74  # of the generator; any fixed number
+_DOCUMENTS, _SEEDS = 0, 1  # which stream of it
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -89,12 +94,6 @@ def _gap(
     if not np.isfinite(nats).all():
         return None
     return document_gap(nats, usable[0][0].tokens, confidence)
-
-
-RESAMPLES = 10_000
-_CHUNK = 1000
-_KEY = 0x7A70702D626F6F74  # of the generator; any fixed number
-_DOCUMENTS, _SEEDS = 0, 1  # which stream of it
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from zpp_lab.study.judge.verdict import EXPECTED, ArmResult, StudyResult
 
 _NOT_FACTORS = ("seed", "recipe.name", "model.preset", "data.cache_dir")
 _NOT_GROUPS = ("run.", "tracking.", "engine.")
+Others = tuple[tuple[str, Level], ...]  # the levels of all other factors: what a group shares
+_MIN_TIED = 3  # levels that make a line of arms in which two factors move together
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,6 @@ def _pattern(values: Sequence[str]) -> tuple[str, ...]:
 
 def _level(value: Any) -> Level:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
-
-
-Others = tuple[tuple[str, Level], ...]  # the levels of all other factors: what a group shares
-_MIN_TIED = 3  # levels that make a line of arms in which two factors move together
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ from scipy import special
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.study.judge import stats
 
+Sides = Literal[1, 2]
+_PATHS, _CHUNK = 100_000, 10_000
+_KEY = 0x7A70702D6C6F6F6B  # of the generator; any fixed number
+
 
 def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
     """Corrected p-values by name (Holm 1979, Scand. J. Stat. 6).
@@ -50,11 +54,6 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
     corrected[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     pairs = zip(p_values.items(), corrected, strict=True)
     return {name: None if p is None else float(c) for (name, p), c in pairs}
-
-
-Sides = Literal[1, 2]
-_PATHS, _CHUNK = 100_000, 10_000
-_KEY = 0x7A70702D6C6F6F6B  # of the generator; any fixed number
 
 
 def planned_seeds(study: StudyConfig) -> list[int]:

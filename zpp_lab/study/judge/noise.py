@@ -33,6 +33,12 @@ from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 Points = Mapping[int, float]  # step → gap in nats
 Row = dict[str, Any]
 _NEAR = 10  # a training loss's band at a step: the largest within this part of the run, up to it
+QUIET = 0.01  # of the margin: an order control's gap up to that counts as nothing
+FEWEST = 8  # steps; a shorter quiet part says nothing
+# A step apart: its norm over the other runs', corrected by how that is in the steps around
+TIMES = 2.0
+AROUND, TWINS = 3, 2  # steps before and after; other runs that it takes
+NAMED = 6  # steps apart in a report's sentence
 
 
 @dataclass(frozen=True)
@@ -135,13 +141,6 @@ def _largest(controls: Sequence[Points], first: int, last: int) -> float | None:
 
 def _rows(found: Mapping[int, float | None]) -> list[Row]:
     return [{"step": s, "low": -v, "high": v} for s, v in found.items() if v is not None]
-
-
-QUIET = 0.01  # of the margin: an order control's gap up to that counts as nothing
-FEWEST = 8  # steps; a shorter part says nothing
-TIMES = 2.0  # a norm over the other runs', corrected by how it is in the steps around
-AROUND, TWINS = 3, 2  # steps before and after; other runs that it takes
-NAMED = 6  # steps apart in a report's sentence
 
 
 @dataclass(frozen=True)

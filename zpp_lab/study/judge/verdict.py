@@ -62,6 +62,9 @@ from zpp_lab.study.judge.families import replay as replay_looks
 from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.run.plan import PREPARE
 
+EXPECTED = {"negative_control": "worse", "order_control": "on par"}
+_WORDS = {"negative_control": "negative control", "order_control": "order control"}
+
 
 def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
     """Sentences on the runs that have not finished: which, how far they came, and why not. Seeds
@@ -78,10 +81,6 @@ def _sentence(result: ArmResult, seeds: list[int]) -> str:
     several = len(seeds) > 1
     named = f"{'seeds' if several else 'seed'} {', '.join(map(str, seeds))}"
     return f"{result.name}: {named} {told(result.runs.get(seeds[0]), several)}."
-
-
-EXPECTED = {"negative_control": "worse", "order_control": "on par"}
-_WORDS = {"negative_control": "negative control", "order_control": "order control"}
 
 
 @dataclass(frozen=True)

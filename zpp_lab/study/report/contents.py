@@ -72,6 +72,7 @@ _MIB = 2**20
 _ESTIMATE = ("From", "To", "Seeds", "Groups")
 _BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
 _FOLDED = "telemetry_"  # figures behind a fold: more of the same
+_IN_CSV = Text(["The same numbers, with the bytes of every wire, are in `results.csv`."], soft=True)
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,6 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
         Section("Runs", "every-run", [runs_table(result), _IN_CSV], page_only=True),
     ]
     return Document("zpp_lab study", result.study.name, result.study.question, sections)
-
-
-_IN_CSV = Text(["The same numbers, with the bytes of every wire, are in `results.csv`."], soft=True)
 
 
 def _figures(found: Findings, figures: Sequence[Figure]) -> list[Content]:

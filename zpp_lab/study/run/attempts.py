@@ -23,6 +23,7 @@ from zpp_lab.train.piece import PAUSED
 
 FILE = "attempts.jsonl"
 Attempt = Mapping[str, Any]
+_TAIL_LINES, _TAIL_BYTES = 30, 8192
 
 
 def attempts(folder: Path) -> list[Attempt]:
@@ -81,9 +82,6 @@ def given_up(folder: Path, retries: int) -> str | None:
 def ran_out_of_memory(folder: Path) -> bool:
     failed = attempts(folder)
     return bool(failed) and failed[-1].get("outcome") == "out_of_memory"
-
-
-_TAIL_LINES, _TAIL_BYTES = 30, 8192
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from zpp_lab.train.piece import UNFINISHED
 if TYPE_CHECKING:
     from zpp_lab.study.judge.verdict import StudyResult
 
+ENTRY = "zpp_lab.train.launch.launcher:train"  # the pool holds the folder
+
 
 def next_seeds(study: StudyConfig, result: StudyResult) -> dict[str, list[int]]:
     """Arm → further seeds to run now; empty when all is decided or the cap is reached.
@@ -52,9 +54,6 @@ def next_seeds(study: StudyConfig, result: StudyResult) -> dict[str, list[int]]:
     bases = {result.baseline_of(arms[name]).name for name in missing}
     order = sorted(todo, key=lambda name: name not in bases)
     return {name: sorted(todo[name]) for name in order if todo[name]}
-
-
-ENTRY = "zpp_lab.train.launch.launcher:train"  # the pool holds the folder
 
 
 class Executor(Protocol):

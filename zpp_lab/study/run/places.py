@@ -41,6 +41,8 @@ _SHAPE_TRAIN = (
     "reduce_dtype",
     "optimizer_state",
 )
+MIN_FRACTION = 1 / 16  # of a GPU: more runs than this side by side only get in each other's way
+_ROUNDING = 1e-9
 
 
 def shape(config: Config) -> str:
@@ -99,10 +101,6 @@ class Memory:
         ranks = run.config.cluster.world // gpus if run.config.engine.ranked else 1
         taken = ranks * (peak * _SPARE + _CONTEXT) / self._total  # the peak is one rank's
         return Need(gpus, min(1.0, max(MIN_FRACTION, taken)))
-
-
-MIN_FRACTION = 1 / 16  # of a GPU: more runs than this side by side only get in each other's way
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)

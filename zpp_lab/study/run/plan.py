@@ -29,6 +29,15 @@ from zpp_lab.runs.reader import read_run, read_study
 from zpp_lab.runs.wandb.mode import resolve
 from zpp_lab.train.inputs import check_inputs, check_recipe, planned
 
+Compose = Callable[[list[str]], Config]
+PREPARE = "prepare"  # the folder of the runs that arms start from
+_GIVEN = {  # settings that each run gets from its study → how to say them
+    "seed": "use --seeds 1,2,3, or `seeds` of its file (`seed` of a prepared run)",
+    "run.dir": "name the study's folder with --dir",
+    "run.study": "leave it out",
+    "run.arm": "leave it out",
+}
+
 
 def differences(
     one: Config | Mapping[str, Any], other: Config | Mapping[str, Any]
@@ -68,16 +77,6 @@ def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
     against = {arm.against for arm in study.arms if arm.name in wanted}
     kept = {study.baseline, *wanted, *against}
     return replace(study, arms=[arm for arm in study.arms if arm.name in kept])
-
-
-Compose = Callable[[list[str]], Config]
-PREPARE = "prepare"  # the folder of the runs that arms start from
-_GIVEN = {  # settings that each run gets from its study → how to say them
-    "seed": "use --seeds 1,2,3, or `seeds` of its file (`seed` of a prepared run)",
-    "run.dir": "name the study's folder with --dir",
-    "run.study": "leave it out",
-    "run.arm": "leave it out",
-}
 
 
 @dataclass(frozen=True)

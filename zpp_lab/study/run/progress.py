@@ -29,6 +29,10 @@ from zpp_lab.files import CONFIG, FAILURE, SUMMARY, held, missing, read_yaml
 from zpp_lab.runs.reader import last_record, last_step, read_run, read_study
 from zpp_lab.study.run.plan import PlannedRun, check_folder, run_folder
 
+_CLEAR = "\r\x1b[K"
+ENDED = ("finished", "diverged", "out_of_memory", "crashed")
+_LOOK = 2.0  # seconds between looks
+
 
 class Progress:
     """Counts runs and steps. The live line appears on a terminal only."""
@@ -80,9 +84,6 @@ class Progress:
         return elapsed / done * max(0, self._steps - done) if done else None
 
 
-_CLEAR = "\r\x1b[K"
-
-
 def duration(seconds: float | None) -> str:
     """4:05 or 1:04:05; ? when it is not known."""
     if seconds is None:
@@ -90,10 +91,6 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-ENDED = ("finished", "diverged", "out_of_memory", "crashed")
-_LOOK = 2.0  # seconds between looks
 
 
 @dataclass(frozen=True)

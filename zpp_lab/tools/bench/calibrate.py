@@ -54,6 +54,7 @@ from zpp_lab.tools.plan.cost.machine import (
 )
 
 Place = Mapping[str, Any]
+MIB = 2**20
 
 
 def place_of(sizes: Any, device: torch.device) -> Place:
@@ -138,9 +139,6 @@ def _difference(there: Any, here: Place) -> str:
         if there.get(name) != value:
             return f"{name} was {there.get(name)} and is {value}"
     return "it was measured for something else"
-
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)

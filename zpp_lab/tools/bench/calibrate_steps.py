@@ -40,6 +40,15 @@ SEQUENCE = 2048  # tokens of one sequence, at most
 COMPUTE_REPEATS = 5
 AHEAD = 60_000_000  # clock ticks that a GPU waits, so that its host is ahead of it
 
+# The small models with which the host is measured
+HOST_REPEATS = 15
+CLOCK = time.perf_counter  # seconds
+TOKENS, VOCABULARY = 16, 256  # no fewer than bytes
+NORMED_LAYERS = 8
+ALONE, AGAIN, FSDP2 = "alone", "again", "fsdp2"
+Case = tuple[str, str, int]  # what runs, its mode, blocks
+Times = tuple[float, ...]  # seconds of forward and backward; under FSDP2 of a whole step too
+
 
 def curve(shapes: Sequence[Shape], mode: str, device: torch.device) -> Curve:
     """Seconds by the FLOPs of one forward."""
@@ -110,15 +119,6 @@ def copy_rate(nbytes: int, device: torch.device) -> float:
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / device_seconds(lambda: target.copy_(source), device)
-
-
-HOST_REPEATS = 15
-CLOCK = time.perf_counter  # seconds
-TOKENS, VOCABULARY = 16, 256  # no fewer than bytes
-NORMED_LAYERS = 8
-ALONE, AGAIN, FSDP2 = "alone", "again", "fsdp2"
-Case = tuple[str, str, int]  # what runs, its mode, blocks
-Times = tuple[float, ...]  # seconds of forward and backward; under FSDP2 of a whole step too
 
 
 def host(layers: int, width: int, normed: int, modes: Sequence[str], device: torch.device) -> Host:

@@ -38,6 +38,8 @@ KINDS = {
     "stochastic": "stochastic rounding (where noise is drawn)",
     "Hadamard 64": "Hadamard 64, nearest rounding",
 }
+MIB = 2**20
+Row = dict[str, Any]
 
 
 def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -92,10 +94,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
         )
         panels.append(bars.properties(width=520, height=110))
     altair.vconcat(*panels, title=title).save(str(path))
-
-
-MIB = 2**20
-Row = dict[str, Any]
 
 
 def copy_rate_of(mib: int) -> float:

@@ -26,6 +26,11 @@ from zpp_lab.codecs.layout import Layout
 NODES = 40  # calls in a graph, so that starting it counts for little
 CACHE_BYTES = 256 * 2**20  # what one pass over all buffers must exceed: four times an H200's L2
 Call = Callable[[], object]
+SUMMED = 4  # K, payload rows of a reduction
+BF16 = torch.bfloat16
+NOISE = Noise(0x5EED, (1,), (0,))
+OPS = ("encode", "decode", "reduce", "decode_sum", "decode_sum_encode")
+NUMEL = 2**27  # of a comparison with others: 256 MiB of 16-bit values
 
 
 def sets_for(nbytes: int) -> int:
@@ -101,12 +106,6 @@ def host_seconds(call: Call, count: int = 300) -> float:
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(times)
-
-
-SUMMED = 4  # K, payload rows of a reduction
-BF16 = torch.bfloat16
-NOISE = Noise(0x5EED, (1,), (0,))
-OPS = ("encode", "decode", "reduce", "decode_sum", "decode_sum_encode")
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,6 @@ def decoder_block(codec: BlockCodec, shards: int) -> Layout:
     codecs = [codec] * 7 + [RawCodec(BF16)] * 3
     names = [f"segment{i}" for i in range(10)]
     return Layout.build(names, [n // shards for n in numels], codecs)
-
-
-NUMEL = 2**27  # 256 MiB of 16-bit values
 
 
 def measure_peers() -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ _ARITHMETIC = (
     "with the very same weights its loss was off by 2e-5 to 4e-4 nats in models of 0.4M "
     "parameters. `zpp-lab evaluate RUN FOLDER --dtype fp32` leaves that out."
 )
+RECORD = "zpp_lab.json"
 
 
 def instructions(dtype: str, computed_in: str, grids: int, built_in: bool) -> str:
@@ -89,9 +90,6 @@ def rounded_to(dtype: str, computed_in: str) -> str:
     """What the weights of a folder in `dtype` are to be rounded to once they are unpacked: what
     the model was trained in, unless the folder's own dtype has rounded them already."""
     return computed_in if dtype == "fp32" else dtype
-
-
-RECORD = "zpp_lab.json"
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ from zpp_lab.tools.export.shards import LIMIT, write_safetensors
 from zpp_lab.tools.export.target import Target, target_of, write_tokenizer
 from zpp_lab.tools.export.wire import WireWeights
 
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWeights]:
     """The run without adapters: its config, and weights that hold them, which no wire brings.
@@ -116,9 +118,6 @@ class _Wired:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         return self.read(name)[first:last]
-
-
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

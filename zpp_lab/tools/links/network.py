@@ -22,6 +22,22 @@ from zpp_lab.tools.links.namespaces import inside, mount_sysfs
 SETTINGS = Path("/proc/sys/net/ipv4")
 AVAILABLE = SETTINGS / "tcp_available_congestion_control"
 SLOW_START = SETTINGS / "tcp_slow_start_after_idle"
+HUB = -1  # in place of a node's number
+MTU = 9000  # bytes: headers take 0.7 % of a link, not 4.4 %
+QUEUE = 2**30  # bytes that may wait at a limit: more than all sockets hand over at once
+BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late timers are
+LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
+MOST_NODES = 250  # addresses in one network
+SUBNET = "10.77.0.0/24"
+_RANDOM = 2**32 - 0x1000 + 56  # where BPF's programs find a random word
+_OK, _SHOT = 0, 2  # what they tell tc
+VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
+BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
+TBF = "tc's token bucket (CONFIG_NET_SCH_TBF; modprobe sch_tbf)"
+TCP = "TCP congestion control for each route (Linux 4.0) and the named algorithm"
+LOSS = "tc's BPF filters (CONFIG_NET_SCH_INGRESS, CONFIG_NET_CLS_BPF), or CONFIG_NET_SCH_NETEM"
+HOLE = "tc's queue that drops all (CONFIG_NET_SCHED)"
+NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
 
 
 def congestion_control() -> str:
@@ -70,25 +86,6 @@ def _mask(processors: int) -> str:
     digits = f"{2**processors - 1:x}"
     digits = digits.zfill(-(-len(digits) // 8) * 8)
     return ",".join(digits[start : start + 8] for start in range(0, len(digits), 8))
-
-
-HUB = -1  # in place of a node's number
-MTU = 9000  # bytes: headers take 0.7 % of a link, not 4.4 %
-QUEUE = 2**30  # bytes that may wait at a limit: more than all sockets hand over at once
-BURST_SECONDS = 5e-4  # of traffic that may pass at once: well above how late timers are
-LEAST_BURST = 128 * 1024  # bytes: more than the largest packet that leaves a socket whole
-MOST_NODES = 250  # addresses in one network
-SUBNET = "10.77.0.0/24"
-_RANDOM = 2**32 - 0x1000 + 56  # where BPF's programs find a random word
-_OK, _SHOT = 0, 2  # what they tell tc
-
-VETH = "veth pairs (CONFIG_VETH; modprobe veth)"
-BRIDGE = "bridges, for three nodes or more (CONFIG_BRIDGE; modprobe bridge)"
-TBF = "tc's token bucket (CONFIG_NET_SCH_TBF; modprobe sch_tbf)"
-TCP = "TCP congestion control for each route (Linux 4.0) and the named algorithm"
-LOSS = "tc's BPF filters (CONFIG_NET_SCH_INGRESS, CONFIG_NET_CLS_BPF), or CONFIG_NET_SCH_NETEM"
-HOLE = "tc's queue that drops all (CONFIG_NET_SCHED)"
-NET = "the right to configure a network (root, or CAP_NET_ADMIN)"
 
 
 @dataclass(frozen=True)

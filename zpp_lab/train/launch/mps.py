@@ -37,6 +37,7 @@ WITHOUT = (
     "or share them in time slices, which is slow: --share-gpus=time-slices, or leave out "
     "`zpp-lab mps`"
 )
+HELP = ("-h", "--help")
 
 
 def find_control() -> str:
@@ -183,9 +184,6 @@ def check_client(environment: Mapping[str, str], pid: int) -> None:
             f"process {pid} uses its GPU without MPS (servers {servers}, clients {clients}): they "
             f"need the same user and the same namespaces of processes and IPC; {WITHOUT}"
         )
-
-
-HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ Variables = Mapping[str, str]
 _PR_SET_PDEATHSIG = 1
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _AFTER_RESTART = 120.0  # seconds; an NFS server frees a dead client's locks after some 90
+SHARE = "engine.share_gpus=mps"
 
 
 def placed(environment: Variables) -> bool:
@@ -81,9 +82,6 @@ def slurm_place(environment: Variables) -> dict[str, str]:
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + job % 20000),
     }
-
-
-SHARE = "engine.share_gpus=mps"
 
 
 def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:

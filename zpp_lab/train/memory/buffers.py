@@ -42,6 +42,7 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 GIB = 2**30
 NOT_EVALUATED: dict[Moment, int] = {"eval": 0, "eval loss": 0}
+ALIGN = 256  # bytes; of a slot
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,6 @@ def moments(
         "update": update,
         **NOT_EVALUATED,
     }
-
-
-ALIGN = 256  # of a slot
 
 
 def kernels_serve(config: Config) -> bool:

@@ -49,6 +49,12 @@ Acts = Activations | TracedActivations
 CONTEXT = GIB  # assumed: a process's CUDA context, kernels, library workspaces
 NCCL = GIB // 2  # assumed: buffers of the process groups of one rank
 PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an element, and lanes
+_FP32 = 4
+_MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2}  # bytes a parameter, scales left out
+KILLED = (
+    "The kernel killed it because the machine's memory was full: take a smaller model or fewer "
+    "ranks (`zpp-lab plan` says what each rank holds)"
+)
 
 
 def estimate(plan: Plan, config: Config, vocab: int) -> Estimate:
@@ -369,14 +375,6 @@ def _to_train(unit: UnitPlan) -> int:
 
 def _stored(unit: UnitPlan, parameter: Parameter) -> bool:
     return parameter.name in unit.unit.stored
-
-
-_FP32 = 4
-_MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2}  # bytes a parameter, scales left out
-KILLED = (
-    "The kernel killed it because the machine's memory was full: take a smaller model or fewer "
-    "ranks (`zpp-lab plan` says what each rank holds)"
-)
 
 
 def check_host_memory(config: Config) -> None:

@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models.build import build_model
 
+FP32 = 4  # bytes
+
 
 @contextmanager
 def shapes_only() -> Iterator[Live]:
@@ -133,9 +135,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, *_ = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
-
-
-FP32 = 4
 
 
 @dataclass(frozen=True)

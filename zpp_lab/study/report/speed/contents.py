@@ -51,6 +51,8 @@ _CSV = (
     "predicted_tokens_per_s",
 )
 _BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
+_Peers = dict[tuple[Setting, str], float]
+_Said = dict[tuple[Setting, str, float | None], float]
 
 
 @dataclass(frozen=True)
@@ -279,9 +281,6 @@ def _up_cells(up: SpeedUp | None) -> list[str]:
     return [f"{up.value:.2f}×", spread]
 
 
-_Peers = dict[tuple[Setting, str], float]
-
-
 def _peers(measured: Sequence[Measured]) -> _Peers:
     """Tokens/s of the fastest arm of DeepSpeed, by setting and link."""
     found: _Peers = {}
@@ -300,9 +299,6 @@ def _over(m: Measured, peers: _Peers) -> float | None:
 def _over_text(m: Measured, peers: _Peers) -> str:
     over = _over(m, peers)
     return NOTHING if over is None else f"{over:.2f}×"
-
-
-_Said = dict[tuple[Setting, str, float | None], float]
 
 
 def _predictions(predicted: Sequence[Predicted]) -> _Said:

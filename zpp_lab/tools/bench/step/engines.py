@@ -34,6 +34,7 @@ from zpp_lab.models.start import materialize
 
 VOCABULARY = 32000  # where the model takes the tokenizer's
 LR = 1e-4
+TRANSPORTS: dict[tuple[object, ...], Transport] = {}  # communicators are made once a process
 
 
 class Timed(Protocol):
@@ -49,7 +50,6 @@ class Timed(Protocol):
 
 
 Maker = Callable[[Config, torch.device], Timed]
-TRANSPORTS: dict[tuple[object, ...], Transport] = {}  # communicators are made once a process
 
 
 def vocabulary(config: Config) -> int:

@@ -29,6 +29,7 @@ ROWS = {
     "busy: between": "inter_s",
     "busy: host": "host_s",
 }
+POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
 
 def links(text: str) -> list[Link]:
@@ -111,9 +112,6 @@ def _then(
         return ""
     each = ", ".join(f"{1000 * time.step_s:.1f}" for time in found.values())
     return f"; with {setting}, {each} ms by the same figures"
-
-
-POINTS = 24  # of a curve, evenly spread over the logarithm of the bandwidth
 
 
 def predictions(measured: Sequence[Measured], machine: str) -> tuple[list[Predicted], list[str]]:

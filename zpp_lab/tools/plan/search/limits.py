@@ -32,6 +32,9 @@ from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, rea
 from zpp_lab.study.report.table import gap_text
 
 STATES = ("fp32", "bf16", "8bit")  # of the optimizer, coarser to the right
+# Where no study says more: the bits of ZeRO++ as published.
+LEAST_BITS: dict[Wire, int] = {wire: 8 if wire.startswith("weights") else 4 for wire in WIRES}
+Kind = Literal["allowed", "loss", "not measured"]
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,6 @@ def _at_most(one: Codec | None, other: Codec | None) -> bool:
     if not isinstance(one, BlockCodec) or not isinstance(other, BlockCodec):
         return False
     return one.bits <= other.bits and replace(one, bits=other.bits) == other
-
-
-# Where no study says more: the bits of ZeRO++ as published.
-LEAST_BITS: dict[Wire, int] = {wire: 8 if wire.startswith("weights") else 4 for wire in WIRES}
-Kind = Literal["allowed", "loss", "not measured"]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,27 @@ from zpp_lab.tools.plan.search.limits import UNLIMITED, LossLimit
 from zpp_lab.tools.plan.search.space import PLAIN, Candidate, named_recipes
 from zpp_lab.train.memory.buffers import GIB
 
+CONTROLS = ("order_control", "negative_control")
+COLUMNS = ("", "plan", "step, s", "tokens/s", "× zero3", "GiB", "bound by", "verdict")
+WIDTH = 110  # of a table that says something
+VERDICTS = {
+    "chosen": "chosen",
+    "memory": "too large",
+    "loss": "loss",
+    "not measured": "not measured",
+    "allowed": "slower",
+    "plain": "baseline",
+}
+NO_LOSS = (
+    "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
+    "that it has shown to learn the same."
+)
+MILD = (
+    "Without --study nothing says what bits cost here, so weights keep 8 bits or more and "
+    "gradients 4, as in ZeRO++; --study DIR goes by a finished study, --allow untested lifts the "
+    "bound."
+)
+
 
 def plan_overrides(given: Sequence[str], config: Config, candidate: Candidate) -> list[str]:
     """All that `zpp-lab train` needs: `given` without what the plan replaces, then the plan, which
@@ -75,9 +96,6 @@ def _knobs(config: Config, candidate: Candidate) -> list[str]:
         "train.optimizer_state": (config.train.optimizer_state, knobs.optimizer_state),
     }
     return [f"{key}={written(now)}" for key, (was, now) in wanted.items() if was != now]
-
-
-CONTROLS = ("order_control", "negative_control")
 
 
 def tempting(answer: Answer) -> list[Timed]:
@@ -146,27 +164,6 @@ def _fewer_hops(config: Config, cluster: ClusterConfig) -> bool:
     """Whether gradients cross fewer hops on the study's cluster than on the planned one."""
     two = replace(config.recipe, hops=2, shard="world")
     return len(Recipe(two, config.cluster).hops) < len(Recipe(two, cluster).hops)
-
-
-COLUMNS = ("", "plan", "step, s", "tokens/s", "× zero3", "GiB", "bound by", "verdict")
-WIDTH = 110  # of a table that says something
-VERDICTS = {
-    "chosen": "chosen",
-    "memory": "too large",
-    "loss": "loss",
-    "not measured": "not measured",
-    "allowed": "slower",
-    "plain": "baseline",
-}
-NO_LOSS = (
-    "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
-    "that it has shown to learn the same."
-)
-MILD = (
-    "Without --study nothing says what bits cost here, so weights keep 8 bits or more and "
-    "gradients 4, as in ZeRO++; --study DIR goes by a finished study, --allow untested lifts the "
-    "bound."
-)
 
 
 def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:

@@ -32,6 +32,7 @@ STATES = get_args(get_type_hints(TrainConfig)["optimizer_state"])
 SHARDS = get_args(get_type_hints(RecipeConfig)["shard"])
 _CODECS = ("weights", "grads", *WIRES)
 GRADS = ("hops", "order", "grads", "grads_intra", "grads_inter")  # a recipe's gradients' part
+PLAIN = RecipeConfig()
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,6 @@ class Space:
                 bits = settings.get("grads", CodecConfig()).bits
                 turned = {"grads": CodecConfig(bits=bits, hadamard=ROTATION)}
                 yield f"{name}_h{ROTATION}", settings | turned
-
-
-PLAIN = RecipeConfig()
 
 
 @cache
