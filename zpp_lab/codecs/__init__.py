@@ -1,4 +1,10 @@
-"""Codecs: float tensors to bytes and back. `base.py` says what one is, `block.py` is ours."""
+"""Codecs: float tensors to bytes and back. `base.py` says what one is, `block.py` is ours.
+
+A **codec** is a stateless map; `none` sends the tensor's own bytes. A **segment** is one
+parameter's shard on one rank, flat; blocks of codes never cross it. A **layout** is a unit's
+segments in order, and a **payload** the bytes that it takes. **Noise** decides stochastic rounding.
+Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with the same bits.
+"""
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.block import BlockCodec

@@ -1,1 +1,7 @@
-"""Collectives: what travels on a wire, and the count of it."""
+"""Collectives: what travels on a wire, over which transport, and the count of it.
+
+A **wire** is one of the four places where sharded training moves data. A **recipe** says which
+codec each wire uses for which parameters, a **plan** what that moves in one step, in closed form.
+The **ledger** counts what really moved and must equal the plan. Gather and reduction are written
+once over a **transport**: process groups, or `peer/` for ranks that read each other's memory.
+"""

@@ -1,4 +1,8 @@
-"""AdamW on the shards of DTensors, and AdamW whose moments take two or one byte an element."""
+"""AdamW on the shards of DTensors, and AdamW whose moments take two or one byte an element.
+
+**States** are an optimizer's two moments; they may lie in host memory. The update is defined in
+plain torch, and a kernel does it on the GPU with the same bits.
+"""
 
 from zpp_lab.engines.optim.adamw import BATCH, SCRATCH, CompactAdamW
 from zpp_lab.engines.optim.shards import ShardAdamW

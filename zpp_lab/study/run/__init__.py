@@ -1,1 +1,5 @@
-"""The runs of a study: planned, queued, placed, started and shown."""
+"""The runs of a study: planned, queued, placed, started and shown.
+
+`plan.py` composes all configs first, `queue.py` starts runs in order, on the **places** of this
+machine (`places.py`) or through a launcher of Hydra's (`batch.py`).
+"""
