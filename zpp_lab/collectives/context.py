@@ -20,7 +20,7 @@ from zpp_lab.config.schema import Wire
 class Observer(Protocol):
     """Sees one rank's values before they go on a wire, with the payload that carries them.
 
-    Telemetry needs no look: `ops.encode` fills what `room` gives, and `encoded` takes it. Who
+    Telemetry needs no look: `kernels.encode` fills what `room` gives, and `encoded` takes it. Who
     `looks` gets values too.
     """
 
@@ -28,7 +28,7 @@ class Observer(Protocol):
     def looks(self) -> bool: ...
 
     def room(self, wire: Wire, layout: Layout, payload: Tensor) -> Tensor | None:
-        """For the `errors` of `ops.encode` of this payload, where they are wanted."""
+        """For the `errors` of `kernels.encode` of this payload, where they are wanted."""
         ...
 
     def encoded(self, wire: Wire, layout: Layout, errors: Tensor | None) -> None:

@@ -60,7 +60,7 @@ class Watch:
                 raise NonFiniteError(step, f"{wire} brought NaN for {segment.name}{who}")
 
     def room(self, layout: Layout, payload: Tensor) -> Tensor | None:
-        """For the `errors` of `ops.encode` of this payload: fp64 [R, segments, 9], when wanted."""
+        """For `errors` of `kernels.encode` of this payload: fp64 [R, segments, 9], when wanted."""
         if self.errors is None or not _coded(layout):
             return None
         shape = (payload.shape[0], len(layout.segments), len(SUMS))
@@ -69,7 +69,7 @@ class Watch:
     def encoded(
         self, wire: Wire, micro: int, ranks: Sequence[int], layout: Layout, errors: Tensor | None
     ) -> None:
-        """Take what `ops.encode` has put into `room`; `ranks`: who encoded each row."""
+        """Take what `kernels.encode` has put into `room`; `ranks`: who encoded each row."""
         if self.errors is None or errors is None:
             return
         for rank in sorted(set(ranks)):

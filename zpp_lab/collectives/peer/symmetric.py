@@ -31,7 +31,7 @@ STREAMS = CudaStreams()
 
 
 class SymmetricMemory:
-    """`ring.Shared` of a process group on CUDA devices that reach each other.
+    """`slots.Shared` of a process group on CUDA devices that reach each other.
 
     at_once: all ranks have the kernels' library, so a shipment is one call of it.
     """
