@@ -1,6 +1,7 @@
 """What is asked of a run before a token is read, a file written or a rank started.
 
-`check_inputs`: are the files there that it reads? `check_run`: do its settings fit each other?
+`check_inputs`: are the files there that it reads? `check_run`: would it reach its second step on
+this machine, with this recipe, cluster and model?
 
 Light until a run asks for something: plain ZeRO-3 of the built-in decoder is looked at without
 torch.
