@@ -78,6 +78,15 @@ def test_ends_of_the_range_are_counted_exactly() -> None:
     assert sums[:, SUMS.index("zeroed")].tolist() == [4.0, 4.0]
 
 
+def test_rows_do_not_see_each_other_and_empty_rows_count_nothing() -> None:
+    codec = BlockCodec(4, 64)
+    x = torch.randn(3, 5000)
+    payload = payload_of(codec, x)
+    alone = torch.cat([error_sums(codec, x[i : i + 1], payload[i : i + 1]) for i in range(3)])
+    assert torch.equal(error_sums(codec, x, payload), alone)
+    assert not error_sums(codec, x[:, :0], payload[:, :0]).any()
+
+
 def test_telemetry_does_not_depend_on_the_order_in_which_sums_came() -> None:
     columns = [Column("grads_intra", "mlp", name, micro) for name in "abc" for micro in (0, 1)]
     sums = torch.randn(2, 6, 9, dtype=torch.float64).abs()
@@ -92,3 +101,12 @@ def test_telemetry_does_not_depend_on_the_order_in_which_sums_came() -> None:
     assert found[0]["grads_intra"]["mlp"]["nmse"] > 0
     errors.drop({("grads_intra", name) for name in "abc"})
     assert telemetry(*errors.by_rank()) == {}
+
+
+@pytest.mark.parametrize("numel", [1, 8, 257, 1025, TILE - 1])
+def test_part_of_a_tile_adds_as_the_whole_tile_does(numel: int) -> None:
+    x = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
+    whole = torch.nn.functional.pad(x, (0, TILE - numel))
+    codec = RawCodec(torch.float32)
+    few, all_of_it = (error_sums(codec, v, payload_of(codec, v)) for v in (x, whole))
+    assert torch.equal(few[:, :-1], all_of_it[:, :-1])

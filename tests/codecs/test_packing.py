@@ -37,6 +37,14 @@ def test_planes_by_hand(bits: int, expected: list[int]) -> None:
     assert out[0].tolist() == expected
 
 
+def test_six_bits_split_into_planes() -> None:
+    codes = torch.tensor([[0b101101, 0b010010, 0b111111, 0b100000]], dtype=torch.uint8)
+    out = torch.empty(1, packed_bytes(4, 6), dtype=torch.uint8)
+    pack(codes, 6, out)
+    assert out[0, :2].tolist() == [0b0010_1101, 0b0000_1111]
+    assert out[0, 16].item() == 0b10_11_01_10
+
+
 def test_a_whole_row_by_hand() -> None:
     """4 bits, one block of 16: codes q + 8, then the fp32 scale, then zeros."""
     x = torch.tensor([[7.0, -7.0, 0.0, 3.4] + [0.0] * 12])

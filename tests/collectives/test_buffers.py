@@ -4,6 +4,7 @@ is its own and whose process groups send nothing."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
+from zpp_lab.engines import norm
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.fsdp.comm import gather_spec, reduce_spec
+from zpp_lab.engines.norm import square_bytes, square_sums, squares
 from zpp_lab.models import build_model
 from zpp_lab.train.memory import buffers
 from zpp_lab.train.memory.buffers import Buffers
@@ -181,4 +184,29 @@ def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int,
     assert rank.planned.slots() == sum(ring.slots * ring.size for ring in rings)
 
 
-# ---------------------------------------------------------------------- norm and moments
+# ---------------------------------------------------------------------- norm
+
+
+@pytest.mark.parametrize(
+    "numels",
+    [(70_000,), (300_000, 300_000, 9), (5_000,) * 40 + (40_000, 3), (600_000,) * 7 + (2, 2)],
+)
+def test_the_norm_in_plain_torch(numels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for scalars."""
+    monkeypatch.setattr(norm, "FOLD_NUMEL", 1_500_000)
+    parameters = [SimpleNamespace(name=f"p{i}", shard_numel=n) for i, n in enumerate(numels)]
+    unit = SimpleNamespace(unit=SimpleNamespace(parameters=parameters))
+    plan: Any = SimpleNamespace(units=[unit])
+    grads = {f"p{i}": torch.ones(n) for i, n in enumerate(numels)}
+    with Live() as live:
+        squares(grads, plan, torch.device("cpu"))
+    assert square_bytes(numels, by_kernels=False) == pytest.approx(live.most, rel=0.02, abs=2048)
+
+
+@pytest.mark.parametrize("numels", [(9,), (70_000, 3), (5_000,) * 200 + (100_000,) * 170])
+def test_the_norm_by_kernels(numels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "operator", lambda: lambda *_: None)
+    grads = [torch.empty(n) for n in numels]
+    with Live() as live:
+        square_sums(grads, numels, 1)
+    assert square_bytes(numels, by_kernels=True) == live.most

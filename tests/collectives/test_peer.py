@@ -117,6 +117,20 @@ def test_links_and_kinds_have_slots_of_their_own() -> None:
     assert all(on_ranks(cluster, job, peers(Boards())))
 
 
+def test_what_is_held_is_copied_into_the_slot() -> None:
+    cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+
+    def job(transport: ThreadPeers) -> Tensor:
+        held = torch.full((2, 16), transport.rank, dtype=torch.uint8)
+        out = torch.zeros(4, 16, dtype=torch.uint8)
+        transport.gathering(out, "local", "test", held).send()
+        transport.lanes.finish()
+        return out[:, 0].view(2, 2)
+
+    results = on_ranks(cluster, job, peers(Boards()))
+    assert [r.tolist() for r in results] == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
+
+
 def test_memory_is_allocated_once_for_what_is_reserved() -> None:
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
 

@@ -107,6 +107,14 @@ def test_file_that_vanishes_or_shrinks_while_it_is_read(tmp_path):
         list(corpus.documents())
 
 
+def test_identity_follows_names_sizes_and_times(tmp_path):
+    path = fill(tmp_path, {"a.txt": b"text"}) / "a.txt"
+    first = text_corpus(tmp_path).identity()
+    assert text_corpus(tmp_path).identity() == first
+    os.utime(path, ns=(0, 12345))
+    assert text_corpus(tmp_path).identity() != first
+
+
 class TestHub:
     ROWS = ({"text": "first", "id": 1}, {"text": "", "id": 2}, {"text": "thi\0rd", "id": 3})
 

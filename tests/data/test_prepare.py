@@ -11,7 +11,8 @@ import pytest
 from tests.engines.fsdp_world import forks
 from zpp_lab.config.data import DataConfig
 from zpp_lab.data import open_data, prepare
-from zpp_lab.data.corpus import FileCorpus
+from zpp_lab.data.corpus import FileCorpus, open_corpus
+from zpp_lab.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -87,6 +88,12 @@ def test_second_call_reads_no_text(cfg, reads):
     assert np.array_equal(second.streams["train"], first.streams["train"])
 
 
+def test_seq_len_and_cache_place_change_no_token(cfg, reads):
+    open_data(cfg)
+    open_data(changed(cfg, seq_len=32))
+    assert len(reads) == 40
+
+
 def test_changed_text_is_prepared_anew(cfg):
     before = open_data(cfg).hash
     path = Path(cfg.path, "03.txt")
@@ -141,6 +148,27 @@ def test_damage_is_recognised_and_repaired(cfg, reads, name, damage):
     assert np.array_equal(again.streams["train"], tokens)
 
 
+def test_checksum_reads_all_of_a_small_file_and_spreads_over_a_large_one(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    monkeypatch.setattr(prepare, "_CHUNK", 16)
+
+    def sees(size: int, at: int) -> bool:
+        path.write_bytes(bytes(size))
+        before = prepare._checksum(path)
+        with open(path, "r+b") as stream:
+            stream.seek(at)
+            stream.write(b"x")
+        return prepare._checksum(path) != before
+
+    assert all(sees(1024, at) for at in range(0, 1024, 11))  # 64 chunks of 16 bytes
+    assert sees(100_000, 0)
+    assert sees(100_000, 99_999)
+    path.write_bytes(bytes(99_999))
+    short = prepare._checksum(path)
+    path.write_bytes(bytes(100_000))
+    assert prepare._checksum(path) != short
+
+
 def test_full_disk_says_so_and_leaves_nothing(cfg):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that fills up
@@ -182,3 +210,32 @@ def test_processes_killed_or_side_by_side(cfg):
     for process in both:
         process.join()
     assert [p.name.startswith(".") for p in folders(cfg)] == [False]
+
+
+def test_bpe_learns_from_every_nth_training_document(cfg, monkeypatch):
+    seen: list[int] = []
+    monkeypatch.setattr(
+        prepare.BpeTokenizer,
+        "train",
+        classmethod(lambda cls, texts, size: seen.extend(t[0] - 65 for t in texts) or _Letters()),
+    )
+    every = changed(cfg, tokenizer="bpe", vocab_size=300, bpe_every=5)
+    assert open_data(every).tokens == 36 * 301
+    assert seen == [0, 5, 11, 16, 22, 27, 33, 38]  # 9, 19, 29 and 39 are held out
+    assert prepare._key(open_corpus(every), every) != prepare._key(
+        open_corpus(every), changed(every, bpe_every=1)
+    )
+
+
+class _Letters(ByteTokenizer):
+    vocab_size = 300
+
+
+def test_groups_of_documents_change_nothing(cfg, monkeypatch):
+    bpe = changed(cfg, tokenizer="bpe", vocab_size=270)
+    whole = open_data(bpe)
+    monkeypatch.setattr(prepare, "_TOGETHER", 500)
+    split = open_data(changed(bpe, cache_dir=cfg.cache_dir + "2"))
+    assert split.hash == whole.hash
+    assert np.array_equal(split.streams["train"], whole.streams["train"])
+    assert np.array_equal(split.offsets["heldout"], whole.offsets["heldout"])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zpp_lab.config.data import DataConfig, RecordConfig
-from zpp_lab.data import PackedData, open_data
+from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.data.packed import IGNORED, _next_fit
 
 PLAIN = [{"prompt": f"p{i}?", "completion": f"c{i}!"} for i in range(8)]
@@ -209,3 +209,13 @@ def test_packing_keeps_order_and_room(lengths: list[int]) -> None:
     assert all(0 < s <= 20 for s in sums)
     for s, b in zip(sums, first[1:-1], strict=False):
         assert s + lengths[b] > 20, "the next record did not fit"
+
+
+def test_plain_text_still_gives_pairs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello there " * 40)
+    cache = str(tmp_path / ".c")
+    data = open_data(DataConfig(name="text", path=str(tmp_path), seq_len=8, cache_dir=cache))
+    assert isinstance(data, TokenData)
+    one, same = data.step(1, 2, 4, 1, 3, 8)(2, 0), data.batch(1, 2, 2, 0, 3, 8)
+    assert len(one) == 2
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))

@@ -57,6 +57,12 @@ def test_bytes_that_are_not_utf8_become_replacement_characters(bpe):
     assert decode(bpe, bpe.encode(b"na\xefve")) == "na\ufffdve"
 
 
+def test_training_repeats_and_survives_a_round_trip(bpe):
+    assert BpeTokenizer.train([TEXT], 300).dumps() == bpe.dumps()
+    again = BpeTokenizer(bpe.dumps())
+    assert np.array_equal(again.encode(TEXT), bpe.encode(TEXT))
+
+
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):

@@ -71,6 +71,16 @@ def test_batches_reach_every_training_document_and_no_held_out_one(data):
     assert set(inputs.unique().tolist()) == set(range(21)) - {10, 20}
 
 
+def test_heldout_is_fixed_and_spread(data):
+    rows = torch.cat([x for x, _ in data.heldout(96, 4, 8)])
+    again = torch.cat([x for x, _ in data.heldout(96, 5, 8)])
+    assert rows.shape == (12, 8)
+    assert torch.equal(rows, again)  # whatever the batch size
+    assert set(rows.unique().tolist()) - {0} == {10, 20}
+    counts = [(rows == file).sum().item() for file in (10, 20)]
+    assert abs(counts[0] - counts[1]) <= 16  # two windows
+
+
 def test_heldout_covers_all_there_is_once(data):
     batches = list(data.heldout(10**9, 4, 8))
     targets = torch.cat([y.flatten() for _, y in batches])
@@ -78,6 +88,18 @@ def test_heldout_covers_all_there_is_once(data):
     assert torch.equal(targets, stream[1 : len(targets) + 1])
     assert len(stream) - 1 - len(targets) < 8
     assert all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in batches)
+
+
+def test_windows_as_long_as_the_text(data):
+    longest = data.heldout_tokens - 1
+    (x, y), *rest = data.heldout(1, 4, longest)
+    assert not rest
+    assert x.shape == (1, longest)
+    assert y[0, -1] == 0
+    with pytest.raises(ValueError, match=r"too few for windows .* smaller data\.seq_len"):
+        list(data.heldout(1, 4, longest + 1))
+    with pytest.raises(ValueError, match="too few"):
+        data.batch(0, 0, 0, 0, 1, data.tokens)
 
 
 @pytest.mark.parametrize(("size", "what"), [(20, "training"), (300, "held-out")])

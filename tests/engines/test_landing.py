@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zpp_lab.engines.fsdp import comm
@@ -47,6 +48,15 @@ def test_the_output_holds_what_the_reduction_wrote(dtype: torch.dtype) -> None:
     assert torch.equal(shard, values.float()[2:].view(2, 2))
 
 
+def test_without_a_dtype_the_output_has_the_reductions() -> None:
+    landing = Landing(2, None)
+    expected = landing.expected(3, torch.float32, CPU)
+    values = torch.tensor([1.0, 1 + 2**-20, 3.0])
+    landing.land(expected, torch.float32, writes(values))
+    assert expected.dtype == torch.float32
+    assert torch.equal(expected, values)
+
+
 def test_a_step_that_failed_between_the_two_is_forgotten() -> None:
     landing = Landing(2, torch.float32)
     asked(landing, 8)  # and no output: the step has ended, and the input with it
@@ -84,6 +94,17 @@ def test_a_units_gradients_have_one_dtype_or_the_reductions(monkeypatch: Any) ->
     assert found(wide) == torch.float32
     assert found(free) is None
     assert found(wide, trained) is None  # casting all to either would round or widen some
+
+
+def test_the_division_is_what_fsdp2_asks_for() -> None:
+    def divided(op: Any) -> list[float]:
+        sums = torch.tensor([3.0, 6.0])
+        comm._divide(sums, op, 3)
+        return sums.tolist()
+
+    assert divided(dist.ReduceOp.AVG) == [1.0, 2.0]
+    assert divided(dist.ReduceOp.SUM) == [3.0, 6.0], "FSDP2 divides by itself afterwards"
+    assert divided(dist._make_nccl_premul_sum(0.5)) == [1.5, 3.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

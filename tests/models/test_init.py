@@ -26,6 +26,16 @@ def test_a_sharded_engine_can_make_each_parameter_by_itself():
         assert torch.equal(value, parameter), name
 
 
+def test_seeds_and_names_differ():
+    def value(name: str, seed: int) -> torch.Tensor:
+        return initial_value(name, (16, 16), seed, SMALL)
+
+    base = value("layers.0.attention.wq.weight", 1)
+    assert not torch.equal(base, value("layers.0.attention.wq.weight", 2))
+    assert not torch.equal(base, value("layers.0.attention.wk.weight", 1))
+    assert torch.equal(base, value("layers.0.attention.wq.weight", 1))
+
+
 def test_building_leaves_the_global_generator_alone():
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -51,6 +61,15 @@ def test_deviation(name: str, deviation: float, stds: dict[str, float]):
     assert abs(value.mean().item()) < deviation / 50
 
 
+@pytest.mark.parametrize("init", ["torch", "philox"])
+def test_a_model_takes_the_deviations_of_its_config(init: str):
+    cfg = replace(SMALL, init=init, embedding_std=1.0, head_std=0.5)
+    made, plain = build_model(cfg, 997), build_model(replace(SMALL, init=init), 997)
+    assert torch.allclose(made.embed.weight, plain.embed.weight * 50)
+    assert torch.allclose(made.head.weight, plain.head.weight * 25)
+    assert torch.equal(made.layers[0].mlp.w_up.weight, plain.layers[0].mlp.w_up.weight)
+
+
 PHILOX = replace(SMALL, init="philox")
 
 
@@ -65,6 +84,12 @@ def test_ranks_draw_the_whole_parameter_between_them(shape: tuple[int, int], wor
     whole = rows_of(name, shape, (0, shape[0]), 6)
     cuts = [(min(r * each, shape[0]), min((r + 1) * each, shape[0])) for r in range(world)]
     assert torch.equal(torch.cat([rows_of(name, shape, cut, 6) for cut in cuts]), whole)
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    whole = rows_of("embed.weight", (50, 11), (3, 47), 2)
+    monkeypatch.setattr("zpp_lab.models.init._PIECE", {"cpu": 8})
+    assert torch.equal(rows_of("embed.weight", (50, 11), (3, 47), 2), whole)
 
 
 def test_a_model_takes_philox_when_asked():

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch._dynamo
@@ -39,6 +41,24 @@ def test_no_position_sees_a_later_token():
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
+def test_rotation_depends_on_distance_alone():
+    rope = build_model(SMALL, VOCAB).layers[0].attention.rope
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 9, 1, 8)
+    scores = torch.einsum("bthd,bshd->ts", rope.rotate(q), rope.rotate(k))
+    for distance in range(9):
+        diagonal = scores.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-5)
+    assert not torch.allclose(scores[0, 0], scores[0, 4])
+    assert torch.allclose(rope.rotate(q).norm(dim=-1), q.norm(dim=-1), atol=1e-5)
+
+
+def test_rotation_table_grows_and_keeps_its_start():
+    rope = build_model(SMALL, VOCAB).layers[0].attention.rope
+    short = rope.table(4, torch.device("cpu")).clone()
+    assert torch.equal(rope.table(50, torch.device("cpu"))[:4], short)
+    assert rope.table(3, torch.device("cpu")).shape == (3, 1, 4, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])  # whole vectors of any CPU
 def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_dim):
@@ -56,6 +76,30 @@ def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_di
     assert torch.equal(found[0][0], rope.rotate(x)), "eager rotations are complex products"
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
+
+
+def test_repeats_to_the_bit():
+    x, y = tokens(), tokens().roll(1, 1)
+    grads = []
+    for _ in range(2):
+        model = build_model(SMALL, VOCAB, seed=5)
+        model(x, y).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*grads)
+
+
+def test_checkpointed_activations_change_nothing():
+    x, y = tokens(), tokens().roll(1, 1)
+    plain, saved = (
+        build_model(SMALL, VOCAB),
+        build_model(config(checkpoint_activations=True), VOCAB),
+    )
+    losses = [model(x, y) for model in (plain, saved)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
 
 
 def test_grouped_queries_equal_full_attention_with_repeated_keys():
@@ -95,3 +139,14 @@ def test_units_are_the_blocks_and_the_rest_is_the_root():
     assert all(dict(model.named_modules())[name] is unit for name, unit in model.units())
     root = [n for n, _ in model.named_parameters() if not n.startswith(tuple(names))]
     assert root == ["embed.weight", "norm.weight", "head.weight"]
+
+
+def test_bf16_copy_rotates_by_the_same_table():
+    model = build_model(SMALL, VOCAB)
+    half = copy.deepcopy(model).bfloat16()
+    assert list(half.buffers()) == []
+    assert half.rope is half.layers[0].attention.rope
+    assert half.rope.table(12, torch.device("cpu")).dtype == torch.float32
+    assert half(tokens()).dtype == torch.bfloat16
+    x, y = tokens(), tokens().roll(1, 1)
+    assert half(x, y).item() == pytest.approx(model(x, y).item(), abs=0.02)

@@ -40,12 +40,29 @@ def test_equals_whole_logits(chunk: int, dtype: torch.dtype, close: float) -> No
         assert (a - b).abs().max() <= close * b.abs().max()
 
 
+def test_gradients_in_fp64() -> None:
+    hidden, head, targets = case(torch.float64)
+    weights = torch.linspace(-1, 2, N)  # every token's own share of the loss
+    mine = grads((chunked_losses(hidden, head, targets, 5) * weights).sum(), hidden, head)
+    whole = F.cross_entropy(hidden @ head.T, targets, reduction="none")
+    for a, b in zip(mine, grads((whole * weights).sum(), hidden, head), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)  # the softmax is fp32 whatever comes in
+
+
 def test_bf16_head_gradient_is_rounded_once() -> None:
     """Chunks of one token: sums in bf16 would lose most of their parts."""
     hidden, head = torch.ones(512, 8).bfloat16(), torch.zeros(4, 8).bfloat16().requires_grad_()
     losses = chunked_losses(hidden, head, torch.zeros(512, dtype=torch.long), 1)
     (grad,) = grads(losses.sum(), head)
     assert torch.equal(grad[:, 0], torch.tensor([-384.0, 128, 128, 128]).double())
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, head, targets = case(torch.float32)
+    chunked_losses(hidden, head.detach(), targets, 8).mean().backward()
+    assert hidden.grad is not None
+    chunked_losses(hidden.detach(), head, targets, 8).mean().backward()
+    assert head.grad is not None
 
 
 class Largest(TorchDispatchMode):
@@ -83,3 +100,20 @@ def test_the_decoder_never_makes_whole_logits(tied: bool) -> None:
     assert held_out.shape == (512,)
     assert torch.allclose(held_out, token_losses(whole, x, y))
     assert chunked(x).shape == whole(x).shape == (4, 128, 997)
+
+
+def test_whole_token_losses_are_the_logits_own() -> None:
+    x = torch.arange(64).view(2, 32)
+    whole = model()
+    by_logits = F.cross_entropy(whole(x).float().flatten(0, 1), x.flatten(), reduction="none")
+    assert torch.equal(token_losses(whole, x, x), by_logits)
+
+
+def test_repeats_to_the_bit() -> None:
+    x = torch.arange(256).view(2, 128)
+    made = []
+    for _ in range(2):
+        one = model(loss_chunk=48)
+        one(x, x.roll(-1, 1)).backward()
+        made.append([p.grad for p in one.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model, llama
+from zpp_lab.models import llama as recompute
 from zpp_lab.models.start import materialize
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -57,6 +60,66 @@ def test_bits_are_those_of_torchs_own(device: str, monkeypatch: pytest.MonkeyPat
     ours = passed(model(True, device, torch.bfloat16), device)
     monkeypatch.setattr(llama, "can_recompute", lambda *_: False)
     same(passed(model(True, device, torch.bfloat16), device), ours)
+
+
+def test_only_the_input_is_kept_and_the_last_product_is_not_computed_again() -> None:
+    made = model(True, "cpu", torch.float32)
+    products = {"w_gate": 0, "w_down": 0}
+
+    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: object, types: object, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            for name in products:
+                weight = getattr(made.layers[1].mlp, name).weight
+                if "mm" in str(func) and any(shares(a, weight) for a in args):
+                    products[name] += 1
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    saved: list[int] = []
+    x = torch.randn(1, 16, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t,
+        lambda t: t,  # type: ignore[func-returns-value]
+    ):
+        out = made.layers[1](x)
+    assert saved == [x.numel()]
+    with Counted():
+        out.sum().backward()
+    assert products == {"w_gate": 2, "w_down": 1}  # again and backward; backward alone
+
+
+def shares(a: object, weight: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.data_ptr() == weight.data_ptr()
+
+
+def test_a_module_that_others_look_into_is_torchs() -> None:
+    inner, linear = nn.SiLU(), nn.Linear(4, 4, bias=False)
+    x = torch.randn(2, 4, requires_grad=True)
+    assert recompute.can_recompute(inner, linear, x)
+    assert not recompute.can_recompute(inner, linear, x.detach())  # nothing would call it back
+    assert not recompute.can_recompute(inner, nn.Linear(4, 4), x)  # its bias would get no gradient
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not recompute.can_recompute(inner, linear, x)
+    adds: list[Callable[[nn.Module], object]] = [
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+    ]
+    for add in adds:
+        hooked, around = nn.Linear(4, 4, bias=False), nn.SiLU()
+        add(hooked)
+        add(around)
+        assert not recompute.can_recompute(inner, hooked, x)
+        assert not recompute.can_recompute(around, linear, x)
+
+
+def test_a_hook_on_what_backward_leaves_out_counts_in_both() -> None:
+    both = []
+    for checkpoint in (False, True):
+        made = model(checkpoint, "cpu", torch.float32)
+        made.layers[1].mlp.register_forward_hook(lambda module, inputs, out: 2 * out)
+        both.append(passed(made, "cpu"))
+    same(*both)
 
 
 def test_gradients_of_gradients_are_an_error() -> None:

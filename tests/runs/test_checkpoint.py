@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engines.fsdp_parity import configured
@@ -28,7 +28,7 @@ from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.runs.checkpoint.index import DamagedError
 from zpp_lab.runs.checkpoint.read import Ranks, Saved, flat, open_saved
-from zpp_lab.runs.checkpoint.tensor_file import read_layout
+from zpp_lab.runs.checkpoint.tensor_file import dtype_name, layout, read_layout
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
 from zpp_lab.tools.export import export_hf
 from zpp_lab.train.resume import resume as resume_run
@@ -82,6 +82,13 @@ def change_while_writing(folder: str) -> bool:
             p.fill_(7.0)
     checkpoints.wait()
     return same(before, Saved(checkpoints.path(1)).state()["weights"])
+
+
+def resume_noting(folder: str) -> list[Any]:
+    """What was said on stderr, and the steps after the resume."""
+    with redirect_stderr(io.StringIO()) as said:
+        results = resume(folder)
+    return [said.getvalue(), results]
 
 
 def resume(folder: str) -> list[list[float]]:
@@ -189,6 +196,19 @@ def test_other_tools_read_the_files(checkpoint: Path) -> None:
         assert torch.equal(
             tensor.view(-1).view(torch.uint8), whole[name].view(-1).view(torch.uint8)
         )
+
+
+def test_headers_are_the_librarys(tmp_path: Path) -> None:
+    tensors = {
+        f"{dtype}.{i}": torch.ones(3, i + 1).to(dtype)
+        for dtype in (torch.uint8, torch.float32, torch.int64, torch.bfloat16, torch.float64)
+        for i in range(2)
+    }
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    kinds = {n: (dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()}
+    begin, places = layout(kinds)
+    assert (tmp_path / "theirs").read_bytes().startswith(begin)
+    assert read_layout(tmp_path / "theirs") == places
 
 
 def test_no_flipped_byte_is_taken(checkpoint: Path) -> None:
@@ -338,3 +358,19 @@ def test_nothing_else_takes_a_flip_either(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no whole checkpoint to go on from: .*run\.resume=false"):
         run(config)
     assert run(small(tmp_path, "train.keep_checkpoints=1", "run.resume=false"))["steps"] == 12
+
+
+def test_the_newest_whole_one_is_used(
+    saved: tuple[Path, list[list[float]]], tmp_path: Path
+) -> None:
+    """One rank alone reads what is damaged; all of them go back."""
+    shutil.copytree(saved[0], tmp_path / "c")
+    file = tmp_path / "c" / "step-00000004" / "rank-00001-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 4
+    file.write_bytes(data)
+    (tmp_path / "c" / ".partial-00000005").mkdir()  # a kill in the middle of the next
+    said, results = run_world(4, resume_noting, str(tmp_path / "c"))
+    assert results[1:] == saved[1]
+    assert "step-00000004 is damaged (rank-00001-0.safetensors: weights." in said
+    assert not list((tmp_path / "c").glob(".partial*"))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from zpp_lab.runs.metrics import read
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import RunFolder
 from zpp_lab.runs.wandb.process import start_study_sink
-from zpp_lab.runs.wandb.sink import sync, sync_all
+from zpp_lab.runs.wandb.sink import follow, serve_study, sync, sync_all
 
 LIMIT = 240.0  # seconds; only a failing test waits that long
 
@@ -87,6 +88,21 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert run.run.run_id == state(tmp_path)["id"]
 
 
+def test_runtime_is_how_long_the_run_took(tmp_path: Path, fake_wandb: FakeWandb) -> None:
+    tracker = Tracker(config(wandb="off"), tmp_path, 0)
+    for step in (1, 2):
+        tracker.log({**record(step), "seconds": 1000.0 * step})
+    finish(tracker)
+    assert follow(RunFolder(tmp_path), "offline", lambda: True)
+    summary = OfflineRun(tmp_path).summary
+    assert (summary["_runtime"], summary["_wandb"]) == (2000, {"runtime": 2000})
+    for _ in range(2):  # at the second time the server knows how long the first was
+        sync(tmp_path)
+        ((_, run),) = fake_wandb.runs.items()
+        shown = json.loads(run["summary"])
+        assert (shown["_runtime"], shown["_wandb"]) == (2000, {"runtime": 2000})
+
+
 def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def cfg(arm: str, **tracking: Any) -> Config:
         return config(RunConfig(study="smoke", arm=arm), **tracking)
@@ -106,6 +122,31 @@ def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture
     assert two.exit == 1
     assert not (tmp_path / "going" / "wandb.json").exists()  # it has not ended
     assert not (tmp_path / "quiet" / "wandb").exists()
+
+
+def test_study_serves_a_retried_run_again_and_outlives_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[str] = []
+
+    def follow(folder: RunFolder, mode: str, ended: Any) -> bool:
+        followed.append(folder.path.name)
+        folder.note(state="complete", ended=folder.ended())
+        return True
+
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.follow", follow)
+    cfg = config(RunConfig(study="s"))
+    write_run(tmp_path / "b", cfg).fail({"outcome": "crashed"})
+    finish(write_run(tmp_path / "a", cfg))
+    (tmp_path / "a" / "config.yaml").write_text("{ no yaml")
+    assert serve_study(tmp_path, "offline", lambda _: False) == 1
+    assert followed == ["b"]
+    finish(write_run(tmp_path / "b", cfg))
+    (tmp_path / "a" / "config.yaml").write_text("tracking: {wandb: auto}")
+    assert serve_study(tmp_path, "offline", lambda _: False) == 0
+    assert followed == ["b", "a", "b"]
+    assert serve_study(tmp_path, "offline", lambda _: False) == 0
+    assert len(followed) == 3
 
 
 def test_dead_server_costs_training_nothing(tmp_path: Path, dead_server: str) -> None:
@@ -171,6 +212,38 @@ def test_killed_and_resumed_run_is_one_run_online(tmp_path: Path, fake_wandb: Fa
     assert run["exit"] == 0
     assert json.loads(run["summary"])["final/outcome"] == "finished"
     assert state(tmp_path)["sent_step"] == 15
+
+
+def test_a_failed_attempt_is_made_again_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run:
+        url, folder, last_step, gaps = None, "wandb", 20, 0
+
+        def __init__(self, folder: RunFolder, mode: str) -> None:
+            attempts.append(mode)
+
+        def log(self, records: list[dict[str, Any]]) -> None:
+            pass
+
+        def finish(self, outcome: dict[str, Any] | None) -> None:
+            if len(attempts) < good:
+                raise TimeoutError("the server is slow")
+
+    attempts: list[str] = []
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.WandbRun", Run)
+    monkeypatch.setattr("zpp_lab.runs.wandb.sink.RETRY_SECONDS", 0.0)
+    finish(write_run(tmp_path, config(wandb="off")))
+    folder = RunFolder(tmp_path)
+    ends = chain([False], repeat(True))  # it ends while the first attempt is made
+    good = 2
+    assert follow(folder, "online", lambda: next(ends))
+    assert (len(attempts), folder.state()["error"]) == (2, None)
+    good = 9
+    assert not follow(folder, "online", lambda: True)
+    assert len(attempts) == 3
+    assert folder.state()["error"] == "TimeoutError: the server is slow"
+    assert folder.sent() is None
 
 
 def wait_for(condition: Any) -> None:

@@ -23,3 +23,13 @@ def judged(root: Path, seeds: int, names: tuple[str, ...] = SOME) -> StudyResult
     study = seed_study(seeds, names)
     write_study_runs(root, study, steps=100)
     return judge_study(study, find_runs(root))
+
+
+def with_gaps(result: StudyResult, gaps: dict[str, float]) -> StudyResult:
+    """The same study of one seed with other final gaps."""
+    runs = []
+    for run in result.runs:
+        assert run.summary is not None
+        moved = 3.0 + gaps.get(run.arm, 0.0)
+        runs.append(replace(run, summary={**run.summary, "heldout_loss": moved}))
+    return judge_study(result.study, [run for run in runs if run.arm in ("zero3", *gaps)])

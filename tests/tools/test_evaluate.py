@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.models.hf_cases import settings
 from tests.small_runs import CORPUS, small
 from tests.tools.export.checkpoints import leave
 from zpp_lab.cli.main import main
@@ -53,6 +55,15 @@ def test_a_bf16_run_s_masters_are_its_folder_in_bf16(tmp_path: Path) -> None:
     assert plain != pytest.approx(master, abs=1e-7)
 
 
+def test_models_with_buffers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = small(tmp_path, "recipe=w4", "train.steps=3")
+    summary = run(replace(config, model=settings("gpt_neox", {"vocab_size": 256})))
+    master, wire = evaluate([tmp_path / "run"])
+    assert wire.heldout_loss == summary["heldout_loss"]
+    assert master.heldout_loss == summary["heldout_loss_master"]
+
+
 def test_rounding_with_the_wire_s_codec_is_the_wire(tmp_path: Path) -> None:
     leave(small(tmp_path, "recipe=w4"))
     leave(small(tmp_path, f"run.dir={tmp_path}/plain"))
@@ -84,6 +95,18 @@ def test_a_corpus_that_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no held-out losses if it saw some of these" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"another tokenizer .* would read noise"):
         evaluate([tmp_path / "bpe"])
+
+
+def test_only_tokens_that_count_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    record = {"prompt": "what is it?", "completion": "no"}
+    file.write_text("".join(json.dumps(record) + "\n" for _ in range(200)))
+    config = small(tmp_path, "train.steps=2")
+    data = replace(config.data, name="jsonl", path=str(file), seq_len=24, heldout_every=2)
+    run(replace(config, data=data))
+    (row,) = evaluate([tmp_path / "run"])
+    said = json.loads((tmp_path / "run" / "heldout.json").read_text())
+    assert row.tokens == sum(said["tokens"])
 
 
 def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:

@@ -38,6 +38,23 @@ def test_every_target_knows_its_document(tmp_path: Path) -> None:
     assert all(a <= b for a, b in pairwise(whole.documents.tolist()))
 
 
+def test_the_token_set_is_fixed_and_named_by_its_hash(tmp_path: Path) -> None:
+    one, same = heldout(tmp_path), heldout(tmp_path, seed=7)
+    assert one.hash == same.hash
+    assert one.hash != heldout(tmp_path, **{"train.eval_tokens": 128}).hash
+    assert one.hash != heldout(tmp_path, **{"data.seq_len": 8}).hash
+
+
+def test_losses_are_added_by_document() -> None:
+    documents = np.array([2, 2, 3, 7, 7, 7])
+    batches = [(torch.arange(6).view(2, 3), torch.arange(6).view(2, 3))]
+    losses = torch.tensor([0.1, 0.2, 3.0, 1.0, 1e8, 1.0])
+    found = Heldout(batches, documents).by_document(losses)
+    assert found["documents"] == [2, 3, 7]
+    assert found["tokens"] == [2, 1, 3]
+    assert found["nats"] == [float(losses[:2].double().sum()), 3.0, 1e8 + 2]
+
+
 def test_sums_do_not_depend_on_order_or_batches() -> None:
     losses = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 10
     shuffled = losses[torch.randperm(1000, generator=torch.Generator().manual_seed(1))]

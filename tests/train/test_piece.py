@@ -19,6 +19,7 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
 from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.write import Checkpoints
 from zpp_lab.runs.metrics import read
 from zpp_lab.study.report.appendix import _commit
 from zpp_lab.train.launch.launcher import launch
@@ -114,6 +115,20 @@ def test_a_piece_leaves_time_for_its_checkpoint(
     assert (ended["outcome"], ended["step"]) == ("unfinished", 2)
     model = build_model(small(tmp_path).model, 256, "meta")
     assert set(asked) == {sum(p.numel() for p in model.parameters())}
+
+
+def test_a_slow_disk_is_known_after_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Checkpoints.save
+
+    def slow(self: Checkpoints, *args: Any) -> None:
+        real(self, *args)
+        self.took = 7200.0
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    ended = run(small(tmp_path, f"run.until={time.time() + 3600}"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 3), "one is due every three steps"
 
 
 def test_pieces_of_several_commits_are_told_apart(

@@ -173,6 +173,24 @@ def test_rounding_to_bf16_is_right_on_average() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_second_moments_follow_gradients_that_shrink(kind: StateKind) -> None:
+    """To nearest, bf16 would stand still at beta2 = 0.999: 0.5 of a nat too high in the end."""
+    p = nn.Parameter(torch.zeros(4, 256))
+    optimizer = adamw({"p": p}, TrainConfig(optimizer_state=kind, beta2=0.999), seed=0)
+    exact = torch.zeros(4, 256)
+    for number in range(700):
+        p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(number))
+        p.grad *= 1.0 if number < 200 else 0.1
+        exact = 0.999 * exact + 0.001 * p.grad.square()
+        update(optimizer, number)
+    state = optimizer.state[p]
+    kept = state["exp_avg_sq"].float()
+    if kind == "8bit":
+        kept = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"], signed=False)
+    assert abs(float((kept / exact).log().mean())) < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_kind_of_states_is_refused(kind: StateKind) -> None:
     parameters = started(0, 1)
     optimizer = adamw(parameters, TrainConfig(), seed=0)

@@ -17,9 +17,13 @@ from tests.small_runs import small
 from tests.tools.export.test_model import heldout_loss, loaded
 from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
+from zpp_lab.data import open_data
+from zpp_lab.engines.build import build_engine
+from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_hf, export_peft, export_quantized
 from zpp_lab.tools.export.wire import parse_codec
+from zpp_lab.train.resume import open_store, resume
 from zpp_lab.train.trainer import run
 
 
@@ -52,6 +56,23 @@ def test_models_of_transformers_merged(kind: str, tmp_path: Path) -> None:
     export_hf(tmp_path / "run", tmp_path / "out")
     model = loaded(tmp_path / "out", dtype=torch.float32)
     assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
+
+
+def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
+    config = llama(tmp_path, "q4")
+    run(config)
+    device = torch.device("cpu")
+    engine = build_engine(config, 256, device)
+    assert isinstance(engine, VirtualEngine)
+    resume(config, engine, open_store(config, tmp_path / "run" / "checkpoints", device))
+    tokens = open_data(config.data).batch(1, 0, 0, 0, 2, 16)[0]
+    engine.token_losses(0, [(tokens, tokens)], wire=False)  # loads the master adapters
+    with torch.no_grad():
+        own = engine.model(tokens)
+    export_hf(tmp_path / "run", tmp_path / "out")
+    with torch.no_grad():
+        merged = loaded(tmp_path / "out", dtype=torch.float32)(tokens).logits
+    assert float((own - merged).abs().max()) < 2e-5 * float(own.abs().max())
 
 
 def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: Path) -> None:

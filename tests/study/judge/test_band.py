@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.study.fake_seed import SOME, judged
+from tests.study.fake_seed import SOME, judged, with_gaps
 from zpp_lab.study.judge.noise import (
+    Beside,
+    beside,
     heldout_band,
+    noise_bands,
     noise_of,
+    one_seed,
     training_band,
 )
 from zpp_lab.study.report.contents import opening
 from zpp_lab.study.report.figures.curves import study_curves
+from zpp_lab.study.report.table import verdict_rows
+
+
+def test_a_gap_lies_inside_above_or_below() -> None:
+    texts = {gap: Beside(gap, 0.02).text for gap in (0.02, -0.014, 0.05, -0.03, 3.0)}
+    assert texts == {
+        0.02: "inside, 1.0×",
+        -0.014: "inside, 0.7×",
+        0.05: "above, 2.5×",
+        -0.03: "below, 1.5×",
+        3.0: "above, 150×",
+    }
+
+
+def test_only_arms_with_a_gap_and_a_control_stand_beside_a_band(tmp_path: Path) -> None:
+    one = judged(tmp_path / "one", 1)
+    bands = noise_bands(one)
+    assert bands == {"zero3": noise_of(one, one.baseline)}
+    placed = {arm.name: beside(one, arm, bands) for arm in one.arms}
+    assert placed.pop("zero3") is None
+    assert all(at is not None and at.noise == bands["zero3"] for at in placed.values())
+    assert one_seed(one)
+    assert not one_seed(judged(tmp_path / "two", 2))
 
 
 def test_the_band_is_no_narrower_where_two_curves_happen_to_cross(tmp_path: Path) -> None:
@@ -66,3 +94,12 @@ def test_a_study_has_both_gaps_and_their_bands(tmp_path: Path) -> None:
     assert {row["step"] for row in curves.noise["held-out"]} == {r["step"] for r in curves.gap}
     strays = [abs(r["mean"]) for r in curves.gap if r["arm"] == "zero3_reordered"]
     assert max(row["high"] for row in curves.noise["held-out"]) >= max(strays) - 1e-12
+
+
+def test_a_control_that_changed_nothing_and_none_are_no_band(tmp_path: Path) -> None:
+    assert noise_bands(judged(tmp_path / "none", 1, ("zero3", "w4"))) == {}
+    result, runs, name = judged(tmp_path / "equal", 1), tmp_path / "equal", Path("metrics.jsonl")
+    shutil.copy(runs / "zero3" / "seed1" / name, runs / "zero3_reordered" / "seed1" / name)
+    equal = with_gaps(result, {"zero3_reordered": 0.0, "w4": 0.5})
+    assert noise_bands(equal) == {}
+    assert "Noise band" not in verdict_rows(equal)[0]

@@ -77,6 +77,12 @@ def test_agrees_with_scipy() -> None:
     assert mine == pytest.approx((other.low, other.high), abs=0.04 * width)
 
 
+def test_no_difference_has_no_width_and_one_seed_no_spread() -> None:
+    found = document_gap(np.zeros((2, 5)), np.ones(5))
+    assert (found.interval, found.both) == ((0.0, 0.0), (0.0, 0.0))
+    assert document_gap(np.ones((1, 5)), np.ones(5)).both is None
+
+
 def test_draws_are_fair() -> None:
     counts = draws(50, 50, 0)
     assert (counts.sum(1) == 50).all()

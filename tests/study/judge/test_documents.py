@@ -11,7 +11,7 @@ from tests.study.fake_runs import ARMS, fake_study, write_study_runs
 from zpp_lab.files import HELDOUT
 from zpp_lab.runs.reader import find_runs, write_study
 from zpp_lab.study.judge.certainty import COLUMNS, certainty
-from zpp_lab.study.judge.documents import document_gaps
+from zpp_lab.study.judge.documents import document_gaps, read_documents
 from zpp_lab.study.judge.noise import noise_floors
 from zpp_lab.study.judge.verdict import read_result
 
@@ -71,6 +71,13 @@ def test_other_tokens_are_never_compared(tmp_path: Path) -> None:
     assert list(document_gaps(read_result(tmp_path))) == ["zero3_reordered"]
 
 
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    for text in ("{", '{"hash": "a"}', '{"hash":"a","documents":[1],"tokens":[],"nats":[]}'):
+        (tmp_path / HELDOUT).write_text(text)
+        with pytest.raises(ValueError, match=r"heldout\.json is damaged"):
+            read_documents(tmp_path)
+
+
 def test_noise_floor_of_seeds_and_of_order(tmp_path: Path) -> None:
     (floor,) = noise_floors(read_result(folder(tmp_path, seeds=5)))
     losses = [r.heldout_loss for r in find_runs(tmp_path / "zero3") if r.heldout_loss]
@@ -88,3 +95,7 @@ def test_noise_floor_of_seeds_and_of_order(tmp_path: Path) -> None:
     assert order.arm == "zero3_reordered"
     assert order.largest < 0.002 < floor.spread
     assert order.arm in floor.lines[-1]
+
+
+def test_no_noise_floor_from_one_seed(tmp_path: Path) -> None:
+    assert noise_floors(read_result(folder(tmp_path, seeds=1))) == []

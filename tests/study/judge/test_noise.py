@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_a_hundredth_of_the_margin_is_nothing(tmp_path: Path) -> None:
     assert quiet_parts(judged(tmp_path / "b", {("zero3_reordered", 1): [1.1 * limit]})) == []
 
 
+def test_without_an_order_control_nothing_is_said(tmp_path: Path) -> None:
+    assert quiet_parts(judged(tmp_path, {("w4", 1): [0.5]}, control=False)) == []
+
+
+def test_a_lost_loss_ends_what_is_compared(tmp_path: Path) -> None:
+    lost = [*[0.125] * 4, float("nan"), *[9.0] * 9]
+    found = part(judged(tmp_path, {("w4", 1): lost}))
+    assert found.arms["w4"] == (0.125, 0.125)
+
+
 # ---------------------------------------------------------------------- steps apart
 
 
@@ -110,8 +121,36 @@ def test_a_jump_of_one_run_is_found_and_one_of_all_is_not(tmp_path: Path) -> Non
     assert (first.norm, first.others, second.norm, second.others) == (20.0, 5.0, 12.5, 5.0)
 
 
+def test_an_arm_that_is_always_larger_does_not_stand_apart(tmp_path: Path) -> None:
+    larger = {(NAMES[1], 1, step): 6.0 for step in range(1, 10)}
+    assert found(jumping(tmp_path, larger)) == []
+
+
+def test_seeds_are_compared_with_their_own_twins(tmp_path: Path) -> None:
+    second = {(name, 2, step): 8.0 for name in NAMES for step in range(1, SHORT + 1)}
+    assert found(jumping(tmp_path, {**second, (NAMES[3], 1, 2): 3.0}, seeds=2)) == [
+        (NAMES[3], 1, 2)
+    ]
+
+
 def test_a_negative_control_is_no_twin(tmp_path: Path) -> None:
     jumps = {(NAMES[0], 1, 5): 3.0, (NAMES[3], 1, 9): 3.0}
     assert found(jumping(tmp_path, jumps, roles={NAMES[3]: "negative_control"})) == [
         (NAMES[0], 1, 5)
     ]
+
+
+def test_two_runs_cannot_say_which_of_them_jumps(tmp_path: Path) -> None:
+    result = jumping(tmp_path, {(NAMES[0], 1, 5): 9.0})
+    few = replace(result, arms=result.arms[:2])
+    assert apart_steps(few) == []
+
+
+def test_norms_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    result = jumping(tmp_path, {(NAMES[0], 1, 5): 3.0})
+    file = tmp_path / NAMES[1] / "seed1" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[4]["grad_norm"] = float("inf")
+    del rows[5]["grad_norm"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 21, "gr')
+    assert found(result) == [(NAMES[0], 1, 5)]

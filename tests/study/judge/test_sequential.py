@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def test_undecided_arms_get_seeds_with_their_baseline_until_the_cap() -> None:
     assert not result.notes  # no seed that was never asked for is missed
 
 
+def test_without_a_cap_nothing_is_added() -> None:
+    assert next_seeds(replace(STUDY, max_seeds=0), judged(first_look())) == {}
+    assert next_seeds(replace(STUDY, max_seeds=3), judged(first_look())) == {}
+
+
 def test_a_study_killed_at_any_moment_asks_for_the_same_runs() -> None:
     whole, _ = to_the_end(first_look())
     later = [r for r in whole if r.seed > 3]
@@ -91,3 +97,8 @@ def test_failed_runs_are_not_asked_for_again() -> None:
         "wide": [4, 5],
     }
     assert next_seeds(STUDY, judged([*runs, run("wide", 3, "diverged")])) == {}
+
+
+def test_the_margin_is_that_of_the_first_seeds() -> None:
+    runs, _ = to_the_end(first_look())
+    assert judged(runs).margin == judged(first_look()).margin

@@ -79,6 +79,10 @@ def test_test_and_inner_interval_agree(gaps: list[float], margin: float) -> None
         assert inside == (gap.p_equal < 0.05)
 
 
+def test_one_seed_has_no_interval() -> None:
+    assert summarize([0.1], 0.01) == Gap(1, 0.1)
+
+
 @pytest.mark.parametrize(("value", "p"), [(0.0, 0.0), (0.004, 0.0), (0.02, 1.0), (-0.02, 1.0)])
 def test_equal_gaps_are_their_own_interval(value: float, p: float) -> None:
     gap = summarize([value] * 3, 0.01)
@@ -109,6 +113,12 @@ def test_seeds_for_equivalence_is_the_fewest_with_80_percent(ratio: float) -> No
     assert n is not None
     assert decision_probability(n, 0.0, ratio * 0.006, 0.006)[0] >= 0.8
     assert n == 2 or decision_probability(n - 1, 0.0, ratio * 0.006, 0.006)[0] < 0.8
+
+
+def test_seeds_have_edges() -> None:
+    assert seeds_for_equivalence(0.0, 0.01) == 2
+    assert seeds_for_equivalence(1000.0, 0.01) is None
+    assert seeds_to_decide(Gap(1, 0.1), 0.01) is None
 
 
 @settings(deadline=None)

@@ -91,6 +91,13 @@ def test_few_heldout_tokens_give_no_verdict(tokens: int | None, verdict: str, wa
             assert next_seeds(more, result) == {}
 
 
+def test_undecided_says_how_many_seeds() -> None:
+    assert judged(*shifted(0.1))[1].text == "undecided (one seed)"
+    note = judged(*shifted(0.01, -0.004, 0.002))[1].note
+    assert note.startswith("needs about ")
+    assert int(note.split()[2]) > 3
+
+
 def test_many_arms_are_corrected_and_controls_are_not() -> None:
     gaps = [0.0018, -0.0010, 0.0017]  # equal at 5 % alone, not among four
     names = ["arm", "b", "c", "d"]
@@ -143,12 +150,27 @@ def test_arms_are_paired_with_the_baseline_that_they_name() -> None:
     assert result.margin == pytest.approx(0.0025 * 2.4)
 
 
+def test_gaps_are_paired_by_seed() -> None:
+    result, arm = judged(*shifted(0.001, 0.001, 0.0011))
+    assert arm.verdict == "on par"  # although the losses of the seeds spread by 0.02
+    assert result.margin == pytest.approx(0.0025 * 2.4)
+    assert arm.gaps == pytest.approx({1: 0.001, 2: 0.001, 3: 0.0011})
+    assert arm.bytes_total == pytest.approx(0.25)
+    assert result.baseline.verdict == "baseline"
+    assert not result.notes
+
+
 def test_missing_seeds_are_left_out_and_named() -> None:
     result, arm = judged(*shifted(0.05, 0.051))
     assert (arm.verdict, arm.gap and arm.gap.n) == ("worse", 2)
     assert result.notes == ["arm: seed 3 has not been started."]
     _, arm = judged(*shifted(0.05, 0.051, 0.052), run("zero3", 2, outcome="crashed"))
     assert sorted(arm.gaps) == [1, 3]
+
+
+def test_equal_to_the_last_bit() -> None:
+    _, arm = judged(*shifted(0.0, 0.0, 0.0))
+    assert (arm.verdict, arm.gap and arm.gap.interval) == ("on par", (0.0, 0.0))
 
 
 def test_divergence_is_a_verdict_of_its_own() -> None:
@@ -177,3 +199,9 @@ def test_without_a_baseline_nothing_is_judged() -> None:
     assert [arm.verdict for arm in result.arms] == ["not run", "no baseline"]
     assert result.arms[1].text == "no baseline (it finished, its baseline has not)"
     assert result.arms[0].text == "not run (never started)"
+
+
+def test_arms_and_seeds_outside_the_study_are_left_out() -> None:
+    result, arm = judged(*shifted(0.0, 0.0, 0.0), run("other", 1, 9.0), run("arm", 9, 9.0))
+    assert sorted(arm.gaps) == [1, 2, 3]
+    assert result.notes == ["Arm other is no arm of the study; left out."]

@@ -12,6 +12,7 @@ from zpp_lab.runs.reader import Run
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.places import Memory, Need, Places, make_places
 from zpp_lab.study.run.plan import PlannedRun
+from zpp_lab.train.launch.mps import PROGRAM
 
 GIB = 2**30
 
@@ -89,6 +90,22 @@ def test_measured_memory_says_how_many_share_a_gpu(tmp_path: Path) -> None:
     assert Memory(3, total=GIB).need(run) == Need(1, 1 / 3)
 
 
+def test_runs_of_several_ranks_share_gpus_under_mps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = planned(tmp_path, "engine.name=fsdp", "cluster.nodes=2", "cluster.gpus_per_node=2")
+    assert Memory(3).need(ranks) == Need(4)
+    monkeypatch.setenv(PROGRAM, "nvidia-cuda-mps-control")
+    assert Memory(3).need(ranks) == Need(4, 1 / 3)
+    places = Places(["0", "1", "2", "3"], jobs=9, threads=1)
+    assert [places.take(Need(4, 1 / 3)) is not None for _ in range(4)] == [True] * 3 + [False]
+
+
+def test_a_run_that_had_no_memory_beside_others_gets_the_gpu_alone(tmp_path: Path) -> None:
+    attempts.note(tmp_path, {"outcome": "out_of_memory", "error": "CUDA", "step": 3})
+    assert Memory(4).need(planned(tmp_path)) == Need(1)
+
+
 def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:
     crash = {"outcome": "crashed", "error": "} it broke", "step": 3}
     attempts.note(tmp_path, crash)
@@ -98,3 +115,17 @@ def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:
         file.write_text(whole + whole.splitlines()[0][:cut])
         attempts.note(tmp_path, crash)
     assert attempts.attempts(tmp_path) == [crash] * 3
+
+
+def test_attempts_outlive_what_a_start_removes(tmp_path: Path) -> None:
+    crash = {"outcome": "crashed", "error": "x", "step": 2, "traceback": "long"}
+    for _ in range(2):
+        attempts.note(tmp_path, crash)
+    attempts.note(tmp_path, {"outcome": "interrupted", "error": "", "step": 3})
+    assert [a["outcome"] for a in attempts.attempts(tmp_path)] == ["crashed", "crashed"]
+    assert attempts.given_up(tmp_path, retries=2) is None
+    assert attempts.given_up(tmp_path, retries=1) == "it failed 2 times"
+    attempts.note(tmp_path, {"outcome": "diverged", "error": "NaN", "step": 9})
+    assert "diverged" in str(attempts.given_up(tmp_path, retries=9))
+    attempts.forget(tmp_path)
+    assert attempts.given_up(tmp_path, retries=0) is None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.models.hf_cases import settings
 from tests.small_runs import small
-from tests.tools.export.checkpoints import gathered, leave
+from tests.tools.export.checkpoints import gathered, heldout_losses, leave
 from tests.tools.export.test_model import llama, loaded
 from tests.tools.export.test_quantized import theirs
 from zpp_lab.tools.evaluate import evaluate, table
@@ -94,6 +94,25 @@ def test_asymmetric(bits: int, scale_dtype: str, tmp_path: Path) -> None:
     check(as_the_card_says(near), near, theirs(want, 16))
 
 
+def test_losses_can_be_compared(tmp_path: Path) -> None:
+    """Two decoders round bf16 in other places; in fp32 equal weights have equal losses."""
+    config = llama(tmp_path, "plain", "recipe=w4", "recipe.weights.scale_dtype=bf16", BF16)
+    own = float(heldout_losses(leave(config), config).double().mean())
+    run, out = tmp_path / "run", tmp_path / "out"
+    export_quantized(run, out)
+    rows = evaluate([run, out])
+    assert [(r.computed_by, r.dtype) for r in rows[1:]] == [
+        ("zpp_lab", "bfloat16"),
+        ("transformers", "bfloat16"),
+    ]
+    assert rows[1].heldout_loss == pytest.approx(own, abs=1e-12)
+    assert "Not computed alike (zpp_lab bf16, transformers bf16)" in table(rows)
+    _, wire, folder = alike = evaluate([run, out], dtype="fp32")
+    assert folder.heldout_loss == pytest.approx(wire.heldout_loss, abs=1e-7)
+    assert folder.heldout_loss != rows[2].heldout_loss
+    assert "Not computed alike" not in table(alike)
+
+
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen2"])
 def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
     """The same model computes on both sides: the loss is the run's to the bit, in bf16 too."""
@@ -105,3 +124,12 @@ def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
     assert folder.heldout_loss == wire.heldout_loss
     assert {(r.computed_by, r.dtype) for r in rows} == {("transformers", "bfloat16")}
     assert "Not computed alike" not in table(rows)
+
+
+def test_a_folder_that_rounds(tmp_path: Path) -> None:
+    """An fp32 run in bf16: the packed weights are rounded too, once they are unpacked."""
+    leave(llama(tmp_path, "plain", "recipe=w4", "recipe.weights.scale_dtype=bf16"))
+    export_quantized(tmp_path / "run", tmp_path / "out", dtype="bf16")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "**Rounded to bf16**, each weight as it is unpacked" in text
+    assert not json.loads((tmp_path / "out" / "zpp_lab.json").read_text())["exact"]

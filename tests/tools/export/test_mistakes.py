@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,3 +84,15 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     assert "cannot write" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(words) == 0
+
+
+def test_a_small_disk_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
+
+    def read(name: str) -> torch.Tensor:
+        raise AssertionError(name)
+
+    with pytest.raises(OSError, match=r"4,000 bytes .* are needed .* 3,999"):
+        write_safetensors(tmp_path, {"w": (1000,)}, read, torch.float32)

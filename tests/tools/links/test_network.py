@@ -26,6 +26,19 @@ def recorder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_limits_are_set_changed_and_taken_away() -> None:
+    network = Network(2, 7)
+    assert network.limit(None, limited=False) == []
+    assert [c.words[1:3] for c in network.limit(None, limited=True)] == [("qdisc", "del")] * 2
+    for gbps in (0.2, 12.0, 400.0):
+        words = network.limit(gbps, True)[0].words
+        assert words[:3] == ("tc", "qdisc", "replace")
+        said = dict(zip(words[7::2], words[8::2], strict=True))
+        assert said["rate"] == f"{gbps * 1e6:.0f}kbit"
+        assert int(said["burst"]) >= 65536  # a whole packet of a socket
+        assert 2**30 <= int(said["limit"]) < 2**32  # more than 200 sockets hand over; tc's most
+
+
 def test_impossible_shapes_and_speeds_are_refused() -> None:
     with pytest.raises(ValueError, match="2 to 250"):
         Network(251, 1)

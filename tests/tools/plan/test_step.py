@@ -131,6 +131,14 @@ def test_seconds_add_up_and_faster_links_are_never_slower(recipe: str) -> None:
         assert faster.step_s <= slower.step_s * (1 + 1e-9)
 
 
+def test_several_micro_steps_that_reduce_once_send_less() -> None:
+    every = config("recipe=zeropp", "train.micro_steps=4")
+    once = config("recipe=zeropp", "train.micro_steps=4", "train.accumulate=last")
+    long, short = (predict(c, machine(), 8e-3) for c in (every, once))
+    assert long.step_s == pytest.approx(node_bytes(every) / 1e6)
+    assert short.step_s == pytest.approx(node_bytes(once) / 1e6)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

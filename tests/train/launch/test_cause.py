@@ -12,7 +12,7 @@ import pytest
 
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.train.launch import launcher
-from zpp_lab.train.launch.cause import USER_ERROR, first_cause
+from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer
 
 
 @dataclass
@@ -53,6 +53,11 @@ def test_the_cause_comes_before_what_follows_from_it(
     failures: tuple[Failed, ...], rank: int
 ) -> None:
     assert first_cause(dict(enumerate(failures))) == (rank, failures[rank])
+
+
+def test_an_own_error_is_no_lost_peer() -> None:
+    assert lost_a_peer("torch.distributed.DistBackendError: NCCL: remote process exited or there")
+    assert not lost_a_peer("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.launch.fake_mps import calls
+from tests.train.launch.fake_mps import calls, fake_mps
 from tests.waiting import until
 from zpp_lab.train.launch import mps_keeper, processes
 from zpp_lab.train.launch.gpus import Placement, served
-from zpp_lab.train.launch.mps import CONTROL, OWNER, Mps, check_client
+from zpp_lab.train.launch.mps import CONTROL, OWNER, Mps, check_client, find_control
 from zpp_lab.train.launch.processes import EmulationError
 
 JOB = Path(__file__).with_name("mps_job.py")
@@ -98,6 +98,16 @@ def test_a_daemon_that_does_not_start_says_why_and_leaves_nothing(
     finally:
         for name in (folder / "pipe" / "pid", control / "server"):
             os.kill(int(name.read_text().split()[-1]), signal.SIGKILL)
+
+
+def test_a_missing_program_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("zpp_lab.train.launch.mps.PLACES", (str(tmp_path / "driver"),))
+    with pytest.raises(EmulationError, match=r"nvidia-compute-utils.*--share-gpus=time-slices"):
+        find_control()
+    assert find_control.__doc__
+    program = fake_mps(tmp_path / "driver")
+    assert find_control() == str(program)  # not on PATH, but where drivers put it
 
 
 def test_a_rank_that_is_no_client_is_found_out(control: Path) -> None:

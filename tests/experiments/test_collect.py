@@ -1,0 +1,73 @@
+"""Archives of a study's pieces, put together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "collect.py"
+
+
+def write_run(folder: Path, losses: list[float], *, finished: bool = True, data: str = "d") -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 1\n")
+    rows = [{"step": i + 1, "loss": x, "seconds": hash(folder)} for i, x in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if finished:
+        (folder / "heldout.json").write_text("{}\n")
+        last = {"loss": losses[-1], "heldout_loss": 2.0, "heldout_loss_master": 2.0}
+        summary = {"steps": len(losses), "tokens": 8, "bytes": {}, "data": {"hash": data}, **last}
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def packed(root: Path, name: str) -> Path:
+    """The study in root/name/s as an archive."""
+    (root / name / "s" / "study.yaml").write_text(f"# {name}\n")
+    archive = root / f"{name}.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(root / name / "s", "s")
+    return archive
+
+
+def collect(target: Path, *archives: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(SCRIPT), str(target), *map(str, archives)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_runs_that_differ_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0, 2.0])
+    write_run(tmp_path / "two" / "s" / "zero3" / "seed1", [3.0, 2.0000001])
+    done = collect(tmp_path / "all", packed(tmp_path, "one"), packed(tmp_path, "two"))
+    assert done.returncode == 1
+    assert "zero3/seed1 finished twice and differs: step 2: loss; summary: loss" in done.stderr
+    assert not (tmp_path / "all").exists()
+
+
+def test_other_tokens_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
+    write_run(tmp_path / "two" / "s" / "w8" / "seed1", [3.0], data="other")
+    done = collect(tmp_path / "all", packed(tmp_path, "one"), packed(tmp_path, "two"))
+    assert done.returncode == 1
+    assert "different tokens" in done.stderr
+
+
+def test_archives_that_are_cut_or_something_else_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
+    archive = packed(tmp_path, "one")
+    whole = archive.read_bytes()
+    for content in (whole[:-40], whole[:5], b""):
+        archive.write_bytes(content)
+        done = collect(tmp_path / "all", archive)
+        assert done.returncode == 1
+        assert "one.tar.gz is no whole archive" in done.stderr
+        assert "Traceback" not in done.stderr
+    done = collect(tmp_path / "all", tmp_path / "none.tar.gz")
+    assert "none.tar.gz is no whole archive" in done.stderr
+    (tmp_path / "two").mkdir()
+    with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as file:
+        file.add(tmp_path / "two", "two")
+    assert "holds 0 studies" in collect(tmp_path / "all", tmp_path / "two.tar.gz").stderr
+    assert not (tmp_path / "all").exists()
