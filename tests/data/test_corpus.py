@@ -74,6 +74,13 @@ def test_installation_takes_other_files_when_asked(tmp_path, monkeypatch):
         installation_corpus(None, suffixes=(".zig",))
 
 
+def test_folder_in_order_without_hidden_and_empty_files(tmp_path):
+    files = {"b.txt": b"two", "a/z.md": b"one", "empty.txt": b"", ".x": b"no", ".git/c": b"no"}
+    corpus = text_corpus(fill(tmp_path, files))
+    assert list(corpus.documents()) == [("a/z.md", b"one"), ("b.txt", b"two")]
+    assert corpus.count == 2
+
+
 def test_max_bytes_takes_the_first_bytes(tmp_path):
     fill(tmp_path, {"a": b"123", "b": b"456", "c": b"789"})
     assert [text for _, text in text_corpus(tmp_path, 5).documents()] == [b"123", b"45"]

@@ -16,7 +16,6 @@ from zpp_lab.runs import provenance as facts
 
 SCRIPTS = Path(__file__).parents[2] / "experiments"
 
-
 # a run that writes a line, waits to be let on, and ends
 LINES = """mkdir -p runs/s/w8/checkpoints "$RESULTS"
 for n in 1 2; do

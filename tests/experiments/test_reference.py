@@ -18,8 +18,6 @@ from zpp_lab.runs.reader import find_runs, write_study
 from zpp_lab.study.run.plan import run_overrides
 
 fill = loaded("experiments/reference/fill.py")
-
-
 STUDY = "reference_10m_mini"
 
 

@@ -16,8 +16,6 @@ from tests.experiments.scripts import loaded
 from zpp_lab.engines.optim.build import guarded_step
 
 ROOT = Path(__file__).parents[2]
-
-
 SMALL = ["engine.device=cpu", "data.seq_len=32", "engine.threads=1", "engine.compile=false"]
 
 

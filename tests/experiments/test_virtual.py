@@ -15,8 +15,6 @@ from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
 
 BENCH = loaded("experiments/virtual/bench.py")
-
-
 SMALL = ["engine.device=cpu", "model.dim=32", "model.ffn=48", "cluster=2x2", "data.seq_len=8"]
 
 

@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 BF16 = "train.param_dtype=bf16"
+TWO_WIDTHS = "recipe.rules=[{name: '*mlp*', set: {bits: 8}}]"
 TOKENS = torch.arange(12)[None]
 
 
@@ -71,6 +72,16 @@ def test_every_weight(bits: int, scale_dtype: str, tmp_path: Path) -> None:
     elif bits != 2:  # whose scales are weights of the run, in bf16 already
         with pytest.raises(ValueError, match="leave --dtype out, or use a codec with scale_dtype"):
             export_quantized(tmp_path / "run", tmp_path / "again", dtype="bf16")
+
+
+def test_several_widths(tmp_path: Path) -> None:
+    """`model.to(torch.bfloat16)` would do for the weights, but round the rotary frequencies."""
+    codec = "recipe.weights.scale_dtype=bf16"
+    run = llama(tmp_path, "plain", "recipe=w4", codec, TWO_WIDTHS, BF16)
+    want = theirs(gathered(leave(run)), 16)
+    export_quantized(tmp_path / "run", tmp_path / "out")
+    check(load_folder(tmp_path / "out"), tmp_path / "out", want)
+    check(as_the_card_says(tmp_path / "out"), tmp_path / "out", want)
 
 
 @pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
