@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.engines.fsdp_world import run_world
 from tests.experiments.scripts import loaded
 
+pytestmark = pytest.mark.slow  # four ranks
+
 
 def script(name: str) -> ModuleType:
     return loaded(f"experiments/deepspeed/{name}.py")
