@@ -1,0 +1,74 @@
+"""Which plans train alike, and which are coarser."""
+
+from __future__ import annotations
+
+import pytest
+
+from zpp_lab.tools.plan.search.limits import Numbers
+
+from .problems import base
+
+
+def numbers(*overrides: str) -> Numbers:
+    return Numbers.of(base(*overrides))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe.stage=2",),
+        ("recipe.shard=node",),
+        ("recipe.hops=2",),
+        ("recipe.secondary=true",),
+        ("model.checkpoint_activations=true", "model.loss_chunk=512"),
+        ("train.micro_steps=4", "train.accumulate=last"),
+        ("recipe.exempt.names=[embed*]",),
+    ],
+)
+def test_what_only_moves_numbers_is_plain(words: tuple[str, ...]) -> None:
+    assert numbers(*words).raw
+
+
+@pytest.mark.parametrize(
+    "words", [("recipe=w8",), ("recipe.grads.bits=8",), ("train.optimizer_state=8bit",)]
+)
+def test_what_changes_numbers_is_not(words: tuple[str, ...]) -> None:
+    assert not numbers(*words).raw
+
+
+def test_kept_weights_are_those_of_another_gather() -> None:
+    assert numbers("recipe=w8").covers(numbers("recipe=w8", "recipe.secondary=true"))
+    assert numbers("recipe=w8").covers(numbers("recipe=w8", "recipe.stage=2"))
+    drawn = "recipe.weights.rounding=stochastic"
+    assert not numbers("recipe=w8", drawn).covers(numbers("recipe=w8", drawn, "recipe.stage=2"))
+
+
+def test_blocks_rotations_hops_and_exemptions_count() -> None:
+    four = numbers("recipe.grads.bits=4")
+    for word in ("grads.block_size=64", "grads.hadamard=64", "hops=2", "exempt.max_ndim=0"):
+        assert not four.covers(numbers("recipe.grads.bits=4", f"recipe.{word}")), word
+    assert four.covers(numbers("recipe.grads.bits=4", "recipe.grads.block_size=256"))
+
+
+def test_a_cluster_with_fewer_hops_is_covered_but_not_one_with_more() -> None:
+    two, one = numbers("recipe=zeropp"), numbers("recipe=zeropp", "cluster=1x4")
+    assert two.covers(one)
+    assert not one.covers(two)
+    skipped = numbers("recipe=zeropp", "recipe.grads.bits=null", "recipe.grads_inter.bits=4")
+    assert not two.covers(skipped)  # a hop that is there and raw was not measured so
+
+
+def test_summing_first_matters_where_gradients_are_encoded() -> None:
+    each = numbers("recipe.grads.bits=4", "train.micro_steps=2")
+    assert not each.covers(numbers("recipe.grads.bits=4", "train.micro_steps=2", "recipe.stage=1"))
+
+
+def test_coarser() -> None:
+    two = numbers("recipe=w2")
+    assert numbers("recipe=w2", "recipe.grads.bits=4").coarser(two)
+    assert numbers("recipe=w2", "train.optimizer_state=8bit").coarser(two)
+    assert not numbers("recipe=w4").coarser(two)
+    assert two.coarser(numbers("recipe=w4"))
+    assert not numbers("recipe=w2", "recipe.weights.hadamard=64").coarser(two)
+    hop = numbers("recipe.grads.bits=2")
+    assert numbers("recipe.grads.bits=2", "recipe.hops=2").coarser(hop)
