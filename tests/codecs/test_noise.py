@@ -1,5 +1,5 @@
-"""Noise, parameter ids and signs as the docstrings of `codecs/noise.py`, `philox.py` and
-`codecs/hadamard.py` give them: made once more from these words alone, with Python's integers."""
+"""Noise, parameter ids and signs as the docstrings of `codecs/noise.py` and `codecs/hadamard.py`
+give them: made once more from these words alone, with Python's integers."""
 
 from __future__ import annotations
 
