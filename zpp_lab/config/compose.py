@@ -58,9 +58,15 @@ def compose(overrides: list[str]) -> Config:
 
 
 def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """ValueError for a setting of another engine or model, which would change nothing. Behind ++ it
-    is taken, so that several engines can be given the same words."""
+    """ValueError for a setting that would change nothing: of another engine or model, or a beta2
+    beside its half-life. Behind ++ one of another engine is taken, so that several engines can be
+    given the same words."""
     given = {word.partition("=")[0] for word in overrides}
+    if "train.beta2" in given and composed.train.beta2_tokens is not None:
+        raise ValueError(
+            "train.beta2 and train.beta2_tokens both set beta2: leave one of them out, or set "
+            "train.beta2_tokens=null"
+        )
     for owner, (group, names) in OWNERS.items():
         chosen = composed[group].name
         for name in names:

@@ -10,7 +10,7 @@ and the valid choices.
 from __future__ import annotations
 
 import re
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
@@ -205,9 +205,13 @@ class TrainConfig:
     residual_lr: float = 1.0
     min_lr_ratio: float = 0.1
     warmup_steps: int = 20
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # after the warm-up
+    decay_steps: int = 0  # wsd: over so many steps at the end; 0: decay_share of all
+    decay_share: float = 0.2
     beta1: float = 0.9
     beta2: float = 0.95
+    # in place of beta2: tokens after which a squared gradient weighs half in the second moment
+    beta2_tokens: float | None = None
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0  # 0 does not clip
@@ -257,6 +261,44 @@ class TrainConfig:
             _need(0 <= value < 1, f"train.{key}={value}: use 0 or more, and less than 1")
         _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
         _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
+        self._check_decay()
+        half_life = self.beta2_tokens
+        _need(
+            half_life is None or half_life > 0,
+            f"train.beta2_tokens={half_life}: use more than 0, or null (train.beta2)",
+        )
+        _need(
+            half_life is None or self.beta2 == TrainConfig.beta2,
+            f"train.beta2={self.beta2} and train.beta2_tokens={half_life} both set beta2: leave "
+            "one of them out",
+        )
+
+    def _check_decay(self) -> None:
+        steps, share, least = self.decay_steps, self.decay_share, self.steps - self.warmup_steps
+        _need(steps >= 0, f"train.decay_steps={steps}: use 0 (train.decay_share) or more")
+        _need(0 < share <= 1, f"train.decay_share={share}: use more than 0, and 1 at most")
+        other = steps > 0 or share != TrainConfig.decay_share
+        _need(
+            self.schedule == "wsd" or not other,
+            "train.decay_steps and train.decay_share are for train.schedule=wsd; "
+            f"{self.schedule} has none: leave them out, or set train.schedule=wsd",
+        )
+        _need(
+            not steps or share == TrainConfig.decay_share,
+            f"train.decay_steps={steps} and train.decay_share={share} both say how long the decay "
+            "is: leave one of them out",
+        )
+        _need(
+            self.schedule != "wsd" or self.decay <= least,
+            f"train.schedule=wsd decays over {self.decay} steps, but train.steps={self.steps} less "
+            f"train.warmup_steps={self.warmup_steps} leave {max(0, least)}: set a shorter "
+            "train.decay_steps (or decay_share) or train.warmup_steps, or more train.steps",
+        )
+
+    @property
+    def decay(self) -> int:
+        """Steps of the decay of train.schedule=wsd."""
+        return self.decay_steps or max(1, round(self.decay_share * self.steps))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -337,3 +379,28 @@ class Config:
             f"train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed, which "
             f"scales the loss; engine={self.engine.name} has bf16 and fp32",
         )
+        _ = self.optimization  # beta2_tokens may be out of range
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Places of all ranks' batches, padding of records included."""
+        own = self.train.batch_size * self.train.micro_steps * self.data.seq_len
+        return own * self.cluster.world
+
+    @property
+    def optimization(self) -> TrainConfig:
+        """`train`, with train.beta2_tokens as the beta2 that it is at these tokens a step.
+
+        A half-life h means beta2 = 2 ** (-tokens_per_step / h). Held constant while the batch
+        changes, it keeps over how much text the second moment averages (Marek, Lotfi, Somasundaram,
+        Wilson and Goldblum 2025, arXiv:2507.07101).
+        """
+        if self.train.beta2_tokens is None:
+            return self.train
+        beta2 = 0.5 ** (self.tokens_per_step / self.train.beta2_tokens)
+        _need(
+            beta2 < 1,
+            f"train.beta2_tokens={self.train.beta2_tokens:g}: with {self.tokens_per_step:,} tokens "
+            "a step beta2 would round to 1; use fewer",
+        )
+        return replace(self.train, beta2=beta2, beta2_tokens=None)

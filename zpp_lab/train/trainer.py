@@ -258,10 +258,6 @@ class Trainer:
         assert self.losses is not None
         return self.losses
 
-    def _tokens(self, steps: int) -> int:
-        each = self.train.batch_size * self.config.data.seq_len * self.train.micro_steps
-        return steps * each * self.config.cluster.world
-
     # ------------------------------------------------------------------ records
 
     def _record(self, result: StepResult) -> Record:
@@ -270,7 +266,7 @@ class Trainer:
             "loss": result.loss,
             "lr": learning_rate(self.step - 1, self.train),
             "grad_norm": result.grad_norm,
-            "tokens": self._tokens(self.step),
+            "tokens": self.step * self.config.tokens_per_step,
             "bytes": {wire: traffic._asdict() for wire, traffic in result.bytes.items()},
         }
         if result.telemetry is not None:

@@ -78,7 +78,7 @@ class DeepSpeedEngine(Engine):
         exact = {n: own_part(p, self.rank, self.world) for n, p in self.parameters.items()}
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=adamw(self.parameters, config.train),
+            optimizer=adamw(self.parameters, config.optimization),
             config=settings,
             dist_init_required=False,
         )

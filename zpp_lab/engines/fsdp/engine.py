@@ -102,7 +102,7 @@ class FsdpEngine(Engine):
         self.clock, self.laps = self.wrapped.clock, Laps()
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
-        self.optimizer = adamw(self.parameters, config.train, config.seed)
+        self.optimizer = adamw(self.parameters, config.optimization, config.seed)
         self.built = building.seconds
 
     def _connect(self) -> Transport:

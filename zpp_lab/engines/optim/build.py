@@ -40,6 +40,7 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     if train.residual_lr != 1:
         _check_projections(parameters, trained, train.residual_lr)
     groups = _groups(trained, train)
+    assert train.beta2_tokens is None, "tokens a step are known to Config.optimization"
     betas = (train.beta1, train.beta2)
     if train.optimizer_state != "fp32":
         host = train.optimizer_place == "host"
@@ -177,11 +178,20 @@ def check_state(
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The rate of step `step` (from 0): linear warm-up, then cosine to min_lr_ratio or constant."""
+    """The rate of step `step` (from 0): linear warm-up to train.lr, then the schedule.
+
+    `cosine` and `linear` fall to min_lr_ratio from there to the end; `constant` stays. `wsd`
+    (warm-up, stable, decay) stays, and falls linearly over its last `train.decay` steps: Hu et al.
+    2024, "MiniCPM", arXiv:2404.06395; decays of a fifth of the steps are about as good as a cosine
+    over all of them: Hägele et al. 2024, arXiv:2405.18392.
+    """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
     if train.schedule == "constant":
         return train.lr
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    first = train.steps - train.decay if train.schedule == "wsd" else train.warmup_steps
+    done = min(1.0, max(0, step - first) / max(1, train.steps - first))
     low = train.lr * train.min_lr_ratio
-    return low + (train.lr - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    if train.schedule == "cosine":
+        return low + (train.lr - low) * 0.5 * (1 + math.cos(math.pi * done))
+    return low + (train.lr - low) * (1 - done)

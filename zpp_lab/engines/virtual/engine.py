@@ -63,7 +63,7 @@ class VirtualEngine(Engine):
         for name, p in live.items():
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
-        self.optimizer = adamw(self.master, config.train, config.seed)
+        self.optimizer = adamw(self.master, config.optimization, config.seed)
         self.usage = Usage(with_root(model, named_units(model)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions

@@ -139,7 +139,7 @@ class PlainFsdp2:
         if groups:
             self.model.set_separate_reduce_scatter_group(True)
         draw(self.model, device)
-        self.optimizer = adamw(dict(self.model.named_parameters()), self.train)
+        self.optimizer = adamw(dict(self.model.named_parameters()), config.optimization)
 
     def step(self, number: int, batches: Batches) -> Bytes | None:
         import torch.distributed as dist
@@ -194,7 +194,7 @@ class ComputeOnly:
         draw(self.model, device)
         self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.master = {n: nn.Parameter(self._own(p).float()) for n, p in self.weights.items()}
-        self.optimizer = adamw(self.master, config.train)
+        self.optimizer = adamw(self.master, config.optimization)
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's part; which part costs no time."""

@@ -283,9 +283,7 @@ def differences(study: Config, plan: Config) -> list[str]:
             "model": c.model.preset,
             "cluster": f"{c.cluster.nodes} × {c.cluster.gpus_per_node}",
             "sequence": str(c.data.seq_len),
-            "tokens a step": str(
-                c.train.batch_size * c.train.micro_steps * c.cluster.world * c.data.seq_len
-            ),
+            "tokens a step": str(c.tokens_per_step),
             "param_dtype": c.train.param_dtype,
             "reduce_dtype": c.train.reduce_dtype,
             "adapters": f"rank {c.model.lora.rank}" if c.model.lora.on else "none",
