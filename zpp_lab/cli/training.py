@@ -171,10 +171,10 @@ def _failed(error: Exception) -> int:
 
 
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
-    from zpp_lab.config.compose import load_study
+    from zpp_lab.config.compose import compose, load_study
     from zpp_lab.config.load import setting_of
     from zpp_lab.study import run_study
-    from zpp_lab.study.run.plan import matching, some_arms
+    from zpp_lab.study.run.plan import heldout_default, matching, some_arms
 
     seeds = _numbers(args.seeds) if args.seeds is not None else []
     changes: dict[str, object] = {"seeds": seeds} if seeds and not args.alone else {}
@@ -197,6 +197,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         show(root, study)
         return 0
     _check_launched(args)
+    study = heldout_default(study, root, compose, slurm=args.launcher == "slurm")
     own = seeds if args.alone else []
     if args.dry_run:
         return _dry_run(study, root, args, hydra, only, own)

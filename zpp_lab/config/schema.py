@@ -29,6 +29,7 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 # of w4 and zeropp (`tiny`, 150 steps, gaps 0.063 and 0.022) that is 0.9 to 1.0 / sqrt(tokens) nats:
 # 0.03 at 1,000 tokens, more than the smaller gap; 0.01 at 10,000, two margins.
 LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
+STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
 

@@ -11,6 +11,7 @@ Some arms can be planned alone (`some_arms`): its controls before all the rest i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,12 +23,13 @@ import yaml
 from zpp_lab.config.compose import FREE, differing, flat_config
 from zpp_lab.config.load import quote, setting_of
 from zpp_lab.config.model import LoraConfig
-from zpp_lab.config.schema import Config
+from zpp_lab.config.schema import STUDY_HELDOUT, Config, TrainConfig
 from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.files import CONFIG, SUMMARY, write_atomic
 from zpp_lab.runs.reader import read_run, read_study
 from zpp_lab.runs.wandb.mode import resolve
 from zpp_lab.train.inputs import check_inputs, check_recipe, planned
+from zpp_lab.train.launch.gpus import visible_gpus
 
 Compose = Callable[[list[str]], Config]
 PREPARE = "prepare"  # the folder of the runs that arms start from
@@ -77,6 +79,33 @@ def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
     against = {arm.against for arm in study.arms if arm.name in wanted}
     kept = {study.baseline, *wanted, *against}
     return replace(study, arms=[arm for arm in study.arms if arm.name in kept])
+
+
+def heldout_default(
+    study: StudyConfig, root: Path, compose: Compose, slurm: bool = False
+) -> StudyConfig:
+    """The study with STUDY_HELDOUT held-out tokens where its runs have GPUs (of this machine, or
+    `slurm`'s) and nothing says how many: neither its words nor an experiment's file. One that has
+    begun in `root` goes on with what it began with, on any machine. ValueError when `root` holds
+    something else."""
+    check_folder(study, root)
+    words = [*study.overrides, *(word for arm in study.arms for word in arm.overrides)]
+    if any(setting_of(word) == "train.eval_tokens" for word in words):
+        return study
+    more = f"train.eval_tokens={STUDY_HELDOUT}"
+    begun = read_study(root)
+    if begun is not None:
+        taken = more in begun.overrides
+    else:
+        base = next(arm for arm in study.arms if arm.name == study.baseline)
+        try:
+            config = compose([*study.overrides, *base.overrides])
+        except ValueError:  # the planner says whose
+            return study
+        unsaid = config.train.eval_tokens == TrainConfig.eval_tokens
+        gpus = config.engine.device != "cpu" and (slurm or bool(visible_gpus(os.environ)))
+        taken = unsaid and gpus
+    return replace(study, overrides=[*study.overrides, more]) if taken else study
 
 
 @dataclass(frozen=True)
