@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Codec, CodecBase, RawCodec
+from zpp_lab.codecs import BlockCodec, Codec, CodecBase, RawCodec, ShamCodec
 from zpp_lab.codecs.contract import check_codec
 
 TABLE: list[Codec] = [
@@ -20,6 +20,8 @@ TABLE: list[Codec] = [
     BlockCodec(2, 32, symmetric=False, scale_dtype="bf16"),
     BlockCodec(4, 64, hadamard=32),
     BlockCodec(8, 256, rounding="stochastic", hadamard=64, random_signs=True),
+    ShamCodec(torch.float32, BlockCodec(4)),
+    ShamCodec(torch.bfloat16, BlockCodec(2, 32, symmetric=False, hadamard=16)),
 ]
 
 

@@ -69,6 +69,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"micro_steps": 2},
     ),
+    "sham": (
+        {"hops": 2, "weights": {**Q4, "codec": "sham"}, "grads": {**Q8, "codec": "sham"}},
+        BF16,
+    ),
     "backward_other_codec": ({"weights_forward": Q6, "weights_backward": Q4}, {}),
     "hadamard_kept": ({"hops": 2, "grads": H4}, {}),
     "hadamard_left": ({"hops": 2, "grads_intra": H4, "grads_inter": Q8}, {}),

@@ -20,6 +20,7 @@ QUICK = {
         "stage2",
         "reversed_two_hops",
         "8bit_states",
+        "sham",
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
     (2, 1): ["host_states", "residual_rate"],

@@ -7,7 +7,7 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 """
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
-from zpp_lab.codecs.block import BlockCodec
+from zpp_lab.codecs.block import BlockCodec, ShamCodec
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise, noise_key, parameter_id
 from zpp_lab.codecs.registry import build_codec, codec_names, register_codec
@@ -20,6 +20,7 @@ __all__ = [
     "RawCodec",
     "Rotation",
     "SegmentNoise",
+    "ShamCodec",
     "build_codec",
     "codec_names",
     "encode",

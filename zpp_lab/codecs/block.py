@@ -47,8 +47,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs.base import CodecBase, SegmentNoise
+from zpp_lab.codecs.base import CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.hadamard import Rotation
+from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.codecs.packing import align, pack, packed_bytes, unpack
 from zpp_lab.config.codec import BLOCK_SIZE, check_block
 
@@ -213,6 +214,59 @@ class BlockCodec(CodecBase):
         if not self.symmetric:
             x = x + zero
         return x.flatten(1)[:, :coded]
+
+
+@dataclass(frozen=True)
+class ShamCodec(CodecBase):
+    """A control that saves nothing: the tensor's own bytes, with noise of a codec's size added.
+
+    In each of `codec`'s blocks every element gets noise of its own, uniform in ±a with
+    a^2 / 3 = the mean square of what `codec` does to this block's elements. So NMSE is expected to
+    be the codec's, whatever its settings, but nothing is rounded: the noise has mean 0 and does not
+    know where between two levels a value lies. Sums of squares are fp64 `fold_sum`s, y = x +
+    (2 u - 1) a is fp32, rounded once to `dtype`. A block that `codec` decodes to NaN becomes NaN,
+    and so does what leaves the range of `dtype`.
+    """
+
+    dtype: torch.dtype
+    codec: BlockCodec
+
+    def __post_init__(self) -> None:
+        assert not self.codec.stochastic, "the noise has the size of rounding to nearest"
+
+    @property
+    def stochastic(self) -> bool:
+        return True
+
+    def nbytes(self, numel: int) -> int:
+        return RawCodec(self.dtype).nbytes(numel)
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        assert not rotated, "a sham has no rotation"
+        assert noise is not None, "a sham needs noise"
+        x, numel = x.to(torch.float32), x.shape[1]
+        if not numel:
+            return
+        reach = self._reach(x).repeat_interleave(self.codec.block_size, 1)[:, :numel]
+        y = x + (2 * noise.uniform(numel, x.device) - 1) * reach
+        y = y.to(self.dtype)
+        RawCodec(self.dtype).encode(torch.where(torch.isfinite(y), y, torch.nan), None, out)
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        return RawCodec(self.dtype).decode(payload, numel)
+
+    def _reach(self, x: Tensor) -> Tensor:
+        """a of each block, fp32 [R, blocks]."""
+        numel, size = x.shape[1], self.codec.block_size
+        error = self.codec.decode(encode(self.codec, x), numel).double() - x.double()
+        blocks = torch.nn.functional.pad(error.square(), (0, -numel % size)).unflatten(
+            1, (-1, size)
+        )
+        there = torch.full((blocks.shape[1],), size, dtype=torch.float64, device=x.device)
+        there[-1] -= -numel % size
+        return (3 * fold_sum(blocks) / there).sqrt().to(torch.float32)
 
 
 def _bf16_down(x: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from zpp_lab.codecs.base import Codec, RawCodec
-from zpp_lab.codecs.block import BlockCodec
+from zpp_lab.codecs.block import BlockCodec, ShamCodec
 from zpp_lab.config.codec import CodecConfig
 
-_registered: dict[str, Callable[..., Codec]] = {"block": BlockCodec}
+# a sham has the settings of the codec that it stands for
+_registered: dict[str, Callable[..., Codec]] = {"block": BlockCodec, "sham": BlockCodec}
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
@@ -37,9 +38,10 @@ def codec_names() -> list[str]:
 
 
 def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
-    """The codec that `config` names; `none` sends `raw_dtype`.
+    """The codec that `config` names; `none` and `sham` send `raw_dtype`.
 
-    ValueError for an unknown name, a setting that the codec does not have, or bits on `none`.
+    ValueError for an unknown name, a setting that the codec does not have, bits on `none`, or a
+    `sham` without bits.
     """
     name = config.codec or "block"
     settings = {
@@ -54,6 +56,9 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
         return RawCodec(raw_dtype)
     factory = _factory(name)
     _check_settings(name, factory, settings)
+    if name == "sham":
+        config.check()
+        return ShamCodec(raw_dtype, BlockCodec(**settings))
     codec = factory(**settings)
     return codec if name == "block" else _checked(name, codec, factory(**settings))
 

@@ -32,8 +32,9 @@ class CodecConfig:
     rounding=nearest, scale_dtype=fp32, hadamard=0.
 
     `codec` is a registered name. For the built-in family `block`, `bits=None`
-    means that the tensor's own bytes are sent. `options` goes to codecs of
-    other packages as keyword arguments.
+    means that the tensor's own bytes are sent. `sham`, a control, sends them
+    with noise added, as large as the error of the block codec with the same
+    settings. `options` goes to codecs of other packages as keyword arguments.
     """
 
     codec: str | None = None
@@ -52,9 +53,15 @@ class CodecConfig:
         return CodecConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
 
     def check(self) -> None:
-        """ValueError for what the family `block` does not have, also where bits=None leaves it
-        unused. Codecs of other packages check their own when they are built."""
-        if self.codec in (None, "block"):
+        """ValueError for what the family `block` and its `sham` do not have, also where bits=None
+        leaves it unused. Codecs of other packages check their own when they are built."""
+        if self.codec == "sham":
+            need(self.bits is not None, "codec=sham needs the bits of the codec whose error it has")
+            need(
+                self.rounding != "stochastic",
+                "codec=sham has the error of rounding to nearest: leave rounding out",
+            )
+        if self.codec in (None, "block", "sham"):
             bits, size = self.bits, self.block_size
             size = BLOCK_SIZE if size is None else size
             check_block(8 if bits is None else bits, size, self.hadamard or 0, self.random_signs)
