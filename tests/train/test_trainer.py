@@ -63,6 +63,19 @@ def test_a_run_whose_rate_never_reaches_its_value_says_so(
     assert "warmup_steps" not in capsys.readouterr().err
 
 
+def test_the_second_readout_is_of_the_last_steps(tmp_path: Path) -> None:
+    config = small(tmp_path, "train.readout_steps=5", "run.piece_steps=9")
+    run(config)
+    summary = run(config)  # goes on: two of the five were made before
+    lines = list(read(tmp_path / "run" / "metrics.jsonl"))
+    assert summary["readout_steps"] == 5
+    assert summary["readout_loss"] == pytest.approx(sum(r["loss"] for r in lines[-5:]) / 5)
+    with pytest.raises(ValueError, match="readout_steps: 5 there, 6 now"):
+        run(small(tmp_path, "train.readout_steps=6"))
+    with pytest.raises(ValueError, match=r"readout_steps=13 is more than train.steps=12"):
+        small(tmp_path, "train.readout_steps=13")
+
+
 def test_same_seed_same_bytes_and_other_seed_others(tmp_path: Path) -> None:
     runs = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -220,6 +220,7 @@ class TrainConfig:
     optimizer_place: Literal["device", "host"] = "device"  # host: moments pass through the GPU
     eval_every: int = 50
     eval_tokens: int = 32768
+    readout_steps: int = 0  # a second readout: mean training loss of the last so many; 0: none
     checkpoint_every: int = 100  # 0 saves at the end only
     keep_checkpoints: int = 2  # 0: none once the run has finished
     checkpoint_weights_only: bool = False  # weights alone, in bf16: to export, not to resume
@@ -234,6 +235,7 @@ class TrainConfig:
             _need(getattr(self, key) >= 1, f"train.{key}={getattr(self, key)}: use 1 or more")
         for key in (
             "warmup_steps",
+            "readout_steps",
             "checkpoint_every",
             "clip",
             "lr",
@@ -262,6 +264,11 @@ class TrainConfig:
             _need(0 <= value < 1, f"train.{key}={value}: use 0 or more, and less than 1")
         _need(self.eps >= 0, f"train.eps={self.eps}: use 0 or more")
         _need(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio={self.min_lr_ratio}: use 0 to 1")
+        _need(
+            self.readout_steps <= self.steps,
+            f"train.readout_steps={self.readout_steps} is more than train.steps={self.steps}: the "
+            "mean is over the last steps of the run, so set fewer",
+        )
         self._check_decay()
         half_life = self.beta2_tokens
         _need(

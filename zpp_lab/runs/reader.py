@@ -156,6 +156,14 @@ class Run:
         return float(value) if value is not None and math.isfinite(value) else None
 
     @property
+    def readout(self) -> tuple[int, float] | None:
+        """(steps, the mean training loss of the last so many, nats a token); None without one."""
+        found = self.summary if self.outcome == "finished" else None
+        if not found or "readout_loss" not in found or not math.isfinite(found["readout_loss"]):
+            return None
+        return int(found["readout_steps"]), float(found["readout_loss"])
+
+    @property
     def quantized(self) -> Mapping[str, float]:
         """Of each wire's bytes the part that codecs made, 0 to 1; {} when it is unknown."""
         return (self.summary or {}).get("quantized_share") or {}

@@ -123,7 +123,7 @@ class Trainer:
         peaks, tried = peak_gib(self.device), of_ranks(retries(self.device))
         if tracker is None:
             return {}
-        summary = self._summary(engine, data, tracker, last, master)
+        summary = self._summary(engine, data, tracker, last, master) | self._readout(tracker)
         summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
         summary["allocator_retries"] = tried if peaks else None  # as peak_gib: of each rank
         if note := crowded(tried, self.step - self.began):
@@ -308,6 +308,16 @@ class Trainer:
             "commit": self.commit,
             "versions": versions(),
         }
+
+    def _readout(self, tracker: Tracker) -> Record:
+        """The mean training loss of the last `train.readout_steps` steps, in nats a token."""
+        count = self.train.readout_steps
+        if not count:
+            return {}
+        tracker.sync()
+        losses = [row["loss"] for row in read(self.folder / METRICS)[-count:]]
+        assert len(losses) == count
+        return {"readout_loss": math.fsum(losses) / count, "readout_steps": count}
 
     def _peak_memory(self) -> int | None:
         """The most bytes that this process has held on its GPU; None on the CPU."""

@@ -187,6 +187,19 @@ class StudyResult:
         name = arm.arm.against or self.study.baseline
         return next(a for a in self.arms if a.name == name)
 
+    def readout_gap(self, arm: ArmResult) -> Gap | None:
+        """The gap of the training loss over the last steps (`train.readout_steps`), in nats, paired
+        as the held-out one: a second look, by which no verdict goes. Its interval allows for looks
+        too. None without such runs, and for a baseline."""
+        mine, theirs = arm.runs, self.baseline_of(arm).runs
+        pairs = [(mine[s].readout, theirs[s].readout) for s in sorted(mine.keys() & theirs.keys())]
+        gaps = [a[1] - b[1] for a, b in pairs if a and b and a[0] == b[0]]
+        if is_baseline(self.study, arm.arm) or not gaps:
+            return None
+        level = nominal_level(1 - self.study.confidence, look_sizes(self.study), 2)
+        interval = stats.t_interval(gaps, 1 - level) if len(gaps) > 1 else None
+        return Gap(len(gaps), fmean(gaps), interval=interval)
+
     @property
     def other_baselines(self) -> list[str]:
         """The arms, beside the study's baseline, that others are paired with."""

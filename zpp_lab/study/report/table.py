@@ -13,6 +13,7 @@ from zpp_lab.files import shares, text_table
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
+from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
 _HOPS = ("intra", "inter")
@@ -51,6 +52,7 @@ COLUMNS = (
     "Seeds",
 )
 BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
+READOUT = "Training gap (nats)"  # over the last steps, where runs have `train.readout_steps`
 QUANTIZED = "Quantized (weights, gradients)"  # of their bytes, where runs tell it
 NOTHING = "–"
 
@@ -61,10 +63,12 @@ def results_csv(result: StudyResult) -> str:
 
     `steps` is a finished run's; `last_step` how far any run came.
     Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
-    quantized_WIRE the part of a step's bytes there that codecs made (0 to 1).
+    quantized_WIRE the part of a step's bytes there that codecs made (0 to 1). readout_loss, where
+    runs have one: the mean training loss of the last `train.readout_steps`.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, _FIELDS, lineterminator="\n")
+    second = ("readout_loss",) if any(run.readout for run in result.runs) else ()
+    writer = csv.DictWriter(text, [*_FIELDS, *second], lineterminator="\n")
     writer.writeheader()
     for arm in result.arms:
         for seed, run in sorted(arm.runs.items()):
@@ -79,6 +83,7 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     row |= {"arm": arm.name, "seed": seed, "recipe": run.recipe, "outcome": run.outcome}
     row |= {"last_step": run.step, "planned_steps": run.steps}
     row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
+    row |= {"readout_loss": run.readout[1]} if run.readout else {}
     if wires:
         row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
     return row | {f"quantized_{wire}": run.quantized.get(wire) for wire in WIRES}
@@ -86,9 +91,13 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
 
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     """The verdict table's cells as text, one row an arm; the keys are COLUMNS, with one seed
-    BAND_COLUMN after the gap, and QUANTIZED after the bytes where runs tell it (older ones do
-    not)."""
+    BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED after the bytes
+    where runs tell it (older ones do not)."""
     rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
+    readouts = [_gap_cell(result.readout_gap(arm)) for arm in result.arms]
+    if any(cell != NOTHING for cell in readouts):
+        told = zip(rows, readouts, strict=True)
+        rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in told]
     quantized = [_quantized(arm) for arm in result.arms]
     if any(cell != NOTHING for cell in quantized):
         told = zip(rows, quantized, strict=True)
@@ -179,12 +188,16 @@ def p_value_line(result: StudyResult) -> str:
 
 def gap_text(arm: ArmResult) -> str:
     """Mean gap ± half of its interval, in nats."""
-    if arm.gap is None or arm.verdict == "baseline":
+    return _gap_cell(None if arm.verdict == "baseline" else arm.gap)
+
+
+def _gap_cell(gap: Gap | None) -> str:
+    if gap is None:
         return NOTHING
-    if arm.gap.interval is None:
-        return signed(arm.gap.mean)
-    half = (arm.gap.interval[1] - arm.gap.interval[0]) / 2
-    return f"{signed(arm.gap.mean)} ± {half:.4f}"
+    if gap.interval is None:
+        return signed(gap.mean)
+    half = (gap.interval[1] - gap.interval[0]) / 2
+    return f"{signed(gap.mean)} ± {half:.4f}"
 
 
 def signed(value: float) -> str:
@@ -221,11 +234,24 @@ def margin_line(result: StudyResult) -> str:
     if result.margin is None:
         return f"No finished run of the baseline {study.baseline}: nothing to compare with yet."
     if one_seed(result):
-        return _one_seed_line(result)
+        return f"{_one_seed_line(result)}{_readout_line(result)}"
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
         f"of the {study.confidence:.0%} interval. On par: within {margin_nats(result)} "
         f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
+        f"{_readout_line(result)}"
+    )
+
+
+def _readout_line(result: StudyResult) -> str:
+    """What the column READOUT is; "" without it."""
+    steps = {run.readout[0] for run in result.runs if run.readout}
+    if not steps:
+        return ""
+    last = " or ".join(map(str, sorted(steps)))
+    return (
+        f" Training gap: the same of the mean training loss of the last {last} steps, a number "
+        "chosen before the study; no verdict goes by it."
     )
 
 
