@@ -16,7 +16,7 @@ from zpp_lab.study.report import report
 LIMIT = 240e3  # milliseconds; only a failing test waits that long
 NAMES = ("chromium", "google-chrome", "chromium-browser")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), "")
-needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+needed = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
 WIDTHS = {"params": [1280, 390], "ids": ["desktop", "phone"]}
 PATHS = """charts => charts.map(chart => [chart.id,
     [...chart.querySelectorAll("svg .mark-line path, svg .mark-symbol path")]

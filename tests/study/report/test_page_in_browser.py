@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 
 from tests.study.fake_sweep import grid, write_sweep
-from tests.study.report.chromium import (
-    PATHS,
-    WIDTHS,
-    browser,
-    fits,
-    legends_answer,
-    needs_chromium,
-    opened,
-    without_files,
-)
+from tests.study.report import chromium
 from zpp_lab.study.report.report import Report, build_report
 
-__all__ = ["browser"]  # a fixture
-pytestmark = needs_chromium
+browser = chromium.browser  # a fixture
+pytestmark = chromium.needed
 VISIBLE = "rows => rows.filter(row => !row.hidden).map(row => row.dataset.arm)"
 
 
@@ -32,14 +23,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     root = tmp_path_factory.mktemp("sweep")
     cells = grid(bits=(4, 8), blocks=(32, 1024), roundings=("nearest",))
     write_sweep(root, cells, seeds=3, steps=100)
-    with without_files():
+    with chromium.without_files():
         return build_report(root)
 
 
-@pytest.fixture(scope="module", **WIDTHS)
+@pytest.fixture(scope="module", **chromium.WIDTHS)
 def page(report: Report, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page at one width, loaded once for all tests, which leave it as a reader might."""
-    with opened(browser, report.html, request.param, 5) as page:
+    with chromium.opened(browser, report.html, request.param, 5) as page:
         yield page
 
 
@@ -48,10 +39,10 @@ def test_every_chart_has_marks_and_fits(page: Any) -> None:
     page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
     charts = page.locator(".chart")
     assert charts.count() == 12
-    for name, drawn in charts.evaluate_all(PATHS):
+    for name, drawn in charts.evaluate_all(chromium.PATHS):
         assert any(len(d) > 20 for d in drawn), name
         assert not any("NaN" in d for d in drawn), name
-    fits(page)
+    chromium.fits(page)
 
 
 def test_the_filter_hides_rows_and_curves(page: Any) -> None:
@@ -99,7 +90,8 @@ def test_tables_are_sorted_by_keyboard(page: Any) -> None:
 def test_every_legend_singles_out_what_is_clicked(page: Any) -> None:
     page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
     page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
-    assert legends_answer(page) == 13  # two of bytes, three of pairs, one of each over training
+    # two of bytes, three of pairs, one of each over training
+    assert chromium.legends_answer(page) == 13
 
 
 def test_it_prints_without_cut_tables(page: Any, tmp_path: Path) -> None:

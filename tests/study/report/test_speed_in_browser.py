@@ -10,23 +10,14 @@ import pytest
 
 from tests.study.fake_runs import ARMS as STUDY_ARMS
 from tests.study.fake_runs import fake_study, write_study_runs
-from tests.study.report.chromium import (
-    PATHS,
-    WIDTHS,
-    browser,
-    fits,
-    legends_answer,
-    needs_chromium,
-    opened,
-    without_files,
-)
+from tests.study.report import chromium
 from tests.study.report.fake_speeds import ARMS, rows, write_speeds
 from tests.study.report.test_speed_report import bench_of, predict
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.report.report import build_report, build_speed_report
 
-__all__ = ["browser"]  # a fixture
-pytestmark = needs_chromium
+browser = chromium.browser  # a fixture
+pytestmark = chromium.needed
 SPEED = ("speedup", "speedup_inside", "floor")
 TEXTS = """chart => [...chart.querySelectorAll("svg text")].map(t => {
     const r = t.getBoundingClientRect();
@@ -43,12 +34,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     study = fake_study(STUDY_ARMS[:6])
     write_study_runs(runs, study, 60)
     write_study(runs, study)
-    with without_files():
+    with chromium.without_files():
         made = build_report(runs, speed=bench_of(tmp_path_factory.mktemp("speeds")))
         return {"bench": build_speed_report(root, predict).html, "study": made.html}
 
 
-@pytest.fixture(scope="module", **WIDTHS)
+@pytest.fixture(scope="module", **chromium.WIDTHS)
 def width(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -58,12 +49,12 @@ def page(
     pages: dict[str, Path], browser: Any, width: int, request: pytest.FixtureRequest
 ) -> Iterator[Any]:
     """Either page at one width, loaded once for all tests."""
-    with opened(browser, pages[request.param], width, 2) as page:
+    with chromium.opened(browser, pages[request.param], width, 2) as page:
         yield page
 
 
 def test_charts_have_marks_fit_and_overlap_nowhere(page: Any) -> None:
-    drawn = dict(page.locator(".chart").evaluate_all(PATHS))
+    drawn = dict(page.locator(".chart").evaluate_all(chromium.PATHS))
     for name in SPEED:
         assert any(len(d) > 20 for d in drawn[f"chart-{name}"]), name
         assert not any("NaN" in d for d in drawn[f"chart-{name}"]), name
@@ -73,11 +64,11 @@ def test_charts_have_marks_fit_and_overlap_nowhere(page: Any) -> None:
             for other, x0, y0, x1, y1 in texts[:i]:
                 apart = left >= x1 - 1 or x0 >= right - 1 or top >= y1 - 1 or y0 >= bottom - 1
                 assert apart, (name, one, other)
-    fits(page)
+    chromium.fits(page)
 
 
 def test_the_legend_singles_an_arm_out_and_tables_sort(page: Any) -> None:
-    assert legends_answer(page) > 1
+    assert chromium.legends_answer(page) > 1
     button = page.locator("#speeds thead button", has_text="Tokens/s").first
     button.press("Enter")
     rates = page.locator("#speeds tbody tr > :nth-child(4)").all_text_contents()
