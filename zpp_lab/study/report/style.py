@@ -196,6 +196,11 @@ def legend_pick(field: str = "look", name: str = "pick") -> alt.Parameter:
     return alt.selection_point(name=name, fields=[field], bind="legend")
 
 
+def quantities(told: Mapping[str, tuple[str, str]]) -> list[alt.Tooltip]:
+    """What a mark says when it is held: the title and the format of each numeric field."""
+    return [alt.Tooltip(f"{k}:Q", title=title, format=form) for k, (title, form) in told.items()]
+
+
 def beside(panels: Sequence[alt.LayerChart], columns: int, **more: Any) -> dict[str, Any]:
     """The panels in rows of `columns`, for `finish`. Altair's own concat copies them for seconds.
     Parameters go to the top, as there; panels' own need names of their own."""

@@ -9,8 +9,8 @@ import altair as alt
 
 from zpp_lab.study.judge.effects import Estimate, Interaction, MainEffect, level_order, level_text
 from zpp_lab.study.report.figures.curves import Row
-from zpp_lab.study.report.figures.gap import GAP, Spec, ends, margin_layers, margin_rows
-from zpp_lab.study.report.style import GapAxis, beside, chart, finish, legend_pick
+from zpp_lab.study.report.figures.gap import ESTIMATE, GAP, Spec, ends, margin_layers, margin_rows
+from zpp_lab.study.report.style import GapAxis, beside, chart, finish, legend_pick, quantities
 
 MOST_PAIRS = 6
 _SIZE = {"width": 225, "height": 220}
@@ -135,8 +135,4 @@ def _numbers(e: Estimate) -> Row:
 
 
 def _tooltip(*names: Any) -> list[Any]:
-    numbers = [
-        alt.Tooltip(f"{key}:Q", title=title, format="+.5f")
-        for key, title in (("mean", "mean gap"), ("low", "from"), ("high", "to"))
-    ]
-    return [*names, *numbers, "seeds:Q"]
+    return [*names, *quantities(ESTIMATE), "seeds:Q"]

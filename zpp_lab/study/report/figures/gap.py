@@ -14,7 +14,7 @@ import altair as alt
 from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row
-from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish
+from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish, quantities
 from zpp_lab.study.report.table import gap_text
 
 T = TypeVar("T")
@@ -23,6 +23,11 @@ GAP = "Held-out loss gap (nats per token)"
 NOISE: dict[str, Any] = {  # the look of a noise band
     **{"color": GREY, "fillOpacity": 0.25, "clip": True},
     **{"stroke": GREY, "strokeWidth": 1, "strokeDash": [3, 2]},
+}
+ESTIMATE = {"mean": ("mean gap", "+.5f"), "low": ("from", "+.5f"), "high": ("to", "+.5f")}
+_SHARES = {
+    "bytes_total": ("bytes, all links", ".1%"),
+    "bytes_inter": ("bytes between nodes", ".1%"),
 }
 PANEL = (355, 340)  # pixels of a panel of the cost figures
 _WIDTH, _ON_PHONE = 520, 210  # pixels of the gap figure
@@ -251,13 +256,4 @@ def margin_layers(
 
 def gap_tooltip() -> list[Any]:
     """What a point of a final gap says when it is held."""
-    return [
-        "arm:N",
-        "verdict:N",
-        alt.Tooltip("mean:Q", title="mean gap", format="+.5f"),
-        alt.Tooltip("low:Q", title="from", format="+.5f"),
-        alt.Tooltip("high:Q", title="to", format="+.5f"),
-        alt.Tooltip("bytes_total:Q", title="bytes, all links", format=".1%"),
-        alt.Tooltip("bytes_inter:Q", title="bytes between nodes", format=".1%"),
-        alt.Tooltip("seeds:Q"),
-    ]
+    return ["arm:N", "verdict:N", *quantities({**ESTIMATE, **_SHARES}), "seeds:Q"]

@@ -16,7 +16,7 @@ from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.speed.contents import SpeedFindings
 from zpp_lab.study.report.speed.results import BASE, Measured, Setting
 from zpp_lab.study.report.speed.speeds import SpeedUp
-from zpp_lab.study.report.style import GREY, Style, chart, finish, legend_pick
+from zpp_lab.study.report.style import GREY, Style, chart, finish, legend_pick, quantities
 
 _TEXTS = {
     "speedup": (
@@ -39,6 +39,13 @@ _TEXTS = {
     ),
 }
 SPEED_NAMES = tuple(_TEXTS)
+_QUANTITIES = {  # of a point that is held
+    "rate": ("tokens/s", ",.0f"),
+    "value": ("speed-up", ".3f"),
+    "low": ("slowest step", ".3f"),
+    "high": ("fastest step", ".3f"),
+    "share": ("of the floor", ".1%"),
+}
 _PREDICTED = " Dotted: what the cost model predicts, over its own FSDP2."
 _SHARED = (
     " Of settings with several ranks a GPU: nodes shared GPUs, so computing took as many times "
@@ -289,12 +296,4 @@ def _labels(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
 
 
 def _tooltip() -> list[Any]:
-    return [
-        "arm:N",
-        "link:N",
-        alt.Tooltip("rate:Q", title="tokens/s", format=",.0f"),
-        alt.Tooltip("value:Q", title="speed-up", format=".3f"),
-        alt.Tooltip("low:Q", title="slowest step", format=".3f"),
-        alt.Tooltip("high:Q", title="fastest step", format=".3f"),
-        alt.Tooltip("share:Q", title="of the floor", format=".1%"),
-    ]
+    return ["arm:N", "link:N", *quantities(_QUANTITIES)]
