@@ -10,16 +10,7 @@ import pytest
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
-from zpp_lab.tools.plan.cost.machine import (
-    OPERATORS,
-    Between,
-    Codec,
-    Curve,
-    Host,
-    Inside,
-    Machine,
-    load_machine,
-)
+from zpp_lab.tools.plan.cost import machine as figures
 from zpp_lab.tools.plan.cost.model import block_work
 from zpp_lab.tools.plan.cost.step import predict
 
@@ -29,18 +20,18 @@ NOTHING = 1e-30
 CODECS = ("raw", "8", "4", "2", "8r", "8h", "4h")
 
 
-def machine(**changes: object) -> Machine:
+def machine(**changes: object) -> figures.Machine:
     """One on which everything but what is changed takes no time."""
-    codec = {op: dict.fromkeys(CODECS, NOTHING) for op in OPERATORS}
-    free = Curve(((1.0, NOTHING),))
-    made = Machine(
+    codec = {op: dict.fromkeys(CODECS, NOTHING) for op in figures.OPERATORS}
+    free = figures.Curve(((1.0, NOTHING),))
+    made = figures.Machine(
         name="ideal",
         compute={"eager": free},
         memory_bytes_per_s=1e30,
-        host=Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0),
-        intra=Inside(free, free, 0.0),
-        inter=Between(0.0, 1.0),
-        codec=Codec(0.0, codec),
+        host=figures.Host({"eager": 0.0}, {"eager": 0.0}, 0.0, 0.0, 0.0, 0.0),
+        intra=figures.Inside(free, free, 0.0),
+        inter=figures.Between(0.0, 1.0),
+        codec=figures.Codec(0.0, codec),
         comment={},
     )
     return replace(made, **changes)
@@ -76,7 +67,7 @@ def test_fsdp2_sends_a_ring_between_nodes() -> None:
 
 def test_where_only_computation_takes_time_it_is_the_flops() -> None:
     settings = config("recipe=zeropp")
-    busy = machine(compute={"eager": Curve(((1e6, 1.0),))})
+    busy = machine(compute={"eager": figures.Curve(((1e6, 1.0),))})
     unit = plan_of(settings).units[0]
     work = block_work(unit, settings)
     tokens = settings.train.batch_size * settings.data.seq_len
@@ -89,7 +80,7 @@ def test_where_only_computation_takes_time_it_is_the_flops() -> None:
 
 
 def test_where_the_host_is_slow_it_is_the_step() -> None:
-    host = Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    host = figures.Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
     settings = config("recipe=zeropp", "model.layers=3")
     found = predict(settings, machine(host=host), None)
     gathers, reductions = 4 + 3, 4  # the root is gathered once
@@ -105,9 +96,10 @@ def test_gathers_hide_behind_the_block_before() -> None:
     block = block_work(plan.units[0], settings).forward
     row = 3 * plan.units[0].forward.nbytes
     root = 3 * plan.units[-1].forward.nbytes
+    gather = figures.Curve(((float(row), 1.0),))
     slow = machine(
-        compute={"eager": Curve(((block, 1.0),))},
-        intra=Inside(Curve(((float(row), 1.0),)), Curve(((1.0, NOTHING),)), 0.0),
+        compute={"eager": figures.Curve(((block, 1.0),))},
+        intra=figures.Inside(gather, figures.Curve(((1.0, NOTHING),)), 0.0),
     )
     head = 2 * 256 * settings.model.dim * settings.train.batch_size * settings.data.seq_len / block
     found = predict(settings, slow)
@@ -120,7 +112,7 @@ def test_gathers_hide_behind_the_block_before() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_seconds_add_up_and_faster_links_are_never_slower(recipe: str) -> None:
     settings = config("model=1_3b", "data.seq_len=2048", "train.batch_size=1", f"recipe={recipe}")
-    h200 = load_machine("h200")
+    h200 = figures.load_machine("h200")
     found = [predict(settings, h200, gbps) for gbps in (5, 12, 25, 50, 100, 400)]
     for one in found:
         own = one.compute_s + one.codec_s + one.optimizer_s + one.exposed_s
@@ -171,7 +163,7 @@ def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> N
 )
 def test_every_kind_of_run_has_a_step(overrides: list[str]) -> None:
     words = ["engine=fsdp", "train.param_dtype=bf16", "recipe=zero3", "model.layers=4"]
-    found = predict(compose([*words, *overrides]), load_machine("h200"), 1.0)
+    found = predict(compose([*words, *overrides]), figures.load_machine("h200"), 1.0)
     own = found.compute_s + found.codec_s + found.optimizer_s + found.exposed_s
     assert own == pytest.approx(found.step_s)
     assert found.step_s >= max(found.inter_s, found.intra_s, found.host_s) * (1 - 1e-9)
