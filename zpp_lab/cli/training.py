@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from zpp_lab.train.piece import PAUSED, UNFINISHED, seconds
 if TYPE_CHECKING:
     from zpp_lab.config.schema import Config
     from zpp_lab.config.study import StudyConfig
+    from zpp_lab.study import Launch
 
 ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
@@ -173,7 +173,7 @@ def _failed(error: Exception) -> int:
 def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.config.compose import compose, load_study
     from zpp_lab.config.load import setting_of
-    from zpp_lab.study import run_study
+    from zpp_lab.study import Launch, run_study
     from zpp_lab.study.run.plan import heldout_default, matching, some_arms
 
     seeds = _numbers(args.seeds) if args.seeds is not None else []
@@ -198,23 +198,20 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     _check_launched(args)
     study = heldout_default(study, root, compose, slurm=args.launcher == "slurm")
-    own = seeds if args.alone else []
-    if args.dry_run:
-        return _dry_run(study, root, args, hydra, only, own)
-    for name in ("machine", "link_gbps"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
-    outcome = run_study(
-        study,
-        root,
-        args.jobs or 0,
-        retry=args.retry,
+    launch = Launch(
+        jobs=args.jobs or 0,
         launcher=args.launcher,
         settings=hydra,
         arms=only,
-        seeds=own,
+        seeds=seeds if args.alone else [],
         until=_until(args.piece),
     )
+    if args.dry_run:
+        return _dry_run(study, root, args, launch)
+    for name in ("machine", "link_gbps"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
+    outcome = run_study(study, root, launch, retry=args.retry)
     if not (outcome.unfinished or outcome.waiting or args.no_report):
         finish(root, study)
     return outcome.exit_code
@@ -230,14 +227,7 @@ def _check_launched(args: argparse.Namespace) -> None:
             )
 
 
-def _dry_run(
-    study: StudyConfig,
-    root: Path,
-    args: argparse.Namespace,
-    hydra: Sequence[str],
-    arms: Sequence[str],
-    seeds: Sequence[int],
-) -> int:
+def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace, launch: Launch) -> int:
     from zpp_lab.tools.plan.dry_run import Machine, dry_run
 
     link = None
@@ -249,17 +239,8 @@ def _dry_run(
         (link, *more) = links(args.link_gbps)
         if more:
             raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
-    dry_run(
-        study,
-        root,
-        args.jobs or 0,
-        None if args.machine is None else Machine(args.machine, link),
-        launcher=args.launcher,
-        settings=hydra,
-        arms=arms,
-        seeds=seeds,
-        until=_until(args.piece),
-    )
+    machine = None if args.machine is None else Machine(args.machine, link)
+    dry_run(study, root, launch, machine)
     return 0
 
 

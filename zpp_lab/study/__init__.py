@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zpp_lab.study.report.report import Report, build_report
     from zpp_lab.study.run.attempts import StudyOutcome
-    from zpp_lab.study.run.launch import run_study
+    from zpp_lab.study.run.launch import Launch, run_study
 
-__all__ = ["Report", "StudyOutcome", "build_report", "run_study"]
-_HOMES = {"run_study": "run.launch", "StudyOutcome": "run.attempts"}
+__all__ = ["Launch", "Report", "StudyOutcome", "build_report", "run_study"]
+_HOMES = {"run_study": "run.launch", "Launch": "run.launch", "StudyOutcome": "run.attempts"}
 _HOMES |= {"build_report": "report.report", "Report": "report.report"}
 
 

@@ -20,7 +20,7 @@ from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.reader import find_runs
 from zpp_lab.study.run.batch import needs
-from zpp_lab.study.run.launch import run_study
+from zpp_lab.study.run.launch import Launch, run_study
 
 
 def small_study(folder: Path) -> StudyConfig:
@@ -30,7 +30,7 @@ def small_study(folder: Path) -> StudyConfig:
 
 def run_with(launcher: str, folder: Path) -> str:
     out = io.StringIO()
-    outcome = run_study(small_study(folder), folder / "out", launcher=launcher, stream=out)
+    outcome = run_study(small_study(folder), folder / "out", Launch(launcher=launcher), stream=out)
     assert outcome.exit_code == 0
     return out.getvalue()
 
@@ -63,7 +63,7 @@ def test_a_job_that_fails_is_one_outcome_of_several(tmp_path: Path) -> None:
     outcome = run_study(
         StudyConfig(**{**values, "arms": arms}),
         tmp_path / "out",
-        launcher="basic",
+        Launch(launcher="basic"),
         stream=io.StringIO(),
     )
     assert outcome.diverged == ["lost seed 1"]

@@ -29,7 +29,8 @@ def test_runs_bytes_memory_and_predicted_seconds(
     before, out = started(tmp_path), io.StringIO()
     console = Console(file=out, width=140)
     what = study("zero3", "a")
-    found = dry_run.dry_run(what, tmp_path, 2, machine, compose=fake_compose, console=console)
+    two = launching.Launch(jobs=2)
+    found = dry_run.dry_run(what, tmp_path, two, machine, compose=fake_compose, console=console)
     text = out.getvalue()
     assert started(tmp_path) == before
     assert [f.bytes for f in found] == [1000 * STEPS] * 4

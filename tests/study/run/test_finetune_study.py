@@ -9,7 +9,7 @@ from pathlib import Path
 from zpp_lab.config.compose import load_study
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.checkpoint.read import Saved
-from zpp_lab.study.run.launch import run_study
+from zpp_lab.study.run.launch import Launch, run_study
 
 
 def shorter(folder: Path) -> StudyConfig:
@@ -31,7 +31,7 @@ def shorter(folder: Path) -> StudyConfig:
 def test_it_pretrains_once_and_finetunes_from_there(tmp_path: Path) -> None:
     root = tmp_path / "study"
     study = shorter(tmp_path)
-    assert run_study(study, root, 2).exit_code == 0
+    assert run_study(study, root, Launch(jobs=2)).exit_code == 0
     assert Saved(root / "prepare" / "base" / "checkpoints" / "step-00000004").step == 4
     firsts, held = {}, {}
     for arm in ("zero3", "w2"):
@@ -41,4 +41,4 @@ def test_it_pretrains_once_and_finetunes_from_there(tmp_path: Path) -> None:
         assert not (folder / "checkpoints").exists()
     assert firsts["zero3"] != firsts["w2"], "the same weights, through other gathers"
     assert held["zero3"] == held["w2"]
-    assert len(run_study(study, root, 2).skipped) == 3
+    assert len(run_study(study, root, Launch(jobs=2)).skipped) == 3

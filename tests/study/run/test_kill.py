@@ -23,8 +23,8 @@ CHILD = """
 import sys
 from pathlib import Path
 from zpp_lab.config.compose import load_study
-from zpp_lab.study import run_study
-sys.exit(run_study(load_study(sys.argv[1]), Path(sys.argv[2]), 2).exit_code)
+from zpp_lab.study import Launch, run_study
+sys.exit(run_study(load_study(sys.argv[1]), Path(sys.argv[2]), Launch(jobs=2)).exit_code)
 """
 
 

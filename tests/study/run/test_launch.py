@@ -16,7 +16,7 @@ from tests.waiting import until
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
 from zpp_lab.study.run.attempts import StudyOutcome
-from zpp_lab.study.run.launch import run_study
+from zpp_lab.study.run.launch import Launch, run_study
 from zpp_lab.study.run.plan import Planner
 
 ENTRY = "tests.study.fake_trainer:run"
@@ -36,7 +36,7 @@ def launch(
 ) -> tuple[StudyOutcome, str]:
     out = io.StringIO()
     outcome = run_study(
-        what, root, jobs, retry=retry, compose=fake_compose, entry=ENTRY, stream=out
+        what, root, Launch(jobs), retry=retry, compose=fake_compose, entry=ENTRY, stream=out
     )
     return outcome, out.getvalue()
 
@@ -213,8 +213,9 @@ CHILD = """
 import sys
 from pathlib import Path
 from tests.study.run.test_launch import ENTRY, fake_compose, study
-from zpp_lab.study.run.launch import run_study
-outcome = run_study(study("zero3", "slow"), Path(sys.argv[1]), 2, compose=fake_compose, entry=ENTRY)
+from zpp_lab.study.run.launch import Launch, run_study
+what, root = study("zero3", "slow"), Path(sys.argv[1])
+outcome = run_study(what, root, Launch(2), compose=fake_compose, entry=ENTRY)
 sys.exit(outcome.exit_code)
 """
 

@@ -17,7 +17,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.reader import read_study
 from zpp_lab.study.run.attempts import StudyOutcome
-from zpp_lab.study.run.launch import run_study
+from zpp_lab.study.run.launch import Launch, run_study
 from zpp_lab.train.piece import PAUSED, UNFINISHED
 
 ENTRY = "tests.study.run.test_pieces:run"
@@ -47,10 +47,7 @@ def launch(
     outcome = run_study(
         what,
         root,
-        1,
-        arms=arms,
-        seeds=seeds,
-        until=until,
+        Launch(jobs=1, arms=arms, seeds=seeds, until=until),
         compose=fake_compose,
         entry=ENTRY,
         stream=out,
@@ -101,4 +98,4 @@ def test_nothing_starts_when_time_is_over(tmp_path: Path) -> None:
 
 def test_a_launcher_has_its_own_limits(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--for is for runs on this machine"):
-        run_study(study("zero3"), tmp_path, launcher="slurm", until=1.0, compose=fake_compose)
+        Launch(launcher="slurm", until=1.0)

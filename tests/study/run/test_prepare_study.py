@@ -11,8 +11,8 @@ from tests.study.fake_trainer import fake_compose
 from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
 from zpp_lab.study.run.attempts import StudyOutcome
-from zpp_lab.study.run.launch import run_study
-from zpp_lab.study.run.plan import Planner, plan_runs
+from zpp_lab.study.run.launch import Launch, run_study
+from zpp_lab.study.run.plan import Planner
 
 ENTRY = "tests.study.fake_trainer:run"
 
@@ -36,7 +36,7 @@ def study(
 
 def launch(what: StudyConfig, root: Path) -> tuple[StudyOutcome, str]:
     out = io.StringIO()
-    outcome = run_study(what, root, 1, compose=fake_compose, entry=ENTRY, stream=out)
+    outcome = run_study(what, root, Launch(jobs=1), compose=fake_compose, entry=ENTRY, stream=out)
     return outcome, out.getvalue()
 
 
@@ -59,7 +59,7 @@ def test_it_runs_once_before_the_arms(tmp_path: Path) -> None:
 
 def test_arms_start_from_the_one_they_name(tmp_path: Path) -> None:
     what = study(PrepareConfig("one"), PrepareConfig("two"), starts=("two", "one"))
-    runs = plan_runs(what, tmp_path, fake_compose)
+    runs = Planner(what, tmp_path, fake_compose).first()
     assert [str(run) for run in runs[:3]] == ["prepare one", "prepare two", "zero3 seed 1"]
     starts = {run.arm: run.config.model.start for run in runs}
     folder = tmp_path / "prepare"

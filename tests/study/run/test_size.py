@@ -11,7 +11,7 @@ from tests.study.run.test_studies import study_of
 from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.metrics import read
-from zpp_lab.study.run.launch import run_study
+from zpp_lab.study.run.launch import Launch, run_study
 from zpp_lab.tools.plan.planner import Outlook
 from zpp_lab.train.launch.launcher import launch
 from zpp_lab.train.memory.buffers import GIB
@@ -50,7 +50,7 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
     study, arm = study_of("pretrain_13b_x2_mini"), "zeropp"
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
-    outcome = run_study(with_cache, tmp_path / "study", arms=[arm])
+    outcome = run_study(with_cache, tmp_path / "study", Launch(arms=[arm]))
     folder = tmp_path / "study" / arm / "seed1"
     assert outcome.exit_code == 0, (folder / "log.txt").read_text()
     real = read(folder / "metrics.jsonl")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -19,7 +19,7 @@ from zpp_lab.runs.reader import Run, find_runs, last_step, read_json, told, writ
 from zpp_lab.runs.wandb.process import start_study_sink
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.attempts import StudyOutcome
-from zpp_lab.study.run.places import Memory, make_places
+from zpp_lab.study.run.places import Memory, check_jobs, make_places
 from zpp_lab.study.run.plan import Compose, PlannedRun, Planner, check_runs, notes, to_do
 from zpp_lab.study.run.progress import Progress
 from zpp_lab.study.run.queue import Queue, Stop, stop_on_signals
@@ -64,17 +64,39 @@ class Executor(Protocol):
     def run(self, todo: Sequence[PlannedRun], stop: Stop) -> None: ...
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One start of a study: which of its runs, where, and until when. ValueError for what nobody
+    would keep.
+
+    jobs: runs side by side; 0 takes study.jobs, and if that is 0 too as many as fit.
+    launcher: a Hydra launcher (conf/hydra/launcher, such as slurm) in place of this machine.
+    settings: overrides of hydra.launcher.
+    arms, seeds: those to run now; the study keeps the others, and adds none. Empty: all.
+    until: unix time before which running runs stop, each with a checkpoint; for this machine.
+    """
+
+    jobs: int = 0
+    launcher: str | None = None
+    settings: Sequence[str] = ()
+    arms: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+    until: float | None = None
+
+    def __post_init__(self) -> None:
+        check_jobs(self.jobs)
+        if self.until is not None and self.launcher is not None:
+            raise ValueError(
+                "--for is for runs on this machine; a launcher's jobs have limits there"
+            )
+
+
 def run_study(
     study: StudyConfig,
     root: Path,
-    jobs: int = 0,
+    launch: Launch | None = None,
     *,
     retry: bool = False,
-    launcher: str | None = None,
-    settings: Sequence[str] = (),
-    arms: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    until: float | None = None,
     compose: Compose | None = None,
     entry: str = ENTRY,
     stream: TextIO | None = None,
@@ -83,32 +105,25 @@ def run_study(
     `study.max_seeds`, more seeds for the arms that are undecided. Arms wait for the runs of
     `study.prepare`, and do not start when one of those fails.
 
-    jobs: runs side by side; 0 takes study.jobs, and if that is 0 too as many as fit.
+    launch: which runs, where and until when; None: all, as many side by side as fit.
     retry: also start the runs again that diverged or failed too often.
-    launcher: a Hydra launcher (conf/hydra/launcher, such as slurm) in place of this machine.
-    settings: overrides of hydra.launcher.
-    arms, seeds: those to run now; the study keeps the others, and adds none. Empty: all.
-    until: unix time before which running runs stop, each with a checkpoint; for this machine.
     compose, entry: other than Hydra's compose and the trainer only in tests.
     Raises ValueError before anything runs for a config that does not compose, for a folder
     with other settings or another study, and when a study is running in `root` already; OSError
     when the disk is full.
     """
-    planner = Planner(study, root, compose or _compose())
-    check_time(until, launcher)
-    first = planner.prepare()
-    runs = [*first, *planner.plan(dict.fromkeys(_chosen(study, arms), seeds or study.seeds))]
-    check_runs(study, runs, here=launcher is None)
-    if launcher is not None:
+    launch = launch or Launch()
+    planner = Planner(study, root, compose or hydra_compose())
+    runs = planner.first(launch.arms, launch.seeds)
+    check_runs(study, runs, here=launch.launcher is None)
+    if launch.launcher is not None:
         from zpp_lab.study.run.batch import check_batch  # Hydra is slow to import
 
-        check_batch(launcher, root, settings, to_do(runs))
+        check_batch(launch.launcher, root, launch.settings, to_do(runs))
     with only_one(root), stop_on_signals() as stop:
         todo, lost = _todo(study, runs, retry)
         progress = Progress(len(runs), todo, stream)
-        executor, where = _executor(
-            study, root, runs, jobs, launcher, settings, entry, progress, until
-        )
+        executor, where = _executor(study, root, runs, launch, entry, progress)
         write_study(root, study)
         progress.say(f"Study {study.name}: {_intent(runs, todo, lost)}, {where}.")
         for note in notes(todo):
@@ -116,9 +131,10 @@ def run_study(
         tracking = runs[0].config.tracking
         sink = start_study_sink(root, tracking)
         executor.run([run for run in todo if run.prepares], stop)
-        ready = _ready(first, progress, stop)
+        ready = _ready([run for run in runs if run.prepares], progress, stop)
         executor.run([run for run in todo if ready and not run.prepares], stop)
-        while ready and not (arms or seeds or stop.requested or _over(until, executor)):
+        some = launch.arms or launch.seeds
+        while ready and not (some or stop.requested or _over(launch.until, executor)):
             more = _more(planner, root)
             if not more:
                 break
@@ -127,18 +143,12 @@ def run_study(
             runs, todo = [*runs, *more], [*todo, *more]
             executor.run(more, stop)
         sink.end(tracking.wait_seconds)
-        late = not stop.requested and _over(until, executor)
+        late = not stop.requested and _over(launch.until, executor)
         held = [] if ready or stop.requested or late else [run for run in todo if not run.prepares]
         outcome = _outcome(study, runs, todo, _ends(todo, executor), held)
         outcome = replace(outcome, out_of_time=late)
         progress.say(outcome.message)
     return outcome
-
-
-def check_time(until: float | None, launcher: str | None) -> None:
-    """ValueError for a time that nobody would keep."""
-    if until is not None and launcher is not None:
-        raise ValueError("--for is for runs on this machine; a launcher's jobs have limits there")
 
 
 def _ready(first: Sequence[PlannedRun], progress: Progress, stop: Stop) -> bool:
@@ -147,15 +157,6 @@ def _ready(first: Sequence[PlannedRun], progress: Progress, stop: Stop) -> bool:
     if open_runs and not stop.requested:
         progress.say(f"No arm starts before {', '.join(open_runs)} has finished.")
     return not open_runs
-
-
-def _chosen(study: StudyConfig, arms: Sequence[str]) -> list[str]:
-    """The names of the arms to run; ValueError for one that the study does not have."""
-    names = [arm.name for arm in study.arms]
-    unknown = [name for name in arms if name not in names]
-    if unknown:
-        raise ValueError(f"study {study.name} has no arm {unknown[0]!r}; arms: {', '.join(names)}")
-    return list(arms) or names
 
 
 def _over(until: float | None, executor: Executor) -> bool:
@@ -181,26 +182,25 @@ def _executor(
     study: StudyConfig,
     root: Path,
     runs: Sequence[PlannedRun],
-    jobs: int,
-    launcher: str | None,
-    settings: Sequence[str],
+    launch: Launch,
     entry: str,
     progress: Progress,
-    until: float | None,
 ) -> tuple[Executor, str]:
     """Where the runs go, and a phrase that says so."""
-    if launcher is not None:
+    if launch.launcher is not None:
         from zpp_lab.study.run.batch import Batch
 
-        batch = Batch(study, root, launcher, settings, progress)
-        return batch, f"through Hydra's launcher {launcher}"
-    places = make_places(jobs or study.jobs, study.runs_per_gpu, [run.config for run in runs])
+        batch = Batch(study, root, launch.launcher, launch.settings, progress)
+        return batch, f"through Hydra's launcher {launch.launcher}"
+    places = make_places(
+        launch.jobs or study.jobs, study.runs_per_gpu, [run.config for run in runs]
+    )
     memory = Memory(study.runs_per_gpu if places.gpus else 1)
     for run in runs:
         if run.finished and places.gpus:
             memory.learn(run)
     side = f"{len(places)} {'GPUs' if places.gpus else 'side by side'}"
-    return Queue(entry, places, memory, progress, until), side
+    return Queue(entry, places, memory, progress, launch.until), side
 
 
 def _ends(todo: Sequence[PlannedRun], executor: Executor) -> dict[Path, str]:
@@ -259,7 +259,7 @@ def _end(run: PlannedRun) -> str:
     return told(found) if step or failure else ""
 
 
-def _compose() -> Compose:
+def hydra_compose() -> Compose:
     from zpp_lab.config.compose import compose  # Hydra is slow to import, and a report needs none
 
     return compose

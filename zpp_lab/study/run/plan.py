@@ -161,10 +161,17 @@ class Planner:
         every = len(whose) > 1 and len(whose) == len(self.study.arms) + len(self.study.prepare)
         return f"study {self.study.name}, {'every arm' if every else ', '.join(whose)}: {error}"
 
-    def prepare(self) -> list[PlannedRun]:
-        """The runs that must have finished before any arm starts. ValueError as for `plan`."""
+    def first(self, arms: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[PlannedRun]:
+        """The runs of these arms and seeds (empty: all of the study's), after those that must have
+        finished before any arm starts. ValueError as for `plan`, and for an unknown arm."""
+        names = [arm.name for arm in self.study.arms]
+        unknown = [arm for arm in arms if arm not in names]
+        if unknown:
+            raise ValueError(
+                f"study {self.study.name} has no arm {unknown[0]!r}; arms: {', '.join(names)}"
+            )
         _check_settings(self._first)
-        return list(self._first)
+        return [*self._first, *self.plan(dict.fromkeys(arms or names, seeds or self.study.seeds))]
 
     def plan(self, seeds: Mapping[str, Iterable[int]]) -> list[PlannedRun]:
         """The runs of these seeds by arm, in the order they should start: baselines first,
@@ -191,20 +198,6 @@ class Planner:
         folder, config = run_folder(self.root, arm, seed), self._configs[arm]
         config = replace(config, seed=seed, run=replace(config.run, dir=str(folder)))
         return PlannedRun(arm, seed, folder, config)
-
-
-def plan_runs(
-    study: StudyConfig,
-    root: Path,
-    compose: Compose,
-    arms: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-) -> list[PlannedRun]:
-    """The runs of these arms and seeds (empty: all of the study's), after those that prepare it;
-    see `Planner`."""
-    planner = Planner(study, root, compose)
-    names = arms or [arm.name for arm in study.arms]
-    return [*planner.prepare(), *planner.plan(dict.fromkeys(names, seeds or study.seeds))]
 
 
 def baselines(study: StudyConfig) -> set[str]:

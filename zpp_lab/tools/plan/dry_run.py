@@ -19,9 +19,8 @@ from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import CONFIG, shares
 from zpp_lab.runs.reader import last_step, read_run
 from zpp_lab.study.run import attempts
-from zpp_lab.study.run.launch import check_time
-from zpp_lab.study.run.places import check_jobs
-from zpp_lab.study.run.plan import Compose, PlannedRun, check_runs, notes, plan_runs, to_do
+from zpp_lab.study.run.launch import Launch, hydra_compose
+from zpp_lab.study.run.plan import Compose, PlannedRun, Planner, check_runs, notes, to_do
 from zpp_lab.study.run.progress import duration
 from zpp_lab.train.memory.forecast import Foreseen, foresee
 
@@ -81,36 +80,25 @@ class Forecast:
 def dry_run(
     study: StudyConfig,
     root: Path,
-    jobs: int = 0,
+    launch: Launch | None = None,
     machine: Machine | None = None,
     *,
-    launcher: str | None = None,
-    settings: Sequence[str] = (),
-    arms: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    until: float | None = None,
     compose: Compose | None = None,
     console: Console | None = None,
 ) -> list[Forecast]:
     """Compose every run, print its bytes and memory, with `machine` its seconds, and a summary.
 
-    launcher, settings, arms, seeds, until: as of `run_study`. Raises what that raises before its
-    first run, but looks for the files that runs read only where they would run here.
+    launch, compose: as of `run_study`. Raises what that raises before its first run, but looks for
+    the files that runs read only where they would run here.
     """
-    if compose is None:
-        from zpp_lab.config.compose import compose as hydra_compose
-
-        compose = hydra_compose
-    console = console or Console()
-    runs = plan_runs(study, root, compose, arms, seeds)
-    check_time(until, launcher)
+    launch, console = launch or Launch(), console or Console()
+    runs = Planner(study, root, compose or hydra_compose()).first(launch.arms, launch.seeds)
     headers: list[tuple[list[str], str]] = []
-    if launcher is not None:
+    if launch.launcher is not None:
         from zpp_lab.study.run.batch import check_launcher  # Hydra is slow to import
 
-        headers = check_launcher(launcher, root, settings, to_do(runs))
-    check_runs(study, runs, here=launcher is None and machine is None)
-    check_jobs(jobs)
+        headers = check_launcher(launch.launcher, root, launch.settings, to_do(runs))
+    check_runs(study, runs, here=launch.launcher is None and machine is None)
     ended = sum(run.finished for run in runs)
     console.print(
         f"Study {study.name}, {root}: {_several(len(runs), 'run')}, {ended} finished.",
@@ -129,8 +117,8 @@ def dry_run(
     for whose, header in headers:
         told = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
         console.print(told, soft_wrap=True, markup=False, highlight=False)
-    console.print(_summary(study, found, jobs, machine), soft_wrap=True)
-    if study.max_seeds > len(study.seeds) and not (arms or seeds):
+    console.print(_summary(study, found, launch.jobs, machine), soft_wrap=True)
+    if study.max_seeds > len(study.seeds) and not (launch.arms or launch.seeds):
         console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
     return found
 
