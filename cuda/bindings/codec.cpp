@@ -47,16 +47,13 @@ void decode(Tensor payload, Tensor table, std::vector<Tensor> outs) {
 void decode_sum(Tensor payload, Tensor table, Tensor sums) {
   Call const call = begin(payload, "payload", table);
   check_payload(payload, 3, "payload", call, true);
-  check_width(sums, width_of(call, SUM_OFFSET, FROM_CODED), "sums");
-  Dtype const dtype = check_matrix(sums, sums.size(1), "sums", call);
-  STD_TORCH_CHECK(dtype == Dtype::fp32, "sums: must be float32");
-  STD_TORCH_CHECK(sums.size(0) == payload.size(1), "sums: needs ", payload.size(1), " rows");
+  check_sums(sums, call, payload.size(1));
   Plan plan = {};
   set_input(plan, payload);
   if (plan.k == 0) return;
   run(plan, call, payload.size(1), [&](int64_t s, Segment& seg) {
-    seg.to = matrix_view(sums, dtype, call.at(s, SUM_OFFSET));
-    seg.to_dtype = uint8_t(dtype);
+    seg.to = matrix_view(sums, Dtype::fp32, call.at(s, SUM_OFFSET));
+    seg.to_dtype = uint8_t(Dtype::fp32);
     seg.to_len = seg.from_len;
     seg.inverse = 0;  // sums stay in the rotated domain
     view_raw_input(plan, call, s, seg);
@@ -84,16 +81,13 @@ void encode_sums(Tensor sums, Tensor table, int64_t key,
                  std::optional<Tensor> noise_rows, Tensor out) {
   Call const call = begin(out, "out", table);
   check_payload(out, 2, "out", call, false);
-  check_width(sums, width_of(call, SUM_OFFSET, FROM_CODED), "sums");
-  Dtype const dtype = check_matrix(sums, sums.size(1), "sums", call);
-  STD_TORCH_CHECK(dtype == Dtype::fp32, "sums: must be float32");
-  STD_TORCH_CHECK(sums.size(0) == out.size(0), "sums: needs ", out.size(0), " rows");
+  check_sums(sums, call, out.size(0));
   Plan plan = {};
   set_output(plan, out);
   set_noise(plan, {key, noise_rows}, out.size(0), call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
-    seg.from = matrix_view(sums, dtype, call.at(s, SUM_OFFSET));
-    seg.from_dtype = uint8_t(dtype);
+    seg.from = matrix_view(sums, Dtype::fp32, call.at(s, SUM_OFFSET));
+    seg.from_dtype = uint8_t(Dtype::fp32);
     view_raw_output(plan, call, s, seg);
     seg.copy = seg.to_codec.raw && same_floats(seg) && !seg.inverse;
   }, [](Plan& p, Flags f, void* stream) {

@@ -114,6 +114,14 @@ inline void check_width(Tensor const& t, int64_t need, char const* name) {
   STD_TORCH_CHECK(t.dim() == 2 && t.size(1) >= need, name, ": must be [R, ", need, "] or wider");
 }
 
+// The sums of a hop, in the coded domain of its incoming payload: fp32 [rows, width or wider].
+inline void check_sums(Tensor const& sums, Call const& call, int64_t rows) {
+  check_width(sums, width_of(call, SUM_OFFSET, FROM_CODED), "sums");
+  Dtype const dtype = check_matrix(sums, sums.size(1), "sums", call);
+  STD_TORCH_CHECK(dtype == Dtype::fp32, "sums: must be float32");
+  STD_TORCH_CHECK(sums.size(0) == rows, "sums: needs ", rows, " rows");
+}
+
 inline FloatView matrix_view(Tensor const& t, Dtype dtype, int64_t offset) {
   char* base = static_cast<char*>(t.data_ptr()) + offset * itemsize(dtype);
   return {base, t.stride(0), ENDLESS, 0};
