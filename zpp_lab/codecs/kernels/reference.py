@@ -31,7 +31,8 @@ def encode(
 ) -> None:
     """Whole parameters (any float dtype, one per segment) → payload `out` uint8 [R, nbytes].
 
-    `errors` fp64 [R, segments, 9] takes each segment's `codecs.errors.error_sums`.
+    `errors` fp64 [R, segments, 9], where given, takes what the codecs did to the values: each
+    segment's `codecs.errors.error_sums`.
     """
     assert len(sources) == len(layout.segments)
     for group in layout.groups:
@@ -45,7 +46,7 @@ def encode(
 
 
 def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
-    """Payload uint8 [R, nbytes] → whole parameters, rounded once from fp32 to their dtype."""
+    """Payload uint8 [R, nbytes] → whole contiguous parameters, rounded once to their dtype."""
     assert len(outs) == len(layout.segments)
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
@@ -84,15 +85,18 @@ def encode_sums(
 
 
 def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
-    """fp32 [R, coded_numel] → [R, numel]: out of the rotated domain, segments side by side."""
+    """fp32 [R, coded_numel] → [R, numel]: out of the rotated domain, segments side by side; `sums`
+    itself where nothing is rotated."""
     if not any(s.codec.rotation for s in layout.segments):
         return sums
     return torch.cat([_leave(s, sums, stay=False) for s in layout.segments], dim=1)
 
 
 def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
-    """Payload rows uint8 [K, R, nbytes] → `out` [R, numel] fp32 or bf16: 0 + row 0 + row 1 + ...,
-    out of the rotated domain, rounded once."""
+    """Payload rows uint8 [K, R, nbytes] → `out` [R, numel] fp32 or bf16.
+
+    0 + row 0 + row 1 + ... in fp32, then out of the rotated domain, then one rounding.
+    """
     out.copy_(finish_sums(layout, _summed(layout, payload)))
 
 
@@ -100,7 +104,10 @@ def decode_sum_encode(
     before: Layout, layout: Layout, payload: Tensor, noise: Noise | None, out: Tensor
 ) -> None:
     """The middle of a two-hop reduction: payload rows uint8 [K, R, before.nbytes] of the first
-    hop → payload uint8 [R, layout.nbytes] of the second."""
+    hop → payload uint8 [R, layout.nbytes] of the second.
+
+    Equals `decode_sum` onto zeros, then `encode_sums`; on kernels the sums never leave the chip.
+    """
     encode_sums(before, layout, _summed(before, payload), noise, out)
 
 
