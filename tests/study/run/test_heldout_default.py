@@ -11,7 +11,7 @@ from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import write_study
-from zpp_lab.study.run.plan import heldout_default, plan_runs
+from zpp_lab.study.run.plan import Planner, heldout_default
 
 
 def study(*overrides: str, arm: tuple[str, ...] = ()) -> StudyConfig:
@@ -20,7 +20,7 @@ def study(*overrides: str, arm: tuple[str, ...] = ()) -> StudyConfig:
 
 
 def tokens(what: StudyConfig, root: Path) -> set[int]:
-    return {run.config.train.eval_tokens for run in plan_runs(what, root, fake_compose)}
+    return {run.config.train.eval_tokens for run in Planner(what, root, fake_compose).first()}
 
 
 @pytest.fixture
