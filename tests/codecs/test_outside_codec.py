@@ -81,9 +81,15 @@ def test_the_readme_makes_a_codec_sweeps_it_and_reports(
 
 def check_report(root: Path, printed: str) -> None:
     """Every arm has its verdict, and outside codes are counted like the built-in ones."""
-    assert re.search(r"^quantile4 +(on par|worse|better|undecided) ", printed, re.M), printed
+    assert re.search(
+        r"^quantile4 +(on par|worse|better|undecided|(above|below) zero(,| but)) ", printed, re.M
+    ), printed
     page, text = ((root / f"report.{kind}").read_text() for kind in ("html", "md"))
-    assert re.search(r"^\| quantile4 \|.*\| (on par|worse|better|undecided)", text, re.M)
+    assert re.search(
+        r"^\| quantile4 \|.*\| (on par|worse|better|undecided|(above|below) zero(,| but))",
+        text,
+        re.M,
+    )
     assert "15 normal quantiles" in page
     rows = {(row["arm"], row["seed"]): row for row in csv.DictReader((root / "results.csv").open())}
     assert {arm for arm, _ in rows} == {"zero3", "w4", "quantile4"}

@@ -59,7 +59,7 @@ class StudyConfig:
     jobs: int = 0  # runs side by side; 0: as many as the machine has cores or GPUs
     runs_per_gpu: int = 1  # runs that share a GPU; 0: as many as fit by the first run's memory
     retries: int = 2  # new starts of a run that crashed or ran out of memory
-    max_seeds: int = 0  # seeds are added until every arm is decided, up to so many; 0: never
+    max_seeds: int = 0  # added until every gap is inside or beyond the margin; 0: never
     seeds_per_look: int = 1  # so many at a time
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Studies: run arms × seeds, judge every arm against the baseline, and report. No torch here.
 
 An **arm** is one recipe of a study, a **run** an arm with one seed, the **baseline** `zero3`.
-A **verdict** is on par, worse, better or undecided. `run/` starts runs, `judge/` makes verdicts,
-`report/` and `wandb_pages/` show them.
+A **verdict** says where an arm's gap lies (`judge/claims.py`). `run/` starts runs, `judge/` makes
+verdicts, `report/` and `wandb_pages/` show them.
 `run_study` and `build_report` are imported when they are first used: a run's process comes
 through here too, and needs neither statistics nor charts.
 """

@@ -56,6 +56,10 @@ def equal(tests: PValues) -> bool:
     return tests.equal_corrected is not None and tests.equal_corrected < 0.05
 
 
+def beyond(tests: PValues) -> bool:
+    return tests.beyond_corrected is not None and tests.beyond_corrected < 0.05
+
+
 def plain_differs(tests: PValues) -> bool:
     return tests.differs is not None and tests.differs < 0.05
 
@@ -79,6 +83,24 @@ def test_false_claims_of_equality_in_any_of_six_arms_at_the_margin(what: StudyCo
     assert share(what, AT_MARGIN, equal) <= most(0.05)
 
 
+@pytest.mark.parametrize("what", LOOKS.values(), ids=LOOKS)
+def test_false_claims_of_a_gap_beyond_the_margin_in_any_of_six_arms_at_it(
+    what: StudyConfig,
+) -> None:
+    assert share(what, tuple(MARGIN * (-1) ** i for i in range(6)), beyond) <= most(0.05)
+
+
+def test_a_gap_beyond_the_margin_differs_and_is_not_inside_it() -> None:
+    what = LOOKS["four looks"]
+    claimed = 0
+    for key in range(60):
+        for tests in simulated(what, key, (0.0, 0.004, 0.008, -0.008, 0.012, 0.02)).values():
+            claimed += beyond(tests)
+            assert differs(tests) or not beyond(tests)
+            assert not (beyond(tests) and equal(tests))
+    assert claimed > 60
+
+
 def test_power() -> None:
     """Most equal arms are found equal, most real gaps found, and more with more looks."""
     means = (0.0, 0.0, 0.0, 0.02, 0.02, 0.02)
@@ -88,8 +110,10 @@ def test_power() -> None:
         found[name] = (
             np.mean([[equal(t[a]) for a in "abc"] for t in tests]),
             np.mean([[differs(t[a]) for a in "def"] for t in tests]),
+            np.mean([[beyond(t[a]) for a in "def"] for t in tests]),
         )
         assert found[name][1] > 0.95
+        assert found[name][2] > 0.9
     assert found["once"][0] > 0.4
     assert found["four looks"][0] > 0.95
 

@@ -92,12 +92,15 @@ def test_equal_gaps_are_their_own_interval(value: float, p: float) -> None:
 @pytest.mark.parametrize(
     ("n", "mean", "sd"), [(3, 0.0, 0.002), (3, 0.004, 0.006), (8, 0.009, 0.01), (2, 0.02, 0.004)]
 )
-def test_decision_probability_is_what_simulated_studies_do(n: int, mean: float, sd: float) -> None:
+@pytest.mark.parametrize("edge", [0.0, 0.006])
+def test_decision_probability_is_what_simulated_studies_do(
+    n: int, mean: float, sd: float, edge: float
+) -> None:
     margin, rng = 0.006, np.random.default_rng(n)
     gaps = [summarize(rng.normal(mean, sd, n), margin) for _ in range(TRIALS)]
     on_par = [g.p_equal is not None and g.p_equal < 0.05 for g in gaps]
-    apart = [g.interval is not None and (g.interval[0] > 0 or g.interval[1] < 0) for g in gaps]
-    expected = decision_probability(n, mean, sd, margin)
+    apart = [g.interval is not None and max(g.interval[0], -g.interval[1]) > edge for g in gaps]
+    expected = decision_probability(n, mean, sd, margin, edge=edge)
     for count, probability in zip(
         (sum(on_par), sum(a or b for a, b in zip(on_par, apart, strict=True))),
         expected,

@@ -42,13 +42,16 @@ def shifted(*gaps: float) -> list[Run]:
     ("gaps", "verdict"),
     [
         ([0.0001, -0.0002, 0.0003], "on par"),
-        ([0.0020, 0.0021, 0.0022], "on par"),  # real, but within the margin
-        ([-0.0020, -0.0021, -0.0022], "on par"),
+        ([0.0020, 0.0021, 0.0022], "above zero but inside the margin"),
+        ([-0.0020, -0.0021, -0.0022], "below zero but inside the margin"),
         ([0.05, 0.055, 0.06], "worse"),
-        ([0.0055, 0.006, 0.0065], "worse"),  # cannot exclude a gap beyond the margin
+        ([0.0055, 0.006, 0.0065], "above zero, size open"),  # cannot exclude one beyond the margin
+        ([-0.0055, -0.006, -0.0065], "below zero, size open"),
+        ([0.007, 0.009, 0.011], "above zero, size open"),  # nor one inside it
         ([-0.05, -0.055, -0.06], "better"),
         ([0.03, -0.02, 0.01], "undecided"),
         ([0.0, 0.0, 0.0], "on par"),
+        ([0.004, 0.004, 0.004], "above zero but inside the margin"),
         ([0.02, 0.02, 0.02], "worse"),
         ([0.3], "undecided"),
     ],
@@ -152,7 +155,8 @@ def test_arms_are_paired_with_the_baseline_that_they_name() -> None:
 
 def test_gaps_are_paired_by_seed() -> None:
     result, arm = judged(*shifted(0.001, 0.001, 0.0011))
-    assert arm.verdict == "on par"  # although the losses of the seeds spread by 0.02
+    # although the losses of the seeds spread by 0.02
+    assert arm.verdict == "above zero but inside the margin"
     assert result.margin == pytest.approx(0.0025 * 2.4)
     assert arm.gaps == pytest.approx({1: 0.001, 2: 0.001, 3: 0.0011})
     assert arm.bytes_total == pytest.approx(0.25)

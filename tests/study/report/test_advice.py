@@ -69,7 +69,9 @@ def test_a_wrong_control_silences_the_advice() -> None:
 
 def test_controls_are_never_advised() -> None:
     found = result(arm("order", "on par", 0.0, 0.1, "order_control"))
-    assert said(found, 2) == "Stay with zero3: no other arm is shown to be on par with it."
+    assert said(found, 2) == (
+        "Stay with zero3: no other arm's gap is shown to be inside the margin."
+    )
 
 
 def test_without_a_baseline_nothing_is_said() -> None:

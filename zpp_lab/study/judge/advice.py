@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zpp_lab.runs.reader import NO_ANSWER
+from zpp_lab.study.judge.claims import BELOW_OPEN, BETTER, GOOD, ON_PAR, OPEN, WORSE
 from zpp_lab.study.judge.noise import one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.speed.speeds import FASTER
@@ -16,17 +16,19 @@ from zpp_lab.study.report.table import gap_text, percent
 
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
-_OPEN = ("undecided", *NO_ANSWER)
+_TO = {ON_PAR: "with", BETTER: "than", BELOW_OPEN: "against"}  # a verdict's word to its baseline
 _LISTED = 8  # arms named in one sentence
 RULES = (
-    "If a control came out wrong, nothing is advised; while one is undecided, that is said.",
-    "Candidates are the arms that are on par with the baseline, or better. Controls never are.",
+    "If a control came out wrong, nothing is advised; while one has no answer, that is said.",
+    "Candidates are the arms whose gap is shown to be inside the margin or below 0. Controls never "
+    "are.",
     "Of the candidates, the one that sends the fewest bytes a step between nodes is advised (all "
     f"bytes where there is one node). Within {_TIE:.0%} of the baseline's bytes, the one whose "
     "interval of the gap ends lower.",
     "Where speeds were measured, the candidate with the most tokens/s is advised at each "
     f"bandwidth, or the baseline where none is faster by more than {FASTER:.0%}.",
-    "Undecided arms that send fewer bytes than the advised one are worth more seeds.",
+    "Arms that send fewer bytes than the advised one, and are undecided or of open size, are worth "
+    "more seeds.",
     "Arms that are worse, or that diverged, are not to be used at this scale.",
     "With one seed an arm nothing is tested, so no arm is advised for or against by its loss.",
 )
@@ -44,13 +46,13 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
     """The paragraph, sentence by sentence. `speeds`: measured tokens/s by bandwidth and arm."""
     if result.margin is None:
         return [Advice("Nothing yet: the baseline has no finished run to compare with.", 2)]
-    wrong = [c.arm for c in result.controls if not c.ok and c.verdict not in _OPEN]
+    wrong = [c.arm for c in result.controls if c.wrong]
     if wrong:
         return [Advice(f"Nothing: {', '.join(wrong)} did not come out as a control must.", 1)]
     arms = [a for a in result.arms if a.arm.role == "arm" and a.verdict != "baseline"]
     if one_seed(result):
         return [_untested(result), *_provisional(result), *_open(result, arms, None), *_bad(arms)]
-    candidates = [arm for arm in arms if arm.verdict in ("on par", "better")]
+    candidates = [arm for arm in arms if arm.verdict in GOOD]
     best = _cheapest(candidates)
     return [
         *_provisional(result),
@@ -64,9 +66,7 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
 def _provisional(result: StudyResult) -> list[Advice]:
     lone = one_seed(result)
     waiting = [
-        f"{c.arm} ({c.verdict})"
-        for c in result.controls
-        if c.verdict in _OPEN and not (lone and c.untested)
+        f"{c.arm} ({c.verdict})" for c in result.controls if c.waiting and not (lone and c.untested)
     ]
     if not waiting:
         return []
@@ -99,18 +99,18 @@ def _main(result: StudyResult, best: ArmResult | None, candidates: bool) -> Advi
     base = result.study.baseline
     if best is None and candidates:  # a single rank: nobody sends anything
         return Advice(
-            f"Stay with {base}: no arm that is on par sends less, as it sends nothing.", 3
+            f"Stay with {base}: no arm inside the margin sends less, as it sends nothing.", 3
         )
     if best is None:
-        return Advice(f"Stay with {base}: no other arm is shown to be on par with it.", 2)
+        return Advice(f"Stay with {base}: no other arm's gap is shown to be inside the margin.", 2)
     base = result.baseline_of(best).name
     where = "all links" if best.bytes_inter is None else "links between nodes"
     what = f" ({best.arm.describe})" if best.arm.describe else ""
     text = (
-        f"Use {best.name}{what}: it is {best.verdict} with {base} (gap {gap_text(best)} nats) and "
-        f"sends {percent(cost(best))} of its bytes over {where}."
+        f"Use {best.name}{what}: it is {best.verdict} {_TO.get(best.verdict, 'of')} {base} (gap "
+        f"{gap_text(best)} nats) and sends {percent(cost(best))} of its bytes over {where}."
     )
-    return Advice(text.replace("better with", "better than"), 3)
+    return Advice(text, 3)
 
 
 def _by_speed(result: StudyResult, candidates: Sequence[ArmResult], speeds: Speeds) -> list[Advice]:
@@ -136,7 +136,10 @@ def _open(result: StudyResult, arms: Sequence[ArmResult], best: ArmResult | None
     tempting = [
         arm
         for arm in arms
-        if arm.verdict == "undecided" and (value := cost(arm)) is not None and value < limit
+        if arm.verdict in OPEN
+        and arm is not best
+        and (value := cost(arm)) is not None
+        and value < limit
     ]
     if not tempting:
         return []
@@ -148,7 +151,7 @@ def _open(result: StudyResult, arms: Sequence[ArmResult], best: ArmResult | None
 
 
 def _bad(arms: Sequence[ArmResult]) -> list[Advice]:
-    worse = [arm for arm in arms if arm.verdict == "worse"]
+    worse = [arm for arm in arms if arm.verdict == WORSE]
     lost = [arm.name for arm in arms if arm.verdict == "diverged"]
     said = []
     if worse:

@@ -22,8 +22,9 @@ import numpy as np
 
 from zpp_lab.config.compose import flat_config
 from zpp_lab.config.study import Level
+from zpp_lab.study.judge.claims import EXPECTED
 from zpp_lab.study.judge.stats import t_interval
-from zpp_lab.study.judge.verdict import EXPECTED, ArmResult, StudyResult
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
 _NOT_FACTORS = ("seed", "recipe.name", "model.preset", "data.cache_dir")
 _NOT_GROUPS = ("run.", "tracking.", "engine.")

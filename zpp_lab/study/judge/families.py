@@ -1,10 +1,11 @@
 """The tests of a study's arms as one family: look by look, corrected for looks and for arms.
 
-Two families, each with its own error rate alpha = 1 − confidence: the claims "differs from the
-baseline" and the claims "equal within the margin". In each, an arm's p-value is the smallest
-over the looks so far, corrected for the planned looks, then for the number of arms (Holm). An arm
-that is decided at a look gets no further seeds, and its decision stands. Controls are in neither
-family: they test the instrument, and their claims are not the study's.
+Three families, each with its own error rate alpha = 1 − confidence: the claims that a gap differs
+from 0, that it is equal within the margin, and that it lies beyond the margin. In each, an arm's
+p-value is the smallest over the looks so far, corrected for the planned looks, then for the number
+of arms (Holm). An arm of which a look says that its gap is inside or beyond the margin gets no
+further seeds, and its claims stand. Controls whose verdict is known are in no family: they test the
+instrument, and their claims are not the study's.
 
 Looks: a sequential study tests after its first seeds, then after every few more, and each further
 look is another chance to cross a threshold by luck. The correction is Pocock's (1977, Biometrika
@@ -37,6 +38,8 @@ from zpp_lab.config.study import StudyConfig
 from zpp_lab.study.judge import stats
 
 Sides = Literal[1, 2]
+_SIDES: tuple[Sides, ...] = (2, 1, 2)  # of the tests, in the order of `stats.Tests`
+_UNKNOWN = (None, None, None)
 _PATHS, _CHUNK = 100_000, 10_000
 _KEY = 0x7A70702D6C6F6F6B  # of the generator; any fixed number
 
@@ -75,7 +78,7 @@ def look_sizes(study: StudyConfig) -> tuple[int, ...]:
 def ever_below(p: float, sizes: tuple[int, ...], sides: Sides) -> float:
     """Chance, without any effect, that the smallest p-value over the looks is `p` or less.
 
-    sizes: seeds at each look. sides: 2 for "differs", 1 for one side of the equivalence test.
+    sizes: seeds at each look. sides: 1 for one side of the equivalence test, 2 for the others.
     This is the p-value of the whole sequence; never above `p` times the number of looks.
     """
     tested = _tested(sizes)
@@ -135,21 +138,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class PValues:
-    """An arm's p-values: `differs` and `equal`, as they are and corrected. None: too few seeds.
+    """An arm's p-values of the three claims, as they are and corrected. None: too few seeds.
 
     The plain ones are the smallest over the looks so far; `looks` says how many there were.
     """
 
     differs: float | None = None
     equal: float | None = None
+    beyond: float | None = None
     differs_corrected: float | None = None
     equal_corrected: float | None = None
+    beyond_corrected: float | None = None
     looks: int = 0
 
     def decided(self, alpha: float) -> bool:
-        """Whether a claim can be made at level `alpha`."""
+        """Whether the gap is known to be inside or beyond the margin, at level `alpha`."""
         return any(
-            p is not None and p < alpha for p in (self.differs_corrected, self.equal_corrected)
+            p is not None and p < alpha for p in (self.beyond_corrected, self.equal_corrected)
         )
 
 
@@ -190,8 +195,7 @@ def replay(study: StudyConfig, entries: Mapping[str, Entry]) -> Replay:
 class _History:
     """The smallest p-values of one arm over the looks so far."""
 
-    differs: float | None = None
-    equal: float | None = None
+    tests: stats.Tests | None = None
     looks: int = 0
     as_planned: bool = True  # every look had all its seeds
 
@@ -199,32 +203,29 @@ class _History:
         gaps = [entry.gaps[seed] for seed in seeds if seed in entry.gaps]
         self.looks += 1
         self.as_planned &= len(gaps) == len(seeds)
-        if gaps and entry.margin:
-            differs, equal = stats.p_values(gaps, entry.margin)
-            self.differs = _smaller(self.differs, differs)
-            self.equal = _smaller(self.equal, equal)
+        found = stats.p_values(gaps, entry.margin) if gaps and entry.margin else None
+        if found is not None:
+            self.tests = stats.Tests(*map(min, found, self.tests or found))
 
-    def over_looks(self, p: float | None, sizes: tuple[int, ...], sides: Sides) -> float | None:
-        """`p` corrected for the planned looks; where seeds are missing, by their number."""
-        if p is None:
-            return None
-        return ever_below(p, sizes, sides) if self.as_planned else min(1.0, p * len(sizes))
+    def over_looks(self, sizes: tuple[int, ...]) -> list[float | None]:
+        """Corrected for the planned looks; where seeds are missing, by their number."""
+        if self.tests is None:
+            return list(_UNKNOWN)
+        if not self.as_planned:
+            return [min(1.0, p * len(sizes)) for p in self.tests]
+        return [ever_below(p, sizes, sides) for p, sides in zip(self.tests, _SIDES, strict=True)]
 
 
 def _corrected(
     entries: Mapping[str, Entry], history: Mapping[str, _History], sizes: tuple[int, ...]
 ) -> dict[str, PValues]:
-    differs = {n: h.over_looks(h.differs, sizes, 2) for n, h in history.items()}
-    equal = {n: h.over_looks(h.equal, sizes, 1) for n, h in history.items()}
-    members = [name for name, entry in entries.items() if entry.member]
-    for family in (differs, equal):
-        family |= holm({name: family[name] for name in members})
-    return {
-        name: PValues(h.differs, h.equal, differs[name], equal[name], h.looks)
-        for name, h in history.items()
-    }
-
-
-def _smaller(one: float | None, other: float | None) -> float | None:
-    known = [p for p in (one, other) if p is not None]
-    return min(known) if known else None
+    over_looks = {name: h.over_looks(sizes) for name, h in history.items()}
+    families = [{name: found[i] for name, found in over_looks.items()} for i in range(len(_SIDES))]
+    for family in families:
+        family |= holm({name: family[name] for name, entry in entries.items() if entry.member})
+    found = {}
+    for name, h in history.items():
+        differs, equal, beyond = (family[name] for family in families)
+        plain = h.tests or _UNKNOWN
+        found[name] = PValues(plain[0], plain[1], plain[2], differs, equal, beyond, h.looks)
+    return found

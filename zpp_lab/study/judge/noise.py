@@ -28,12 +28,14 @@ from scipy import special
 
 from zpp_lab.runs.reader import Run, read_metrics
 from zpp_lab.study.judge import stats
+from zpp_lab.study.judge.claims import INSIDE, UNDECIDED
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
 Points = Mapping[int, float]  # step → gap in nats
 Row = dict[str, Any]
 _NEAR = 10  # a training loss's band at a step: the largest within this part of the run, up to it
 QUIET = 0.01  # of the margin: an order control's gap up to that counts as nothing
+NEAR = (*INSIDE, UNDECIDED)  # verdicts of arms whose gaps spread as an equal arm's do
 FEWEST = 8  # steps; a shorter quiet part says nothing
 # A step apart: its norm over the other runs', corrected by how that is in the steps around
 TIMES = 2.0
@@ -162,9 +164,9 @@ class NoiseFloor:
     spread: float  # standard deviation of the held-out loss over seeds
     typical: float  # median difference of two seeds
     unpaired: float  # half of the interval that as many unpaired seeds would give
-    seeds_unpaired: int | None  # to find an equal arm on par without pairing
+    seeds_unpaired: int | None  # to find an equal arm inside the margin without pairing
     paired_spread: float | None  # of a gap over seeds, median of the arms near the baseline
-    seeds_paired: int | None  # to find an equal arm on par with pairing
+    seeds_paired: int | None  # to find an equal arm inside the margin with pairing
     orders: Sequence[OrderNoise] = ()
 
     @property
@@ -178,8 +180,8 @@ class NoiseFloor:
         if self.paired_spread is not None:
             pairs.append(
                 f"The gap to {self.baseline} with the same seed spreads by "
-                f"{self.paired_spread:.4f} (median of the arms near it). To find an equal arm on "
-                f"par takes {_count(self.seeds_paired)} seeds paired, "
+                f"{self.paired_spread:.4f} (median of the arms near it). To find an equal arm "
+                f"inside the margin takes {_count(self.seeds_paired)} seeds paired, "
                 f"{_count(self.seeds_unpaired)} unpaired (80% power, one arm, one look)."
             )
         return pairs + [
@@ -204,7 +206,7 @@ def _floor(result: StudyResult, base: ArmResult) -> NoiseFloor:
     n, spread, confidence = len(losses), stdev(losses), result.study.confidence
     half = special.stdtrit(2 * n - 2, (1 + confidence) / 2) * spread * math.sqrt(2 / n)
     arms = [arm for arm in result.arms if arm.gap and result.baseline_of(arm).name == base.name]
-    near = [a.gap.sd for a in arms if a.gap and a.gap.sd and a.verdict in ("on par", "undecided")]
+    near = [a.gap.sd for a in arms if a.gap and a.gap.sd and a.verdict in NEAR]
     paired = median(near) if near else None
     return NoiseFloor(
         base.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -33,6 +34,16 @@ class Gap:
     inner: tuple[float, float] | None = None
     p_equal: float | None = None  # the larger p-value of the two one-sided tests
     p_differs: float | None = None  # of the two-sided test of a mean gap of 0
+    p_beyond: float | None = None  # of the two-sided test of a gap at the nearer edge of ±margin
+
+
+class Tests(NamedTuple):
+    """p-values of the three claims on a gap: it differs from 0, it is equal within ±margin, it lies
+    beyond ±margin. A claim of less never has the larger p-value: differs <= beyond."""
+
+    differs: float
+    equal: float
+    beyond: float
 
 
 def summarize(
@@ -51,35 +62,34 @@ def summarize(
     mean = float(values.mean())
     if values.size == 1:
         return Gap(1, mean)
-    p_differs, p_equal = p_values(values, margin)
+    tests = p_values(values, margin)
+    assert tests is not None
+    told = (tests.equal, tests.differs, tests.beyond)
     if _all_alike(values):
-        return Gap(values.size, mean, 0.0, (mean, mean), (mean, mean), p_equal, p_differs)
+        return Gap(values.size, mean, 0.0, (mean, mean), (mean, mean), *told)
     return Gap(
         values.size,
         mean,
         float(values.std(ddof=1)),
         t_interval(values, confidence),
         t_interval(values, 2 * confidence - 1 if inner is None else inner),
-        p_equal,
-        p_differs,
+        *told,
     )
 
 
-def p_values(
-    gaps: Sequence[float] | np.ndarray, margin: float
-) -> tuple[float, float] | tuple[None, None]:
-    """(p of the two-sided t test of a mean gap of 0, the larger p of the two one-sided tests
-    against ±margin); (None, None) for a single seed."""
+def p_values(gaps: Sequence[float] | np.ndarray, margin: float) -> Tests | None:
+    """Of the two-sided t test of a mean gap of 0; the larger one of the two one-sided tests against
+    ±margin; of the two-sided test against the nearer edge, 1 inside. None for a single seed."""
     values = np.asarray(gaps, dtype=np.float64)
     if values.size < 2:
-        return None, None
+        return None
     mean, df = float(values.mean()), values.size - 1
+    over = abs(mean) - margin  # the nearer edge: the other one-sided test has the smaller p-value
     if _all_alike(values):
-        return float(mean == 0), float(abs(mean) >= margin)
+        return Tests(float(mean == 0), float(over >= 0), float(over <= 0))
     error = float(values.std(ddof=1)) / math.sqrt(values.size)
-    # |mean| − margin is the nearer edge: the other one-sided test has the smaller p-value.
-    apart, inside = special.stdtr(df, [-abs(mean) / error, (abs(mean) - margin) / error])
-    return float(2 * apart), float(inside)
+    apart, inside, beyond = special.stdtr(df, [-abs(mean) / error, over / error, -over / error])
+    return Tests(float(2 * apart), float(inside), float(min(1.0, 2 * beyond)))
 
 
 def _all_alike(values: np.ndarray) -> bool:
@@ -94,34 +104,35 @@ def t_interval(values: Sequence[float] | np.ndarray, confidence: float) -> tuple
 
 
 def decision_probability(
-    n: int, mean: float, sd: float, margin: float, confidence: float = 0.95
+    n: int, mean: float, sd: float, margin: float, confidence: float = 0.95, edge: float = 0.0
 ) -> tuple[float, float]:
-    """(P(on par), P(on par, worse or better)) for n seeds when the gap is N(mean, sd²).
+    """(P(inside the margin), P(inside or beyond `edge`)) for n seeds when the gap is N(mean, sd²).
 
-    With s the sample's deviation, "on par" is |m| < margin − t₉₀·s/√n and "differs" is
-    |m| > t₉₅·s/√n for the sample mean m. Given s both are normal probabilities; they are
-    averaged over the chi distribution of s, which makes them exact for small n too.
+    edge: 0 asks whether the gap differs from 0, the margin whether it lies beyond that. With s the
+    sample's deviation, "inside" is |m| < margin − t₉₀·s/√n and "beyond" is |m| > edge + t₉₅·s/√n
+    for the sample mean m. Given s both are normal probabilities; they are averaged over the chi
+    distribution of s, which makes them exact for small n too.
     """
     alpha, df = 1 - confidence, n - 1
     grid = (np.arange(2000) + 0.5) / 2000
     error = sd / math.sqrt(n)
     spread = error * np.sqrt(2 * special.gammaincinv(df / 2, grid) / df)
     inside = margin - special.stdtrit(df, 1 - alpha) * spread
-    outside = special.stdtrit(df, 1 - alpha / 2) * spread
+    outside = edge + special.stdtrit(df, 1 - alpha / 2) * spread
 
     def within(limit: np.ndarray) -> np.ndarray:
         limit = np.maximum(limit, 0)
         return special.ndtr((limit - mean) / error) - special.ndtr((-limit - mean) / error)
 
-    on_par = within(inside)
-    decided = np.where(inside >= outside, 1.0, on_par + 1 - within(outside))
-    return float(on_par.mean()), float(decided.mean())
+    found = within(inside)
+    decided = np.where(inside >= outside, 1.0, found + 1 - within(outside))
+    return float(found.mean()), float(decided.mean())
 
 
 def seeds_for_equivalence(
     sd: float, margin: float, confidence: float = 0.95, power: float = _POWER
 ) -> int | None:
-    """Fewest seeds at which an arm with a true gap of 0 is found on par with `power`.
+    """Fewest seeds at which an arm with a true gap of 0 is found inside the margin with `power`.
 
     None: more than MAX_SEEDS.
     """
@@ -131,9 +142,10 @@ def seeds_for_equivalence(
 
 
 def seeds_to_decide(
-    gap: Gap, margin: float, confidence: float = 0.95, power: float = _POWER
+    gap: Gap, margin: float, confidence: float = 0.95, edge: float = 0.0, power: float = _POWER
 ) -> int | None:
-    """Fewest seeds, more than gap.n, at which a verdict falls with `power`.
+    """Fewest seeds, more than gap.n, at which the gap is found inside the margin or beyond `edge`
+    with `power`; see `decision_probability`.
 
     Takes the measured mean and deviation as the true ones. None: more than MAX_SEEDS, or
     nothing to go by (one seed).
@@ -142,7 +154,7 @@ def seeds_to_decide(
         return None
     mean, sd = gap.mean, gap.sd
     return _fewest(
-        gap.n + 1, lambda n: decision_probability(n, mean, sd, margin, confidence)[1] >= power
+        gap.n + 1, lambda n: decision_probability(n, mean, sd, margin, confidence, edge)[1] >= power
     )
 
 

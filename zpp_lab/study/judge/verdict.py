@@ -3,12 +3,13 @@
 The rule, for the paired gaps of an arm (its held-out loss minus the baseline's of the same
 seed), a margin in nats and alpha = 1 − confidence:
 
-- **on par**: two one-sided t tests reject both "gap ≤ −margin" and "gap ≥ +margin": their larger
-  p-value, corrected, is below alpha (Schuirmann 1987, J. Pharmacokinet. Biopharm. 15; Lakens
-  2017, Soc. Psychol. Personal. Sci. 8). A gap that is real but smaller than the margin is on par.
-- **worse** / **better**: not on par, and the two-sided t test of "gap = 0", corrected, is below
-  alpha; the mean gap is above / below 0.
-- **undecided**: neither. More seeds decide it; the text says about how many.
+- **on par**, **worse**, **better**, **undecided** and what lies between: `claims.py` has the rule.
+  Inside the margin is what two one-sided t tests show that reject both "gap ≤ −margin" and
+  "gap ≥ +margin": the larger p-value, corrected, is below alpha (Schuirmann 1987, J.
+  Pharmacokinet. Biopharm. 15; Lakens 2017, Soc. Psychol. Personal. Sci. 8). Worse and better take
+  the two-sided t test against the margin's nearer edge: the interval lies wholly beyond it. The
+  two-sided t test of "gap = 0" says whether 0 is excluded.
+  Where the size is open more seeds would tell; the text says about how many.
 - **not judged**: a run of a pair was evaluated on fewer than `LEAST_HELDOUT` held-out
   tokens, which seeds share: no test over seeds knows what other text would have said.
 - **diverged**: the loss of a seed was lost where the baseline's was not.
@@ -22,11 +23,10 @@ A run counts once it has finished. What a run that was stopped or failed had rea
 verdict, gap, mean or share of bytes; only curves over training show it.
 
 "Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
-Holm's method, separately for the claims "on par" and "differs"; `families.py` says why this keeps
-the chance of any false claim of a kind below alpha. Controls, arms whose verdict is known before
-the study runs, are corrected for looks only. An interval is corrected for looks, so that it covers
-whenever the study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number
-of arms.
+Holm's method, separately for each kind of claim; `families.py` says why this keeps the chance of
+any false claim of a kind below alpha. Controls, arms whose verdict is known before the study runs,
+are corrected for looks only. An interval is corrected for looks, so that it covers whenever the
+study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number of arms.
 
 The margin is a share of the mean loss of the baseline over the study's first seeds, so that
 later seeds cannot move it.
@@ -45,7 +45,6 @@ from zpp_lab.config.schema import FEW_HELDOUT, LEAST_HELDOUT, heldout_notes, mor
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.files import CONFIG, STUDY_FILE, below
 from zpp_lab.runs.reader import (
-    NO_ANSWER,
     NOT_JUDGED,
     Run,
     failures,
@@ -57,13 +56,11 @@ from zpp_lab.runs.reader import (
 )
 from zpp_lab.study.judge import stats
 from zpp_lab.study.judge.arms import study_of
+from zpp_lab.study.judge.claims import EXPECTED, OPEN, UNDECIDED, Control, verdict_of
 from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.judge.families import replay as replay_looks
 from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.run.plan import PREPARE
-
-EXPECTED = {"negative_control": "worse", "order_control": "on par"}
-_WORDS = {"negative_control": "negative control", "order_control": "order control"}
 
 
 def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
@@ -81,44 +78,6 @@ def _sentence(result: ArmResult, seeds: list[int]) -> str:
     several = len(seeds) > 1
     named = f"{'seeds' if several else 'seed'} {', '.join(map(str, seeds))}"
     return f"{result.name}: {named} {told(result.runs.get(seeds[0]), several)}."
-
-
-@dataclass(frozen=True)
-class Control:
-    """An arm whose verdict is known beforehand: if it comes out otherwise, trust nothing else."""
-
-    arm: str
-    role: str
-    expected: str
-    verdict: str
-    gap: float | None = None  # nats, where the arm has one seed, which no test can judge
-
-    @property
-    def untested(self) -> bool:
-        return self.gap is not None
-
-    @property
-    def unanswered(self) -> bool:
-        """Whether no run of it can be judged yet."""
-        return self.verdict in NO_ANSWER
-
-    @property
-    def ok(self) -> bool:
-        """A negative control that diverged is worse than worse."""
-        return self.verdict == self.expected or (
-            self.role == "negative_control" and self.verdict == "diverged"
-        )
-
-    @property
-    def text(self) -> str:
-        name = f"{_WORDS[self.role].capitalize()} {self.arm}"
-        if self.gap is not None:
-            gap = f"{self.gap:+.4f}".replace("-", "−")
-            return f"{name}: one seed, which no test can judge (gap {gap} nats)."
-        if self.unanswered:
-            return f"{name}: {self.verdict}, so it has no answer yet; it must be {self.expected}."
-        mark = "as it must be" if self.ok else f"but must be {self.expected}"
-        return f"{name}: {self.verdict}, {mark}."
 
 
 @dataclass(frozen=True)
@@ -177,7 +136,7 @@ class StudyResult:
     def controls(self) -> list[Control]:
         """The arms of a control's role, in the study's order."""
         return [
-            Control(arm.name, arm.arm.role, EXPECTED[arm.arm.role], arm.verdict, _lone_gap(arm))
+            Control(arm.name, arm.arm.role, arm.verdict, _lone_gap(arm))
             for arm in self.arms
             if arm.arm.role in EXPECTED
         ]
@@ -210,16 +169,6 @@ class StudyResult:
     def compared_with(self) -> str:
         """Whom an arm is compared with, in a sentence on every arm."""
         return "its baseline" if self.other_baselines else self.study.baseline
-
-
-def judge(gap: Gap, tests: PValues, confidence: float = 0.95) -> str:
-    """on par, worse, better or undecided; see the module's docstring for the rule."""
-    alpha = 1 - confidence
-    if tests.equal_corrected is not None and tests.equal_corrected < alpha:
-        return "on par"
-    if tests.differs_corrected is not None and tests.differs_corrected < alpha:
-        return "worse" if gap.mean > 0 else "better"
-    return "undecided"
 
 
 def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = ()) -> StudyResult:
@@ -261,7 +210,7 @@ def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
             both = arm.runs.keys() & base.keys()
             ended = {s for s in both if "unfinished" not in (arm.runs[s].outcome, base[s].outcome)}
             judged = arm.verdict not in ("diverged", "failed", NOT_JUDGED)
-            member = arm.arm.role == "arm"
+            member = arm.arm.role not in EXPECTED
             found[arm.name] = Entry(arm.gaps, frozenset(ended), arm.margin, member, judged)
     return found
 
@@ -316,7 +265,7 @@ def _outcome(
     base: Mapping[int, Run],
     gaps: Mapping[int, float],
 ) -> tuple[str, str]:
-    """(verdict, note) as far as outcomes tell it; "undecided" where the gaps will."""
+    """(verdict, note) as far as outcomes tell it; undecided where the gaps will."""
     outcomes = {seed: run.outcome for seed, run in runs.items()}
     diverged = [
         seed
@@ -332,7 +281,7 @@ def _outcome(
     elif gaps:
         few = _fewest(run for seed in gaps for run in (runs[seed], base[seed]))
         if few is None or few[0] >= LEAST_HELDOUT:
-            return "undecided", ""
+            return UNDECIDED, ""
         least = f"{few[0]:,} held-out tokens, {LEAST_HELDOUT:,} are the least"
         return NOT_JUDGED, f"{least}: {more_heldout(few[1])}"
     if failed:
@@ -356,30 +305,30 @@ def _fewest(runs: Iterable[Run]) -> tuple[int, int] | None:
 
 def _lone_gap(arm: ArmResult) -> float | None:
     """The gap of an arm's only pair of runs, in nats; None where there are more, or none."""
-    lone = arm.verdict == "undecided" and arm.gap is not None and arm.gap.n == 1
+    lone = arm.verdict == UNDECIDED and arm.gap is not None and arm.gap.n == 1
     return next(iter(arm.gaps.values())) if lone else None
 
 
 def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
-    if arm.verdict != "undecided" or arm.gap is None:
+    if arm.verdict != UNDECIDED or arm.gap is None:
         return replace(arm, tests=tests)
-    return replace(arm, tests=tests, verdict=judge(arm.gap, tests, study.confidence))
+    return replace(arm, tests=tests, verdict=verdict_of(arm.gap.mean, tests, study.confidence))
 
 
 def _noted(study: StudyConfig, arms: Sequence[ArmResult]) -> list[ArmResult]:
-    """Undecided arms say how many seeds they need, at the level that is left for each of them."""
-    waiting = sum(arm.verdict == "undecided" and arm.arm.role == "arm" for arm in arms)
+    """Undecided arms say how many seeds they need, those of open size how many tell the size; at
+    the level that is left for each of them."""
+    waiting = sum(arm.verdict in OPEN and arm.arm.role not in EXPECTED for arm in arms)
     alpha = (1 - study.confidence) / max(1, waiting)
     level = 1 - nominal_level(alpha, look_sizes(study), 2)
-    return [
-        replace(arm, note=_needs(arm, level)) if arm.verdict == "undecided" else arm for arm in arms
-    ]
+    return [replace(arm, note=_needs(arm, level)) if arm.verdict in OPEN else arm for arm in arms]
 
 
 def _needs(arm: ArmResult, confidence: float) -> str:
     if arm.gap is None or arm.margin is None or arm.gap.interval is None:
         return "one seed"
-    needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence)
+    edge = 0.0 if arm.verdict == UNDECIDED else arm.margin
+    needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence, edge)
     return f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
 
 

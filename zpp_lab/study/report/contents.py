@@ -406,7 +406,7 @@ def opening(result: StudyResult) -> Terms:
 
 def controls_hold(result: StudyResult) -> bool:
     """Whether each came out as it must, as far as there are seeds to tell."""
-    return all(c.ok or c.untested or c.unanswered for c in result.controls)
+    return not any(c.wrong for c in result.controls)
 
 
 def _baseline(result: StudyResult) -> str:
@@ -422,8 +422,8 @@ def _stopping(result: StudyResult) -> str:
         return f"fixed beforehand, {_count(len(study.seeds))} an arm ({seeds})."
     return (
         f"{_count(len(study.seeds))} an arm ({seeds}), then {study.seeds_per_look} more at a time "
-        f"for the arms that are undecided, {study.max_seeds} at most; tests and intervals are "
-        "corrected for the looks in between."
+        "for the arms whose gap is shown neither inside nor beyond the margin, "
+        f"{study.max_seeds} at most; tests and intervals are corrected for the looks in between."
     )
 
 
@@ -433,10 +433,12 @@ def decision(result: StudyResult) -> list[str]:
     return [
         f"{_seed(result)} The gap of a seed is an arm's held-out loss after the last step minus "
         "that of its baseline with the same seed.",
-        "On par: two one-sided paired t tests show that the mean gap lies within the margin. Worse "
-        "or better: not on par, and the two-sided paired t test shows a gap above or below 0. "
-        "Undecided: neither; more seeds would tell. Intervals are not corrected for the number of "
-        "arms; the tests are.",
+        "Inside the margin: two one-sided paired t tests show that the mean gap lies within it. "
+        "Above or below zero: the two-sided paired t test excludes 0. Worse or better: that test "
+        "excludes all up to the margin. On par: inside the margin, and 0 is not excluded. Size "
+        "open: 0 is excluded, and the gap is shown neither inside nor beyond. Undecided: nothing "
+        "is shown. More seeds would tell. Intervals are not corrected for the number of arms; the "
+        "tests are.",
         *([lone] if one_seed(result) else []),
         f"An arm whose losses are means over fewer than {LEAST_HELDOUT:,} held-out tokens is not "
         "judged: all seeds share them, so no test over seeds knows what other text would say.",

@@ -13,7 +13,7 @@ from typing import Any
 import altair as alt
 
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.study.judge.verdict import EXPECTED
+from zpp_lab.study.judge import claims
 
 TOLD = 20  # arms with a look of their own; more could not be told apart
 OTHERS = "other arms"
@@ -39,10 +39,14 @@ GREY = "#6b7280"
 BAND = "#e5e7eb"
 SHAPES = {
     "baseline": "square",
-    "on par": "circle",
-    "better": "triangle-down",
-    "worse": "triangle-up",
-    "undecided": "diamond",
+    claims.ON_PAR: "circle",
+    claims.ABOVE_INSIDE: "M-1,0A1,1,0,0,1,1,0Z",
+    claims.BELOW_INSIDE: "M1,0A1,1,0,0,1,-1,0Z",
+    claims.BETTER: "triangle-down",
+    claims.BELOW_OPEN: "triangle-left",
+    claims.ABOVE_OPEN: "triangle-right",
+    claims.WORSE: "triangle-up",
+    claims.UNDECIDED: "diamond",
     "diverged": "cross",
     "failed": "cross",
     "no baseline": "cross",
@@ -127,7 +131,7 @@ def arm_looks(
 
 def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]:
     """The looks of a study's arms. told: those that get one, where there are more than TOLD."""
-    controls = [arm.name for arm in study.arms if arm.role in EXPECTED]
+    controls = [arm.name for arm in study.arms if arm.role in claims.EXPECTED]
     return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from zpp_lab.config.schema import WIRES
 from zpp_lab.files import shares, text_table
 from zpp_lab.runs.reader import Run
+from zpp_lab.study.judge.claims import EXPECTED
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
 from zpp_lab.study.judge.stats import Gap
@@ -37,8 +38,10 @@ P_VALUE_COLUMNS = (
     "Arm",
     "p (differs)",
     "p (differs), corrected",
-    "p (on par)",
-    "p (on par), corrected",
+    "p (inside)",
+    "p (inside), corrected",
+    "p (beyond)",
+    "p (beyond), corrected",
     "Looks",
 )
 COLUMNS = (
@@ -151,6 +154,7 @@ def p_value_rows(result: StudyResult) -> list[list[str]]:
         [
             arm.name,
             *map(_p_value, (t.differs, t.differs_corrected, t.equal, t.equal_corrected)),
+            *map(_p_value, (t.beyond, t.beyond_corrected)),
             str(t.looks),
         ]
         for arm in result.arms
@@ -168,9 +172,10 @@ def _p_value(p: float | None) -> str:
 def correction_line(result: StudyResult) -> str:
     """One sentence on what the corrected p-values stand for."""
     study, looks = result.study, len(look_sizes(result.study))
-    arms = sum(a.verdict != "baseline" and a.arm.role == "arm" for a in result.arms)
+    arms = sum(a.verdict != "baseline" and a.arm.role not in EXPECTED for a in result.arms)
     text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm; controls "
-    text += "stand apart), separately for the claims that arms differ and that they are on par"
+    text += "stand apart), separately for the claims that gaps differ from 0, that they are inside "
+    text += "the margin and that they lie beyond it"
     if looks > 1:
         text += f", and for up to {looks} looks at the data, which the intervals allow for too"
     return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."
@@ -180,8 +185,9 @@ def p_value_line(result: StudyResult) -> str:
     """What the columns of the p-values are."""
     looked = " Looks: how often an arm has been tested so far, as seeds were added."
     return (
-        "p (differs): how probable so large a gap is if there is none. p (on par): how probable so "
-        "small a gap is if the true one lies outside the margin. Verdicts go by the corrected "
+        "p (differs): how probable so large a gap is if there is none. p (inside): how probable so "
+        "small a gap is if the true one lies outside the margin. p (beyond): how probable so large "
+        "a gap is if the true one lies inside. Verdicts go by the corrected "
         f"ones.{looked if len(look_sizes(result.study)) > 1 else ''}"
     )
 
@@ -237,7 +243,7 @@ def margin_line(result: StudyResult) -> str:
         return f"{_one_seed_line(result)}{_readout_line(result)}"
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
-        f"of the {study.confidence:.0%} interval. On par: within {margin_nats(result)} "
+        f"of the {study.confidence:.0%} interval. Margin: {margin_nats(result)} "
         f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
         f"{_readout_line(result)}"
     )

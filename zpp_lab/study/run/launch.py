@@ -1,8 +1,8 @@
 """Runs a study: what is finished is skipped, what failed is tried again, nothing stops the rest.
 
 A study with `max_seeds` above its first seeds goes on: it adds `seeds_per_look` seeds at a time
-(`next_seeds`) to every arm that is undecided after all runs of the look before have ended. What
-repeated looking costs is paid for in `study/judge/families.py`.
+(`next_seeds`) to every arm whose gap is shown neither inside nor beyond the margin, after all runs
+of the look before have ended. What repeated looking costs is paid for in `study/judge/families.py`.
 """
 
 from __future__ import annotations

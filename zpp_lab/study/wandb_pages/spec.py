@@ -103,7 +103,7 @@ def _blocks(
     study: StudyConfig, verdicts: str, curves: list[Panel], gaps: list[str]
 ) -> list[dict[str, Any]]:
     rule = (
-        f"Baseline {study.baseline}; on par within ±{study.margin:.2%} of its held-out loss; "
+        f"Baseline {study.baseline}; margin ±{study.margin:.2%} of its held-out loss; "
         f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
     )
     return [

@@ -119,7 +119,9 @@ def dry_run(
         console.print(told, soft_wrap=True, markup=False, highlight=False)
     console.print(_summary(study, found, launch.jobs, machine), soft_wrap=True)
     if study.max_seeds > len(study.seeds) and not (launch.arms or launch.seeds):
-        console.print(f"Undecided arms get more seeds, up to {study.max_seeds} each.")
+        console.print(
+            f"Arms of undecided or open size get more seeds, up to {study.max_seeds} each."
+        )
     return found
 
 

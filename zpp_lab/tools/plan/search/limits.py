@@ -1,10 +1,10 @@
 """What a finished study allows: recipes whose loss it has shown to stay within a limit.
 
 The limit is a share of the baseline's held-out loss. A recipe is allowed when the study, judged
-with that limit as its margin, finds its arm on par or better (by the study's own paired tests,
-corrected for looks and for the number of arms), and the upper end of the interval of its gap is
-below the limit. Where several arms train alike, all of them must be. What no arm measured is not
-allowed, but for plain ZeRO-3, which the others are compared with.
+with that limit as its margin, finds its arm inside the margin or below 0 (by the study's own paired
+tests, corrected for looks and for the number of arms), and the upper end of the interval of its
+gap is below the limit. Where several arms train alike, all of them must be. What no arm measured
+is not allowed, but for plain ZeRO-3, which the others are compared with.
 
 Two plans train alike when they have the same `Numbers`: their steps differ in the order of sums
 alone. So the same are plans that differ in the stage, the sharding, the secondary partition (it
@@ -28,6 +28,7 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import WIRES, Config, RecipeConfig, Wire
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.reader import NO_ANSWER, NOT_JUDGED
+from zpp_lab.study.judge.claims import GOOD, OPEN, WORSE
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, read_result
 from zpp_lab.study.report.table import gap_text
 
@@ -179,7 +180,7 @@ class LossLimit:
         if found:
             return max((self._judge(m.arm) for m in found), key=lambda r: r.kind == "loss")
         for m in self.measured:
-            if m.arm.verdict in ("worse", "diverged") and numbers.coarser(m.numbers):
+            if m.arm.verdict in (WORSE, "diverged") and numbers.coarser(m.numbers):
                 why = f"coarser than {m.arm.name}, which {_verdict(m.arm)}"
                 return Ruling("loss", why, m.arm.name)
         return Ruling("not measured", "no arm of the study trains so")
@@ -192,12 +193,12 @@ class LossLimit:
         if arm.gap is None or arm.margin is None:
             return Ruling("loss", f"{name} {_verdict(arm)}", name)
         limit = f"{arm.margin:.4f}"
-        if arm.verdict in ("on par", "better"):
+        if arm.verdict in GOOD:
             high = arm.gap.interval[1] if arm.gap.interval else float("inf")
             if high < arm.margin:
                 return Ruling("allowed", text, name)
             return Ruling("loss", f"{text}: up to {high:+.4f}, limit {limit}", name)
-        if arm.verdict == "undecided" and self.undecided and arm.gap.mean < arm.margin:
+        if arm.verdict in OPEN and self.undecided and arm.gap.mean < arm.margin:
             return Ruling("allowed", f"{text}: allowed by --allow undecided", name)
         return Ruling("loss", f"{text}, limit {limit}", name)
 
@@ -248,7 +249,7 @@ def _check(folder: Path, result: StudyResult) -> None:
             f"{folder}: no verdicts yet ({what}); finish the study with `zpp-lab study "
             f"{result.study.name} --dir {folder}`, or leave --study out"
         )
-    wrong = [c for c in result.controls if not c.ok and c.verdict not in (*NO_ANSWER, "undecided")]
+    wrong = [c for c in result.controls if c.wrong]
     if wrong:
         raise ValueError(
             f"{folder}: {wrong[0].text} Its verdicts say nothing until that is explained; take "

@@ -23,6 +23,7 @@ from zpp_lab.config.load import written
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.files import write_atomic
+from zpp_lab.study.judge.claims import EXPECTED
 from zpp_lab.tools.plan.cost.show import host_lacks
 from zpp_lab.tools.plan.cost.step import BOUNDS
 from zpp_lab.tools.plan.planner import NO_GPU, sequences
@@ -31,7 +32,6 @@ from zpp_lab.tools.plan.search.limits import UNLIMITED, LossLimit
 from zpp_lab.tools.plan.search.space import PLAIN, Candidate, named_recipes
 from zpp_lab.train.memory.buffers import GIB
 
-CONTROLS = ("order_control", "negative_control")
 COLUMNS = ("", "plan", "step, s", "tokens/s", "× zero3", "GiB", "bound by", "verdict")
 WIDTH = 110  # of a table that says something
 VERDICTS = {
@@ -116,7 +116,7 @@ def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig)
     kept = [
         replace(arm, factors={}, overrides=arm.overrides or recipe_overrides(base.config.recipe))
         for arm in study.arms
-        if arm.name == study.baseline or (arm.role in CONTROLS and arm.against is None)
+        if arm.name == study.baseline or (arm.role in EXPECTED and arm.against is None)
     ]
     return StudyConfig(
         name=f"{study.name}_next",

@@ -1,0 +1,104 @@
+"""What can be claimed of an arm's gap: the verdicts' names, the rule that gives one, and controls.
+
+Three claims are tested, each with an error rate alpha of its own: the gap **differs** from 0, it is
+**inside** the margin on both sides, it lies **beyond** the margin. A verdict is what they say
+together:
+
+| claims | gap above 0 | gap below 0 |
+|---|---|---|
+| beyond | worse | better |
+| inside, differs | above zero but inside the margin | below zero but inside the margin |
+| inside | on par | on par |
+| differs | above zero, size open | below zero, size open |
+| none | undecided | undecided |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zpp_lab.runs.reader import NO_ANSWER
+from zpp_lab.study.judge.families import PValues
+
+ON_PAR = "on par"
+ABOVE_INSIDE = "above zero but inside the margin"
+BELOW_INSIDE = "below zero but inside the margin"
+WORSE = "worse"
+BETTER = "better"
+ABOVE_OPEN = "above zero, size open"
+BELOW_OPEN = "below zero, size open"
+UNDECIDED = "undecided"
+
+VERDICTS = (ON_PAR, ABOVE_INSIDE, BELOW_INSIDE, BETTER, BELOW_OPEN, ABOVE_OPEN, WORSE, UNDECIDED)
+INSIDE = (ON_PAR, ABOVE_INSIDE, BELOW_INSIDE)
+GOOD = (*INSIDE, BETTER, BELOW_OPEN)  # shown not to be above 0 by more than the margin
+OPEN = (UNDECIDED, ABOVE_OPEN, BELOW_OPEN)  # more seeds would say more
+
+EXPECTED = {"negative_control": (WORSE,), "order_control": INSIDE}  # of controls, known beforehand
+_MUST = {"negative_control": WORSE, "order_control": "inside the margin"}
+
+
+def verdict_of(mean: float, tests: PValues, confidence: float = 0.95) -> str:
+    """One of VERDICTS, of a mean gap in nats; the module's docstring has the rule."""
+    alpha = 1 - confidence
+    differs, inside, beyond = (
+        p is not None and p < alpha
+        for p in (tests.differs_corrected, tests.equal_corrected, tests.beyond_corrected)
+    )
+    above = mean > 0
+    if beyond:
+        return WORSE if above else BETTER
+    if inside and differs:
+        return ABOVE_INSIDE if above else BELOW_INSIDE
+    if inside:
+        return ON_PAR
+    if differs:
+        return ABOVE_OPEN if above else BELOW_OPEN
+    return UNDECIDED
+
+
+@dataclass(frozen=True)
+class Control:
+    """An arm whose verdict is known beforehand: if it comes out otherwise, trust nothing else."""
+
+    arm: str
+    role: str
+    verdict: str
+    gap: float | None = None  # nats, where the arm has one seed, which no test can judge
+
+    @property
+    def untested(self) -> bool:
+        return self.gap is not None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether no run of it can be judged yet."""
+        return self.verdict in NO_ANSWER
+
+    @property
+    def ok(self) -> bool:
+        """A negative control that diverged is worse than worse."""
+        return self.verdict in EXPECTED[self.role] or (
+            self.role == "negative_control" and self.verdict == "diverged"
+        )
+
+    @property
+    def waiting(self) -> bool:
+        """Whether more seeds may still bring out what it must be."""
+        halfway = self.role == "negative_control" and self.verdict == ABOVE_OPEN
+        return self.unanswered or self.verdict == UNDECIDED or halfway
+
+    @property
+    def wrong(self) -> bool:
+        return not self.ok and not self.waiting
+
+    @property
+    def text(self) -> str:
+        name = f"{self.role.replace('_', ' ').capitalize()} {self.arm}"
+        if self.gap is not None:
+            gap = f"{self.gap:+.4f}".replace("-", "−")
+            return f"{name}: one seed, which no test can judge (gap {gap} nats)."
+        must = f"must be {_MUST[self.role]}"
+        if self.waiting:
+            return f"{name}: {self.verdict}, so it has no answer yet; it {must}."
+        return f"{name}: {self.verdict}, {'as it must be' if self.ok else f'but {must}'}."
