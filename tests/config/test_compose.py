@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from zpp_lab.cli.main import main
-from zpp_lab.config.compose import OWNERS, compose, flat_config, load_study
+from zpp_lab.config.compose import OWNERS, compose, load_study
+from zpp_lab.config.flat import flat_config
 from zpp_lab.config.load import REMOVED, load, unknown_key, valid_names
 from zpp_lab.config.load import written as as_word
 from zpp_lab.config.schema import ClusterConfig, Config

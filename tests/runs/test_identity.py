@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from zpp_lab.config.compose import compose
+from zpp_lab.config.flat import arm_name
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import arm_name, identity, shown_config, tags
+from zpp_lab.runs.wandb.identity import identity, shown_config, tags
 
 
 def config(*overrides: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -24,14 +24,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from zpp_lab.config.factors import expand_arms
-from zpp_lab.config.load import load, outdated, readable, setting_of, unknown_key, valid_names
+from zpp_lab.config.flat import differing, flat_config
+from zpp_lab.config.load import load, readable, setting_of, unknown_key, valid_names
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import check_name, conf_dir, missing, parse_yaml, read_yaml
 
 ConfigStore.instance().store("base_config", asdict(Config()), provider="zpp_lab")
 
-_CODEC = (".bits", ".codec")  # a wire's settings that give it one
 GROUPS = ("experiment", "lora")  # of conf/, whose settings lie elsewhere in `Config`
 _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn", "tied_head", "rope_theta", "norm_eps")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
@@ -251,23 +251,6 @@ def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
     return named
 
 
-# Settings that may differ between two starts of one run: they change no numbers.
-FREE = (
-    "run",
-    "tracking",
-    "engine.threads",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.checkpoint_weights_only",
-    "train.checkpoint_host_gib",
-    "train.checkpoint_staging_mib",
-    "train.checkpoint_full_disk",
-    "train.optimizer_place",
-    "engine.timeout_seconds",
-    "engine.silence_seconds",
-)
-
-
 def run_dir(config: Config) -> Path:
     """`run.dir`, or runs/<recipe>/seed<seed>; ValueError when no folder can have that name."""
     if config.run.dir:
@@ -303,39 +286,3 @@ def check_same_run(config: Config, folder: Path) -> None:
             f"{folder} holds a run with other settings ({listed}). "
             "Give another run.dir, or delete the folder to start over"
         )
-
-
-def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of `config`; one that a stored mapping lacks has today's default, which is what
-    it did before there was a choice. One that is gone, with a value that did what is done without
-    it, is left out."""
-    if isinstance(config, Config):
-        return flatten(asdict(config))
-    stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
-    return flatten(asdict(Config())) | stored
-
-
-def quantizes(flat: Mapping[str, Any]) -> bool:
-    """Whether a run's settings (`flat_config`) put a codec on a wire, by a rule as well."""
-    of_wires = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(_CODEC))
-    return bool(flat.get("recipe.rules")) or any(value is not None for value in of_wires)
-
-
-def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Dotted names that differ, apart from those that change no numbers."""
-    keys = sorted(set(before) | set(now))
-    return [k for k in keys if before.get(k) != now.get(k) and not _free(k)]
-
-
-def _free(key: str) -> bool:
-    return any(key == name or key.startswith(name + ".") for name in FREE)
-
-
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}; lists are values."""
-    if not isinstance(values, dict) or not values:
-        return {prefix: values} if prefix else {}
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return out

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import yaml
 
+from zpp_lab.config.flat import run_name
 from zpp_lab.config.schema import Config
 from zpp_lab.files import CONFIG, FAILURE, METRICS, SUMMARY, is_full, remove_unwritten, write_atomic
 from zpp_lab.runs.console import Progress
 from zpp_lab.runs.metrics import MetricsLog, Record, to_json
-from zpp_lab.runs.wandb.identity import run_name
 from zpp_lab.runs.wandb.mode import Mode, resolve
 from zpp_lab.runs.wandb.process import SinkHandle, start_run_sink
 

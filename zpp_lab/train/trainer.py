@@ -23,6 +23,7 @@ from zpp_lab.codecs import kernels
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.watchdog import meeting
 from zpp_lab.config.compose import check_same_run, has_ended, run_dir
+from zpp_lab.config.flat import arm_of
 from zpp_lab.config.schema import FEW_HELDOUT, Config, heldout_notes
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.engines.base import Engine, NonFiniteError, StepResult
@@ -34,7 +35,6 @@ from zpp_lab.runs.metrics import Record, read, to_json
 from zpp_lab.runs.provenance import commit, machine_facts, note_commit, versions
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import read_summary, write_failure
-from zpp_lab.runs.wandb.identity import arm_of
 from zpp_lab.train.evaluation import DivergedError, DivergenceRule, open_heldout
 from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
 from zpp_lab.train.inputs import check_run

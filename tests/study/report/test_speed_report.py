@@ -17,7 +17,7 @@ from tests.study.fake_runs import fake_config, fake_study, write_study_runs
 from tests.study.fake_sweep import grid, write_sweep
 from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
 from zpp_lab.cli.main import main
-from zpp_lab.config.compose import flatten
+from zpp_lab.config.flat import flatten
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.contents import draw, find_out, study_document

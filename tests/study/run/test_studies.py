@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from zpp_lab.config.compose import compose, flat_config, load_study, study_names
+from zpp_lab.config.compose import compose, load_study, study_names
+from zpp_lab.config.flat import flat_config
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.engines.build import build_plan

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config.compose import flat_config, quantizes
+from zpp_lab.config.flat import flat_config, quantizes
 from zpp_lab.files import CONFIG, STUDY_FILE, read_yaml
 from zpp_lab.runs.metrics import Record, Tail
 from zpp_lab.runs.wandb.folder import RunFolder

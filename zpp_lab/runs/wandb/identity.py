@@ -7,30 +7,19 @@ tables. All are plain mappings, as folders of older versions are sent too.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from zpp_lab.config.compose import flat_config, flatten, quantizes
-from zpp_lab.config.load import load
-from zpp_lab.config.schema import WIRES, Config, RecipeConfig, RuleConfig
-from zpp_lab.files import conf_dir, read_yaml
+from zpp_lab.config.flat import RAW, arm_name, arm_of, run_name, within
+from zpp_lab.config.schema import WIRES
 from zpp_lab.runs.metrics import Record
 from zpp_lab.runs.wandb.baseline import Baseline
 from zpp_lab.runs.wandb.folder import RunFolder
 
-RAW = "raw"  # the tensor's own bytes
-_PLAIN = {k: v for k, v in flat_config(Config()).items() if k.startswith("recipe.")}
-_OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
-_EVERY = flatten(asdict(RuleConfig()))
-_NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
-_NAME = 100  # characters that an arm's name may have, which is shown beside others
-_TAG = 64  # and a tag, in wandb
+_TAG = 64  # characters that a tag may have, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
 HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
 _CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
@@ -50,88 +39,6 @@ def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_name(config: Mapping[str, Any]) -> str:
-    """The user's own, or arm and seed."""
-    return _section(config, "run").get("name") or f"{arm_of(config)} seed{config.get('seed')}"
-
-
-def arm_of(config: Mapping[str, Any]) -> str:
-    return _section(config, "run").get("arm") or arm_name(config)
-
-
-def arm_name(
-    config: Config | Mapping[str, Any], varying: Collection[str] = (), name: str | None = None
-) -> str:
-    """What a run is called beside runs that differ from it in `varying`, by default for its recipe.
-
-    A recipe that is not what its file says tells where, such as "zero3 weights.bits=4": the name
-    alone would say that there is no codec.
-    """
-    settings = heeded(config)
-    usual = {} if name else _as_written(str(settings["recipe.name"]))
-    keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}
-    parts = [name or str(settings["recipe.name"])]
-    for key in sorted(keys):
-        value = settings.get(key, usual.get(key))
-        if value not in _NONE or usual.get(key) not in _NONE:
-            parts.append(f"{key.removeprefix('recipe.')}={_shown(key, value)}")
-    return _within(_NAME, " ".join(parts))
-
-
-def _shown(key: str, value: Any) -> str:
-    """A setting's value in one word."""
-    if key == "recipe.rules":
-        value = [_rule(rule) for rule in value or ()]
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value)
-
-
-def _rule(rule: Mapping[str, Any]) -> str:
-    """Whose parameters, and their bits or codec; a hash stands for what else it says."""
-    said = {k: v for k, v in flatten(dict(rule)).items() if v != _EVERY.get(k)}
-    name = said.pop("name", _EVERY["name"])
-    key = next((k for k in ("exempt", "set.bits", "set.codec") if k in said), None)
-    what = said.pop(key) if key else RAW
-    more = f"~{_hash(sorted(said.items()))}" if said else ""
-    return f"{name}:{RAW if key == 'exempt' else what}{more}"
-
-
-def _hash(what: object) -> str:
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
-
-
-def _within(most: int, text: str) -> str:
-    """`text`, of which a hash stands for what is more than so many characters."""
-    if len(text) <= most:
-        return text
-    end = f" more={_hash(text)}"
-    kept = text[: most - len(end)]
-    head, _, last = kept.rpartition(" ")
-    return (kept if "=" in last or not head else head) + end
-
-
-def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
-    that include null and over blocks has one baseline, not one for each block."""
-    flat = flat_config(config)
-    if quantizes(flat):
-        return flat
-    return flat | {k: _PLAIN.get(k) for k in {*flat, *_PLAIN} if k.startswith(_OF_WIRES)}
-
-
-@cache
-def _as_written(recipe: str) -> dict[str, Any]:
-    """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
-    file = conf_dir() / "recipe" / f"{recipe}.yaml"
-    if not file.is_file():
-        return {}
-    values = read_yaml(file)
-    values.pop("defaults", None)  # what a recipe does not say is RecipeConfig's default
-    flat = heeded({"recipe": asdict(load(RecipeConfig, values))})
-    return {k: v for k, v in flat.items() if k.startswith("recipe.")}
-
-
 def tags(config: Mapping[str, Any]) -> list[str]:
     """The user's own, then recipe, bits of weights and gradients, cluster and engine."""
     recipe = _section(config, "recipe")
@@ -145,7 +52,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
         "engine": engine.get("name"),
     }
     own = _section(config, "tracking").get("tags") or []
-    return [*own, *(_within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
+    return [*own, *(within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
 
 
 def codec_label(recipe: Mapping[str, Any], wire: str) -> str:

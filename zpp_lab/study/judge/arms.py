@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zpp_lab.config.compose import differing, flat_config, quantizes
+from zpp_lab.config.flat import arm_name, differing, flat_config, heeded, quantizes
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
-from zpp_lab.runs.wandb.identity import arm_name, heeded
 
 BASELINE = "zero3"
 _QUESTION = "Which of these runs reach the same held-out loss as {baseline}?"

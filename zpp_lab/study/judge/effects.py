@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from zpp_lab.config.compose import flat_config
+from zpp_lab.config.flat import flat_config
 from zpp_lab.config.study import Level
 from zpp_lab.study.judge.claims import EXPECTED
 from zpp_lab.study.judge.stats import t_interval

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from zpp_lab.config.compose import compose, differing, flat_config
+from zpp_lab.config.compose import compose
+from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import written
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config.compose import differing, flat_config
+from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.schema import WIRES
 from zpp_lab.runs.reader import Run, read_metrics
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result

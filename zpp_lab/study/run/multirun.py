@@ -23,18 +23,10 @@ from hydra.core.override_parser.types import Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
-from zpp_lab.config.compose import (
-    check_recipe_name,
-    compose,
-    differing,
-    explain,
-    flat_config,
-    has_ended,
-    to_config,
-)
+from zpp_lab.config.compose import check_recipe_name, compose, explain, has_ended, to_config
+from zpp_lab.config.flat import arm_name, differing, flat_config
 from zpp_lab.config.load import readable, setting_of, written
 from zpp_lab.files import conf_dir
-from zpp_lab.runs.wandb.identity import arm_name
 
 
 def multirun(overrides: list[str]) -> int:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zpp_lab.config.compose import flat_config
+from zpp_lab.config.flat import flat_config
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.provenance import cores, output
 from zpp_lab.runs.reader import Run, read_run

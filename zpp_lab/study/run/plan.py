@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from zpp_lab.config.compose import FREE, differing, flat_config
+from zpp_lab.config.flat import FREE, differing, flat_config
 from zpp_lab.config.load import quote, setting_of
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import STUDY_HELDOUT, Config, TrainConfig

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config.compose import flat_config
+from zpp_lab.config.flat import flat_config
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
 from zpp_lab.files import read_text, write_atomic

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.compose import flatten
+from zpp_lab.config.flat import flatten
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import WIRES, RecipeConfig
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult

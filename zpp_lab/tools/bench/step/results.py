@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config.compose import flat_config
+from zpp_lab.config.flat import flat_config
 from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.files import write_atomic
 

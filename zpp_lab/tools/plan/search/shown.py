@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.config.compose import compose, differing, flat_config
+from zpp_lab.config.compose import compose
+from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import written
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig

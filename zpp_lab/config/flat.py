@@ -1,0 +1,164 @@
+"""A run's settings as flat dotted names: what differs between two runs, and what each is called.
+
+Configs are `Config` or plain mappings, as folders of older versions hold them too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from zpp_lab.config.load import load, outdated
+from zpp_lab.config.schema import Config, RecipeConfig, RuleConfig
+from zpp_lab.files import conf_dir, read_yaml
+
+RAW = "raw"  # the tensor's own bytes
+_CODEC = (".bits", ".codec")  # a wire's settings that give it one
+_OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
+_NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
+_NAME = 100  # characters that an arm's name may have, which is shown beside others
+# Settings that may differ between two starts of one run: they change no numbers.
+FREE = (
+    "run",
+    "tracking",
+    "engine.threads",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.checkpoint_weights_only",
+    "train.checkpoint_host_gib",
+    "train.checkpoint_staging_mib",
+    "train.checkpoint_full_disk",
+    "train.optimizer_place",
+    "engine.timeout_seconds",
+    "engine.silence_seconds",
+)
+
+
+def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of `config`; one that a stored mapping lacks has today's default, which is what
+    it did before there was a choice. One that is gone, with a value that did what is done without
+    it, is left out."""
+    if isinstance(config, Config):
+        return flatten(asdict(config))
+    stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
+    return flatten(asdict(Config())) | stored
+
+
+def quantizes(flat: Mapping[str, Any]) -> bool:
+    """Whether a run's settings (`flat_config`) put a codec on a wire, by a rule as well."""
+    of_wires = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(_CODEC))
+    return bool(flat.get("recipe.rules")) or any(value is not None for value in of_wires)
+
+
+def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Dotted names that differ, apart from those that change no numbers."""
+    keys = sorted(set(before) | set(now))
+    return [k for k in keys if before.get(k) != now.get(k) and not _free(k)]
+
+
+def _free(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in FREE)
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}; lists are values."""
+    if not isinstance(values, dict) or not values:
+        return {prefix: values} if prefix else {}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return out
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """The user's own, or arm and seed."""
+    return (config.get("run") or {}).get("name") or f"{arm_of(config)} seed{config.get('seed')}"
+
+
+def arm_of(config: Mapping[str, Any]) -> str:
+    """The one that a study or a sweep gave it, or what its recipe is called."""
+    return (config.get("run") or {}).get("arm") or arm_name(config)
+
+
+def arm_name(
+    config: Config | Mapping[str, Any], varying: Collection[str] = (), name: str | None = None
+) -> str:
+    """What a run is called beside runs that differ from it in `varying`, by default for its recipe.
+
+    A recipe that is not what its file says tells where, such as "zero3 weights.bits=4": the name
+    alone would say that there is no codec.
+    """
+    settings = heeded(config)
+    usual = {} if name else _as_written(str(settings["recipe.name"]))
+    keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}
+    parts = [name or str(settings["recipe.name"])]
+    for key in sorted(keys):
+        value = settings.get(key, usual.get(key))
+        if value not in _NONE or usual.get(key) not in _NONE:
+            parts.append(f"{key.removeprefix('recipe.')}={_shown(key, value)}")
+    return within(_NAME, " ".join(parts))
+
+
+def _shown(key: str, value: Any) -> str:
+    """A setting's value in one word."""
+    if key == "recipe.rules":
+        value = [_rule(rule) for rule in value or ()]
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
+
+
+def _rule(rule: Mapping[str, Any]) -> str:
+    """Whose parameters, and their bits or codec; a hash stands for what else it says."""
+    every = flatten(asdict(RuleConfig()))
+    said = {k: v for k, v in flatten(dict(rule)).items() if v != every.get(k)}
+    name = said.pop("name", every["name"])
+    key = next((k for k in ("exempt", "set.bits", "set.codec") if k in said), None)
+    what = said.pop(key) if key else RAW
+    more = f"~{_hash(sorted(said.items()))}" if said else ""
+    return f"{name}:{RAW if key == 'exempt' else what}{more}"
+
+
+def _hash(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+
+def within(most: int, text: str) -> str:
+    """`text`, of which a hash stands for what is more than so many characters."""
+    if len(text) <= most:
+        return text
+    end = f" more={_hash(text)}"
+    kept = text[: most - len(end)]
+    head, _, last = kept.rpartition(" ")
+    return (kept if "=" in last or not head else head) + end
+
+
+def heeded(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings without those that nothing heeds: a block of no codec. A sweep over bits
+    that include null and over blocks has one baseline, not one for each block."""
+    flat = flat_config(config)
+    if quantizes(flat):
+        return flat
+    plain = _plain()
+    return flat | {k: plain.get(k) for k in {*flat, *plain} if k.startswith(_OF_WIRES)}
+
+
+@cache
+def _plain() -> dict[str, Any]:
+    """The settings of a recipe that says nothing."""
+    return {k: v for k, v in flatten(asdict(Config())).items() if k.startswith("recipe.")}
+
+
+@cache
+def _as_written(recipe: str) -> dict[str, Any]:
+    """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
+    file = conf_dir() / "recipe" / f"{recipe}.yaml"
+    if not file.is_file():
+        return {}
+    values = read_yaml(file)
+    values.pop("defaults", None)  # what a recipe does not say is RecipeConfig's default
+    flat = heeded({"recipe": asdict(load(RecipeConfig, values))})
+    return {k: v for k, v in flat.items() if k.startswith("recipe.")}
