@@ -39,7 +39,9 @@ def compared() -> dict[str, Any]:
     found: dict[str, Any] = {}
     cases = {
         "zeropp_every": TINY,
-        "backward_other_codec": replace(TINY, checkpoint_activations=True),
+        "backward_other_codec": replace(
+            TINY, checkpoint_activations=True, qk_norm=True, z_loss=1e-3
+        ),
     }
     for case, model in cases.items():
         mine = outcome(case, "fsdp", model)

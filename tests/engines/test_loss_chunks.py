@@ -1,4 +1,5 @@
-"""model.loss_chunk under both engines: the same bits, in training and on held-out tokens."""
+"""model.loss_chunk, z-loss and norms of queries and keys under both engines: the same bits, in
+training and on held-out tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ CASES = {
     "zero3_bf16": replace(SMALL, checkpoint_activations=True),
     "weights6": replace(SMALL, tied_head=True),  # bf16, as the one before
     "stage2": SMALL,
+    "zeropp_last": replace(SMALL, qk_norm=True, z_loss=1e-2, loss_chunk=0),
+    "zero3": replace(SMALL, qk_norm=True, z_loss=1e-2, checkpoint_activations=True),
 }
 
 
@@ -54,3 +57,13 @@ def test_chunks_change_no_more_than_rounding() -> None:
     whole, wanted, _ = outcome(virtual, config, replace(SMALL, loss_chunk=0))
     assert max(abs(a[0] - b[0]) for a, b in zip(cut, whole, strict=True)) < 1e-5
     assert torch.allclose(torch.tensor(held), torch.tensor(wanted), atol=1e-4)
+
+
+def test_a_z_loss_trains_and_is_in_no_loss_that_is_told() -> None:
+    """The first loss, before any update, is that without it; the gradient is not."""
+    config = configured("weights8", 1, 2)
+    (plain, *_), *_ = outcome(virtual, config, SMALL)
+    (with_z, second), held, _ = outcome(virtual, config, replace(SMALL, z_loss=0.5))
+    assert with_z[0] == plain[0]
+    assert with_z[1] > 1.5 * plain[1]
+    assert max(second[0], *held) < 2 * plain[0]

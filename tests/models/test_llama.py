@@ -41,6 +41,22 @@ def test_no_position_sees_a_later_token():
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_normed_queries_and_keys_know_no_scale_but_their_own(qk_norm):
+    model = build_model(config(qk_norm=qk_norm, kv_heads=2, norm_eps=0.0), VOCAB)
+    before = model(tokens())
+    attention = model.layers[1].attention
+    with torch.no_grad():
+        attention.wq.weight *= 8
+        attention.wk.weight *= 8
+    assert torch.allclose(model(tokens()), before, rtol=1e-4, atol=1e-5) == qk_norm
+    if qk_norm:
+        assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (8,)
+        with torch.no_grad():
+            attention.q_norm.weight *= 8
+        assert not torch.allclose(model(tokens()), before, atol=1e-3)
+
+
 def test_rotation_depends_on_distance_alone():
     rope = build_model(SMALL, VOCAB).layers[0].attention.rope
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 9, 1, 8)

@@ -39,6 +39,17 @@ def saved(folder: Path, **changes: Any) -> Any:
     return model.eval()
 
 
+def normed(folder: Path) -> Any:
+    torch.manual_seed(0)
+    shape = {**THEIRS, "head_dim": 8}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
 def ours(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**OURS, **changes}, path=str(folder), weights="pretrained")
 
@@ -59,10 +70,30 @@ def test_a_folder_of_transformers(tied: bool, theta: float, tmp_path: Path) -> N
         torch.testing.assert_close(model(x), theirs(x).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_a_folder_with_normed_queries_and_keys(tmp_path: Path) -> None:
+    theirs = normed(tmp_path)
+    model = build_model(ours(tmp_path, qk_norm=True), VOCAB)
+    x = torch.randint(0, VOCAB, (2, 15))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), theirs(x).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"a qwen3 model; set model.qk_norm=true to train it"):
+        build_model(ours(tmp_path), VOCAB)
+    saved(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"a llama model; set model.qk_norm=false to train it"):
+        build_model(ours(tmp_path / "llama", qk_norm=True), VOCAB)
+    config = tmp_path / "config.json"
+    config.write_text(
+        config.read_text().replace('"use_sliding_window": false', '"use_sliding_window": true')
+    )
+    with pytest.raises(ValueError, match=r"attention slides; set model=hf"):
+        build_model(ours(tmp_path, qk_norm=True), VOCAB)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rows_are_those_of_the_whole(tmp_path: Path, qk_norm: bool) -> None:
     """At any place, inside a head too."""
-    saved(tmp_path)
-    model = build_model(ours(tmp_path), VOCAB)
+    (normed if qk_norm else saved)(tmp_path)
+    model = build_model(ours(tmp_path, qk_norm=qk_norm), VOCAB)
     start = model.start(0)
     for name, p in model.named_parameters():
         for cut in (0, 3, p.shape[0] // 3, p.shape[0]):

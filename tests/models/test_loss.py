@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zpp_lab.config.model import ModelConfig
+from zpp_lab.data.packed import IGNORED
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses, token_losses
 
@@ -47,6 +48,25 @@ def test_gradients_in_fp64() -> None:
     whole = F.cross_entropy(hidden @ head.T, targets, reduction="none")
     for a, b in zip(mine, grads((whole * weights).sum(), hidden, head), strict=True):
         assert torch.allclose(a, b, atol=1e-5)  # the softmax is fp32 whatever comes in
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 1000])
+@pytest.mark.parametrize("shift", [0.0, 50.0])
+def test_a_z_loss_is_in_the_gradient_alone(chunk: int, shift: float) -> None:
+    hidden, head, targets = case(torch.float32)
+    with torch.no_grad():
+        head[:, 0] += shift  # logits of one hidden value, and their logsumexp, far from 0
+    targets[3:9] = IGNORED
+    losses = chunked_losses(hidden, head, targets, chunk, z_loss=1e-2)
+    assert torch.equal(losses, chunked_losses(hidden, head, targets, chunk))
+    exact = [t.detach().double().requires_grad_() for t in (hidden, head)]
+    logits = exact[0] @ exact[1].T
+    wanted = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    wanted = wanted + (1e-2 * logits.logsumexp(-1) ** 2).masked_fill(targets == IGNORED, 0)
+    weights = torch.linspace(-1, 2, N)
+    mine = grads((losses * weights).sum(), hidden, head)
+    for a, b in zip(mine, grads((wanted * weights).sum(), *exact), strict=True):
+        assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
 def test_bf16_head_gradient_is_rounded_once() -> None:

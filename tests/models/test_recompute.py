@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 Grads = dict[str, Tensor]
 
 
-def model(checkpoint: bool, device: str, dtype: torch.dtype, dim: int = 64) -> nn.Module:
-    cfg = ModelConfig(
-        dim=dim, layers=3, heads=4, kv_heads=2, ffn=96, checkpoint_activations=checkpoint
-    )
+def model(
+    checkpoint: bool, device: str, dtype: torch.dtype, dim: int = 64, **more: bool
+) -> nn.Module:
+    shape: dict[str, Any] = {"dim": dim, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 96, **more}
+    cfg = ModelConfig(**shape, checkpoint_activations=checkpoint)
     made = build_model(cfg, 64, device="meta")
     materialize(made, device)
     generator = torch.Generator().manual_seed(1)
@@ -47,12 +49,15 @@ def same(one: tuple[list[Tensor], Grads], other: tuple[list[Tensor], Grads]) -> 
     assert [n for n in one[1] if not torch.equal(one[1][n], other[1][n])] == []
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_bits_are_those_without_checkpointing(device: str, dtype: torch.dtype) -> None:
-    kept = passed(model(False, device, dtype), device)
-    assert len(kept[1]) == 3 * 9 + 3
-    same(passed(model(True, device, dtype), device), kept)
+def test_bits_are_those_without_checkpointing(
+    device: str, dtype: torch.dtype, qk_norm: bool
+) -> None:
+    kept = passed(model(False, device, dtype, qk_norm=qk_norm), device)
+    assert len(kept[1]) == 3 * (11 if qk_norm else 9) + 3
+    same(passed(model(True, device, dtype, qk_norm=qk_norm), device), kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)

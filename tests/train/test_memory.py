@@ -134,15 +134,18 @@ def kept(block: torch.nn.Module, x: Tensor, run: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_a_block_keeps_what_autograd_saves(dtype: torch.dtype, kv_heads: int) -> None:
-    cfg = ModelConfig(dim=64, layers=1, heads=4, kv_heads=kv_heads, ffn=176)
+@pytest.mark.parametrize(("kv_heads", "qk_norm"), [(4, False), (2, False), (4, True), (2, True)])
+def test_a_block_keeps_what_autograd_saves(
+    dtype: torch.dtype, kv_heads: int, qk_norm: bool
+) -> None:
+    cfg = ModelConfig(dim=64, layers=1, heads=4, kv_heads=kv_heads, ffn=176, qk_norm=qk_norm)
     block = build_model(cfg, 97).to(dtype).layers[0]
     x = torch.randn(2, 128, 64, dtype=dtype, requires_grad=True)
     tokens, size = 256, dtype.itemsize
     # On the CPU each norm keeps its input and the normed input in fp32, where a fused one keeps
     # its input as it is; the rotations are shared by all blocks.
-    norms = 2 * tokens * 64 * (4 + 4 - size)
+    normed = 2 * 64 + qk_norm * (64 + kv_heads * 16)
+    norms = tokens * normed * (4 + 4 - size)
     planned = Activations(cfg, 97, tokens, size).block
     assert kept(block, x, block) == planned + norms + ROTATIONS
 
@@ -150,16 +153,20 @@ def test_a_block_keeps_what_autograd_saves(dtype: torch.dtype, kv_heads: int) ->
 @pytest.mark.parametrize(
     "shape",  # by default without grouped heads and with them, and both sides of dim = ffn
     [
-        (64, 4, 4, 64),
-        (32, 2, 1, 256),
-        pytest.param((64, 4, 4, 176), marks=pytest.mark.slow),
-        pytest.param((64, 4, 2, 176), marks=pytest.mark.slow),
+        (64, 4, 4, 64, False),
+        (32, 2, 1, 256, False),
+        pytest.param((64, 4, 4, 176, False), marks=pytest.mark.slow),
+        pytest.param((64, 4, 2, 176, False), marks=pytest.mark.slow),
+        (32, 2, 1, 256, True),
+        pytest.param((64, 4, 2, 176, True), marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_block_keeps_what_its_partition_says(shape: tuple[int, int, int, int]) -> None:
+def test_a_compiled_block_keeps_what_its_partition_says(
+    shape: tuple[int, int, int, int, bool],
+) -> None:
     """By the partition of torch.compile's default backend, without its code."""
-    dim, heads, kv_heads, ffn = shape
-    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    dim, heads, kv_heads, ffn, qk_norm = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn, qk_norm=qk_norm)
     block = build_model(cfg, 97).to(torch.bfloat16).layers[0]
     x = torch.randn(2, 128, dim, dtype=torch.bfloat16, requires_grad=True)
     block.attention.rope.table(128, x.device)  # as the model does before its first block
@@ -173,16 +180,17 @@ ROTATIONS = 128 * 8 * 8  # of 128 positions, fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [0, 64])
-def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "z_loss"), [(0, 0), (64, 0), (64, 1e-4), (512, 1e-4)])
+def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int, z_loss: float) -> None:
     tokens, dim, vocab = 512, 32, 2000
-    cfg = ModelConfig(dim=dim, heads=4, kv_heads=4, loss_chunk=chunk)
+    asked = 0 if chunk == tokens else chunk  # a z-loss of whole logits is one chunk
+    cfg = ModelConfig(dim=dim, heads=4, kv_heads=4, loss_chunk=asked, z_loss=z_loss)
     hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
     head = torch.randn(vocab, dim).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,))
     with Live() as live:
         if chunk:
-            loss = chunked_losses(hidden, head, targets, chunk).mean()
+            loss = chunked_losses(hidden, head, targets, chunk, z_loss).mean()
         else:
             loss = F.cross_entropy(F.linear(hidden, head).float(), targets)
         loss.backward()
@@ -209,14 +217,15 @@ def test_held_out_losses_take_what_was_planned(dtype: torch.dtype, chunk: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("shape", [(64, 4, 4, 176), (64, 4, 2, 512), (128, 4, 4, 16)])
 def test_a_block_without_gradients_holds_what_was_planned(
-    shape: tuple[int, int, int, int], dtype: torch.dtype
+    shape: tuple[int, int, int, int], qk_norm: bool, dtype: torch.dtype
 ) -> None:
     dim, heads, kv_heads, ffn = shape
-    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn, qk_norm=qk_norm)
     block = build_model(cfg, 97).to(dtype).layers[0]
-    for norm in (block.attention_norm, block.mlp_norm):
+    for norm in norms_of(block):
         norm.forward = lambda x, weight=norm.weight: FusedNorm.apply(x, weight)
     block.attention.rope.table(128, torch.device("cpu"))
     x = torch.randn(2, 128, dim, dtype=dtype)
@@ -241,6 +250,10 @@ def test_an_evaluation_has_batches_of_its_own() -> None:
         assert plain.item(name).nbytes["eval"] == 0
 
 
+def norms_of(block: torch.nn.Module) -> list[torch.nn.RMSNorm]:
+    return [module for module in block.modules() if isinstance(module, torch.nn.RMSNorm)]
+
+
 class FusedNorm(torch.autograd.Function):
     """Keeps what a GPU's kernel does; no norm otherwise."""
 
@@ -257,15 +270,25 @@ class FusedNorm(torch.autograd.Function):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize(
-    "shape", [(64, 4, 4, 176), (64, 4, 2, 512), (128, 4, 4, 16), (128, 4, 1, 16), (256, 4, 2, 704)]
+    "shape",
+    [
+        (64, 4, 4, 176, False),
+        (64, 4, 2, 512, False),
+        (128, 4, 4, 16, False),
+        (128, 4, 1, 16, False),
+        (256, 4, 2, 704, False),
+        (64, 4, 4, 176, True),
+        (128, 4, 4, 16, True),
+        (256, 4, 2, 704, True),
+    ],
 )
 def test_a_blocks_backward_holds_what_was_planned(
-    shape: tuple[int, int, int, int], batch_size: int
+    shape: tuple[int, int, int, int, bool], batch_size: int
 ) -> None:
-    dim, heads, kv_heads, ffn = shape
-    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    dim, heads, kv_heads, ffn, qk_norm = shape
+    cfg = ModelConfig(dim=dim, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn, qk_norm=qk_norm)
     block = build_model(cfg, 97).to(torch.bfloat16).layers[0]
-    for norm in (block.attention_norm, block.mlp_norm):
+    for norm in norms_of(block):
         norm.forward = lambda x, weight=norm.weight: FusedNorm.apply(x, weight)
     x = torch.randn(batch_size, 128, dim, dtype=torch.bfloat16, requires_grad=True)
     comes_in = torch.ones_like(x)

@@ -33,12 +33,13 @@ from zpp_lab.files import check_name, conf_dir, missing, parse_yaml, read_yaml
 ConfigStore.instance().store("base_config", asdict(Config()), provider="zpp_lab")
 
 GROUPS = ("experiment", "lora")  # of conf/, whose settings lie elsewhere in `Config`
-_SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn", "tied_head", "rope_theta", "norm_eps")
+_SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
+_DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
     "virtual": ("engine", ("graph", "lanes")),
     "fsdp": ("engine", ("ordered", "prefetch", "offload", "transport")),
     "deepspeed": ("engine", ("emulate_nodes",)),
-    "llama": ("model", _SHAPE),
+    "llama": ("model", (*_SHAPE, *_DETAILS)),
 }
 
 

@@ -92,6 +92,9 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     checkpoint_activations: bool = False  # blocks run again in backward; for loss.backward() alone
+    qk_norm: bool = False  # a norm of queries and keys, head by head, before they are turned
+    # adds z_loss · logsumexp(logits)² a token to what is minimised, not to any loss that is told
+    z_loss: float = 0.0
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all. Other bits, alike everywhere
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -144,6 +147,16 @@ class ModelConfig:
         need(
             not self.tied_head or self.head_std == 0.02,
             "model.head_std: a tied head is the embedding, so set model.embedding_std alone",
+        )
+        need(self.z_loss >= 0, f"model.z_loss={self.z_loss}: use 0 (none) or more, such as 1e-4")
+        need(
+            self.name != "hf" or not self.z_loss or self.loss_chunk > 0,
+            "model.z_loss with model=hf is for losses in chunks: set model.loss_chunk=2048 too",
+        )
+        need(
+            self.name != "hf" or not self.qk_norm,
+            "model.qk_norm is for the built-in decoder; of transformers' models it is part of the "
+            "family (Qwen3 has it), so leave it out",
         )
         need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         need(

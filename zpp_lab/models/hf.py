@@ -44,15 +44,18 @@ def check_head(model: Any) -> None:
         )
 
 
-def head_losses(model: Any, logits: Callable[[], Tensor], targets: Tensor, chunk: int) -> Tensor:
+def head_losses(
+    model: Any, logits: Callable[[], Tensor], targets: Tensor, chunk: int, z_loss: float = 0.0
+) -> Tensor:
     """Cross-entropy of every target in nats, fp32 [batch · length], 0 where it is IGNORED.
 
     logits() runs the model; targets int64 [batch, length]; `chunk` tokens at a time have logits.
+    z_loss: see `chunked_losses`.
     ValueError when the model changes its logits after the head.
     """
     head = model.get_output_embeddings()
     hidden = _before(head, logits, type(model).__name__)
-    return chunked_losses(hidden.flatten(0, 1), head.weight, targets.flatten(), chunk)
+    return chunked_losses(hidden.flatten(0, 1), head.weight, targets.flatten(), chunk, z_loss)
 
 
 def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
@@ -225,7 +228,8 @@ def _adapted(
                 if targets is None:
                     return logits
                 return mean_of(logits.flatten(0, 1), targets.flatten(), share)
-            losses = head_losses(self, partial(self.all_logits, tokens), targets, chunk)
+            logits_of = partial(self.all_logits, tokens)
+            losses = head_losses(self, logits_of, targets, chunk, cfg.z_loss)
             if each:
                 return losses
             return losses.mean() if share is None else times(losses.sum(), share)

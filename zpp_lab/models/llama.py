@@ -7,6 +7,7 @@ telemetry address parameters by name. Parameter names:
     layers.N.attention_norm.weight        [dim]
     layers.N.attention.{wq,wo}.weight     [dim, dim]
     layers.N.attention.{wk,wv}.weight     [kv_heads * head_dim, dim]
+    layers.N.attention.{q,k}_norm.weight  [head_dim], with model.qk_norm
     layers.N.mlp_norm.weight              [dim]
     layers.N.mlp.{w_gate,w_up}.weight     [ffn, dim]
     layers.N.mlp.w_down.weight            [dim, ffn]
@@ -186,7 +187,12 @@ def written_out(pairs: Tensor, table: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; queries may share keys and values."""
+    """Causal self-attention with rotary positions; queries may share keys and values.
+
+    With `qk_norm` queries and keys are normed head by head before they are turned, each with a
+    scale that all heads share, so that no logit of attention grows with the weights (Henry et al.
+    2020, arXiv:2010.04245; Dehghani et al. 2023, "ViT-22B", arXiv:2302.05442).
+    """
 
     def __init__(self, cfg: ModelConfig, rope: Rope) -> None:
         super().__init__()
@@ -197,11 +203,15 @@ class Attention(nn.Module):
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, cfg.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(cfg.dim, cfg.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+            for _ in "qk"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         split = (-1, self.head_dim)
-        q = self.rope.rotate(self.wq(x).unflatten(-1, split))
-        k = self.rope.rotate(self.wk(x).unflatten(-1, split))
+        q = self.rope.rotate(self.q_norm(self.wq(x).unflatten(-1, split)))
+        k = self.rope.rotate(self.k_norm(self.wk(x).unflatten(-1, split)))
         v = self.wv(x).unflatten(-1, split)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -307,8 +317,9 @@ class Llama(nn.Module):
         head = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
             return F.linear(x, head)
-        if self.cfg.loss_chunk:
-            losses = chunked_losses(x.flatten(0, 1), head, targets.flatten(), self.cfg.loss_chunk)
+        if self.cfg.loss_chunk or self.cfg.z_loss:
+            rows, chunk = x.flatten(0, 1), self.cfg.loss_chunk or targets.numel()
+            losses = chunked_losses(rows, head, targets.flatten(), chunk, self.cfg.z_loss)
             if each:
                 return losses
             return losses.mean() if share is None else times(losses.sum(), share)

@@ -1,8 +1,9 @@
-"""The built-in decoder under Hugging Face's names: LlamaForCausalLM, in both directions.
+"""The built-in decoder under Hugging Face's names: LlamaForCausalLM, or with `model.qk_norm`
+Qwen3ForCausalLM, in both directions.
 
 The two compute the same but turn other pairs of a head's numbers: ours the neighbours
-(2i, 2i + 1), theirs i and i + head_dim / 2. So rows of the query and key projections change
-places inside each head; all else only changes its name.
+(2i, 2i + 1), theirs i and i + head_dim / 2. So rows of the query and key projections, and of the
+scales of their norms, change places inside each head; all else only changes its name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _PARTS = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm",
     "mlp.w_gate": "mlp.gate_proj",
     "mlp.w_up": "mlp.up_proj",
@@ -60,11 +63,11 @@ def hf_name(name: str) -> str:
 
 def turned(name: str) -> bool:
     """Whether the rows of `name` are turned by position, so that their order differs."""
-    return name.endswith((".wq.weight", ".wk.weight"))
+    return name.endswith((".wq.weight", ".wk.weight", ".q_norm.weight", ".k_norm.weight"))
 
 
 def to_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows [heads * head_dim, n] from our order to Hugging Face's."""
+    """Rows [heads * head_dim, …] from our order to Hugging Face's."""
     heads = weight.shape[0] // head_dim
     return weight.unflatten(0, (heads, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -78,8 +81,8 @@ def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
 def hf_config(cfg: ModelConfig, vocab_size: int, seq_len: int, end: int | None) -> dict[str, Any]:
     """config.json for a model of `cfg`; `end` closes a document."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"],
+        "model_type": _kind(cfg),
         "max_position_embeddings": seq_len,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -97,8 +100,13 @@ def _shape(cfg: ModelConfig, vocab_size: int) -> dict[str, Any]:
     return {**own, "vocab_size": vocab_size, "head_dim": cfg.dim // cfg.heads}
 
 
+def _kind(cfg: ModelConfig) -> str:
+    return "qwen3" if cfg.qk_norm else "llama"
+
+
 class LlamaStart:
-    """Weights of a LlamaForCausalLM folder for the built-in decoder; rows are read on their own.
+    """Weights of a LlamaForCausalLM folder for the built-in decoder, of a Qwen3ForCausalLM one with
+    `model.qk_norm`; rows are read on their own.
 
     ValueError when its config.json describes another model, or tensors are missing, left over or
     of another shape; it lists them.
@@ -159,8 +167,12 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     if not isinstance(found, dict):
         raise damaged(path, "no mapping", "download the model again")
     said: dict[str, Any] = _DEFAULTS | found
-    if said.get("model_type") != "llama":
-        raise ValueError(f"{path}: a {said.get('model_type')} model; set model=hf to train it")
+    if said.get("model_type") != _kind(cfg):
+        other = {"llama": "model.qk_norm=false", "qwen3": "model.qk_norm=true"}
+        fix = f"{other.get(str(said.get('model_type')), 'model=hf')} to train it"
+        raise ValueError(f"{path}: a {said.get('model_type')} model; set {fix}")
+    if said.get("use_sliding_window"):
+        raise ValueError(f"{path}: attention slides; set model=hf to train it")
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"{path}: rotary positions are scaled, {rope}; set model=hf to train it")

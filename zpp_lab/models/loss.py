@@ -16,6 +16,11 @@ graph can hold it. Token losses are those of the whole logits wherever the devic
 gives a row the same bits in a smaller product; the mean and the gradients are added up in another
 order, so a run with chunks has bits of its own.
 
+A z-loss (Chowdhery et al. 2022, "PaLM", section 5: 1e-4) pulls logsumexp of the logits to 0. It is
+in the gradient alone: losses that are told, of training and held out, stay cross-entropy, so that
+runs with it and without compare. Its gradient is a factor of the softmax, so it goes through the
+chunks, of which one may hold all tokens, and takes no memory.
+
 The held-out loss is taken token by token, so that a mean never depends on how tokens were batched.
 Sums are rounded once (`math.fsum`): they are the same in any order, for any split into documents,
 batches and ranks.
@@ -87,41 +92,46 @@ def times(total: Tensor, share: Tensor) -> Tensor:
     return total * (share[0].float() / share[1].float())
 
 
-def chunked_losses(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def chunked_losses(
+    hidden: Tensor, head: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
+) -> Tensor:
     """Cross-entropy of every target in nats, fp32 [N]; 0 where it is IGNORED.
 
     hidden [N, dim] and head [vocab, dim] of one floating dtype, targets int64 [N]; logits are
-    hidden · headᵀ, `chunk` rows at a time.
+    hidden · headᵀ, `chunk` rows at a time. The gradient is that of the loss + z_loss ·
+    logsumexp(logits)², both of targets that count.
     """
     assert chunk >= 1, "0 is for those who want whole logits"
-    losses: Tensor = _ChunkedLosses.apply(hidden, head, targets, chunk)
+    losses: Tensor = _ChunkedLosses.apply(hidden, head, targets, chunk, z_loss)
     return losses
 
 
 class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, chunk: int, z_loss: float
+    ) -> Tensor:
         ctx.save_for_backward(hidden, head, targets)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.z_loss = chunk, z_loss
         pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
         return torch.cat([_losses(h, head, t) for h, t in pairs])
 
     @staticmethod
     @once_differentiable  # type: ignore[misc]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         """grad: fp32 [N]."""
         hidden, head, targets = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_head = _HeadGrad(head, hidden.shape[0] > ctx.chunk) if ctx.needs_input_grad[1] else None
         for first in range(0, hidden.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
-            to_logits = _logit_grads(hidden[part], head, targets[part], grad[part])
+            to_logits = _logit_grads(hidden[part], head, targets[part], grad[part], ctx.z_loss)
             if to_hidden is not None:
                 torch.mm(to_logits, head, out=to_hidden[part])
             if to_head is not None:
                 to_head.add(to_logits.t() @ hidden[part])
             del to_logits  # before the next chunk's are made
-        return to_hidden, to_head.value() if to_head else None, None, None
+        return to_hidden, to_head.value() if to_head else None, None, None, None
 
 
 def _losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -130,10 +140,17 @@ def _losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return losses.masked_fill_(targets == IGNORED, 0.0)
 
 
-def _logit_grads(hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """(softmax - one-hot of the target) · grad, in the head's dtype [C, vocab]."""
+def _logit_grads(
+    hidden: Tensor, head: Tensor, targets: Tensor, grad: Tensor, z_loss: float
+) -> Tensor:
+    """((1 + 2 · z_loss · logsumexp) · softmax - one-hot of the target) · grad, in the head's dtype
+    [C, vocab]."""
     grad = grad.masked_fill(targets == IGNORED, 0.0)
-    made = torch.softmax(F.linear(hidden, head), -1, dtype=torch.float32)
+    logits = F.linear(hidden, head)
+    made = torch.softmax(logits, -1, dtype=torch.float32)
+    if z_loss:  # at the largest logit its softmax, which is no less than 1 / vocab, tells logsumexp
+        made.mul_((1 + 2 * z_loss * (logits.amax(-1).float() - made.amax(-1).log()))[:, None])
+    del logits
     columns = torch.arange(head.shape[0], device=head.device)
     made.add_(columns == targets[:, None], alpha=-1)
     return made.mul_(grad[:, None]).to(head.dtype)

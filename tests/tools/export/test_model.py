@@ -25,6 +25,7 @@ LLAMAS = {
     "plain": ["model.kv_heads=2"],
     "grouped": ["model.heads=4", "model.kv_heads=2", "model.rope_theta=500.0"],
     "tied": ["model.tied_head=true", "model.norm_eps=1e-4", "model.vocab_size=260"],
+    "normed": ["model.heads=4", "model.kv_heads=2", "model.qk_norm=true", "model.z_loss=1e-3"],
 }
 SHORT = ("train.steps=3", "train.warmup_steps=1")
 KINDS = ["llama", "gpt_neox", "opt", "qwen2", "qwen3", "gpt2"]
@@ -63,7 +64,7 @@ def test_the_built_in_decoder(case: str, tmp_path: Path) -> None:
     assert summary["heldout_loss_master"] < 5.0  # it has learnt: positions matter
     made = export_hf(tmp_path / "run", tmp_path / "out")
     model = loaded(tmp_path / "out", dtype=torch.float32)
-    assert type(model).__name__ == "LlamaForCausalLM"
+    assert type(model).__name__ == f"{'Qwen3' if case == 'normed' else 'Llama'}ForCausalLM"
     assert made.step == 12
     assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
 

@@ -4,7 +4,8 @@ Counted from what autograd saves in `models/llama.py` with a fused attention tha
 keys, values, output and one fp32 number a head (flash attention), and a fused RMSNorm that keeps
 its input and one fp32 number. In elements a token, d = dim, f = ffn, k = keys of one head group:
 
-    attention  block input, its norm, attention's output: 3 d; q, k, v: d + 2 k
+    attention  block input, its norm, attention's output: 3 d; q, k, v: d + 2 k;
+               with qk_norm what goes into the norms of q and k too: d + k
     MLP        its norm's input and output: 2 d; gate, silu(gate), up, their product: 4 f
 
 torch.compile computes silu(gate) anew, and of the MLP's input keeps the part that attention adds:
@@ -48,7 +49,9 @@ class Activations:
         """Of one block, its input included."""
         m = self.model
         wide = 6 * m.dim + 2 * self._keys + (3 if self.compiled else 4) * m.ffn + self.adapters
-        return self.tokens * (self.itemsize * wide + FP32 * (m.heads + 2))
+        wide += m.qk_norm * (m.dim + self._keys)
+        single = m.heads + 2 + m.qk_norm * (m.heads + m.kv_heads)
+        return self.tokens * (self.itemsize * wide + FP32 * single)
 
     @property
     def between(self) -> int:
@@ -116,7 +119,7 @@ class Activations:
         Whole logits: log-probabilities, their gradient and the logits' gradient, all fp32. In
         chunks: one chunk's logits and its fp32 softmax, the head's fp32 gradient and a part to add.
         """
-        chunk = self.model.loss_chunk
+        chunk = self._chunk
         if not chunk:
             return 3 * FP32 * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
@@ -135,9 +138,14 @@ class Activations:
     @property
     def heldout_loss(self) -> int:
         """Logits and what token losses make of them, without gradients."""
-        chunk = self.model.loss_chunk
+        chunk = self._chunk
         each = self.itemsize + FP32 if chunk or self.itemsize == FP32 else self.itemsize + 2 * FP32
         return self.row + each * min(chunk or self.tokens, self.tokens) * self.vocab
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits exist at a time; 0: all, by torch's own loss."""
+        return self.model.loss_chunk or (self.tokens if self.model.z_loss else 0)
 
     @property
     def head(self) -> int:

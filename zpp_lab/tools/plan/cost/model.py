@@ -122,9 +122,10 @@ def block_work(unit: UnitPlan, config: Config) -> Work:
 
 
 def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
-    """Of the last product. With model.loss_chunk its logits are made again in backward."""
+    """Of the last product. With model.loss_chunk, or a z-loss, its logits are made again in
+    backward."""
     tokens = config.train.batch_size * config.data.seq_len
     forward = 2.0 * vocab * config.model.dim * tokens
     head = "embed.weight" if config.model.tied_head else "head.weight"
-    trained = head in root.unit.trainable
-    return Work(forward, forward * (1 + trained), forward if config.model.loss_chunk else 0.0)
+    trained, again = head in root.unit.trainable, config.model.loss_chunk or config.model.z_loss
+    return Work(forward, forward * (1 + trained), forward if again else 0.0)
