@@ -7,6 +7,7 @@
 golden.json holds, part by part:
     codecs, extreme   each codec's bytes and decoded values, of nasty inputs and of such as lie near
                       fp32's largest number; by codec over all inputs, by input over all codecs
+    three, three_extreme  the same of 3 bits, which came later
     data              token files, tokenizers and batches
     virtual, gloo     losses, norms and held-out losses of a few steps, and a hash of all weights
                       and optimizer states, with one process and with one a rank
@@ -135,11 +136,13 @@ def extreme() -> dict[str, Tensor]:
     }
 
 
-def codecs() -> Iterator[Codec]:
-    yield from (RawCodec(torch.float32), RawCodec(torch.bfloat16))
+RAW = (RawCodec(torch.float32), RawCodec(torch.bfloat16))
+
+
+def codecs(*widths: int) -> Iterator[Codec]:
     rotations = {16: ((0, False), (16, True)), 8192: ((0, False), (256, False))}
     rotations[256] = ((0, False), (16, False), (64, True), (256, True))
-    wide = product((2, 4, 6, 8), (True, False), ("nearest", "stochastic"), ("fp32", "bf16"))
+    wide = product(widths, (True, False), ("nearest", "stochastic"), ("fp32", "bf16"))
     for bits, symmetric, rounding, scale in wide:
         for size, (hadamard, signs) in ((s, r) for s, each in rotations.items() for r in each):
             yield BlockCodec(bits, size, symmetric, rounding, scale, hadamard, signs)
@@ -155,10 +158,10 @@ def label(codec: Codec) -> str:
     return f"{own}, {codec.scale_dtype}, hadamard {codec.hadamard}{signs}"
 
 
-def coded(inputs: dict[str, Tensor]) -> dict[str, dict[str, str]]:
+def coded(inputs: dict[str, Tensor], chosen: Iterable[Codec]) -> dict[str, dict[str, str]]:
     by_codec: dict[str, list[Tensor]] = defaultdict(list)
     by_input: dict[str, list[Tensor]] = defaultdict(list)
-    for codec in codecs():
+    for codec in chosen:
         for name, x in inputs.items():
             rows = tuple(range(len(x)))
             noise = SegmentNoise(Noise(0x0123456789ABCDEF, rows[::-1], rows), 77)
@@ -408,15 +411,17 @@ def machine() -> dict[str, str]:
 
 
 PARTS = {
-    "codecs": lambda folder: coded(nasty()),
-    "extreme": lambda folder: coded(extreme()),
+    "codecs": lambda folder: coded(nasty(), [*RAW, *codecs(2, 4, 6, 8)]),
+    "extreme": lambda folder: coded(extreme(), [*RAW, *codecs(2, 4, 6, 8)]),
+    "three": lambda folder: coded(nasty(), codecs(3)),
+    "three_extreme": lambda folder: coded(extreme(), codecs(3)),
     "data": data,
     "virtual": virtual,
     "gloo": gloo,
     "study": study,
     "smoke": partial(study, steps=120),
 }
-EVERYWHERE = ("codecs", "extreme", "data")
+EVERYWHERE = ("codecs", "extreme", "three", "three_extreme", "data")
 
 
 def recorded() -> dict[str, Any]:

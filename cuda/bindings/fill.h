@@ -131,10 +131,10 @@ inline Codec codec_of(int64_t packed) {
   Codec c;
   static_assert(sizeof(c) == sizeof(packed));
   std::memcpy(&c, &packed, sizeof(c));
-  bool const known = c.bits == 2 || c.bits == 4 || c.bits == 6 || c.bits == 8;
+  bool const known = c.bits == 2 || c.bits == 3 || c.bits == 4 || c.bits == 6 || c.bits == 8;
   STD_TORCH_CHECK(c.raw || c.bits == 0 || (known && c.log2_block >= 4 && c.log2_block <= 13),
                   "bits=", int(c.bits), " with block 2^", int(c.log2_block),
-                  ": use 2, 4, 6 or 8 bits and blocks of 16 to 8192");
+                  ": use 2, 3, 4, 6 or 8 bits and blocks of 16 to 8192");
   STD_TORCH_CHECK(c.log2_group == 0 || (c.log2_group >= 4 && c.log2_group <= 8),
                   "hadamard=2^", int(c.log2_group), ": use 16 to 256");
   return c;

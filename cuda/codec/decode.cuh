@@ -25,14 +25,16 @@ __device__ __forceinline__ void zero_tile(Tile& x) {
 
 // Eight codes from their place in each plane.
 template <int BITS>
-__device__ __forceinline__ Packed read_codes(uint8_t const* codes, uint8_t const* crumbs) {
+__device__ __forceinline__ Packed read_codes(uint8_t const* codes, uint8_t const* high) {
   if constexpr (BITS == 8) {
     uint2 const w = *reinterpret_cast<uint2 const*>(codes);
     return {w.x, w.y};
   } else if constexpr (BITS == 2) {
     return {*reinterpret_cast<uint16_t const*>(codes), 0};
   } else if constexpr (BITS == 6) {
-    return {*reinterpret_cast<uint32_t const*>(codes), *reinterpret_cast<uint16_t const*>(crumbs)};
+    return {*reinterpret_cast<uint32_t const*>(codes), *reinterpret_cast<uint16_t const*>(high)};
+  } else if constexpr (BITS == 3) {
+    return {*reinterpret_cast<uint16_t const*>(codes), *high};
   } else {
     return {*reinterpret_cast<uint32_t const*>(codes), 0};
   }
@@ -56,25 +58,25 @@ __device__ __forceinline__ void read_scale(uint8_t const* at, uint32_t& scale, u
 // One lane's places in a tile's planes, moved from one summed row to the next.
 template <int BITS, bool SYM, bool BF16>
 struct Lane {
-  static constexpr int width = BITS == 6 ? 4 : BITS;  // of the first plane
+  static constexpr int second = high_bits(BITS), width = BITS - second;  // of the planes
   static constexpr int each = (BF16 ? 2 : 4) * (SYM ? 1 : 2);
 
-  uint8_t const *codes, *crumbs, *scales;
+  uint8_t const *codes, *high, *scales;
   int log2_block;
 
   __device__ __forceinline__ Lane(Slots const& from, int within, int log2)
-      : codes(from.codes + within * width / 8), crumbs(from.crumbs + within / 4),
+      : codes(from.codes + within * width / 8), high(from.high + within * second / 8),
         scales(from.scales + (within >> log2) * each), log2_block(log2) {}
 
   __device__ __forceinline__ void move(int64_t bytes) {
     codes += bytes, scales += bytes;
-    if (BITS == 6) crumbs += bytes;
+    if (second) high += bytes;
   }
 
   // Reads chunk v; its first block is (v CHUNK) >> log2_block behind chunk 0's, since a lane's
   // place in a chunk never carries into the next one.
   __device__ __forceinline__ void read(int v, Coded& c) const {
-    c.codes[v] = read_codes<BITS>(codes + v * CHUNK * width / 8, crumbs + v * CHUNK / 4);
+    c.codes[v] = read_codes<BITS>(codes + v * CHUNK * width / 8, high + v * CHUNK * second / 8);
     int const block = (v * CHUNK) >> log2_block;
     read_scale<SYM, BF16>(scales + block * each, c.scale[v], c.zero[v]);
   }
@@ -97,7 +99,7 @@ template <int BITS, bool SYM, bool BF16>
 __device__ __forceinline__ Lane<BITS, SYM, BF16> lane_at(Plan const& plan, Place const& at) {
   Segment const& s = at.segment();
   char* row = const_cast<char*>(plan.payload) + at.row * plan.payload_row;
-  return {tile_slots(row, s.from_planes, at.part), at.within, s.from_codec.log2_block};
+  return {tile_slots<BITS>(row, s.from_planes, at.part), at.within, s.from_codec.log2_block};
 }
 
 // x = the decoded values, or their sum with x. A decoded value is never -0: adding 0 first, as the
@@ -132,7 +134,8 @@ __device__ __forceinline__ void sum_whole(Plan const& plan, Place const& at, Til
   Coded a;
   lane.read(a);
   int k = plan.k - 1;  // rows still to be read
-  if constexpr (!SYM && (BITS == 8 || (BITS == 6 && !FRESH))) {  // registers hold no second row
+  // where registers hold no second row
+  if constexpr (!SYM && (BITS == 8 || BITS == 3 || (BITS == 6 && !FRESH))) {
     if (FRESH) zero_tile(x);
 #pragma unroll 1
     for (; k; --k) {
@@ -204,6 +207,10 @@ __device__ __forceinline__ void by_kind(Codec const& c, Args&... args) {
     case 17: return Do::template run<4, false, true>(args...);
     case 18: return Do::template run<4, true, false>(args...);
     case 19: return Do::template run<4, true, true>(args...);
+    case 12: return Do::template run<3, false, false>(args...);
+    case 13: return Do::template run<3, false, true>(args...);
+    case 14: return Do::template run<3, true, false>(args...);
+    case 15: return Do::template run<3, true, true>(args...);
     case 8: return Do::template run<2, false, false>(args...);
     case 9: return Do::template run<2, false, true>(args...);
     case 10: return Do::template run<2, true, false>(args...);

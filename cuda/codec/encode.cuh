@@ -78,14 +78,16 @@ __device__ __forceinline__ void join_blocks(Range (&r)[CHUNKS], int log2_block) 
 
 struct Slots {
   uint8_t* codes;    // first plane
-  uint8_t* crumbs;   // second plane, 6 bits only
+  uint8_t* high;     // second plane, 3 and 6 bits only
   uint8_t* scales;
 };
 
 // The parts of a payload row where tile number `part` has its codes and scales.
+template <int BITS>
 __device__ __forceinline__ Slots tile_slots(char* row, Planes const& at, int part) {
   uint8_t* base = reinterpret_cast<uint8_t*>(row);
-  return {base + at.codes + int64_t(part) * at.codes_step, base + at.crumbs + int64_t(part) * (TILE / 4),
+  return {base + at.codes + int64_t(part) * at.codes_step,
+          base + at.high + int64_t(part) * (TILE / 8 * high_bits(BITS)),
           base + at.scales + int64_t(part) * at.scales_step};
 }
 
@@ -140,12 +142,19 @@ __device__ __forceinline__ void scale_blocks(
   }
 }
 
+// The second plane's part of eight codes.
+template <int BITS>
+__device__ __forceinline__ void write_high(Slots const& to, int first, Packed p) {
+  if (BITS == 6) *reinterpret_cast<uint16_t*>(to.high + first / 4) = uint16_t(p.b);
+  if (BITS == 3) to.high[first / 8] = uint8_t(p.b);
+}
+
 template <int BITS>
 __device__ __forceinline__ void write_codes(Slots const& to, int first, Packed p) {
   if (BITS == 8) *reinterpret_cast<uint2*>(to.codes + first) = make_uint2(p.a, p.b);
   if (BITS == 6 || BITS == 4) *reinterpret_cast<uint32_t*>(to.codes + first / 2) = p.a;
-  if (BITS == 6) *reinterpret_cast<uint16_t*>(to.crumbs + first / 4) = uint16_t(p.b);
-  if (BITS == 2) *reinterpret_cast<uint16_t*>(to.codes + first / 4) = uint16_t(p.a);
+  if (BITS == 3 || BITS == 2) *reinterpret_cast<uint16_t*>(to.codes + first / 4) = uint16_t(p.a);
+  write_high<BITS>(to, first, p);
 }
 
 // Elements that `left` codes take with their plane's filling to 16 bytes.
@@ -158,12 +167,13 @@ __device__ __forceinline__ int filled(int left, int width) {
 template <int BITS>
 __device__ __forceinline__ void write_last_codes(Slots const& to, int first, int left, Packed p) {
   p = keep<BITS>(p, left - first);
-  if (BITS != 6) {
+  constexpr int second = high_bits(BITS);
+  if constexpr (!second) {
     if (first < filled(left, BITS)) write_codes<BITS>(to, first, p);
-    return;
+  } else {  // its filling may be longer than the first plane's
+    if (first < filled(left, BITS - second)) write_codes<BITS - second>(to, first, p);
+    if (first < filled(left, second)) write_high<BITS>(to, first, p);
   }
-  if (first < filled(left, 4)) *reinterpret_cast<uint32_t*>(to.codes + first / 2) = p.a;
-  if (first < filled(left, 2)) *reinterpret_cast<uint16_t*>(to.crumbs + first / 4) = uint16_t(p.b);
 }
 
 struct NoiseAt {
@@ -223,7 +233,7 @@ __device__ __forceinline__ void encode_block_tile(
     char* row, Place const& at, Tile const& x, NoiseAt const& noise) {
   Codec const codec = at.segment().to_codec;
   int64_t const numel = at.segment().to_len;
-  Slots const to = tile_slots(row, at.segment().to_planes, at.part);
+  Slots const to = tile_slots<BITS>(row, at.segment().to_planes, at.part);
   Range ranges[CHUNKS];
   int const left = at.left(numel);
   if (left == TILE) {
@@ -277,6 +287,8 @@ __device__ __forceinline__ void encode_tile(Plan const& plan, Place const& at, T
     case 13: return encode_block_tile<6, true, STOCHASTIC>(row, at, x, noise);
     case 8: return encode_block_tile<4, false, STOCHASTIC>(row, at, x, noise);
     case 9: return encode_block_tile<4, true, STOCHASTIC>(row, at, x, noise);
+    case 6: return encode_block_tile<3, false, STOCHASTIC>(row, at, x, noise);
+    case 7: return encode_block_tile<3, true, STOCHASTIC>(row, at, x, noise);
     case 4: return encode_block_tile<2, false, STOCHASTIC>(row, at, x, noise);
     default: return encode_block_tile<2, true, STOCHASTIC>(row, at, x, noise);
   }

@@ -142,7 +142,8 @@ ZPP_HD uint32_t code_stochastic(float x, float inverse, float zero, float u) {
 }
 
 // Eight codes as they are stored: 8 bits fill both words, 6 bits have their low nibbles in `a`
-// and their high crumbs in the low half of `b`, 4 bits fill `a`, 2 bits its low half.
+// and their high crumbs in the low half of `b`, 4 bits fill `a`, 3 bits have their low crumbs in
+// the low half of `a` and their high bits in the low byte of `b`, 2 bits fill the low half of `a`.
 struct Packed {
   uint32_t a, b;
 };
@@ -164,6 +165,13 @@ ZPP_HD Packed pack(uint32_t const (&bits)[8]) {
   if constexpr (BITS == 8) return {gather<8, 4>(bits), gather<8, 4>(bits + 4)};
   if constexpr (BITS == 4) return {gather<4, 8>(bits), 0};
   if constexpr (BITS == 2) return {gather<2, 8>(bits), 0};
+  if constexpr (BITS == 3) {
+    uint32_t const nibbles = gather<4, 8>(bits);
+    uint32_t low = nibbles & 0x33333333u, high = nibbles >> 2 & 0x11111111u;
+    low = (low | low >> 2) & 0x0F0F0F0Fu, high = (high | high >> 3) & 0x03030303u;
+    low = (low | low >> 4) & 0x00FF00FFu, high = (high | high >> 6) & 0x000F000Fu;
+    return {(low | low >> 8) & 0xFFFFu, (high | high >> 12) & 0xFFu};
+  }
   if constexpr (BITS == 6) {
     uint32_t const even = gather<8, 4, 2>(bits), odd = gather<8, 4, 2>(bits + 1);
     uint32_t const low = (even & 0x0F0F0F0Fu) | ((odd << 4) & 0xF0F0F0F0u);
@@ -180,6 +188,7 @@ ZPP_HD Packed keep(Packed p, int count) {
   int const n = count < 0 ? 0 : (count > 8 ? 8 : count);
   if (BITS == 8) return {p.a & low(8 * n), p.b & low(n > 4 ? 8 * (n - 4) : 0)};
   if (BITS == 6) return {p.a & low(4 * n), p.b & low(2 * n)};
+  if (BITS == 3) return {p.a & low(2 * n), p.b & low(n)};
   return {p.a & low(BITS * n), 0};
 }
 
@@ -204,6 +213,14 @@ ZPP_HD Packed widen_six(Packed p) {
   uint32_t const crumbs = (apart | apart << 4) & 0x0F0F0F0Fu;  // two codes' in each byte
   return {(p.a & 0x0F0F0F0Fu) | (crumbs << 4 & 0x30303030u),
           (p.a >> 4 & 0x0F0F0F0Fu) | (crumbs << 2 & 0x30303030u)};
+}
+
+// Three bits to a nibble each.
+ZPP_HD uint32_t widen_three(Packed p) {
+  uint32_t low = (p.a | p.a << 8) & 0x00FF00FFu, high = (p.b | p.b << 12) & 0x000F000Fu;
+  low = (low | low << 4) & 0x0F0F0F0Fu, high = (high | high << 6) & 0x03030303u;
+  low = (low | low << 2) & 0x33333333u, high = (high | high << 3) & 0x11111111u;
+  return low | high << 2;
 }
 
 // Code I of 2 or 4 bits as a float, less `offset`: exact, its place in the word is scaled away.
@@ -231,10 +248,12 @@ ZPP_HD void levels(Packed p, float (&q)[8]) {
     q[4] = byte_level<2>(w.a, offset), q[5] = byte_level<2>(w.b, offset);
     q[6] = byte_level<3>(w.a, offset), q[7] = byte_level<3>(w.b, offset);
   } else {
-    q[0] = nibble_level<BITS, 0>(p.a, offset), q[1] = nibble_level<BITS, 1>(p.a, offset);
-    q[2] = nibble_level<BITS, 2>(p.a, offset), q[3] = nibble_level<BITS, 3>(p.a, offset);
-    q[4] = nibble_level<BITS, 4>(p.a, offset), q[5] = nibble_level<BITS, 5>(p.a, offset);
-    q[6] = nibble_level<BITS, 6>(p.a, offset), q[7] = nibble_level<BITS, 7>(p.a, offset);
+    constexpr int each = BITS == 3 ? 4 : BITS;
+    uint32_t const w = BITS == 3 ? widen_three(p) : p.a;
+    q[0] = nibble_level<each, 0>(w, offset), q[1] = nibble_level<each, 1>(w, offset);
+    q[2] = nibble_level<each, 2>(w, offset), q[3] = nibble_level<each, 3>(w, offset);
+    q[4] = nibble_level<each, 4>(w, offset), q[5] = nibble_level<each, 5>(w, offset);
+    q[6] = nibble_level<each, 6>(w, offset), q[7] = nibble_level<each, 7>(w, offset);
   }
 }
 

@@ -10,7 +10,7 @@ constexpr int WARP_TILE = 1024;  // elements of one warp's work
 
 struct Codec {
   uint8_t raw;          // 1: the segment travels as floats of `dtype`
-  uint8_t bits;         // 2, 4, 6, 8
+  uint8_t bits;         // 2, 3, 4, 6, 8
   uint8_t log2_block;   // 4 ... 13
   uint8_t symmetric;
   uint8_t bf16_scale;
@@ -20,17 +20,20 @@ struct Codec {
 };
 
 struct Planes {
-  int64_t codes, crumbs, scales;      // bytes from the row's start; crumbs for 6 bits only
-  int32_t codes_step, scales_step;    // bytes of one tile; its crumbs take TILE / 4
+  int64_t codes, high, scales;      // bytes from the row's start; high for 3 and 6 bits only
+  int32_t codes_step, scales_step;  // bytes of one tile; of its high bits TILE / 8 each
 };
+
+// The bits of a code that lie in the second plane.
+constexpr int high_bits(int bits) { return bits == 6 ? 2 : bits == 3 ? 1 : 0; }
 
 // The parts of a segment of `numel` elements that starts at `offset`.
 inline Planes planes_of(int64_t offset, Codec const& codec, int64_t numel) {
   auto const plane = [&](int width) { return ((numel * width + 7) / 8 + 15) / 16 * 16; };
-  int const width = codec.bits == 6 ? 4 : codec.bits;
-  int64_t const crumbs = offset + plane(width);
+  int const second = high_bits(codec.bits), width = codec.bits - second;
+  int64_t const high = offset + plane(width);
   int32_t const each = (codec.bf16_scale ? 2 : 4) * (codec.symmetric ? 1 : 2);
-  return {offset, crumbs, crumbs + (codec.bits == 6 ? plane(2) : 0), TILE / 8 * width,
+  return {offset, high, high + plane(second), TILE / 8 * width,
           (TILE >> codec.log2_block) * each};
 }
 

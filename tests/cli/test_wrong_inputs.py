@@ -43,8 +43,8 @@ train engine.threads=100000000000 => engine.threads=100000000000: use 0 (torch's
 train engine.prefetch=2 => engine.prefetch is a setting of engine=fsdp | leave it out
 train engine=fsdp engine.prefetch=-1 => engine.prefetch=-1: use 0 (none) or more
 train ops.backend=cuda => ops.backend=cuda: torch sees no CUDA GPU here; set ops.backend=auto
-train recipe=zero4 => recipe=zero4 | base, broken, g8_4_hadamard, qsdp, w2, w4,
-train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 4, 6, 8), or null to s
+train recipe=zero4 => recipe=zero4 | base, broken, g8_4_hadamard, qsdp, sham_w4,
+train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 3, 4, 6, 8), or null t
 train recipe.weights.bits=4 recipe.weights.block_size=0 => recipe zero3, weigh | use a power of two,
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => recipe zero3, weigh | use 0 (off) or one o
 train recipe.weights.random_signs=true recipe.weights.bits=4 => recipe zero3, we | set it to 16, 32,
@@ -117,7 +117,7 @@ study s_arms_dict.yaml => s_arms_dict.yaml: arms={'zero3': 1}: use a list, such 
 study s_arm_noname.yaml => s_arm_noname.yaml | against, describe, factors, name, overrides,
 study s_arm_twice.yaml => s_arm_twice.yaml: study mine: arm named twice: zero3
 study s_arm_key.yaml => s_arm_key.yaml | against, describe, factors, name, overrides,
-study s_arm_override.yaml => study mine, arm w4 | base, broken, g8_4_hadamard, qsdp, w2, w4,
+study s_arm_override.yaml => study mine, arm w4 | base, broken, g8_4_hadamard, qsdp, sham_w4,
 study s_arm_override2.yaml => study mine, arm w4 | bits, block_size, codec, hadamard, options,
 study s_arm_override_dict.yaml => s_arm_override_dict.yaml | use a list, such as [a,b]
 study s_baseline.yaml => s_baseline.yaml: study mine: baseline 'w5' is no arm; arms: zero3, w4
@@ -230,7 +230,7 @@ export runs/good --to hf --out empty => empty is there already: name a new folde
 export runs/good --to hf --out o --dtype fp8 => --dtype | see zpp-lab export --help
 export runs/good --to hf --out o --steps => --steps is for --to table
 export runs/good --to hf --out o --codec bits=4 => --codec is for --quantized
-export runs/good --to hf --out o --quantized --codec bits=5 => recipe --codec, w | use one of (2, 4,
+export runs/good --to hf --out o --quantized --codec bits=5 => recipe --codec, w | use one of (2, 3,
 export runs/good --to hf --out o --quantized --codec x => --codec x | write settings such as bits=4,
 export runs/good --to hf --out o --quantized --requantize --dense => --dense | see zpp-lab export --
 export runs/good --to hf --out o --quantized => recipe zero3 has no code | leave --quantized out, or
@@ -249,7 +249,7 @@ evaluate runs => runs is neither a run (config.yaml) nor | name one
 evaluate afile => afile: a file, not a folder; give a run's, or a model's for transformers
 evaluate empty => empty is neither a run (config.yaml) nor a model (config.json); name one
 evaluate runs/good --tokens 0 => --tokens: 0: use 1 or more; see zpp-lab evaluate --help
-evaluate runs/good --codec bits=5 => recipe --codec, weights_forwar | use one of (2, 4, 6, 8), or nu
+evaluate runs/good --codec bits=5 => recipe --codec, weights_forwar | use one of (2, 3, 4, 6, 8), or
 evaluate runs/good --dtype fp16 => --dtype | see zpp-lab evaluate --help
 evaluate runs/good --device tpu => engine.device='tpu': use auto, cpu, cuda or cuda:N
 evaluate runs/good --device cuda => engine.device=cuda, but torch sees no GP | use engine.device=cpu

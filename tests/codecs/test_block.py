@@ -22,7 +22,7 @@ def codecs(draw: st.DrawFn, rotate: bool = True) -> BlockCodec:
     widths = [h for h in (16, 32, 64, 128, 256) if h <= block] if rotate else []
     hadamard = draw(st.sampled_from([0, *widths]))
     return BlockCodec(
-        bits=draw(st.sampled_from([2, 4, 6, 8])),
+        bits=draw(st.sampled_from([2, 3, 4, 6, 8])),
         block_size=block,
         symmetric=draw(st.booleans()),
         rounding=draw(st.sampled_from(["nearest", "stochastic"])),
@@ -105,7 +105,7 @@ def test_encode_is_deterministic_and_rows_are_independent(codec: BlockCodec, x: 
 @settings(max_examples=200, deadline=None)
 def test_byte_count_in_closed_form(codec: BlockCodec, numel: int) -> None:
     coded = math.ceil(numel / codec.hadamard) * codec.hadamard if codec.hadamard else numel
-    planes = {2: [2], 4: [4], 6: [4, 2], 8: [8]}[codec.bits]
+    planes = {2: [2], 3: [2, 1], 4: [4], 6: [4, 2], 8: [8]}[codec.bits]
     up = lambda n: math.ceil(n / 16) * 16  # noqa: E731
     scale = (4 if codec.scale_dtype == "fp32" else 2) * (1 if codec.symmetric else 2)
     expected = sum(up(math.ceil(coded * w / 8)) for w in planes)
@@ -135,7 +135,7 @@ def test_decode_sum_is_decode_then_sum(codec: BlockCodec, x: Tensor, k: int) -> 
         torch.testing.assert_close(fused, total, rtol=1e-4, atol=1e-5 * scale + 1e-30)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_stochastic_rounding_is_unbiased(bits: int, symmetric: bool) -> None:
     codec = BlockCodec(bits=bits, block_size=64, symmetric=symmetric, rounding="stochastic")
@@ -261,7 +261,7 @@ def test_constant_blocks_are_exact_when_asymmetric() -> None:
 
 
 def test_symmetric_codes_use_odd_levels() -> None:
-    for bits in (2, 4, 6, 8):
+    for bits in (2, 3, 4, 6, 8):
         codec = BlockCodec(bits=bits, block_size=1024)
         x = torch.linspace(-1, 1, 1024)[None]
         assert len(codec.decode(encode(codec, x), 1024).unique()) == 2**bits - 1
@@ -270,7 +270,7 @@ def test_symmetric_codes_use_odd_levels() -> None:
 @pytest.mark.parametrize(
     ("settings_", "fix"),
     [
-        ({"bits": 3}, "bits=3"),
+        ({"bits": 5}, "bits=5"),
         ({"block_size": 100}, "power of two"),
         ({"block_size": 16384}, "power of two"),
         ({"hadamard": 48}, "hadamard=48"),

@@ -17,6 +17,8 @@ TABLE: list[Codec] = [
     BlockCodec(8),
     BlockCodec(6, 64, symmetric=False),
     BlockCodec(4, 64, rounding="stochastic"),
+    BlockCodec(3, 32),
+    BlockCodec(3, 64, symmetric=False, rounding="stochastic", hadamard=16),
     BlockCodec(2, 32, symmetric=False, scale_dtype="bf16"),
     BlockCodec(4, 64, hadamard=32),
     BlockCodec(8, 256, rounding="stochastic", hadamard=64, random_signs=True),

@@ -11,7 +11,7 @@ from zpp_lab.codecs import BlockCodec, encode
 from zpp_lab.codecs.packing import pack, packed_bytes, unpack
 
 
-@given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 200), st.integers(0, 2**31))
+@given(st.sampled_from([2, 3, 4, 6, 8]), st.integers(1, 200), st.integers(0, 2**31))
 def test_pack_and_unpack(bits: int, numel: int, seed: int) -> None:
     codes = torch.randint(0, 2**bits, (3, numel), generator=torch.Generator().manual_seed(seed))
     codes = codes.to(torch.uint8)
@@ -26,6 +26,8 @@ def test_pack_and_unpack(bits: int, numel: int, seed: int) -> None:
         (2, [0b11_10_01_00, 0b00_00_00_01] + [0] * 14),
         (4, [0x10, 0x32, 0x05] + [0] * 13),
         (8, [0, 1, 2, 3, 5] + [0] * 11),
+        # 3 bits: the low pairs, then the high bits
+        (3, [0b11_10_01_00, 0b00_00_00_01] + [0] * 14 + [0b0001_0000] + [0] * 15),
         # 6 bits: the low nibbles, then the high pairs
         (6, [0x10, 0x32, 0x05] + [0] * 13 + [0, 0] + [0] * 14),
     ],
@@ -43,6 +45,14 @@ def test_six_bits_split_into_planes() -> None:
     pack(codes, 6, out)
     assert out[0, :2].tolist() == [0b0010_1101, 0b0000_1111]
     assert out[0, 16].item() == 0b10_11_01_10
+
+
+def test_three_bits_split_into_planes() -> None:
+    codes = torch.tensor([[0b101, 0b010, 0b111, 0b100, 0, 0, 0, 0, 0b110]], dtype=torch.uint8)
+    out = torch.empty(1, packed_bytes(9, 3), dtype=torch.uint8)
+    pack(codes, 3, out)
+    assert out[0, :3].tolist() == [0b00_11_10_01, 0, 0b10]
+    assert out[0, 16:18].tolist() == [0b0000_1101, 0b1]
 
 
 def test_a_whole_row_by_hand() -> None:

@@ -118,7 +118,7 @@ def test_every_setting_can_be_given_by_its_name() -> None:
         ("recipe.grads_inter.bits=7", "recipe zero3, grads_inter: bits=7: use one of"),
         ("recipe.weights.block_size=100", "weights_forward: block_size=100: use a power of two"),
         ("recipe.grads.hadamard=20", "hadamard=20: use 0"),
-        ("recipe.rules=[{set:{bits:3}}]", "weights_forward: bits=3: use one of"),
+        ("recipe.rules=[{set:{bits:5}}]", "weights_forward: bits=5: use one of"),
     ],
 )
 def test_codecs_are_checked_before_any_run(override: str, answer: str) -> None:

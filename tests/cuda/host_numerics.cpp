@@ -3,26 +3,29 @@
 #include <vector>
 
 #include "codec/numerics.cuh"
+#include "layout/planes.h"
 
 using namespace zpp;
 
 namespace {
 
 template <int BITS>
-void store(Packed p, long first, unsigned char* codes, unsigned char* crumbs) {
+void store(Packed p, long first, unsigned char* codes, unsigned char* high) {
   if (BITS == 8) memcpy(codes + first, &p.a, 4), memcpy(codes + first + 4, &p.b, 4);
   if (BITS == 6 || BITS == 4) memcpy(codes + first / 2, &p.a, 4);
-  if (BITS == 6) memcpy(crumbs + first / 4, &p.b, 2);
-  if (BITS == 2) memcpy(codes + first / 4, &p.a, 2);
+  if (BITS == 6) memcpy(high + first / 4, &p.b, 2);
+  if (BITS == 3) memcpy(high + first / 8, &p.b, 1);
+  if (BITS == 3 || BITS == 2) memcpy(codes + first / 4, &p.a, 2);
 }
 
 template <int BITS>
-Packed fetch(long first, unsigned char const* codes, unsigned char const* crumbs) {
+Packed fetch(long first, unsigned char const* codes, unsigned char const* high) {
   Packed p = {0, 0};
   if (BITS == 8) memcpy(&p.a, codes + first, 4), memcpy(&p.b, codes + first + 4, 4);
   if (BITS == 6 || BITS == 4) memcpy(&p.a, codes + first / 2, 4);
-  if (BITS == 6) memcpy(&p.b, crumbs + first / 4, 2);
-  if (BITS == 2) memcpy(&p.a, codes + first / 4, 2);
+  if (BITS == 6) memcpy(&p.b, high + first / 4, 2);
+  if (BITS == 3) memcpy(&p.b, high + first / 8, 1);
+  if (BITS == 3 || BITS == 2) memcpy(&p.a, codes + first / 4, 2);
   return p;
 }
 
@@ -33,7 +36,7 @@ struct Row {
   bool bf16, stochastic;
   float reach;
   uint32_t row, rank, parameter, key0, key1;
-  unsigned char *codes, *crumbs, *scales;
+  unsigned char *codes, *high, *scales;
 };
 
 template <int BITS, bool SYM>
@@ -72,7 +75,7 @@ void encode(float const* x, Row const& r) {
       }
       Packed p = keep<BITS>(pack<BITS>(bits), int(end - first));
       if (s.inverse != s.inverse) p = {0, 0};
-      store<BITS>(p, first, r.codes, r.crumbs);
+      store<BITS>(p, first, r.codes, r.high);
     }
   }
 }
@@ -90,7 +93,7 @@ void decode(Row const& r, float* x) {
       pair[i] = float_of(bits);
     }
     float q[8];
-    levels<BITS, SYM>(fetch<BITS>(first, r.codes, r.crumbs), q);
+    levels<BITS, SYM>(fetch<BITS>(first, r.codes, r.high), q);
     for (int i = 0; i < 8 && first + i < r.n; ++i) x[first + i] = dequantize<SYM>(q[i], pair[0], pair[1]);
   }
 }
@@ -105,11 +108,12 @@ void run(Row const& r, float* x, bool encoding) {
 // x float32 [n], already rotated in groups of `group` (1: not), with room for 8 more, out [nbytes] zeroed; encodes, or decodes out into x.
 extern "C" void run_row(float* x, long n, int bits, int symmetric, int stochastic, long block,
                         int bf16, int group, uint32_t const* noise, unsigned char* out, int encoding) {
-  long const first = plane(n, bits == 6 ? 4 : bits), second = bits == 6 ? plane(n, 2) : 0;
-  std::vector<unsigned char> codes(first + 16), crumbs(second + 16);
-  if (!encoding) memcpy(codes.data(), out, first), memcpy(crumbs.data(), out + first, second);
+  int const upper = high_bits(bits);
+  long const first = plane(n, bits - upper), second = plane(n, upper);
+  std::vector<unsigned char> codes(first + 16), high(second + 16);
+  if (!encoding) memcpy(codes.data(), out, first), memcpy(high.data(), out + first, second);
   Row const r = {n, block, bf16 != 0, stochastic != 0, float(group), noise[0], noise[1], noise[2], noise[3],
-                 noise[4], codes.data(), crumbs.data(), out + first + second};
+                 noise[4], codes.data(), high.data(), out + first + second};
   switch (bits * 2 + symmetric) {
     case 16: run<8, false>(r, x, encoding); break;
     case 17: run<8, true>(r, x, encoding); break;
@@ -117,8 +121,10 @@ extern "C" void run_row(float* x, long n, int bits, int symmetric, int stochasti
     case 13: run<6, true>(r, x, encoding); break;
     case 8: run<4, false>(r, x, encoding); break;
     case 9: run<4, true>(r, x, encoding); break;
+    case 6: run<3, false>(r, x, encoding); break;
+    case 7: run<3, true>(r, x, encoding); break;
     case 4: run<2, false>(r, x, encoding); break;
     default: run<2, true>(r, x, encoding);
   }
-  if (encoding) memcpy(out, codes.data(), first), memcpy(out + first, crumbs.data(), second);
+  if (encoding) memcpy(out, codes.data(), first), memcpy(out + first, high.data(), second);
 }

@@ -21,7 +21,7 @@ pytestmark = with_compiler
 SPECS = [
     BlockCodec(bits, block, symmetric, rounding, scale, hadamard)  # type: ignore[arg-type]
     for bits, symmetric, rounding, scale, (block, hadamard) in itertools.product(
-        (2, 4, 6, 8),
+        (2, 3, 4, 6, 8),
         (True, False),
         ("nearest", "stochastic"),
         ("fp32", "bf16"),

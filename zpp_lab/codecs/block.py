@@ -1,4 +1,4 @@
-"""The block integer family: 2, 4, 6 or 8 bits with one scale for each block.
+"""The block integer family: 2, 3, 4, 6 or 8 bits with one scale for each block.
 
 This file is the reference truth. A CUDA kernel must give the same bytes for every input.
 All arithmetic is fp32, each operation rounded on its own (no fused multiply-add, no fast
@@ -34,9 +34,9 @@ Decode and sum
     0 + row 0 + row 1 + ... in this order, in the rotated domain; one inverse at the end.
 
 Bytes of one row
-    the planes of m codes (`packing.py`: 6 bits are a 4-bit and a 2-bit plane, each plane filled
-    up to 16 bytes), then for each block its scale, or for asymmetric codes the pair (s, z), in
-    fp32 or bf16, little-endian, filled up with zeros to 16 bytes.
+    the planes of m codes (`packing.py`: 6 bits are a 4-bit and a 2-bit plane, 3 bits a 2-bit and a
+    1-bit one, each plane filled up to 16 bytes), then for each block its scale, or for asymmetric
+    codes the pair (s, z), in fp32 or bf16, little-endian, filled up with zeros to 16 bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Codes of 2, 4, 6 or 8 bits to bytes and back, one or two planes each.
+"""Codes of 2, 3, 4, 6 or 8 bits to bytes and back, one or two planes each.
 
-A plane holds w bits of every code (w = 2, 4 or 8), 8 / w codes in a byte, the first code in
-the lowest bits. 2, 4 and 8 bits are one plane. 6 bits are two: the low 4 bits of every code,
-then the high 2 bits, so that both planes keep power-of-two strides. A plane is filled up with
-zero bits to a multiple of 16 bytes.
+A plane holds w bits of every code (w = 1, 2, 4 or 8), 8 / w codes in a byte, the first code in
+the lowest bits. 2, 4 and 8 bits are one plane. 6 bits are two, the low 4 bits of every code, then
+the high 2 bits, and so are 3 bits, the low 2 and the high one: all planes keep power-of-two
+strides. A plane is filled up with zero bits to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ALIGN = 16  # bytes
-PLANES: dict[int, tuple[int, ...]] = {2: (2,), 4: (4,), 6: (4, 2), 8: (8,)}
+PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
 
 
 def align(nbytes: int) -> int:

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 Rounding = Literal["nearest", "stochastic"]
 Dtype = Literal["fp32", "bf16"]
 
-BITS = (2, 4, 6, 8)
+BITS = (2, 3, 4, 6, 8)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given

@@ -83,7 +83,7 @@ def random_codec(draw: random.Random) -> Codec:
     widths = [w for w in (16, 32, 64, 128, 256) if w <= block]
     width = draw.choice(widths) if draw.random() < 0.3 else 0
     return BlockCodec(
-        bits=draw.choice((2, 4, 6, 8)),
+        bits=draw.choice((2, 3, 4, 6, 8)),
         block_size=block,
         symmetric=draw.random() < 0.5,
         rounding=draw.choice(("nearest", "stochastic")),

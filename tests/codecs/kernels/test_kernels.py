@@ -46,10 +46,10 @@ def test_hard_values_equal_the_reference(name: str, block: int) -> None:
     codecs = [
         BlockCodec(bits, block, symmetric, rounding, scale)  # type: ignore[arg-type]
         for bits, symmetric, rounding, scale in itertools.product(
-            (2, 4, 6, 8), (True, False), ("nearest", "stochastic"), ("fp32", "bf16")
+            (2, 3, 4, 6, 8), (True, False), ("nearest", "stochastic"), ("fp32", "bf16")
         )
     ]
-    layout = layout_of(*codecs)  # 32 segments: two launches
+    layout = layout_of(*codecs)  # 40 segments: three launches
     want = cases.poisoned(2, layout.nbytes)
     got = want.cuda()
     reference.encode(layout, [x] * len(codecs), NOISE, want)
@@ -146,10 +146,14 @@ def test_errors_of_hard_values_equal_the_reference(name: str) -> None:
     codecs = [
         RawCodec(torch.bfloat16),
         RawCodec(torch.float32),
-        *(BlockCodec(bits, 64, symmetric) for bits in (2, 4, 6, 8) for symmetric in (True, False)),
-        *(BlockCodec(bits, 64, scale_dtype="bf16", hadamard=32) for bits in (2, 4, 6, 8)),
-        *(BlockCodec(bits, 2048, rounding="stochastic") for bits in (2, 4, 6, 8)),
-    ]  # 18 segments and the next: two launches share one table of sums
+        *(
+            BlockCodec(bits, 64, symmetric)
+            for bits in (2, 3, 4, 6, 8)
+            for symmetric in (True, False)
+        ),
+        *(BlockCodec(bits, 64, scale_dtype="bf16", hadamard=32) for bits in (2, 3, 4, 6, 8)),
+        *(BlockCodec(bits, 2048, rounding="stochastic") for bits in (2, 3, 4, 6, 8)),
+    ]  # 22 segments and the next: two launches share one table of sums
     layout = layout_of(*codecs, BlockCodec(4, 16))
     payload = cases.poisoned(2, layout.nbytes)
     want = torch.zeros(2, len(layout.segments), 9, dtype=torch.float64)

@@ -25,7 +25,7 @@ from zpp_lab.tools.export.packed import (
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.sampled_from([2, 4, 6, 8]),
+    bits=st.sampled_from([2, 3, 4, 6, 8]),
     block=st.sampled_from([16, 32, 64, 256]),
     rows=st.integers(1, 13),
     columns=st.integers(1, 80),
@@ -84,7 +84,12 @@ def test_the_library_unpacks_what_is_stored() -> None:
     from compressed_tensors.quantization import QuantizationScheme
 
     weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
-    for codec in (BlockCodec(2, 16), BlockCodec(6, 16), BlockCodec(4, 16, symmetric=False)):
+    for codec in (
+        BlockCodec(2, 16),
+        BlockCodec(3, 16),
+        BlockCodec(6, 16),
+        BlockCodec(4, 16, symmetric=False),
+    ):
         payload = torch.empty(1, codec.nbytes(weight.numel()), dtype=torch.uint8)
         codec.encode(weight.view(1, -1), None, payload)
         if codec.symmetric:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zpp_lab.codecs import BlockCodec, kernels
+from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, whole
 from zpp_lab.tools.bench.measure import (
     OPS,
@@ -114,7 +115,7 @@ def timed(task: Work, limit: int = 24) -> float:
 
 def codecs(full: bool) -> Iterator[BlockCodec]:
     """Every bit width, both kinds of levels, both roundings, several blocks, with a rotation."""
-    for bits in (2, 4, 6, 8):
+    for bits in BITS:
         for symmetric in (True, False):
             yield BlockCodec(bits, 64, symmetric)
             yield BlockCodec(bits, 64, symmetric, "stochastic")
