@@ -26,6 +26,18 @@ def config(*overrides: str) -> dict[str, Any]:
         (["recipe=g8_4_hadamard"], {"weights=raw", "grads=8+4", "engine=virtual"}),
         (["recipe.weights.codec=lattice"], {"weights=lattice"}),
         (["recipe.weights_forward.bits=2"], {"weights=2+raw"}),
+        (["recipe.rules=[{set:{bits:2}}]"], {"weights=2", "grads=2"}),
+        (["recipe=w4", "recipe.rules=[{exempt:true}]"], {"weights=raw", "grads=raw"}),
+        (
+            ["recipe=w4", "recipe.rules=[{name:'embed*',wires:[weights_forward],set:{bits:8}}]"],
+            {"weights=4/8+4", "grads=raw"},
+        ),
+        (
+            [
+                "recipe.rules=[{ndim:2,set:{codec:lattice}},{min_numel:9,wires:[grads_inter],exempt:true}]"
+            ],
+            {"weights=raw/lattice", "grads=raw/lattice"},
+        ),
         (["engine=fsdp"], {"engine=fsdp"}),
     ],
 )
@@ -46,6 +58,9 @@ def test_the_config_shows_what_decides_and_nothing_else() -> None:
     }  # fmt: skip
     assert shown["bits"]["grads_inter"] == 4
     assert shown["recipe"]["weights"]["bits"] == 8
+    ruled = shown_config(config("recipe=w4", "recipe.rules=[{name:'embed*',set:{bits:8}}]"))
+    assert ruled["wires"]["weights_forward"] == "4/8"
+    assert "bits" not in ruled  # of no wire one number
     assert "weights_forward" not in shown["recipe"]  # nothing but nulls
     assert "tracking" not in shown
     assert "/home/me" not in repr(shown)

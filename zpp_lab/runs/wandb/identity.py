@@ -21,6 +21,7 @@ from zpp_lab.runs.wandb.folder import RunFolder
 
 _TAG = 64  # characters that a tag may have, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
+_EVERY = {"name": "*", "ndim": None, "min_numel": 0, "max_numel": None}  # a rule for all of them
 HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
 _CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
 
@@ -56,8 +57,23 @@ def tags(config: Mapping[str, Any]) -> list[str]:
 
 
 def codec_label(recipe: Mapping[str, Any], wire: str) -> str:
-    """What a wire carries: bits such as "4", an outside codec's name, or "raw"."""
-    codec, bits = _setting(recipe, wire, "codec"), _setting(recipe, wire, "bits")
+    """What a wire carries: bits such as "4", a codec's name, or "raw". Where rules give some
+    parameters another codec, all that it carries: "raw/4"."""
+    labels = [_label(recipe, wire, {})]
+    for rule in recipe.get("rules") or ():
+        if wire not in rule.get("wires", WIRES):
+            continue
+        label = RAW if rule.get("exempt") else _label(recipe, wire, rule.get("set") or {})
+        scope = {key: rule.get(key, _EVERY[key]) for key in _EVERY}
+        labels = [label] if scope == _EVERY else [*labels, label]
+    return "/".join(dict.fromkeys(labels))
+
+
+def _label(recipe: Mapping[str, Any], wire: str, ruled: Mapping[str, Any]) -> str:
+    codec, bits = (
+        _setting(recipe, wire, key) if ruled.get(key) is None else ruled[key]
+        for key in ("codec", "bits")
+    )
     if codec not in (None, "block", "none"):
         return str(codec)
     return str(bits) if bits else RAW
@@ -68,7 +84,8 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Sections stay nested, which wandb shows as recipe.weights.bits; settings left at null, where
     a run was put and how it was watched are dropped. `study`, `arm` and `seed` come first;
-    `wires` says what each wire carries, short-hands resolved; `bits` the same as numbers.
+    `wires` says what each wire carries, short-hands and rules resolved; `bits` the same as numbers,
+    of wires that have one.
     """
     recipe = _section(config, "recipe")
     labels = {wire: codec_label(recipe, wire) for wire in WIRES}
