@@ -25,7 +25,7 @@ from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.files import conf_dir
 from zpp_lab.models import param_class
-from zpp_lab.train import trainer
+from zpp_lab.train import inputs, trainer
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.trainer import run
 
@@ -94,6 +94,17 @@ def test_less_than_a_recipe_asks_for_is_refused(
             run(compose([*own, "run.dir=run"]))
     for command in commands:
         assert re.search(said, refused(capsys, *command))
+
+
+def test_a_run_is_asked_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Config] = []
+    real = inputs.check_inputs
+    monkeypatch.setattr(inputs, "check_inputs", lambda config: (asked.append(config), real(config)))
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path)
+    own = settings("train.steps=1", "train.eval_tokens=64", "run.dir=run", "tracking.wandb=off")
+    assert main(["train", *own]) == 0
+    assert len(asked) == 1
 
 
 def test_a_study_refuses_what_its_runs_would(

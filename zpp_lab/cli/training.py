@@ -108,12 +108,14 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     from zpp_lab.train.launch.place import placed
 
     folder, ended = run_dir(config), has_ended(config)
-    if not ended:  # ranks that somebody else started end together, so rank 0 is not looked at apart
-        check_run(config, tracked=not placed(os.environ))
+    one_of_many = config.engine.ranked and placed(os.environ)
+    checked = not ended and not one_of_many  # those look together, once they have met
+    if checked:
+        check_run(config)
     from zpp_lab.train.launch.launcher import launch, leave
 
     try:
-        summary = launch(config)
+        summary = launch(config, checked)
     except _ends() as error:
         return _failed(error)
     paused = summary.get("outcome") == UNFINISHED

@@ -45,29 +45,37 @@ from zpp_lab.train.resume import check_same_data, check_start, note_data, open_s
 Data = TokenData | PackedData
 
 
-def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
+def run(
+    config: Config, rank: int = 0, start_up: StartUp | None = None, checked: bool = False
+) -> Record:
     """Train as `config` says, going on where a former start of the run stopped.
 
     Returns the summary, which is also in summary.json; a finished run returns at once. A run that
     stopped early (run.until, run.piece_steps) returns its outcome, unfinished, and its step.
     Raises what went wrong, after writing failure.json. An engine of several processes has
-    each call this with its rank; rank 0 alone writes. `start_up`: what came before.
+    each call this with its rank; rank 0 alone writes. `start_up`: what came before. `checked`: this
+    process has asked `check_run` already.
     """
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     check_same_run(config, folder)
     if has_ended(config):
         return read_summary(folder / SUMMARY)
-    return Trainer(config, folder, rank, start_up).run()
+    return Trainer(config, folder, rank, start_up, checked).run()
 
 
 class Trainer:
     """The step loop of one run over any engine."""
 
     def __init__(
-        self, config: Config, folder: Path, rank: int = 0, start_up: StartUp | None = None
+        self,
+        config: Config,
+        folder: Path,
+        rank: int = 0,
+        start_up: StartUp | None = None,
+        checked: bool = False,
     ) -> None:
-        self.config, self.folder, self.rank = config, folder, rank
+        self.config, self.folder, self.rank, self.checked = config, folder, rank, checked
         self.train = config.train
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
@@ -86,7 +94,8 @@ class Trainer:
     def run(self) -> Record:
         tracker: Tracker | None = None
         try:
-            check_run(self.config, tracked=self.rank == 0)
+            if not self.checked:
+                check_run(self.config, tracked=self.rank == 0)
             self.commit = commit() if self.rank == 0 else None  # now: a checkout may change later
             data = open_data(self.config.data)
             self._look_at(data)

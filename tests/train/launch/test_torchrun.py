@@ -77,6 +77,14 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
 REFUSED = "run: a run is at work here already; wait for it or stop it, or give another run.dir"
 
 
+@pytest.mark.slow
+def test_a_mistake_is_told_once_and_leaves_nothing(torchrun: Torchrun) -> None:
+    assert torchrun.ended("log.txt", "data.path=/no/text") != 0
+    said = re.findall(r"data.path=/no/text: no such file or folder", torchrun.said("log.txt"))
+    assert len(said) == 1
+    assert not torchrun.run.exists()
+
+
 def test_every_rank_of_a_second_start_is_told(torchrun: Torchrun) -> None:
     torchrun.run.mkdir()
     with hold(torchrun.run):

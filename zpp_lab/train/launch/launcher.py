@@ -47,6 +47,7 @@ from zpp_lab.runs.metrics import Record, read_object
 from zpp_lab.runs.provenance import oom_kills
 from zpp_lab.runs.wandb.folder import read_summary, write_failure
 from zpp_lab.train.footprint import StartUp
+from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer, mistake
 from zpp_lab.train.launch.gpus import Placement, place, served, visible_gpus
 from zpp_lab.train.launch.heartbeat import FAILED, LOST, Pulse, told
@@ -73,11 +74,12 @@ class RankFailed(RuntimeError):
     """A rank ended the run; says which, and shows its traceback."""
 
 
-def launch(config: Config) -> Record:
+def launch(config: Config, checked: bool = False) -> Record:
     """Train as `config` says, in as many processes as its engine needs; returns the summary.
 
     Holds the run's folder meanwhile; ValueError when another process has it. A process that
-    joined as another rank than 0 gets an empty summary.
+    joined as another rank than 0 gets an empty summary. checked: this process has asked
+    `check_run` already, which ranks that somebody else started leave to this.
     """
     ranks_are_there = placed(os.environ)
     if config.engine.ranked and ranks_are_there:
@@ -85,16 +87,16 @@ def launch(config: Config) -> Record:
     if has_ended(config):  # nothing will be written
         return run(config)
     with at_work(run_dir(config), patience(os.environ), _ALONE if ranks_are_there else ""):
-        return train(config)
+        return train(config, checked)
 
 
-def train(config: Config) -> Record:
+def train(config: Config, checked: bool = False) -> Record:
     """`launch` for a process that holds the run's folder already, and is no rank."""
     if config.engine.ranked:
         return start(config)
     if _on_cpu(config):
         check_host_memory(config)
-    return run(config)
+    return run(config, checked=checked)
 
 
 def job(config: Config) -> Record:
@@ -110,11 +112,13 @@ def job(config: Config) -> Record:
         return train(config)
 
 
-def run(config: Config, rank: int = 0, start_up: StartUp | None = None) -> Record:
+def run(
+    config: Config, rank: int = 0, start_up: StartUp | None = None, checked: bool = False
+) -> Record:
     """The trainer's `run`."""
     from zpp_lab.train import trainer
 
-    return trainer.run(config, rank, start_up)
+    return trainer.run(config, rank, start_up, checked)
 
 
 # ---------------------------------------------------------------------- ranks of our own
@@ -266,11 +270,32 @@ def join_watched(config: Config) -> Record:
     rank = connect(config)
     start_up.done("ranks meet")
     try:
+        _check_together(config, rank)
         with _held_by_rank_0(config, rank):
             return _run_watched(config, rank, start_up)
     except BaseException:
         traceback.print_exc()
         _end_now(1)
+
+
+def _check_together(config: Config, rank: int) -> None:
+    """Every rank asks whether the run can begin. Where one says no, all end here, and each mistake
+    is told by the first rank that met it."""
+    said: str | None = None
+    try:
+        if not has_ended(config):
+            check_run(config, tracked=rank == 0)
+    except (OSError, ValueError) as error:
+        said = mistake(error)
+        if said is None:
+            raise
+    met: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(met, said)
+    if any(met):
+        if said is not None and met.index(said) == rank:
+            print(f"rank {rank}: {said}", file=sys.stderr, flush=True)
+        dist.barrier()  # it has been told: a launcher ends the others after the first
+        _end_now(USER_ERROR)
 
 
 @contextmanager
@@ -302,7 +327,7 @@ def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
 def _run_watched(config: Config, rank: int, start_up: StartUp) -> Record:
     pulse = _watch(config, rank)
     try:
-        return run(config, rank, start_up)
+        return run(config, rank, start_up, checked=True)
     except BaseException as error:
         said = mistake(error)
         text = traceback.format_exc() if said is None else said
