@@ -5,9 +5,61 @@ from a run. The **base** is what stays frozen under **adapters** (LoRA). A param
 its kind (attention, mlp, norm ...), found by its name.
 """
 
-from zpp_lab.models.build import build_model
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from zpp_lab.config.model import LoraConfig, ModelConfig
 from zpp_lab.models.init import initial_value
 from zpp_lab.models.llama import Llama
+from zpp_lab.models.lora import add_adapters
 from zpp_lab.models.params import PARAM_CLASSES, ParamClass, param_class
+from zpp_lab.models.start import fill, materialize, whole
 
 __all__ = ["PARAM_CLASSES", "Llama", "ParamClass", "build_model", "initial_value", "param_class"]
+
+
+def build_model(
+    cfg: ModelConfig, vocab_size: int, device: str | torch.device = "cpu", seed: int = 0
+) -> Any:
+    """The module that `cfg` describes, in fp32 on `device`, its weights from `seed` or a folder.
+
+    It maps tokens and targets to the loss, and has `units()`, the modules whose parameters
+    travel together, and `start(seed)`, its first weights. With `cfg.lora` the model is frozen
+    and adapters stand beside its linear layers. `vocab_size` is the tokenizer's.
+    On the meta device the parameters have shapes only and nothing is initialised.
+    Raises ValueError when the model's vocabulary is too small for the tokenizer.
+    """
+    model = _on_meta(cfg, vocab_size)
+    if torch.device(device).type == "meta":
+        return model
+    materialize(model, device)
+    fill(model, model.start(seed), whole, lambda p: p)
+    return model
+
+
+def _on_meta(cfg: ModelConfig, vocab_size: int) -> Any:
+    if not cfg.lora.on:
+        return _plain(cfg, vocab_size)
+    base = partial(_plain, replace(cfg, lora=LoraConfig()), vocab_size)
+    model = base()
+    add_adapters(model, cfg.lora, base)
+    return model
+
+
+def _plain(cfg: ModelConfig, vocab_size: int) -> Any:
+    if cfg.name == "hf":
+        from zpp_lab.models.hf import build_hf
+
+        return build_hf(cfg, vocab_size)
+    if 0 < cfg.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {vocab_size}: "
+            "raise it, set 0 to take the tokenizer's, or take a smaller tokenizer"
+        )
+    with torch.device("meta"):
+        return Llama(cfg, cfg.vocab_size or vocab_size)

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.data.packed import IGNORED
+from zpp_lab.models import fused
 from zpp_lab.models.llama_hf import LlamaStart
 from zpp_lab.models.loss import chunked_losses, mean_of, times
 from zpp_lab.models.start import CounterStart, RunStart, SeededStart, Start
@@ -142,10 +143,11 @@ class Rope:
     They are neither parameters nor buffers: a change of the model's dtype, or
     a sharding engine that casts what enters a block, would round them.
 
-    Eagerly a rotation is one complex product, a single kernel. The compiler makes no code for
-    complex numbers, and each such product would cut a block's kernels in two, so it gets the same
-    product written out. Both agree to the bit where the complex one rounds each of its products,
-    as vectors of the CPU do; in what fills no vector, and in CUDA, a product and a sum may fuse.
+    Eagerly a rotation is one complex product, and on a GPU one kernel (`fused.py`). The compiler
+    makes no code for complex numbers, and each such product would cut a block's kernels in two, so
+    it gets the same product written out. Both agree to the bit where the complex one rounds each of
+    its products, as vectors of the CPU do; in what fills no vector, and in CUDA, a product and a
+    sum may fuse.
     """
 
     def __init__(self, head_dim: int, theta: float) -> None:
@@ -170,8 +172,10 @@ class Rope:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate neighbouring pairs of x [batch, length, heads, head_dim] by their position."""
-        product = written_out if torch.compiler.is_compiling() else complex_product
         table = self.table(x.shape[1], x.device)
+        if fused.serves(x):
+            return fused.rotated(x, table)
+        product = written_out if torch.compiler.is_compiling() else complex_product
         return product(x.float().unflatten(-1, (-1, 2)), table).flatten(-2).to(x.dtype)
 
 
@@ -234,7 +238,11 @@ class SwiGLU(nn.Module):
         return self.w_down(self.until_last(x))
 
     def until_last(self, x: Tensor) -> Tensor:
-        return F.silu(self.w_gate(x)) * self.w_up(x)
+        gate = self.w_gate(x)
+        if fused.serves(gate):
+            return fused.swiglu(gate, self.w_up(x))
+        gate = F.silu(gate)  # in its place
+        return gate * self.w_up(x)
 
 
 class Block(nn.Module):

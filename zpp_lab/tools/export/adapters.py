@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zpp_lab.config.schema import Config
-from zpp_lab.models.build import build_model
+from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.models.lora import A, inputs_first, is_adapter
 from zpp_lab.runs.checkpoint.read import SavedWeights, newest

@@ -31,7 +31,7 @@ from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.files import CONFIG, below, missing, read_yaml
-from zpp_lab.models.build import build_model
+from zpp_lab.models import build_model
 from zpp_lab.models.lora import adapters_of, inputs_first, merged
 from zpp_lab.models.start import whole
 from zpp_lab.runs.checkpoint.read import SavedWeights, newest

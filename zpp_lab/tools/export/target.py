@@ -21,7 +21,7 @@ from zpp_lab.config.data import DataConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import END, files_of, library, open_outside
-from zpp_lab.models.build import build_model
+from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import hf_config, hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import SavedWeights
 from zpp_lab.tools.export.packed import linear_weights

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.models.build import build_model
+from zpp_lab.models import build_model
 
 FP32 = 4  # bytes
 
