@@ -25,7 +25,7 @@ Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inte
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
 # Held-out tokens below which no verdict is given, and below which there is a warning. All seeds
-# share the held-out text, so no interval shows what other text would have said. By the documents
+# share the held-out text, and few documents say little of how much others differ. By the documents
 # of w4 and zeropp (`tiny`, 150 steps, gaps 0.063 and 0.022) that is 0.9 to 1.0 / sqrt(tokens) nats:
 # 0.03 at 1,000 tokens, more than the smaller gap; 0.01 at 10,000, two margins.
 LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
@@ -176,7 +176,7 @@ def heldout_notes(tokens: int, eval_tokens: int) -> tuple[str, ...]:
     if tokens >= FEW_HELDOUT:
         return ()
     least = tokens < LEAST_HELDOUT
-    said = "get no verdict" if least else "say little of other text, which no interval shows"
+    said = "get no verdict" if least else "say little of other text"
     return (
         f"losses over {tokens:,} held-out tokens, fewer than "
         f"{LEAST_HELDOUT if least else FEW_HELDOUT:,}, {said}: {more_heldout(eval_tokens)}",

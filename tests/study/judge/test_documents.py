@@ -11,9 +11,11 @@ from tests.study.fake_runs import ARMS, fake_study, write_study_runs
 from zpp_lab.files import HELDOUT
 from zpp_lab.runs.reader import find_runs, write_study
 from zpp_lab.study.judge.certainty import COLUMNS, certainty
-from zpp_lab.study.judge.documents import document_gaps, read_documents
+from zpp_lab.study.judge.documents import read_documents
 from zpp_lab.study.judge.noise import noise_floors
+from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.report.table import interval_line, margin_line
 
 KEPT = (ARMS[0], ARMS[1], ARMS[5])  # zero3, zero3_reordered, w4
 
@@ -40,27 +42,39 @@ def add_documents(root: Path, count: int = 40, name: str = "same") -> None:
 def test_gaps_over_documents(tmp_path: Path) -> None:
     add_documents(folder(tmp_path))
     result = read_result(tmp_path)
-    gaps = document_gaps(result)
-    assert list(gaps) == ["zero3_reordered", "w4"]
-    w4 = result.arms[2]
+    base, _, w4 = result.arms
+    assert base.documents is None
     assert w4.gap is not None
-    assert gaps["w4"].mean == pytest.approx(w4.gap.mean, abs=1e-12)
-    assert (gaps["w4"].documents, gaps["w4"].seeds) == (40, 3)
+    assert w4.gap.documents is not None
+    assert w4.documents is not None
+    assert sum(w4.documents.interval(0.95)) / 2 == pytest.approx(w4.gap.mean, abs=1e-12)
+    assert (len(w4.documents.tokens), sorted(w4.documents.nats)) == (40, [1, 2, 3])
+    assert w4.gap.interval == pytest.approx(
+        t_interval(list(w4.gaps.values()), 0.95, w4.documents.part(w4.gaps))
+    )
+    assert interval_line(result) == "over seeds and 40 held-out documents"
     told = certainty(result)
     reordered, row = told.rows()
     assert len(row) == len(reordered) == len(COLUMNS)
     assert row[0] == "w4"
     assert " to " in row[-2]
-    assert "40 held-out documents" in told.lines()[0]
+    assert "40 (as good as" in told.lines()[0]
 
 
 def test_runs_without_documents_are_left_out(tmp_path: Path) -> None:
     result = read_result(folder(tmp_path))
-    assert document_gaps(result) == {}
+    assert [arm.documents for arm in result.arms] == [None] * 3
+    assert "over seeds alone" in margin_line(result)  # said, not passed over
     assert [row[-1] for row in certainty(result).rows()] == ["–", "–"]
     add_documents(tmp_path)
     (tmp_path / "w4" / "seed2" / HELDOUT).unlink()
-    assert document_gaps(read_result(tmp_path))["w4"].seeds == 2
+    w4 = read_result(tmp_path).arms[2]
+    assert w4.documents is not None
+    assert sorted(w4.documents.nats) == [1, 3]
+    for seed in (1, 3):
+        (tmp_path / "w4" / f"seed{seed}" / HELDOUT).unlink()
+    said = interval_line(read_result(tmp_path))
+    assert said.endswith("40 held-out documents (over seeds alone, for want of documents: w4)")
 
 
 def test_other_tokens_are_never_compared(tmp_path: Path) -> None:
@@ -68,7 +82,7 @@ def test_other_tokens_are_never_compared(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         path = tmp_path / "w4" / f"seed{seed}" / HELDOUT
         path.write_text(path.read_text().replace('"same"', '"other"'))
-    assert list(document_gaps(read_result(tmp_path))) == ["zero3_reordered"]
+    assert [bool(arm.documents) for arm in read_result(tmp_path).arms] == [False, True, False]
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

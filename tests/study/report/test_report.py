@@ -118,7 +118,7 @@ def test_markdown_has_the_same_verdicts(report: Report) -> None:
     (broken,) = [line for line in text.splitlines() if line.startswith("| broken | worse |")]
     assert broken.endswith("| 3 of 3 | negative control: 2 bits everywhere |")
     assert "![Held-out loss gap](figures/gap.svg)" in text
-    assert "two one-sided paired t tests" in text
+    assert "two one-sided paired tests" in text
 
 
 def test_what_was_quantized_stands_beside_the_bytes(report: Report) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zpp_lab.study.judge.documents import DocumentGap, document_gaps
+from zpp_lab.study.judge.documents import count
+from zpp_lab.study.judge.families import look_sizes, nominal_level
 from zpp_lab.study.judge.noise import (
     NAMED,
     TIMES,
@@ -17,25 +18,25 @@ from zpp_lab.study.judge.noise import (
     one_seed,
     quiet_parts,
 )
-from zpp_lab.study.judge.verdict import StudyResult
+from zpp_lab.study.judge.stats import t_interval
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
 
 COLUMNS = (
     *P_VALUE_COLUMNS,
     "Gap, other documents",
-    "Gap, other documents and seeds",
+    "Gap, other seeds",
     "Gap, quiet part",
 )
 
 
 @dataclass(frozen=True)
 class Certainty:
-    """documents: gaps over documents by arm; floors: one a baseline with two seeds or more;
+    """floors: one a baseline with two seeds or more;
     quiet: the steps before noise takes over, one a baseline that has such; apart: steps in which
     one run's gradient jumps alone."""
 
     result: StudyResult
-    documents: Mapping[str, DocumentGap]
     floors: Sequence[NoiseFloor]
     quiet: Sequence[Quiet] = ()
     apart: Sequence[ApartStep] = ()
@@ -47,8 +48,9 @@ class Certainty:
             for part in self.quiet
             for arm, (mean, largest) in part.arms.items()
         }
+        by_name = {arm.name: arm for arm in self.result.arms}
         rows = [
-            [*row, *self._intervals(row[0]), quiet.get(row[0], NOTHING)]
+            [*row, *self._intervals(by_name[row[0]]), quiet.get(row[0], NOTHING)]
             for row in p_value_rows(self.result)
         ]
         looks = COLUMNS.index("Looks")
@@ -71,36 +73,41 @@ class Certainty:
                 f"{', …' if len(self.apart) > NAMED else ''}. `zpp-lab batch RUN STEP` shows the "
                 "text."
             )
-        if not self.documents:
-            return noise
-        return [self._on_documents(), *noise]
+        told = self._on_documents()
+        return [told, *noise] if told else noise
 
     def _on_documents(self) -> str:
-        counts = sorted({gap.documents for gap in self.documents.values()})
+        """What the two intervals are; "" where no run tells its losses by document."""
+        sets = {arm.documents.hash: arm.documents for arm in self.result.arms if arm.documents}
+        if not sets:
+            return ""
+        tokens = [one.tokens for one in sets.values()]
+        counts = [f"{len(t)} (as good as {count(t):.0f} of equal length)" for t in tokens]
         text = (
-            f"Other documents: {self.result.study.confidence:.0%} intervals of the gap when the "
-            f"{' or '.join(map(str, counts))} held-out documents are drawn again"
+            f"Other documents: {self.result.study.confidence:.0%} intervals of the gap had the "
+            f"{' or '.join(counts)} held-out documents been others, for these very runs."
         )
         if one_seed(self.result):
             return (
-                f"{text} (bootstrap), for these very runs. They say how much the choice of text "
-                "matters, not how far another run would move the gap: even where 0 lies outside, "
-                "no arm is shown to differ."
+                f"{text} They say how much the choice of text matters, not how far another run "
+                "would move the gap: even where 0 lies outside, no arm is shown to differ."
             )
-        return (
-            f"{text}, with the same seeds and with seeds drawn again too (bootstrap); corrected "
-            "neither for arms nor for looks."
-        )
+        return f"{text} Other seeds: had the seeds been others, for these very documents."
 
-    def _intervals(self, arm: str) -> tuple[str, str]:
-        gap = self.documents.get(arm)
-        return (NOTHING, NOTHING) if gap is None else (_range(gap.interval), _range(gap.both))
+    def _intervals(self, arm: ArmResult) -> tuple[str, str]:
+        study = self.result.study
+        level = nominal_level(1 - study.confidence, look_sizes(study), 2)
+        gaps, texts = list(arm.gaps.values()), arm.documents
+        return (
+            _range(texts.interval(study.confidence) if texts else None),
+            _range(t_interval(gaps, 1 - level) if texts and len(gaps) > 1 else None),
+        )
 
 
 def certainty(result: StudyResult) -> Certainty:
-    """Reads heldout.json and metrics.jsonl of every run."""
+    """Reads metrics.jsonl of every run."""
     floors, quiet = noise_floors(result), quiet_parts(result)
-    return Certainty(result, document_gaps(result), floors, quiet, apart_steps(result))
+    return Certainty(result, floors, quiet, apart_steps(result))
 
 
 def _range(interval: tuple[float, float] | None) -> str:

@@ -1,31 +1,29 @@
-"""Held-out losses by document, and how far a gap holds for other text and other seeds.
+"""Held-out losses by document: what the choice of documents adds to the variance of a gap.
 
 The losses are what heldout.json of a run folder holds. Folders of runs that wrote none are fine:
-such an arm has no gap over documents.
+such an arm has intervals over seeds alone.
 
-The held-out loss is a ratio, nats over tokens, of the same documents for every run. Documents
-are drawn again with replacement, an arm's and the baseline's together (a paired bootstrap of a
-ratio; Efron & Tibshirani 1993, An Introduction to the Bootstrap). Every arm and seed of a study
-sees the same draws, which come from a counter: the same files give the same interval.
+The held-out loss is a ratio, nats over tokens, of the same documents for every run; its variance
+over documents is that of the ratio's linear part. Seeds and documents are crossed, so the spread of
+documents' mean gaps over S seeds holds 1/S of the interaction, the noise of one seed on one
+document, which the spread over seeds holds already. It is taken off (the two-way random model of
+Searle, Casella & McCulloch 1992, Variance Components), but not where the documents count as few: a
+difference of two variances then has fewer degrees of freedom than it is given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from scipy import special
 
 from zpp_lab.files import HELDOUT, damaged
 from zpp_lab.runs.reader import Run, read_json
-from zpp_lab.study.judge.verdict import StudyResult, is_baseline
+from zpp_lab.study.judge.stats import Part, part_interval
 
-RESAMPLES = 10_000
-_CHUNK = 1000
-_KEY = 0x7A70702D626F6F74  # of the generator; any fixed number
-_DOCUMENTS, _SEEDS = 0, 1  # which stream of it
+FEW = 10  # documents, counted as equally long ones; from there on the interaction is taken off
 
 
 @dataclass(frozen=True)
@@ -60,102 +58,85 @@ def read_documents(folder: Path) -> Documents | None:
         raise damaged(folder / HELDOUT, error) from None
 
 
-def document_gaps(result: StudyResult) -> dict[str, DocumentGap]:
-    """Each arm's gap over documents by the arm's name, of the seeds whose pairs have documents.
+class Reader:
+    """Reads each run's documents once; None for a run without them."""
 
-    Arms whose runs wrote none, or too few, are absent.
-    """
-    read: dict[Path, Documents | None] = {}
+    def __init__(self) -> None:
+        self._read: dict[Path, Documents | None] = {}
 
-    def documents(run: Run) -> Documents | None:
-        if run.dir not in read:
-            read[run.dir] = read_documents(run.dir)
-        return read[run.dir]
+    def of(self, run: Run) -> Documents | None:
+        if run.dir not in self._read:
+            self._read[run.dir] = read_documents(run.dir)
+        return self._read[run.dir]
 
-    gaps = {}
-    for arm in result.arms:
-        if not is_baseline(result.study, arm.arm):
-            base = result.baseline_of(arm)
-            pairs = [(documents(arm.runs[s]), documents(base.runs[s])) for s in arm.gaps]
-            gap = _gap(pairs, result.study.confidence)
-            if gap is not None:
-                gaps[arm.name] = gap
-    return gaps
-
-
-def _gap(
-    pairs: list[tuple[Documents | None, Documents | None]], confidence: float
-) -> DocumentGap | None:
-    whole = [(a, b) for a, b in pairs if a is not None and b is not None and a.hash == b.hash]
-    usable = [(a, b) for a, b in whole if a.hash == whole[0][0].hash and len(a.tokens) > 1]
-    if not usable:
-        return None
-    nats = np.stack([a.nats - b.nats for a, b in usable])
-    if not np.isfinite(nats).all():
-        return None
-    return document_gap(nats, usable[0][0].tokens, confidence)
+    def gaps(self, pairs: Mapping[int, tuple[Run, Sequence[Run]]]) -> DocumentGaps | None:
+        """pairs: by seed an arm's run and its baseline's, whose mean counts. None where no seed's
+        runs have the same documents, at least two."""
+        first: Documents | None = None
+        nats = {}
+        for seed, (run, bases) in pairs.items():
+            own, others = self.of(run), [self.of(base) for base in bases]
+            if own is None or len(own.tokens) < 2 or own.hash != (first or own).hash:
+                continue
+            theirs = [other.nats for other in others if other and other.hash == own.hash]
+            gap = own.nats - np.mean(theirs, axis=0) if len(theirs) == len(bases) else None
+            if gap is not None and np.isfinite(gap).all():
+                first, nats[seed] = first or own, gap
+        return DocumentGaps(first.hash, first.tokens, nats) if first else None
 
 
 @dataclass(frozen=True)
-class DocumentGap:
-    """A gap in nats per token with its intervals over documents.
+class DocumentGaps:
+    """An arm's gaps by document, all of one set. tokens: int64 [D]; nats: of each seed fp64 [D],
+    the arm's summed losses minus its baseline's."""
 
-    `interval`: documents drawn again, these seeds (percentiles). `both`: seeds and documents
-    drawn again; None for a single seed.
+    hash: str
+    tokens: np.ndarray
+    nats: Mapping[int, np.ndarray]
+
+    def part(self, seeds: Iterable[int]) -> Part | None:
+        """What the choice of documents adds to the variance of the mean gap over `seeds`, as those
+        of them with documents tell it; None where none has."""
+        rows = [self.nats[seed] for seed in seeds if seed in self.nats]
+        return document_part(np.stack(rows), self.tokens) if rows else None
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        """Of the mean gap of these very runs on other documents."""
+        nats = np.stack(list(self.nats.values()))
+        part = document_part(nats, self.tokens, crossed=False)
+        return part_interval(float(nats.mean(0).sum() / self.tokens.sum()), part, confidence)
+
+
+def mean_gaps(gaps: Sequence[DocumentGaps | None]) -> DocumentGaps | None:
+    """The mean over arms, of the seeds that all have; None where one has other documents."""
+    known = [one for one in gaps if one is not None]
+    if len(known) < len(gaps) or len({one.hash for one in known}) != 1:
+        return None
+    seeds = set.intersection(*(set(one.nats) for one in known))
+    nats = {s: np.mean([one.nats[s] for one in known], axis=0) for s in sorted(seeds)}
+    return DocumentGaps(known[0].hash, known[0].tokens, nats) if nats else None
+
+
+def document_part(nats: np.ndarray, tokens: np.ndarray, crossed: bool = True) -> Part:
+    """The variance that the choice of documents makes in the mean gap, in (nats a token)².
+
+    nats: fp64 [S, D]; tokens: [D], at least two. crossed: of seeds that are chosen too; else of
+    these very runs. Its degrees of freedom are `count` less one. AssertionError for one document.
     """
-
-    documents: int
-    seeds: int
-    mean: float
-    interval: tuple[float, float]
-    both: tuple[float, float] | None = None
-
-
-def document_gap(nats: np.ndarray, tokens: np.ndarray, confidence: float = 0.95) -> DocumentGap:
-    """The gap's intervals over documents.
-
-    nats: fp64 [seeds, documents], an arm's summed losses minus its baseline's of the same seed.
-    tokens: [documents], at least two. Raises AssertionError for fewer.
-    """
-    seeds, documents = nats.shape
-    assert documents > 1, "one document cannot be drawn again"
-    weights = draws(documents, documents, _DOCUMENTS)
-    by_seed = (weights @ nats.T) / (weights @ tokens)[:, None]  # fp64 [RESAMPLES, seeds]
-    low, high = np.quantile(by_seed.mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
-    own = nats.sum(1) / tokens.sum()
-    both = _over_both(by_seed, own, documents, confidence) if seeds > 1 else None
-    return DocumentGap(documents, seeds, float(own.mean()), (float(low), float(high)), both)
+    (seeds, documents), equal = nats.shape, count(tokens)
+    assert documents > 1, "one document has no spread"
+    total = tokens.sum()
+    own, mean = nats.sum(1) / total, nats.mean(0)
+    scale = documents / (documents - 1) / total**2
+    variance = scale * np.square(mean - own.mean() * tokens).sum()
+    if crossed and seeds > 1 and equal >= FEW:
+        rest = nats - mean - np.outer(own - own.mean(), tokens)
+        interaction = scale * np.square(rest).sum() / (seeds * (seeds - 1))
+        variance = max(0.0, variance - interaction)
+    return Part(float(variance), max(1.0, equal - 1))
 
 
-def _over_both(
-    by_seed: np.ndarray, own: np.ndarray, documents: int, confidence: float
-) -> tuple[float, float]:
-    """Seeds and documents drawn independently (Owen 2007, Ann. Appl. Stat. 1).
-
-    Of S seeds S − 1 are drawn, which makes the variance over few seeds right (McCarthy & Snowden
-    1985), and the interval is Student's with Satterthwaite's degrees of freedom, as percentiles
-    of few seeds are too narrow. by_seed: [RESAMPLES, S]; own: [S] gaps of all documents.
-    """
-    seeds = len(own)
-    chosen = draws(seeds, seeds - 1, _SEEDS) / (seeds - 1)
-    error = (chosen * by_seed).sum(1).std()
-    of_seeds, of_documents = own.var(ddof=1) / seeds, by_seed.mean(1).var()
-    total = of_seeds + of_documents
-    if total == 0:
-        return float(own.mean()), float(own.mean())
-    freedom = total**2 / (of_seeds**2 / (seeds - 1) + of_documents**2 / (documents - 1))
-    half = special.stdtrit(freedom, (1 + confidence) / 2) * error
-    return float(own.mean() - half), float(own.mean() + half)
-
-
-@lru_cache(maxsize=8)
-def draws(things: int, drawn: int, stream: int) -> np.ndarray:
-    """How often each thing is drawn: fp64 [RESAMPLES, things], each row adds up to `drawn`."""
-    counts = np.empty((RESAMPLES, things))
-    for first in range(0, RESAMPLES, _CHUNK):
-        rng = np.random.Philox(key=_KEY, counter=[0, first, things, stream])
-        picks = rng.random_raw(_CHUNK * drawn).reshape(_CHUNK, drawn) % np.uint64(things)
-        flat = picks + (np.arange(_CHUNK, dtype=np.uint64) * np.uint64(things))[:, None]
-        tally = np.bincount(flat.ravel().astype(np.int64), minlength=_CHUNK * things)
-        counts[first : first + _CHUNK] = tally.reshape(_CHUNK, things)
-    return counts
+def count(tokens: np.ndarray) -> float:
+    """(Σ tokens)² / Σ tokens²: of as many documents of equal length these count for (Kish 1965,
+    Survey Sampling)."""
+    return float(tokens.sum() ** 2 / np.square(tokens).sum())

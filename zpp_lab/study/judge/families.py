@@ -36,6 +36,7 @@ from scipy import special
 
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.study.judge import stats
+from zpp_lab.study.judge.documents import DocumentGaps
 
 Sides = Literal[1, 2]
 _SIDES: tuple[Sides, ...] = (2, 1, 2)  # of the tests, in the order of `stats.Tests`
@@ -134,6 +135,7 @@ class Entry:
     margin: float | None
     member: bool  # of the families
     judged: bool = True  # False: diverged or failed; it gets no further seeds
+    documents: DocumentGaps | None = None
 
 
 @dataclass(frozen=True)
@@ -200,10 +202,13 @@ class _History:
     as_planned: bool = True  # every look had all its seeds
 
     def look(self, entry: Entry, seeds: Sequence[int]) -> None:
-        gaps = [entry.gaps[seed] for seed in seeds if seed in entry.gaps]
+        gaps = {seed: entry.gaps[seed] for seed in seeds if seed in entry.gaps}
         self.looks += 1
         self.as_planned &= len(gaps) == len(seeds)
-        found = stats.p_values(gaps, entry.margin) if gaps and entry.margin else None
+        if not gaps or not entry.margin:
+            return
+        documents = entry.documents.part(gaps) if entry.documents else None
+        found = stats.p_values(list(gaps.values()), entry.margin, documents)
         if found is not None:
             self.tests = stats.Tests(*map(min, found, self.tests or found))
 

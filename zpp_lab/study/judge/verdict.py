@@ -4,11 +4,11 @@ The rule, for the paired gaps of an arm (its held-out loss minus the baseline's 
 seed), a margin in nats and alpha = 1 − confidence:
 
 - **on par**, **worse**, **better**, **undecided** and what lies between: `claims.py` has the rule.
-  Inside the margin is what two one-sided t tests show that reject both "gap ≤ −margin" and
+  Inside the margin is what two one-sided tests show that reject both "gap ≤ −margin" and
   "gap ≥ +margin": the larger p-value, corrected, is below alpha (Schuirmann 1987, J.
   Pharmacokinet. Biopharm. 15; Lakens 2017, Soc. Psychol. Personal. Sci. 8). Worse and better take
-  the two-sided t test against the margin's nearer edge: the interval lies wholly beyond it. The
-  two-sided t test of "gap = 0" says whether 0 is excluded.
+  the two-sided test against the margin's nearer edge: the interval lies wholly beyond it. The
+  two-sided test of "gap = 0" says whether 0 is excluded.
   Where the size is open more seeds would tell; the text says about how many.
 - **not judged**: a run of a pair was evaluated on fewer than `LEAST_HELDOUT` held-out
   tokens, which seeds share: no test over seeds knows what other text would have said.
@@ -27,6 +27,9 @@ Holm's method, separately for each kind of claim; `families.py` says why this ke
 any false claim of a kind below alpha. Controls, arms whose verdict is known before the study runs,
 are corrected for looks only. An interval is corrected for looks, so that it covers whenever the
 study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number of arms.
+
+Tests and intervals are over seeds and held-out documents together (`stats.py`, `documents.py`).
+Where runs do not tell their losses by document they are over seeds alone, which reports say.
 
 The margin is a share of the mean loss of the baseline over the study's first seeds, so that
 later seeds cannot move it.
@@ -57,6 +60,7 @@ from zpp_lab.runs.reader import (
 from zpp_lab.study.judge import stats
 from zpp_lab.study.judge.arms import study_of
 from zpp_lab.study.judge.claims import EXPECTED, OPEN, UNDECIDED, Control, verdict_of
+from zpp_lab.study.judge.documents import DocumentGaps, Reader
 from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.judge.families import replay as replay_looks
 from zpp_lab.study.judge.stats import Gap
@@ -95,6 +99,7 @@ class ArmResult:
     bytes_inter: float | None = None  # the same, between nodes only
     margin: float | None = None  # nats; of the baseline that this arm is paired with
     tests: PValues = field(default_factory=PValues)  # p-values, plain and corrected
+    documents: DocumentGaps | None = None  # the gaps by held-out document, where runs tell them
 
     @property
     def name(self) -> str:
@@ -181,7 +186,8 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
             unknown.add(run.arm)
         elif run.seed in seeds:
             by_arm[run.arm].setdefault(run.seed, run)
-    arms = [_gather(study, arm, by_arm) for arm in study.arms]
+    reader = Reader()
+    arms = [_gather(study, arm, by_arm, reader) for arm in study.arms]
     tests = replay_looks(study, entries(study, arms)).tests
     arms = _noted(study, [_decide(study, arm, tests.get(arm.name, PValues())) for arm in arms])
     notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
@@ -211,7 +217,9 @@ def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
             ended = {s for s in both if "unfinished" not in (arm.runs[s].outcome, base[s].outcome)}
             judged = arm.verdict not in ("diverged", "failed", NOT_JUDGED)
             member = arm.arm.role not in EXPECTED
-            found[arm.name] = Entry(arm.gaps, frozenset(ended), arm.margin, member, judged)
+            found[arm.name] = Entry(
+                arm.gaps, frozenset(ended), arm.margin, member, judged, arm.documents
+            )
     return found
 
 
@@ -220,7 +228,7 @@ def is_baseline(study: StudyConfig, arm: ArmConfig) -> bool:
 
 
 def _gather(
-    study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]]
+    study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]], reader: Reader
 ) -> ArmResult:
     """An arm's numbers, and its verdict where that follows from how its runs ended."""
     own = arm.name if is_baseline(study, arm) else arm.against or study.baseline
@@ -231,21 +239,29 @@ def _gather(
     gaps = _paired_gaps(runs, base)
     finished = [run.heldout_loss for run in runs.values() if run.heldout_loss is not None]
     verdict, note = _outcome(study, arm, runs, base, gaps if margin else {})
+    pairs = {seed: (runs[seed], [base[seed]]) for seed in gaps}
+    documents = None if is_baseline(study, arm) else reader.gaps(pairs)
     return ArmResult(
         arm,
         runs,
         verdict,
         note,
         gaps,
-        _summary(study, gaps, margin),
+        _summary(study, gaps, margin, documents),
         fmean(finished) if finished else None,
         _fraction(runs, base, None),
         _fraction(runs, base, "inter"),
         margin,
+        documents=documents,
     )
 
 
-def _summary(study: StudyConfig, gaps: Mapping[int, float], margin: float | None) -> Gap | None:
+def _summary(
+    study: StudyConfig,
+    gaps: Mapping[int, float],
+    margin: float | None,
+    documents: DocumentGaps | None,
+) -> Gap | None:
     """Intervals that hold whenever the study stops."""
     if not gaps or not margin:
         return None
@@ -255,6 +271,7 @@ def _summary(study: StudyConfig, gaps: Mapping[int, float], margin: float | None
         margin,
         1 - nominal_level(alpha, sizes, 2),
         1 - 2 * nominal_level(alpha, sizes, 1),
+        documents.part(gaps) if documents else None,
     )
 
 
@@ -329,6 +346,9 @@ def _needs(arm: ArmResult, confidence: float) -> str:
         return "one seed"
     edge = 0.0 if arm.verdict == UNDECIDED else arm.margin
     needed = stats.seeds_to_decide(arm.gap, arm.margin, confidence, edge)
+    alone = replace(arm.gap, documents=None)
+    if not needed and stats.seeds_to_decide(alone, arm.margin, confidence, edge):
+        return "needs more held-out documents"
     return f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
 
 

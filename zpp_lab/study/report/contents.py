@@ -59,6 +59,7 @@ from zpp_lab.study.report.style import Look, Style, arm_looks, study_looks
 from zpp_lab.study.report.table import (
     NOTHING,
     band_widths,
+    interval_line,
     margin_line,
     margin_nats,
     number,
@@ -397,6 +398,7 @@ def opening(result: StudyResult) -> Terms:
         ("Baseline", _baseline(result)),
         ("Margin", f"{margin}. A gap inside it does not matter to this study."),
         ("Noise band", band_widths(result) if lone else ""),
+        ("Intervals", "" if lone else f"Of gaps, {interval_line(result)}."),
         ("Stopping rule", _stopping(result)),
         ("Controls", " ".join(controls) or "None: nothing shows that this study can see a gap."),
     ]
@@ -433,15 +435,19 @@ def decision(result: StudyResult) -> list[str]:
     return [
         f"{_seed(result)} The gap of a seed is an arm's held-out loss after the last step minus "
         "that of its baseline with the same seed.",
-        "Inside the margin: two one-sided paired t tests show that the mean gap lies within it. "
-        "Above or below zero: the two-sided paired t test excludes 0. Worse or better: that test "
+        "Inside the margin: two one-sided paired tests show that the mean gap lies within it. "
+        "Above or below zero: the two-sided paired test excludes 0. Worse or better: that test "
         "excludes all up to the margin. On par: inside the margin, and 0 is not excluded. Size "
         "open: 0 is excluded, and the gap is shown neither inside nor beyond. Undecided: nothing "
         "is shown. More seeds would tell. Intervals are not corrected for the number of arms; the "
         "tests are.",
+        "Tests and intervals ask what other seeds and other held-out documents would have given: "
+        "the variance of a mean gap has a part of the seeds and one of the documents, which all "
+        "seeds share. Where runs do not tell their losses by document it is that of the seeds "
+        "alone.",
         *([lone] if one_seed(result) else []),
         f"An arm whose losses are means over fewer than {LEAST_HELDOUT:,} held-out tokens is not "
-        "judged: all seeds share them, so no test over seeds knows what other text would say.",
+        "judged: so few say nothing of other text.",
         "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
         "however far it came; curves over training show what it has.",
     ]

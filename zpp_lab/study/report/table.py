@@ -243,10 +243,24 @@ def margin_line(result: StudyResult) -> str:
         return f"{_one_seed_line(result)}{_readout_line(result)}"
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
-        f"of the {study.confidence:.0%} interval. Margin: {margin_nats(result)} "
-        f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
+        f"of the {study.confidence:.0%} interval {interval_line(result)}. Margin: "
+        f"{margin_nats(result)} ({study.margin:.2%} of the baseline's loss). "
+        f"{correction_line(result)}"
         f"{_readout_line(result)}"
     )
+
+
+def interval_line(result: StudyResult) -> str:
+    """Over what the intervals of the gaps are; arms without documents are named."""
+    arms = [arm for arm in result.arms if arm.verdict != "baseline"]
+    tested = [arm for arm in arms if arm.gap is not None and arm.gap.interval is not None]
+    alone = [arm.name for arm in tested if arm.gap and arm.gap.documents is None]
+    texts = sorted({len(arm.documents.tokens) for arm in tested if arm.documents})
+    if not texts:
+        return "over seeds alone: runs do not tell their losses by document, at least two"
+    over = f"over seeds and {' or '.join(map(str, texts))} held-out documents"
+    without = f" (over seeds alone, for want of documents: {', '.join(alone)})" if alone else ""
+    return f"{over}{without}"
 
 
 def _readout_line(result: StudyResult) -> str:
