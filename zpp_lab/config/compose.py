@@ -186,7 +186,8 @@ def load_study(
 def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
     """ValueError for a setting that every arm, and every run before the arms, sets again, so that
     no run would have it."""
-    runs = [*(arm.overrides for arm in study.arms), *(one.overrides for one in study.prepare)]
+    arms = ([*study.start_overrides, *arm.overrides] for arm in study.arms)
+    runs = [*arms, *(one.overrides for one in study.prepare)]
     by_run = [{setting_of(word) for word in own} for own in runs]
     for word in overrides:
         if all(setting_of(word) in own for own in by_run):

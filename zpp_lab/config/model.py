@@ -75,6 +75,7 @@ class ModelConfig:
     path: str | None = None  # a folder with config.json, or (hf) a model's name on the hub
     weights: Literal["random", "pretrained"] = "random"  # from the seed, or path's safetensors
     start: str | None = None  # a run's folder, or a checkpoint in it: its weights, a new optimizer
+    start_optimizer: bool = False  # its optimizer's state too: a branch of that run
     init: Literal["torch", "philox"] = "torch"  # random weights; philox: each rank its rows only
     embedding_std: float = 0.02  # of random weights; 1 keeps first gradients small in deep models
     head_std: float = 0.02
@@ -127,6 +128,11 @@ class ModelConfig:
         need(
             not self.start or self.weights == "random",
             "model.start and model.weights=pretrained are two starts: set one of them",
+        )
+        need(
+            not self.start_optimizer or (bool(self.start) and not self.lora.on),
+            "model.start_optimizer takes AdamW's state from a run that trained all parameters: set "
+            "model.start to it, and no model.lora",
         )
 
     def _check_decoder(self) -> None:

@@ -387,6 +387,11 @@ class Config:
             f"train.param_dtype=fp16 and train.reduce_dtype=fp16 need engine=deepspeed, which "
             f"scales the loss; engine={self.engine.name} has bf16 and fp32",
         )
+        _need(
+            not (self.model.start_optimizer and self.run.start_from),
+            "model.start_optimizer and run.start_from are two states to begin with: set one of "
+            "them",
+        )
         _ = self.optimization  # beta2_tokens may be out of range
 
     @property

@@ -44,6 +44,31 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class BranchConfig:
+    """Arms that go on from the state of the prepared run that they start from, their trunk.
+
+    Each anneals in its own order of data, that of its seed: the rate falls from train.lr to 0 in a
+    straight line over `steps`. Arms may set otherwise.
+    """
+
+    steps: int
+    optimizer: bool = True  # false: the trunk's weights, and a new optimizer
+
+    def __post_init__(self) -> None:
+        _need(self.steps >= 1, f"branch.steps={self.steps}: use 1 or more")
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"model.start_optimizer={str(self.optimizer).lower()}",
+            f"train.steps={self.steps}",
+            "train.schedule=linear",
+            "train.warmup_steps=0",
+            "train.min_lr_ratio=0",
+        ]
+
+
+@dataclass(frozen=True, config=_STRICT)
 class StudyConfig:
     """Arms × seeds with a question. Lives in conf/study/NAME.yaml."""
 
@@ -53,6 +78,7 @@ class StudyConfig:
     seeds: list[int]
     overrides: list[str] = field(default_factory=list)  # for every arm
     prepare: list[PrepareConfig] = field(default_factory=list)  # runs before the arms
+    branch: BranchConfig | None = None  # how arms go on from those
     baseline: str = "zero3"
     margin: float = 0.0025  # of the baseline's held-out loss
     confidence: float = 0.95
@@ -79,6 +105,12 @@ class StudyConfig:
         _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
         self._check_pairs()
         self._check_starts()
+        self._check_branch()
+
+    @property
+    def start_overrides(self) -> list[str]:
+        """What arms that start from a prepared run set, beside `model.start`; before their own."""
+        return self.branch.overrides if self.branch else []
 
     def check_folders(self) -> None:
         """ValueError where a name cannot be a folder's: the study's below runs/, its arms' below
@@ -104,6 +136,19 @@ class StudyConfig:
                 arm.start in known or (arm.start is None and len(known) < 2),
                 f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "
                 f"there are: {', '.join(known) or 'none'}",
+            )
+
+    def _check_branch(self) -> None:
+        if self.branch is None:
+            return
+        _need(bool(self.prepare), f"study {self.name}: branch needs a run to go on from: prepare")
+        last = max(self.seeds) + max(0, self.max_seeds - len(self.seeds))
+        for one in self.prepare:
+            _need(
+                one.seed not in self.seeds and not max(self.seeds) < one.seed <= last,
+                f"study {self.name}: prepare {one.name} has seed {one.seed}, as a run of its arms: "
+                "that branch would begin with the batches that its trunk began with. Give it a "
+                "seed that no arm has, such as 0",
             )
 
     def _check_pairs(self) -> None:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.compose import run_dir
 from zpp_lab.config.data import DataConfig
+from zpp_lab.config.load import load
 from zpp_lab.config.model import check_model_path
 from zpp_lab.config.schema import WIRES, Config
-from zpp_lab.files import below, looks_like_folder, missing
+from zpp_lab.files import CONFIG, below, looks_like_folder, missing, read_yaml
 from zpp_lab.runs.checkpoint.index import INDEX, DamagedError, check_format, listed, open_index
 from zpp_lab.runs.provenance import check_commit
 from zpp_lab.runs.wandb.mode import resolve
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from zpp_lab.collectives.plan import Plan
 
 
+# settings by which a model of the same parameters computes something else, or has others
+_FUNCTION = (
+    *("name", "options", "dim", "layers", "heads", "kv_heads", "ffn", "vocab_size"),
+    *("tied_head", "rope_theta", "norm_eps", "qk_norm"),
+)
+_MOMENTS = ("beta1", "beta2", "eps", "optimizer_state")  # by which AdamW's state means another one
 _CHECKPOINT = "name one of a run's folder, RUN/checkpoints/step-…"
 
 
@@ -69,10 +76,43 @@ def _start(config: Config) -> None:
                 f"model.start={start} is no run's folder with checkpoints"
                 f"{below(path, 'checkpoints')}, and no checkpoint (step-…) of one; name one"
             )
+        if config.model.start_optimizer:
+            folder = path if (path / "checkpoints").is_dir() else path.parents[1]
+            check_branch(config, _config_of(folder))
     own = run_dir(config) / "checkpoints"
     going_on = config.run.resume and own.is_dir() and any(own.iterdir())
     if first and not going_on:
         _check_checkpoint(f"run.start_from={first}", Path(first))
+
+
+def _config_of(run: Path) -> Config:
+    if not (run / CONFIG).is_file():
+        raise ValueError(
+            f"model.start_optimizer: {run} has no {CONFIG}, so nobody knows whose state that is; "
+            "name a run's folder with model.start, or leave it out"
+        )
+    return load(Config, read_yaml(run / CONFIG))
+
+
+def check_branch(config: Config, trunk: Config) -> None:
+    """ValueError where the state of the run `trunk`, its optimizer's moments too, means something
+    else to `config`: another model, or another optimizer. Rates and decay may differ, and the
+    number of tokens a step where both give beta2 in tokens."""
+    own, there = (
+        {f"model.{name}": getattr(c.model, name) for name in _FUNCTION}
+        | {f"train.{name}": getattr(c.optimization, name) for name in _MOMENTS}
+        for c in (config, trunk)
+    )
+    if config.train.beta2_tokens and trunk.train.beta2_tokens:
+        for c, said in ((config, own), (trunk, there)):
+            said["train.beta2_tokens"] = c.train.beta2_tokens
+            del said["train.beta2"]
+    told = [f"{k} {there[k]!r} there, {own[k]!r} here" for k in own if own[k] != there[k]]
+    if told:
+        raise ValueError(
+            f"model.start_optimizer: the run {config.model.start} has other settings "
+            f"({'; '.join(told)}): set them as there, or leave model.start_optimizer out"
+        )
 
 
 def _check_checkpoint(named: str, path: Path) -> None:

@@ -22,7 +22,7 @@ from zpp_lab.data.tokenizer import END
 from zpp_lab.engines.base import Engine
 from zpp_lab.files import write_atomic
 from zpp_lab.runs.checkpoint.index import DamagedError, check_format
-from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.read import Saved, newest
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
 from zpp_lab.runs.metrics import read_object
 
@@ -126,14 +126,17 @@ def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoint
 
 
 def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
-    """Go on from the run's own newest whole state, else begin with `run.start_from`'s state.
+    """Go on from the run's own newest whole state, else begin with the state that `run.start_from`
+    names, or with model.start_optimizer `model.start`.
 
     Returns how many steps are done. Damaged checkpoints and those of weights only are passed over,
     which is said; ValueError where there is no other.
     """
     done = _load_newest(config, engine, store) if config.run.resume else None
     if done is None and config.run.start_from:
-        _start_from(config, engine, store, Path(config.run.start_from))
+        _begin_with(config, engine, store, "run.start_from", Path(config.run.start_from))
+    if done is None and config.model.start and config.model.start_optimizer:
+        _begin_with(config, engine, store, "model.start", Path(config.model.start))
     return done or 0
 
 
@@ -176,16 +179,26 @@ def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
         )
 
 
-def _start_from(config: Config, engine: Engine, store: Checkpoints, path: Path) -> None:
-    """Weights and optimizer of any engine and cluster; steps count from 0."""
-    check_format(path)
+def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, path: Path) -> None:
+    """Weights and optimizer of any engine and cluster; steps count from 0. path: a checkpoint, or
+    as `model.start` a run's folder."""
     try:
-        saved = store.ranks.all(lambda: Saved(path))
+        if (path / "checkpoints").is_dir():
+            saved = newest(path, store.ranks)
+        else:
+            check_format(path)
+            saved = store.ranks.all(lambda: Saved(path))
+        if saved.weights_only and named == "model.start":
+            raise ValueError(
+                f"model.start={path}: {saved.path.name} holds weights only "
+                "(train.checkpoint_weights_only), so there is no optimizer's state: leave "
+                "model.start_optimizer out, or name a whole one"
+            )
         if saved.weights_only:
-            raise _no_way_on(path)
+            raise _no_way_on(saved.path)
         _load(config, engine, store, saved)
     except DamagedError as error:
-        raise ValueError(f"run.start_from: {error}; use another checkpoint") from None
+        raise ValueError(f"{named}: {error}; use another checkpoint") from None
 
 
 def _no_way_on(path: Path) -> ValueError:

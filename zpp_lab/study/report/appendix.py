@@ -67,7 +67,8 @@ class Appendix:
         seed = run.seed if run else study.seeds[0]
         if arm.arm.overrides or study.overrides:
             start = _start(run)
-            begin = [f"model.start={written(start)}"] if start and study.prepare else []
+            begin = [f"model.start={written(start)}", *study.start_overrides]
+            begin = begin if start and study.prepare else []
             return [*study.overrides, *begin, *arm.arm.overrides, f"seed={seed}"]
         return None if run is None else self._from_config(run, arm.name)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +28,7 @@ from zpp_lab.config.study import ArmConfig, PrepareConfig, StudyConfig
 from zpp_lab.files import CONFIG, SUMMARY, write_atomic
 from zpp_lab.runs.reader import read_run, read_study
 from zpp_lab.runs.wandb.mode import resolve
-from zpp_lab.train.inputs import check_inputs, check_recipe, planned
+from zpp_lab.train.inputs import check_branch, check_inputs, check_recipe, planned
 from zpp_lab.train.launch.gpus import visible_gpus
 
 Compose = Callable[[list[str]], Config]
@@ -215,7 +215,7 @@ def run_overrides(study: StudyConfig, arm: ArmConfig, seed: int, folder: Path) -
     before = folder.parents[1] / PREPARE / str(start)
     return [
         *study.overrides,
-        *([f"model.start={quote(str(before))}"] if start else []),
+        *([f"model.start={quote(str(before))}", *study.start_overrides] if start else []),
         *arm.overrides,
         f"seed={seed}",
         *_place(study, arm.name, folder),
@@ -340,7 +340,7 @@ def check_runs(study: StudyConfig, runs: Sequence[PlannedRun], here: bool = True
     here: on this machine; elsewhere other files may be there."""
     if here and runs:
         resolve(runs[0].config.tracking.wandb)
-    prepared = {str(run.dir) for run in runs if run.prepares}
+    prepared = {str(run.dir): run.config for run in runs if run.prepares}
     faults: dict[str, dict[str, None]] = {}
     for run in runs:
         try:
@@ -353,15 +353,33 @@ def check_runs(study: StudyConfig, runs: Sequence[PlannedRun], here: bool = True
         raise ValueError("\n".join(told))
 
 
-def _check_run(config: Config, prepared: Container[str], here: bool) -> None:
+def _check_run(config: Config, prepared: Mapping[str, Config], here: bool) -> None:
+    read, trunk = config, prepared.get(config.model.start or "")
+    if trunk is not None:
+        _check_trunk(config, trunk)
+        own = replace(config.model, start=None, start_optimizer=False, lora=LoraConfig())
+        read = replace(config, model=own)
     if here:
-        read = config
-        if config.model.start in prepared:
-            read = replace(config, model=replace(config.model, start=None, lora=LoraConfig()))
         check_inputs(read)
     check_recipe(config)
     if here or config.model.name == "llama":
         planned(config)
+
+
+def _check_trunk(config: Config, trunk: Config) -> None:
+    """ValueError where a run cannot start from a prepared one, as that is planned."""
+    if not trunk.train.keep_checkpoints:
+        raise ValueError(
+            f"it starts from {PREPARE} {trunk.run.arm}, which keeps no checkpoint: set "
+            "train.keep_checkpoints=1 there"
+        )
+    if config.model.start_optimizer:
+        if trunk.train.checkpoint_weights_only:
+            raise ValueError(
+                f"it takes the optimizer of {PREPARE} {trunk.run.arm}, which keeps weights only: "
+                "set train.checkpoint_weights_only=false there"
+            )
+        check_branch(config, trunk)
 
 
 def notes(runs: Sequence[PlannedRun]) -> list[str]:
