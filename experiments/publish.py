@@ -91,7 +91,7 @@ def main() -> int:
 def table(result: StudyResult) -> str:
     """All arms, which runs do not count and why, and the facts, in Markdown."""
     bands = noise_bands(result)
-    rows = [cells(result, arm, bands) for arm in result.arms]
+    rows = [cells(result, arm, bands) for arm in result.every]
     shared = [f"- {what}: {value}" for what, value in facts(result) if value != NOTHING]
     left_out = "\n".join(f"- {note}" for note in result.notes)
     parts = [markdown_table(COLUMNS, rows), left_out, "\n".join(shared)]

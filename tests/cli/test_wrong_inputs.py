@@ -109,7 +109,7 @@ study nope.yaml => nope.yaml: no such file (did you mean s_role.yaml?); name a s
 study binary.yaml => binary.yaml is damaged (no text in UTF-8 | mend it, or name another file
 study empty.yaml => empty.yaml: a study is a mapping with name, question, arms and seeds
 study broken.yaml => broken.yaml is damaged (no YAML | mend it, or name another file
-study s_key.yaml => s_key.yaml | arms, baseline, branch, confidence, jobs, margin
+study s_key.yaml => s_key.yaml | arms, baseline, branch, composites, confidence, jobs, margin
 study s_seeds_text.yaml => s_seeds_text.yaml: seeds='many': use a list, such as [a,b]
 study s_seeds_neg.yaml => study mine, every arm: seed=-1: use a number from 0 to 2^63 - 1
 study s_margin_neg.yaml => s_margin_neg.yaml: study mine: margin=-1.0: use more than 0

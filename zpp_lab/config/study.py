@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -69,6 +70,20 @@ class BranchConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class CompositeConfig:
+    """A question about several arms at once, asked before the study runs: the mean of their gaps of
+    each seed, less that of the arms in `minus`. It is judged like an arm.
+
+    arms, minus: names, or patterns such as w4_* for arms that are neither baselines nor controls.
+    """
+
+    name: str
+    arms: list[str]
+    minus: list[str] = field(default_factory=list)
+    describe: str = ""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class StudyConfig:
     """Arms × seeds with a question. Lives in conf/study/NAME.yaml."""
 
@@ -79,6 +94,7 @@ class StudyConfig:
     overrides: list[str] = field(default_factory=list)  # for every arm
     prepare: list[PrepareConfig] = field(default_factory=list)  # runs before the arms
     branch: BranchConfig | None = None  # how arms go on from those
+    composites: list[CompositeConfig] = field(default_factory=list)
     baseline: str = "zero3"
     margin: float = 0.0025  # of the baseline's held-out loss
     confidence: float = 0.95
@@ -106,11 +122,24 @@ class StudyConfig:
         self._check_pairs()
         self._check_starts()
         self._check_branch()
+        self._check_composites()
 
     @property
     def start_overrides(self) -> list[str]:
         """What arms that start from a prepared run set, beside `model.start`; before their own."""
         return self.branch.overrides if self.branch else []
+
+    def members(self, composite: CompositeConfig) -> tuple[list[ArmConfig], list[ArmConfig]]:
+        """The arms of a composite and those of its `minus`, each once, in the study's order."""
+
+        def named(patterns: list[str]) -> list[ArmConfig]:
+            return [arm for arm in self.arms if any(self._names(p, arm) for p in patterns)]
+
+        return named(composite.arms), named(composite.minus)
+
+    def _names(self, pattern: str, arm: ArmConfig) -> bool:
+        ordinary = arm.role == "arm" and arm.name != self.baseline
+        return pattern == arm.name or (ordinary and fnmatchcase(arm.name, pattern))
 
     def check_folders(self) -> None:
         """ValueError where a name cannot be a folder's: the study's below runs/, its arms' below
@@ -150,6 +179,23 @@ class StudyConfig:
                 "that branch would begin with the batches that its trunk began with. Give it a "
                 "seed that no arm has, such as 0",
             )
+
+    def _check_composites(self) -> None:
+        taken = {arm.name for arm in self.arms}
+        bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
+        for one in self.composites:
+            whose = f"study {self.name}, composite {one.name}"
+            _need(one.name not in taken, f"{whose}: an arm or a composite has this name already")
+            taken.add(one.name)
+            for pattern in [*one.arms, *one.minus]:
+                found = any(self._names(pattern, arm) for arm in self.arms)
+                _need(found, f"{whose}: no arm is called {pattern!r}")
+            added, taken_off = self.members(one)
+            _need(bool(added), f"{whose}: arms is empty; give names, or patterns such as w4_*")
+            both = [arm.name for arm in added if arm in taken_off or arm.name in bases]
+            _need(not both, f"{whose}: {', '.join(both)}: a baseline, or in arms and in minus")
+            against = {arm.against for arm in [*added, *taken_off]}
+            _need(len(against) == 1, f"{whose}: its arms are paired with different baselines")
 
     def _check_pairs(self) -> None:
         bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}

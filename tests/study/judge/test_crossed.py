@@ -9,7 +9,7 @@ from scipy.stats import binom
 from scipy.stats import bootstrap as scipy_bootstrap
 
 from zpp_lab.config.study import ArmConfig, StudyConfig
-from zpp_lab.study.judge.documents import DocumentGaps, document_part, mean_gaps
+from zpp_lab.study.judge.documents import DocumentGaps, combined, document_part
 from zpp_lab.study.judge.families import Entry, PValues, replay
 from zpp_lab.study.judge.stats import Part, decision_probability, summarize, t_interval
 
@@ -171,8 +171,10 @@ def test_means_over_arms_have_the_seeds_and_the_documents_that_all_have() -> Non
     tokens = np.array([10, 20])
     one = DocumentGaps("x", tokens, {1: np.array([1.0, 2.0]), 2: np.array([3.0, 4.0])})
     other = DocumentGaps("x", tokens, {2: np.array([5.0, 0.0])})
-    both = mean_gaps([one, other])
+    both, apart = combined([one, other]), combined([one], [other])
     assert both is not None
+    assert apart is not None
     assert {seed: list(nats) for seed, nats in both.nats.items()} == {2: [4.0, 2.0]}
-    assert mean_gaps([one, None]) is None
-    assert mean_gaps([one, DocumentGaps("y", tokens, one.nats)]) is None
+    assert {seed: list(nats) for seed, nats in apart.nats.items()} == {2: [-2.0, 4.0]}
+    assert combined([one, None]) is None
+    assert combined([one, DocumentGaps("y", tokens, one.nats)]) is None

@@ -48,7 +48,7 @@ class Certainty:
             for part in self.quiet
             for arm, (mean, largest) in part.arms.items()
         }
-        by_name = {arm.name: arm for arm in self.result.arms}
+        by_name = {arm.name: arm for arm in self.result.every}
         rows = [
             [*row, *self._intervals(by_name[row[0]]), quiet.get(row[0], NOTHING)]
             for row in p_value_rows(self.result)

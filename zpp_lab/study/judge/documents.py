@@ -107,13 +107,20 @@ class DocumentGaps:
         return part_interval(float(nats.mean(0).sum() / self.tokens.sum()), part, confidence)
 
 
-def mean_gaps(gaps: Sequence[DocumentGaps | None]) -> DocumentGaps | None:
-    """The mean over arms, of the seeds that all have; None where one has other documents."""
-    known = [one for one in gaps if one is not None]
-    if len(known) < len(gaps) or len({one.hash for one in known}) != 1:
+def combined(
+    added: Sequence[DocumentGaps | None], taken_off: Sequence[DocumentGaps | None] = ()
+) -> DocumentGaps | None:
+    """The mean over arms less the mean over others, of the seeds that all have; None where an arm
+    has no documents or other ones."""
+    known = [one for one in (*added, *taken_off) if one is not None]
+    if len(known) < len(added) + len(taken_off) or len({one.hash for one in known}) != 1:
         return None
+    signs = [1 / len(added)] * len(added) + [-1 / len(taken_off) for _ in taken_off]
     seeds = set.intersection(*(set(one.nats) for one in known))
-    nats = {s: np.mean([one.nats[s] for one in known], axis=0) for s in sorted(seeds)}
+    nats = {
+        seed: np.sum([f * one.nats[seed] for f, one in zip(signs, known, strict=True)], axis=0)
+        for seed in sorted(seeds)
+    }
     return DocumentGaps(known[0].hash, known[0].tokens, nats) if nats else None
 
 

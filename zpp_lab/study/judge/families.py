@@ -21,7 +21,9 @@ function.
 Why the chance of any false claim in a family stays below alpha, however the arms' seeds are
 added: the smallest p-value over *all* planned looks, corrected, is a valid p-value, so Holm's
 method on these keeps alpha. At every look the p-values here are no smaller, and Holm's method
-rejects no more for larger p-values; so what is claimed at any look is claimed there too.
+rejects no more for larger p-values; so what is claimed at any look is claimed there too. A
+composite asks for no seeds: it is tested at the looks that all its arms have, and stops with the
+first of them.
 """
 
 from __future__ import annotations
@@ -136,6 +138,7 @@ class Entry:
     member: bool  # of the families
     judged: bool = True  # False: diverged or failed; it gets no further seeds
     documents: DocumentGaps | None = None
+    asks: bool = True  # False: a composite, tested at the looks that its arms have
 
 
 @dataclass(frozen=True)
@@ -180,12 +183,13 @@ def replay(study: StudyConfig, entries: Mapping[str, Entry]) -> Replay:
     history = {name: _History() for name in entries}
     tests = _corrected(entries, history, sizes)
     for look, size in enumerate(sizes):
-        missing = {n: [s for s in seeds[:size] if s not in e.ended] for n, e in open_arms.items()}
-        missing = {name: left for name, left in missing.items() if left}
+        lacking = {n: [s for s in seeds[:size] if s not in e.ended] for n, e in open_arms.items()}
+        missing = {n: left for n, left in lacking.items() if left and entries[n].asks}
         if missing and look > 0:
             return Replay(tests, missing)
         for name, entry in open_arms.items():
-            history[name].look(entry, seeds[:size])
+            if look == 0 or not lacking[name]:
+                history[name].look(entry, seeds[:size])
         tests = _corrected(entries, history, sizes)
         if missing:
             return Replay(tests, missing)

@@ -41,11 +41,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
 from zpp_lab.config.schema import FEW_HELDOUT, LEAST_HELDOUT, heldout_notes, more_heldout
-from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.config.study import ArmConfig, CompositeConfig, StudyConfig
 from zpp_lab.files import CONFIG, STUDY_FILE, below
 from zpp_lab.runs.reader import (
     NOT_JUDGED,
@@ -59,8 +60,8 @@ from zpp_lab.runs.reader import (
 )
 from zpp_lab.study.judge import stats
 from zpp_lab.study.judge.arms import study_of
-from zpp_lab.study.judge.claims import EXPECTED, OPEN, UNDECIDED, Control, verdict_of
-from zpp_lab.study.judge.documents import DocumentGaps, Reader
+from zpp_lab.study.judge.claims import EXPECTED, OPEN, UNDECIDED, VERDICTS, Control, verdict_of
+from zpp_lab.study.judge.documents import DocumentGaps, Reader, combined
 from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.judge.families import replay as replay_looks
 from zpp_lab.study.judge.stats import Gap
@@ -127,6 +128,12 @@ class StudyResult:
     arms: Sequence[ArmResult]
     margin: float | None
     notes: Sequence[str] = ()
+    composites: Sequence[ArmResult] = ()  # without runs; gaps are their arms' means
+
+    @property
+    def every(self) -> list[ArmResult]:
+        """The arms, then the composites: what has a row in a table of verdicts."""
+        return [*self.arms, *self.composites]
 
     @property
     def baseline(self) -> ArmResult:
@@ -188,15 +195,18 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
             by_arm[run.arm].setdefault(run.seed, run)
     reader = Reader()
     arms = [_gather(study, arm, by_arm, reader) for arm in study.arms]
-    tests = replay_looks(study, entries(study, arms)).tests
-    arms = _noted(study, [_decide(study, arm, tests.get(arm.name, PValues())) for arm in arms])
+    composites = [_composite(study, one, arms) for one in study.composites]
+    tests = replay_looks(study, entries(study, arms, composites)).tests
+    judged = [_decide(study, a, tests.get(a.name, PValues())) for a in (*arms, *composites)]
+    judged = _noted(study, judged)
+    arms, composites = judged[: len(arms)], judged[len(arms) :]
     notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
     few = _fewest(run for arm in arms for run in arm.finished)
     told = heldout_notes(*few) if few is not None else ()
     notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in told)]
     for result in arms:
         notes += seed_notes(study, result)
-    return StudyResult(study, arms, _margin(study, arms), notes)
+    return StudyResult(study, arms, _margin(study, arms), notes, composites)
 
 
 def _margin(study: StudyConfig, arms: Sequence[ArmResult]) -> float | None:
@@ -206,8 +216,10 @@ def _margin(study: StudyConfig, arms: Sequence[ArmResult]) -> float | None:
     return own if own is not None else min(known, default=None)
 
 
-def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
-    """What the tests need to know of each arm that is no baseline, by name."""
+def entries(
+    study: StudyConfig, arms: Sequence[ArmResult], composites: Sequence[ArmResult]
+) -> dict[str, Entry]:
+    """What the tests need to know of each arm that is no baseline, and of composites, by name."""
     runs = {arm.name: arm.runs for arm in arms}
     found = {}
     for arm in arms:
@@ -220,6 +232,12 @@ def entries(study: StudyConfig, arms: Sequence[ArmResult]) -> dict[str, Entry]:
             found[arm.name] = Entry(
                 arm.gaps, frozenset(ended), arm.margin, member, judged, arm.documents
             )
+    for one, config in zip(composites, study.composites, strict=True):
+        members = [found[arm.name] for arm in chain(*study.members(config))]
+        shared = frozenset.intersection(*(member.ended for member in members))
+        found[one.name] = Entry(
+            one.gaps, shared, one.margin, True, one.verdict in VERDICTS, one.documents, asks=False
+        )
     return found
 
 
@@ -254,6 +272,31 @@ def _gather(
         margin,
         documents=documents,
     )
+
+
+def _composite(study: StudyConfig, config: CompositeConfig, arms: Sequence[ArmResult]) -> ArmResult:
+    """What its arms' gaps are together, of the seeds that all have; nothing while an arm has none,
+    or cannot be judged."""
+    by_name = {arm.name: arm for arm in arms}
+    added, taken_off = ([by_name[a.name] for a in side] for side in study.members(config))
+    members = [*added, *taken_off]
+    arm = ArmConfig(config.name, describe=config.describe, against=members[0].arm.against)
+    held = next((m for m in members if m.verdict != UNDECIDED), None)
+    if held is not None:
+        return ArmResult(arm, {}, held.verdict, held.name)
+    seeds = set.intersection(*(set(m.gaps) for m in members))
+    if not seeds:
+        return ArmResult(arm, {}, "unfinished", "no seed has finished in all its arms")
+
+    def of(side: Sequence[ArmResult], seed: int) -> float:
+        return fmean(m.gaps[seed] for m in side) if side else 0.0
+
+    gaps = {seed: of(added, seed) - of(taken_off, seed) for seed in sorted(seeds)}
+    margin = members[0].margin
+    sides = [[m.documents for m in side] for side in (added, taken_off) if side]
+    documents = combined(*sides)
+    gap = _summary(study, gaps, margin, documents)
+    return ArmResult(arm, {}, UNDECIDED, "", gaps, gap, margin=margin, documents=documents)
 
 
 def _summary(

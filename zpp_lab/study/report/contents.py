@@ -233,13 +233,13 @@ def _again(found: Findings) -> list[Content]:
 def verdict_table(result: StudyResult) -> Table:
     """One row an arm. What it does comes last, so that a narrow screen shows the verdict."""
     told = verdict_rows(result)
-    describe = any(arm.arm.describe for arm in result.arms)
+    describe = any(arm.arm.describe for arm in result.every)
     rows = [
         Row(
             [*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])],
             arm.name,
         )
-        for arm, cells in zip(result.arms, told, strict=True)
+        for arm, cells in zip(result.every, told, strict=True)
     ]
     first, verdict, *others = told[0]
     columns = [*words(first, verdict), *numbers(*others), *words(*["What it does"] * describe)]

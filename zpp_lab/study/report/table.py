@@ -96,19 +96,19 @@ def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
     """The verdict table's cells as text, one row an arm; the keys are COLUMNS, with one seed
     BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED after the bytes
     where runs tell it (older ones do not)."""
-    rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.arms]
-    readouts = [_gap_cell(result.readout_gap(arm)) for arm in result.arms]
+    rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.every]
+    readouts = [_gap_cell(result.readout_gap(arm)) for arm in result.every]
     if any(cell != NOTHING for cell in readouts):
         told = zip(rows, readouts, strict=True)
         rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in told]
-    quantized = [_quantized(arm) for arm in result.arms]
+    quantized = [_quantized(arm) for arm in result.every]
     if any(cell != NOTHING for cell in quantized):
         told = zip(rows, quantized, strict=True)
         rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in told]
     bands = noise_bands(result) if one_seed(result) else {}
     if not bands:
         return rows
-    placed = [band_cell(result, arm, bands) for arm in result.arms]
+    placed = [band_cell(result, arm, bands) for arm in result.every]
     told = zip(rows, placed, strict=True)
     return [_with(row, "Gap (nats)", BAND_COLUMN, cell) for row, cell in told]
 
@@ -136,7 +136,8 @@ def band_cell(result: StudyResult, arm: ArmResult, bands: Mapping[str, float]) -
 
 def _cells(result: StudyResult, arm: ArmResult) -> list[str]:
     loss = number(arm.heldout_loss, ".4f")
-    seeds = f"{len(arm.finished)} of {max(len(result.study.seeds), len(arm.runs))}"
+    done = len(arm.finished) or len(arm.gaps)  # a composite has no runs of its own
+    seeds = f"{done} of {max(len(result.study.seeds), len(arm.runs), done)}"
     sent = [percent(arm.bytes_total), percent(arm.bytes_inter)]
     return [arm.name, arm.text, gap_text(arm), loss, perplexity(arm.heldout_loss), *sent, seeds]
 
@@ -157,7 +158,7 @@ def p_value_rows(result: StudyResult) -> list[list[str]]:
             *map(_p_value, (t.beyond, t.beyond_corrected)),
             str(t.looks),
         ]
-        for arm in result.arms
+        for arm in result.every
         if arm.verdict != "baseline"
         for t in (arm.tests,)
     ]
@@ -172,7 +173,7 @@ def _p_value(p: float | None) -> str:
 def correction_line(result: StudyResult) -> str:
     """One sentence on what the corrected p-values stand for."""
     study, looks = result.study, len(look_sizes(result.study))
-    arms = sum(a.verdict != "baseline" and a.arm.role not in EXPECTED for a in result.arms)
+    arms = sum(a.verdict != "baseline" and a.arm.role not in EXPECTED for a in result.every)
     text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm; controls "
     text += "stand apart), separately for the claims that gaps differ from 0, that they are inside "
     text += "the margin and that they lie beyond it"
@@ -252,7 +253,7 @@ def margin_line(result: StudyResult) -> str:
 
 def interval_line(result: StudyResult) -> str:
     """Over what the intervals of the gaps are; arms without documents are named."""
-    arms = [arm for arm in result.arms if arm.verdict != "baseline"]
+    arms = [arm for arm in result.every if arm.verdict != "baseline"]
     tested = [arm for arm in arms if arm.gap is not None and arm.gap.interval is not None]
     alone = [arm.name for arm in tested if arm.gap and arm.gap.documents is None]
     texts = sorted({len(arm.documents.tokens) for arm in tested if arm.documents})

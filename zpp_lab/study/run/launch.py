@@ -43,7 +43,7 @@ def next_seeds(study: StudyConfig, result: StudyResult) -> dict[str, list[int]]:
     from zpp_lab.study.judge.families import replay  # loads scipy: for studies that look alone
     from zpp_lab.study.judge.verdict import entries
 
-    missing = replay(study, entries(study, result.arms)).missing
+    missing = replay(study, entries(study, result.arms, result.composites)).missing
     arms = {arm.name: arm for arm in result.arms}
     todo: dict[str, set[int]] = {}
     for name, seeds in missing.items():

@@ -59,7 +59,7 @@ def margin_rows(margin: float) -> list[Row]:
 
 def gap_rows(result: StudyResult) -> list[Row]:
     """One row for each arm, but baselines, that has a gap."""
-    arms = [arm for arm in result.arms if arm.verdict != "baseline"]
+    arms = [arm for arm in result.every if arm.verdict != "baseline"]
     bands = lone_bands(result)
     return [_gap_row(arm, beside(result, arm, bands)) for arm in arms if arm.gap is not None]
 
@@ -107,7 +107,9 @@ def baseline_row(result: StudyResult) -> Row:
 
 def cost_rows(result: StudyResult) -> list[Row]:
     """`gap_rows` after the baseline's, which is a point of its own on every front."""
-    return [baseline_row(result), *gap_rows(result)] if result.margin else []
+    arms = {arm.name for arm in result.arms}  # a composite costs nothing
+    rows = [row for row in gap_rows(result) if row["arm"] in arms]
+    return [baseline_row(result), *rows] if result.margin else []
 
 
 def speed_rows(result: StudyResult, speeds: Mapping[str, float]) -> list[Row]:
@@ -146,7 +148,7 @@ def telling_arms(result: StudyResult) -> list[str]:
 def seed_rows(result: StudyResult) -> list[Row]:
     return [
         {"arm": arm.name, "seed": seed, "gap": gap}
-        for arm in result.arms
+        for arm in result.every
         if arm.verdict != "baseline" and arm.gap is not None
         for seed, gap in arm.gaps.items()
     ]
@@ -176,7 +178,7 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     assert result.margin is not None
     rows = style.dress(gap_rows(result))
     gaps = GapAxis.around(result.margin, *ends(rows))
-    y = alt.Y("arm:N", sort=[arm.name for arm in result.arms], title=None, axis=_ARMS)
+    y = alt.Y("arm:N", sort=[arm.name for arm in result.every], title=None, axis=_ARMS)
     x: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(_WIDTH, across=True)}
     x["title"] = f"Held-out loss gap to {result.compared_with} (nats per token)"
     many, lone = len(rows) > _MANY, all(row["seeds"] == 1 for row in rows)

@@ -1,0 +1,102 @@
+"""Means over arms that a study declares: judged like an arm, paired by seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from zpp_lab.config.study import ArmConfig, CompositeConfig, StudyConfig
+from zpp_lab.runs.reader import Run
+from zpp_lab.study.judge.verdict import StudyResult, judge_study
+from zpp_lab.study.report.contents import verdict_table
+from zpp_lab.study.report.table import console_table, p_value_rows
+from zpp_lab.study.run.launch import next_seeds
+
+from .test_sequential import run as drawn
+from .test_verdict import BASE, run
+
+ALL = CompositeConfig("all_w4", ["w4_*"], describe="every arm of 4 bits")
+ARMS = [ArmConfig(name) for name in ("zero3", "w4_32", "w4_64", "w8")]
+STUDY = StudyConfig("s", "?", ARMS, [1, 2, 3], composites=[ALL])
+
+
+def judged(gaps: dict[str, list[float]], study: StudyConfig = STUDY) -> StudyResult:
+    runs: list[Run] = [run("zero3", seed, loss) for seed, loss in BASE.items()]
+    for arm, own in gaps.items():
+        runs += [run(arm, s, BASE[s] + gap) for s, gap in zip(BASE, own, strict=False)]
+    return judge_study(study, runs)
+
+
+def test_the_mean_over_arms_is_judged_by_seed() -> None:
+    """The arms' noise, which goes up where the other's goes down, is gone from the mean."""
+    found = judged({"w4_32": [0.02, 0.0, 0.04], "w4_64": [0.02, 0.0401, 0.0002], "w8": [0, 0, 0]})
+    (both,) = found.composites
+    assert both.gaps == pytest.approx({1: 0.02, 2: 0.02005, 3: 0.0201})
+    assert [arm.verdict for arm in found.every] == [
+        *("baseline", "undecided", "undecided", "on par", "worse")
+    ]
+
+
+def test_it_is_one_more_in_the_families() -> None:
+    gaps = {"w4_32": [0.001, 0.002, 0.003], "w4_64": [0.001, 0.002, 0.003], "w8": [9.0, 9.1, 9.3]}
+    with_it, without = judged(gaps), judged(gaps, replace(STUDY, composites=[]))
+    mine, plain = (found.arms[3].tests.differs_corrected for found in (with_it, without))
+    assert mine is not None
+    assert plain is not None
+    assert mine == pytest.approx(plain * 4 / 3)
+
+
+def test_only_seeds_that_all_arms_have_count() -> None:
+    (both,) = judged({"w4_32": [0.02, 0.021, 0.022], "w4_64": [0.02, 0.021]}).composites
+    assert sorted(both.gaps) == [1, 2]
+    (both,) = judged({"w4_32": [0.02, 0.021, 0.022]}).composites
+    assert (both.text, both.gap) == ("not run (w4_64)", None)
+
+
+def test_a_difference_of_arms() -> None:
+    apart = CompositeConfig("blocks", ["w4_64"], ["w4_32"])
+    gaps = {"w4_32": [0.02, 0.0, 0.04], "w4_64": [0.021, 0.0012, 0.0411]}
+    (found,) = judged(gaps, replace(STUDY, composites=[apart])).composites
+    assert found.gaps == pytest.approx({1: 0.001, 2: 0.0012, 3: 0.0011})
+    assert found.verdict == "above zero but inside the margin"
+
+
+def test_reports_have_a_row_of_it() -> None:
+    found = judged({"w4_32": [0.02, 0.021, 0.022], "w4_64": [0.02, 0.021, 0.02], "w8": [0, 0, 0]})
+    row = verdict_table(found).rows[-1].texts
+    assert row[:3] == ["all_w4", "worse", "+0.0207 ± 0.0014"]
+    assert row[-1] == "every arm of 4 bits"
+    assert "3 of 3" in row
+    assert p_value_rows(found)[-1][0] == "all_w4"
+    assert "all_w4" in console_table(found)
+
+
+@pytest.mark.parametrize(
+    ("composite", "wrong"),
+    [
+        (CompositeConfig("w8", ["w4_*"]), "has this name already"),
+        (CompositeConfig("x", ["w5_*"]), "no arm is called 'w5_"),
+        (CompositeConfig("x", ["zero*"]), "no arm is called"),
+        (CompositeConfig("x", ["zero3"]), "a baseline"),
+        (CompositeConfig("x", []), "arms is empty"),
+        (CompositeConfig("x", ["w4_*"], ["w4_32"]), "in arms and in minus"),
+    ],
+)
+def test_wrong_composites_are_refused(composite: CompositeConfig, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        replace(STUDY, composites=[composite])
+
+
+def test_it_asks_for_no_seeds_and_is_judged_while_all_its_arms_run() -> None:
+    arms = [ArmConfig(name) for name in ("zero3", "same", "wide")]
+    both = CompositeConfig("both", ["same", "wide"])
+    study = StudyConfig("s", "?", arms, [1, 2, 3], max_seeds=7, seeds_per_look=2, composites=[both])
+    runs = [drawn(arm.name, seed) for arm in arms for seed in study.seeds]
+    assert next_seeds(study, judge_study(study, runs)) == {"zero3": [4, 5], "wide": [4, 5]}
+    more = [drawn(arm, seed) for arm in ("zero3", "wide") for seed in (4, 5)]
+    found = judge_study(study, [*runs, *more])
+    assert [len(arm.gaps) for arm in found.every] == [5, 3, 5, 3]
+    assert [arm.tests.looks for arm in found.every[1:]] == [1, 2, 1]
+    assert np.isfinite(found.composites[0].gap.mean if found.composites[0].gap else np.nan)
