@@ -51,6 +51,13 @@ def test_zero3_by_hand() -> None:
     assert moved["grads_inter"] == Traffic(0, 4 * 2 * grads)
 
 
+def test_a_sham_sends_what_no_codec_sends() -> None:
+    sham = build_plan(build_uneven(), configured({"weights": Q8 | {"codec": "sham"}}, 2, 2))
+    plain = build_plan(build_uneven(), configured({}, 2, 2))
+    assert sham.step_bytes() == plain.step_bytes()
+    assert not any(sham.quantized_share().values())
+
+
 def test_secondary_partition_sends_nothing_between_nodes() -> None:
     config = configured({"secondary": True, "weights": Q8}, 2, 4)
     moved = build_plan(build_uneven(), config).step_bytes()

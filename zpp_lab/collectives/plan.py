@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zpp_lab.codecs import Codec, RawCodec, build_codec
+from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
 from zpp_lab.collectives.traffic import (
@@ -74,7 +74,7 @@ class UnitPlan:
     unit: Unit
     recipe: Recipe
     hierarchical: bool = False  # gathers send each byte between nodes once
-    bits_only: bool = False  # layouts without what travels as its own bytes
+    bits_only: bool = False  # layouts without what takes as many bytes as it has
 
     def _layout(self, wire: Wire, trainable_only: bool = False) -> Layout:
         chosen = [
@@ -82,7 +82,8 @@ class UnitPlan:
             for p in self.unit.parameters
             if not trainable_only or p.name in self.unit.trainable
         ]
-        chosen = [(p, c) for p, c in chosen if not (self.bits_only and isinstance(c, RawCodec))]
+        if self.bits_only:
+            chosen = [(p, c) for p, c in chosen if not isinstance(c, RawCodec | ShamCodec)]
         return Layout.build(
             [p.name for p, _ in chosen],
             [p.shard_numel for p, _ in chosen],
@@ -242,7 +243,7 @@ class Plan:
         return total
 
     def quantized_share(self) -> dict[Wire, float]:
-        """Of a step's bytes on each wire that sends any, the part that codecs made."""
+        """Of a step's bytes on each wire that sends any, the part that codecs made; no sham's."""
         every = self.step_bytes()
         made = replace(
             self, units=tuple(replace(u, bits_only=True) for u in self.units)
