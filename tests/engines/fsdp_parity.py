@@ -23,7 +23,7 @@ from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.files import conf_dir
 
 SMALL = {"block_size": 16}
-Q8, Q6, Q4, Q2 = ({"bits": b, **SMALL} for b in (8, 6, 4, 2))
+Q8, Q6, Q4, Q3, Q2 = ({"bits": b, **SMALL} for b in (8, 6, 4, 3, 2))
 H4 = {"bits": 4, "block_size": 32, "hadamard": 16}
 ZEROPP = {"secondary": True, "hops": 2, "weights": Q8, "grads": Q4}
 BF16 = {"param_dtype": "bf16"}
@@ -40,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weights8": ({"weights": Q8}, {}),
     "weights6": ({"weights": Q6}, BF16),
     "weights4": ({"weights": Q4}, {}),
+    "weights3": ({"weights": Q3, "grads": {**Q3, "symmetric": False}}, BF16),
     "weights2": ({"weights": Q2}, {}),
     "grads8": ({"grads": Q8}, {}),
     "grads4_two_hops": ({"hops": 2, "grads": Q4}, BF16),

@@ -23,7 +23,7 @@ QUICK = {
         "sham",
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
-    (2, 1): ["host_states", "residual_rate"],
+    (2, 1): ["host_states", "residual_rate", "weights3"],
 }
 CLUSTERS = [(1, 2), (2, 2), (1, 3), (3, 2), (2, 4)]
 
