@@ -19,6 +19,7 @@ from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
 from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, with_compute
+from zpp_lab.tools.bench.step.command import main
 from zpp_lab.tools.bench.step.run import Pace, StepBench
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -34,6 +35,15 @@ TINY = [
     "train.reduce_dtype=fp32",
     "train.batch_size=1",
 ]
+
+
+def test_without_gpus_the_cpu_must_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="there are none here: add --cpu"):
+        main(["--nodes", "1", "--out", str(tmp_path / "out"), "model=tiny"])
+    assert not (tmp_path / "out").exists()
 
 
 class Fake:

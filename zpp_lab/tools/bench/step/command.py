@@ -108,7 +108,13 @@ def main(argv: Sequence[str]) -> int:
 def _placed(args: argparse.Namespace, cluster: ClusterConfig) -> Placement:
     """Where ranks sit; what is missing is said before anything is made."""
     if not args.cpu:
-        placed = place(cluster, visible_gpus(os.environ), args.share_gpus)
+        visible = visible_gpus(os.environ)
+        if not visible:
+            raise ValueError(
+                "bench step measures GPUs, and there are none here: add --cpu and a small model, "
+                "such as model=tiny, to try it"
+            )
+        placed = place(cluster, visible, args.share_gpus)
         if placed.share == "mps":
             find_control()
         return placed
