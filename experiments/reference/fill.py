@@ -1,10 +1,11 @@
-"""Fills what is left of a call with runs of a study, several on each GPU: `fill.py STUDY ROOT OUT`
+"""Fills what is left of a call with runs of studies, several on each GPU: `fill.py STUDY ROOT OUT`
 
-Starts runs that have not finished in the order of `ordered`, as many side by side on a GPU as
-PER_GPU says, and only one that would finish before CALL_END (a unix time): what each GPU gets done
-is measured as it goes. OUT/runs.tar.gz has what finished runs wrote, renewed each minute. Kept runs
-lie below ROOT before this starts, so nothing is trained twice. More words are settings of all runs.
-Where READY is set, no run starts before that file is there.
+STUDY `reference`: those of PARTS, in that order; else the one of that name. Starts runs that have
+not finished, as many side by side on a GPU as PER_GPU and its memory allow, and only one that would
+finish before CALL_END (a unix time): what each GPU gets done is measured. OUT/NAME.tar.gz
+has what finished runs of study NAME wrote, renewed each minute. Kept runs lie in ROOT/NAME before
+this starts, so nothing is trained twice. More words are settings of all runs. Where READY is set,
+no run starts before that file is there.
 
 With `--list` it says what would run, in order, and starts nothing.
 """
@@ -17,7 +18,7 @@ import os
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
 from zpp_lab.study.run.pool import Ended, Pool
 from zpp_lab.study.run.queue import stop_on_signals
 
-MAIN = (  # first of all, with four seeds
+MAIN = (  # of reference_10m
     "zero3",
     "zero3_reordered",
     "w4_256_symmetric",
@@ -52,7 +53,49 @@ MAIN = (  # first of all, with four seeds
     "w4g4",
     "broken",
 )
-FIRST_SEEDS = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """Arms of a study with some seeds; arms None: all of them."""
+
+    study: str
+    arms: tuple[str, ...] | None
+    seeds: Sequence[int]
+
+
+FOUR, MORE = range(1, 5), range(5, 9)
+PARTS = (
+    Part("reference_10m", MAIN, FOUR),
+    Part("reference_3m", None, FOUR),
+    Part("reference_10m_12m", None, FOUR),
+    Part("reference_10m", None, FOUR),
+    Part("reference_30m", None, FOUR),
+    Part("reference_10m_200m", None, FOUR),
+    Part("reference_10m", MAIN, MORE),
+    Part("reference_134m", None, FOUR),
+    Part("reference_10m", None, MORE),
+    Part("reference_368m", None, FOUR),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a run takes beside one of reference_10m: its share of a GPU's time, and GiB."""
+
+    work: float = 1.0
+    gib: float = 6.5
+
+
+SIZES = {  # first figures; `Measured` learns the pace of all from those that ran
+    "reference_3m": Size(0.45, 5.0),
+    "reference_10m_12m": Size(0.26),
+    "reference_10m_200m": Size(4.0),
+    "reference_30m": Size(2.0, 10.0),
+    "reference_134m": Size(5.5, 20.0),
+    "reference_368m": Size(14.0, 40.0),
+}
+ROOM = 125.0  # GiB of a GPU
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
 KEPT = (
@@ -67,24 +110,23 @@ KEPT = (
 SPARE = 32.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
 ENDING = 0.03  # of a run's seconds: what follows its last step
+ALONE = 1.15  # how much longer a run takes with a GPU to itself than its share of a full one
 
 
 @dataclass
 class Pace:
-    """How long runs take: seconds before the first step, of the steps with a GPU to itself, and
-    of a GPU that many share. Measured from what has run; the first figures are a pilot's."""
+    """How long runs take: seconds before the first step, and of a GPU that many share for a run of
+    reference_10m. Measured from what has run; the first figures are of earlier calls."""
 
     start: float = 12.0
-    alone: float = 60.0
-    shared: float = 30.0
+    shared: float = 23.0
 
     def ends(self, left: Sequence[float]) -> float:
-        """Seconds until the last of the runs is over, of each of which so much (0 to 1) is left, if
-        none joins them and the GPU's time is shared out evenly."""
-        seconds, open_runs = 0.0, sorted(left)
-        done = 0.0
+        """Seconds until the last of the runs is over, of each of which so much is left (1: a whole
+        run of reference_10m), if none joins them and the GPU's time is shared out evenly."""
+        seconds, open_runs, done = 0.0, sorted(left), 0.0
         while open_runs:
-            each = max(self.alone, self.shared * len(open_runs))  # seconds a whole run takes now
+            each = self.shared * max(ALONE, len(open_runs))  # for as much as a whole run
             seconds += (open_runs[0] - done) * each
             done = open_runs.pop(0)
         return seconds
@@ -98,25 +140,43 @@ class Gpu:
     runs: dict[Path, tuple[PlannedRun, float]] = field(default_factory=dict)  # and when it began
 
     def left(self) -> list[float]:
-        """Of each run the share of its work that is left."""
+        """Of each run the work that is left."""
         runs = [run for run, _ in self.runs.values()]
-        return [1 - last_step(run.dir) / run.config.train.steps + ENDING for run in runs]
+        return [
+            size(run).work * (1 - last_step(run.dir) / run.config.train.steps + ENDING)
+            for run in runs
+        ]
+
+    def has_room(self, run: PlannedRun, most: int) -> bool:
+        taken = sum(size(other).gib for other, _ in self.runs.values())
+        return len(self.runs) < most and (not self.runs or taken + size(run).gib <= ROOM)
+
+
+def named(run: PlannedRun) -> str:
+    return f"{run.config.run.study} {run}"
+
+
+def size(run: PlannedRun) -> Size:
+    return SIZES.get(str(run.config.run.study), Size())
 
 
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "--list"]
     name, root, out, *overrides = words
-    study = load_study(name, {}, overrides)
-    todo = [run for run in ordered(study, Path(root)) if not ended_before(run)]
-    total = len(study.arms) * len(study.seeds)
-    say(f"{total - len(todo)} of {total} runs are there")
+    parts = PARTS if name == "reference" else (Part(name, None, range(10**6)),)
+    studies = {p.study: load_study(p.study, {}, overrides) for p in parts}
+    runs = ordered(parts, studies, Path(root))
+    todo = [run for run in runs if not ended_before(run)]
+    say(f"{len(runs) - len(todo)} of {len(runs)} runs are there")
     if "--list" in sys.argv:
-        print(*todo, sep="\n")
+        print(*map(named, todo), sep="\n")
         return 0
     wait_for(os.environ.get("READY"))
-    check_runs(study, todo[:1])
-    Path(root).mkdir(parents=True, exist_ok=True)
-    write_study(Path(root), study)
+    if todo:
+        check_runs(studies[str(todo[0].config.run.study)], todo[:1])
+    for study in studies.values():
+        Path(root, study.name).mkdir(parents=True, exist_ok=True)
+        write_study(Path(root, study.name), study)
     gpus = [Gpu(gpu) for gpu in gpus_to_share([todo[0].config])] if todo else []
     queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
     return queue.run(todo, float(os.environ["CALL_END"]))
@@ -127,22 +187,23 @@ def wait_for(path: str | None) -> None:
         time.sleep(0.1)
 
 
-def ordered(study: StudyConfig, root: Path) -> list[PlannedRun]:
-    """All runs: the main arms with the first seeds, the others with those, then further seeds; seed
-    by seed, so that after any of them the arms so far can be compared."""
-    arms = [arm.name for arm in study.arms]
-    runs = {(run.arm, run.seed): run for run in Planner(study, root, compose).plan(
-        dict.fromkeys(arms, study.seeds))}  # fmt: skip
-    main_arms = [arm for arm in MAIN if arm in arms]
-    rest = [arm for arm in arms if arm not in MAIN]
-    parts = [study.seeds[:FIRST_SEEDS], study.seeds[FIRST_SEEDS:]]
-    return [
-        runs[arm, seed]
-        for seeds in parts
-        for group in (main_arms, rest)
-        for seed in seeds
-        for arm in group
-    ]
+def ordered(
+    parts: Sequence[Part], studies: Mapping[str, StudyConfig], root: Path
+) -> list[PlannedRun]:
+    """All runs, part by part and seed by seed, so that after any of them the arms so far can be
+    compared."""
+    runs: dict[tuple[str, str, int], PlannedRun] = {}
+    for study in studies.values():
+        arms = dict.fromkeys((arm.name for arm in study.arms), study.seeds)
+        for run in Planner(study, root / study.name, compose).plan(arms):
+            runs[study.name, run.arm, run.seed] = run
+    found: dict[tuple[str, str, int], PlannedRun] = {}
+    for part in parts:
+        study = studies[part.study]
+        for seed in (seed for seed in study.seeds if seed in part.seeds):
+            for arm in part.arms or [arm.name for arm in study.arms]:
+                found.setdefault((study.name, arm, seed), runs[study.name, arm, seed])
+    return list(found.values())
 
 
 def ended_before(run: PlannedRun) -> bool:
@@ -192,14 +253,15 @@ class Queue:
     def start(self, waiting: list[PlannedRun], now: float, until: float) -> list[PlannedRun]:
         """Begins what has room and time; the runs that wait on."""
         while waiting:
-            free = [gpu for gpu in self.gpus if len(gpu.runs) < self.per_gpu]
+            run = waiting[0]
+            free = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
             if not free:
                 break
             gpu = min(free, key=lambda g: sum(g.left()))
-            needed = self.pace.start + self.pace.ends([*gpu.left(), 1 + ENDING])
-            if now + needed > until - SPARE:
+            own = size(run).work * (1 + ENDING)
+            if now + self.pace.start + self.pace.ends([*gpu.left(), own]) > until - SPARE:
                 break
-            run = waiting.pop(0)
+            waiting.pop(0)
             clean(run.dir)
             gpu.runs[run.dir] = (run, now)
             self.pool.start(run, Slot(self.threads, gpu.name))
@@ -213,23 +275,26 @@ class Queue:
             self.finished.append(ended.run.dir)
         else:
             self.failed += 1
-        say(f"{len(self.finished)} {ended.run}: {ending(result)}; {time.time() - began:.0f} s, "
+        say(f"{len(self.finished)} {named(ended.run)}: {ending(result)}; {time.time() - began:.0f} s, "
             f"{self.pace.shared:.0f} GPU-seconds a run")  # fmt: skip
 
     def pack(self) -> None:
-        """OUT/runs.tar.gz anew: the study and what its runs of this call wrote."""
-        target = self.out / "runs.tar.gz"
-        part = target.with_suffix(".part")
-        with tarfile.open(part, "w:gz") as tar:
-            tar.add(self.root / "study.yaml", f"{self.root.name}/study.yaml")
-            for folder in self.finished:
-                for name, content in kept(folder):
-                    entry = tarfile.TarInfo(
-                        f"{self.root.name}/{folder.relative_to(self.root)}/{name}"
-                    )
-                    entry.size, entry.mtime = len(content), int(time.time())
-                    tar.addfile(entry, io.BytesIO(content))
-        part.replace(target)
+        """OUT/NAME.tar.gz anew, of each study: itself and what its runs of this call wrote."""
+        for study in {folder.relative_to(self.root).parts[0] for folder in self.finished}:
+            target = self.out / f"{study}.tar.gz"
+            part = target.with_suffix(".part")
+            with tarfile.open(part, "w:gz") as tar:
+                tar.add(self.root / study / "study.yaml", f"{study}/study.yaml")
+                for folder in self.finished:
+                    if folder.is_relative_to(self.root / study):
+                        self._add(tar, folder)
+            part.replace(target)
+
+    def _add(self, tar: tarfile.TarFile, folder: Path) -> None:
+        for name, content in kept(folder):
+            entry = tarfile.TarInfo(f"{folder.relative_to(self.root)}/{name}")
+            entry.size, entry.mtime = len(content), int(time.time())
+            tar.addfile(entry, io.BytesIO(content))
 
 
 def kept(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -265,7 +330,7 @@ class Measured:
             if now - then < 10:
                 continue
             found = {
-                run.dir: (last_step(run.dir), run.config.train.steps)
+                run.dir: (last_step(run.dir), size(run).work / run.config.train.steps)
                 for run, _ in gpu.runs.values()
             }
             at = {path: step for path, (step, _) in found.items()}
@@ -275,7 +340,7 @@ class Measured:
                 and min(at.values()) > 0
                 and min(steps.values()) > 0
             ):
-                gained = sum((at[path] - steps[path]) / found[path][1] for path in at)
+                gained = sum((at[path] - steps[path]) * found[path][1] for path in at)
                 self.done.setdefault(gpu.name, []).append((now - then, gained))
             self.before[gpu.name] = (now, at)
         lately = [entry for done in self.done.values() for entry in done[-9:]]

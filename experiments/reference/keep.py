@@ -1,8 +1,9 @@
 """Puts what a call brought back to the kept runs: `keep.py OUT...`
 
-OUT is run.sh's folder (or its runs.tar.gz). experiments/reference/runs.tar.xz then has every run
-that ended, which run.sh and the report go by; a run that is there twice must be equal, and all must
-have read the same tokens (../collect.py). RUNS: another archive, such as a rehearsal's.
+OUT is run.sh's folder, with an archive of each study. experiments/reference/NAME.tar.xz then has
+every run of study NAME that ended, which run.sh and the report go by; a run that is there twice
+must be equal, and all of a study must have read the same tokens (../collect.py). RUNS: another
+folder of such archives, such as a rehearsal's.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).parent
-KEPT = Path(os.environ.get("RUNS", HERE / "runs.tar.xz"))
+KEPT = Path(os.environ.get("RUNS", HERE))
 
 
 def main() -> int:
-    given = [Path(word) for word in sys.argv[1:]]
-    archives = [path / "runs.tar.gz" if path.is_dir() else path for path in given]
+    given = [path for word in sys.argv[1:] for path in sorted(Path(word).glob("*.tar.gz"))]
+    studies = sorted({path.name.removesuffix(".tar.gz") for path in given})
+    return max((kept(s, [p for p in given if p.name == f"{s}.tar.gz"]) for s in studies), default=0)
+
+
+def kept(study: str, archives: list[Path]) -> int:
+    target = KEPT / f"{study}.tar.xz"
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary, "study")
-        before = [KEPT] if KEPT.is_file() else []
+        before = [target] if target.is_file() else []
         words = [sys.executable, str(HERE.parent / "collect.py"), str(root)]
         done = subprocess.run(
             [*words, *map(str, before + archives)], capture_output=True, text=True, check=False
@@ -33,19 +39,19 @@ def main() -> int:
         if done.returncode:
             print(done.stderr, end="", file=sys.stderr)
             return done.returncode
-        return pack(root)
+        return pack(root, target)
 
 
-def pack(root: Path) -> int:
+def pack(root: Path, target: Path) -> int:
     name = yaml.safe_load((root / "study.yaml").read_text())["name"]
-    part = KEPT.with_suffix(".part")
+    part = target.with_suffix(".part")
     with tarfile.open(part, "w:xz", preset=9) as tar:
         for path in sorted(root.rglob("*")):
             if path.is_file() and ended(root, path):
                 tar.add(path, f"{name}/{path.relative_to(root)}", filter=plain)
-    part.replace(KEPT)
+    part.replace(target)
     runs = {path.parent for path in root.glob("*/seed*/*") if ended(root, path)}
-    print(f"{len(runs)} runs, {KEPT}: {KEPT.stat().st_size / 1e6:.2f} MB")
+    print(f"{len(runs)} runs, {target}: {target.stat().st_size / 1e6:.2f} MB")
     return 0
 
 

@@ -1,18 +1,18 @@
 # Fills what a call of a GPU machine leaves with runs of the reference study:
 #     CALL=590 bash experiments/reference/run.sh OUT [OVERRIDES...]
 # One GPU or two, as found. .queue lies beside the project (carry.sh makes it): corpus, kernels,
-# wheels. Runs that experiments/reference/runs.tar.xz has are not trained again, and keep.py puts
-# those of OUT/runs.tar.gz, which is renewed each minute, into it.
-# STUDY: reference_10m, or reference_10m_mini, a rehearsal without a GPU. PER_GPU: runs that share a
-# GPU at most. RUNS: the archive of runs that are there.
+# wheels. Runs that experiments/reference/NAME.tar.xz has are not trained again, and keep.py puts
+# those of OUT/NAME.tar.gz, which is renewed each minute, into it.
+# STUDY: reference, all of them, one of them, or reference_10m_mini, a rehearsal without a GPU.
+# PER_GPU: runs that share a GPU at most. RUNS: a folder with archives of runs that are there.
 set -u
 out="${1:?name a folder for the results}"
 shift
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 exec > >(tee -a "$out/log.txt") 2>&1
-here=experiments/reference queue=.queue study="${STUDY:-reference_10m}"
-kept="${RUNS:-$here/runs.tar.xz}"
+here=experiments/reference queue=.queue study="${STUDY:-reference}"
+kept="${RUNS:-$here}"
 say() { echo "[$(date +%H:%M:%S)] $* ($SECONDS s)"; }
 die() { say "STOPPED: $*"; exit 1; }
 export CALL="${CALL:-590}"
@@ -41,10 +41,12 @@ tokens() {
     python3 $here/corpus.py unpack "$queue/corpus.tar.xz" data_cache/reference_corpus || return 1
     say "corpus is there" ;;
   esac
-  $zpp prepare "$study" "${settings[@]}"
+  local any=$study
+  [ "$study" != reference ] || any=reference_10m  # all read the same tokens
+  $zpp prepare "$any" "${settings[@]}"
 }
 fill() {  # plans while kernels and tokens are made, and begins when they are there
-  local fill=(python3 $here/fill.py "$study" "runs/$study" "$out" "${settings[@]}")
+  local fill=(python3 $here/fill.py "$study" runs "$out" "${settings[@]}")
   export READY="$out/ready" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   if [ "$gpus" -gt 0 ] && $zpp mps -- true; then
     exec $zpp mps -- "${fill[@]}"
@@ -56,7 +58,9 @@ fill() {  # plans while kernels and tokens are made, and begins when they are th
 }
 rm -f "$out/ready"
 mkdir -p data_cache runs
-if [ -f "$kept" ]; then tar xJf "$kept" -C runs || die "$kept is no whole archive"; fi
+for archive in "$kept"/reference_*.tar.xz; do
+  [ ! -f "$archive" ] || tar xJf "$archive" -C runs || die "$archive is no whole archive"
+done
 kernels > "$out/kernels.log" 2>&1 &
 building=$!
 tokens > "$out/tokens.log" 2>&1 &
@@ -72,7 +76,7 @@ say "ready"
 touch "$out/ready"
 wait $filling
 code=$?
-for log in "runs/$study"/*/seed*/failure.json; do
+for log in runs/reference_*/*/seed*/failure.json; do
   if [ -f "$log" ] && ! grep -qE 'diverged|interrupted' "$log"; then tail -n 30 "$log"; break; fi
 done
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null

@@ -58,7 +58,7 @@ train 'recipe.rules=[{nam: x}]' => recipe.rules.0.nam | exempt, max_numel, min_n
 train 'recipe.rules=[{name: x, wires: [up]}]' => recipe.rules.0.wires.0=' | use 'weights_forward', '
 train recipe.weights=8 => recipe.weights=8 | recipe.weights.codec, recipe.weights.bits,
 train recipe=w8,w4 => recipe=w8,w4: add -m to run each value, or write a list in brackets
-train model=9b => model=9b | 10m, 125m, 13b, 1_3b, 1m, 32_5b, 350m, 6_7b,
+train model=9b => model=9b | 10m, 125m, 13b, 1_3b, 1m, 30m, 32_5b, 350m, 3m, 6_7b,
 train model.dim=15 => model.dim=15, model.heads=2: dim / heads must be an even number
 train model.kv_heads=3 => model.kv_heads=3 must divide model.heads=2
 train model.vocab_size=5 => model.vocab_size=5 is smaller than | raise it, set 0 to take the tokeniz

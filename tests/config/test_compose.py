@@ -171,6 +171,15 @@ def test_a_study_extends_another(tmp_path: Path) -> None:
     assert after["zero3"] == before["zero3"]
 
 
+def test_a_study_may_have_some_arms_of_another_alone(tmp_path: Path) -> None:
+    text = "extends: symmetry\nname: {0}\nonly: [{1}]\n"
+    grid = [arm.name for arm in load_study("symmetry").arms]
+    some = load_study(written(tmp_path, "some", text.format("some", ", ".join(grid[::-2]))))
+    assert [arm.name for arm in some.arms] == [name for name in grid if name in grid[::-2]]
+    fewer = f"extends: {tmp_path / 'some.yaml'}\nname: fewer\nonly: [zero3]\n"
+    assert [arm.name for arm in load_study(written(tmp_path, "fewer", fewer)).arms] == ["zero3"]
+
+
 def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
     start = "{name: 'x{bits}', overrides: ['recipe.weights.bits={bits}'], factors: {bits: "
     text = f"extends: smoke\nname: mine\narms: [{start}[4]}}}}, {start}[2, 6]}}}}]\n"
@@ -197,6 +206,7 @@ def test_a_setting_that_only_the_run_before_the_arms_would_have_is_heard(tmp_pat
     ("more", "answer"),
     [
         ("without: [w9]", "without: w9: no such arm in what it extends; there are: zero3"),
+        ("only: [zero3, w9]", "only: w9: no such arm; there are: zero3, zero3_reordered"),
         ("arms: [w8]", "arms must be a list of mappings with a name each"),
     ],
 )

@@ -167,13 +167,13 @@ def load_study(
 ) -> StudyConfig:
     """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
-    Arms written as a grid are expanded, and what it `extends` is there. `changes` replace the
-    study's own settings; `overrides` go to every run.
+    Arms written as a grid are expanded, and what it `extends` is there; with `only` it has those
+    of them that are named. `changes` replace the study's own settings; `overrides` go to every run.
     """
     values = _inherited(_study_path(name))
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
-    values["arms"] = expand_arms(values.get("arms"))
+    values["arms"] = _chosen(name, expand_arms(values.get("arms")), values.pop("only", None))
     try:
         study = load(StudyConfig, values)
         study.check_folders()
@@ -181,6 +181,16 @@ def load_study(
         raise ValueError("\n".join(f"{name}: {line}" for line in str(error).split("\n"))) from None
     _check_heard(study, overrides)
     return study
+
+
+def _chosen(name: str, arms: list[dict[str, Any]], only: list[str] | None) -> list[dict[str, Any]]:
+    there = [arm["name"] for arm in arms]
+    unknown = [arm for arm in only or () if arm not in there]
+    if unknown:
+        raise ValueError(
+            f"{name}: only: {', '.join(unknown)}: no such arm; there are: {', '.join(there)}"
+        )
+    return arms if only is None else [arm for arm in arms if arm["name"] in only]
 
 
 def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
