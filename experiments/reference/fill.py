@@ -275,8 +275,8 @@ class Queue:
             self.finished.append(ended.run.dir)
         else:
             self.failed += 1
-        say(f"{len(self.finished)} {named(ended.run)}: {ending(result)}; {time.time() - began:.0f} s, "
-            f"{self.pace.shared:.0f} GPU-seconds a run")  # fmt: skip
+        took = f"{time.time() - began:.0f} s, {self.pace.shared:.0f} GPU-seconds a run"
+        say(f"{len(self.finished)} {named(ended.run)}: {ending(result)}; {took}")
 
     def pack(self) -> None:
         """OUT/NAME.tar.gz anew, of each study: itself and what its runs of this call wrote."""
