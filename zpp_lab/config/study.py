@@ -12,7 +12,10 @@ from zpp_lab.config.codec import STRICT as _STRICT
 from zpp_lab.config.codec import need as _need
 from zpp_lab.files import check_name
 
-Role = Literal["baseline", "arm", "negative_control", "order_control"]
+Role = Literal[
+    "baseline", "baseline_repeat", "arm", "negative_control", "order_control", "sham_control"
+]
+CONTROLS: tuple[Role, ...] = ("negative_control", "order_control", "sham_control")
 NOT_RUNS = frozenset({"checkpoints", "wandb", "figures", "prepare"})  # folders beside runs
 Level = str | int | float | bool | None  # of a factor
 
@@ -23,6 +26,14 @@ class ArmConfig:
 
     Where the baseline differs by level (model size, ranks), each level has an arm of role
     `baseline`, and the other arms of that level say in `against` which one they are paired with.
+
+    `baseline_repeat`: a run of that baseline in another order of sums (runs of one order are equal
+    to the bit), such as `recipe=zero3_reordered`, or half of train.batch_size and twice
+    train.micro_steps. Gaps of a seed are taken from the mean of the baseline and its repeats.
+    An order control is another order still, and no part of that mean.
+
+    `sham_control`: noise of a codec's size in the codec's place. It tells whether a gap is the
+    noise's size; its verdict is not known before, so it is judged as arms are, and never advised.
     """
 
     name: str
@@ -180,9 +191,18 @@ class StudyConfig:
                 "seed that no arm has, such as 0",
             )
 
+    def bases(self, arm: ArmConfig) -> list[str]:
+        """The arms that `arm` is paired with, by the mean of their losses: a baseline, then its
+        repeats. A repeat is paired with the baseline alone, and a baseline with itself."""
+        if arm.role == "baseline" or arm.name == self.baseline:
+            return [arm.name]
+        own, repeats = arm.against or self.baseline, [a for a in self.arms if _repeats(a)]
+        same = [a.name for a in repeats if (a.against or self.baseline) == own]
+        return [own] if _repeats(arm) else [own, *same]
+
     def _check_composites(self) -> None:
         taken = {arm.name for arm in self.arms}
-        bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
+        bases = {arm.name for arm in self.arms if arm.role.startswith("baseline")} | {self.baseline}
         for one in self.composites:
             whose = f"study {self.name}, composite {one.name}"
             _need(one.name not in taken, f"{whose}: an arm or a composite has this name already")
@@ -199,9 +219,18 @@ class StudyConfig:
 
     def _check_pairs(self) -> None:
         bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
+        repeats = [arm.name for arm in self.arms if arm.role == "baseline_repeat"]
+        _need(
+            self.baseline not in repeats,
+            f"study {self.name}: baseline {self.baseline} has role baseline_repeat: of itself",
+        )
         for arm in self.arms:
             _need(
                 arm.against in (None, *bases),
                 f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
                 f"baseline; there are: {', '.join(sorted(bases))}",
             )
+
+
+def _repeats(arm: ArmConfig) -> bool:
+    return arm.role == "baseline_repeat"

@@ -13,11 +13,11 @@ import pytest
 
 from tests.study.fake_trainer import STEPS, fake_compose
 from tests.waiting import until
-from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.config.study import ArmConfig, CompositeConfig, Role, StudyConfig
 from zpp_lab.runs.reader import find_runs, read_study
 from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import Launch, run_study
-from zpp_lab.study.run.plan import Planner
+from zpp_lab.study.run.plan import Planner, some_arms
 
 ENTRY = "tests.study.fake_trainer:run"
 
@@ -137,6 +137,7 @@ def test_arms_that_are_the_same_are_an_error(tmp_path: Path) -> None:
         launch(what, tmp_path)
 
 
+@pytest.mark.parametrize("role", ["order_control", "baseline_repeat"])
 @pytest.mark.parametrize(
     ("shape", "hops", "refused"),
     [
@@ -147,15 +148,15 @@ def test_arms_that_are_the_same_are_an_error(tmp_path: Path) -> None:
         ((3, 2), 2, False),
     ],
 )
-def test_an_order_control_must_be_able_to_differ(
-    tmp_path: Path, shape: tuple[int, int], hops: int, refused: bool
+def test_another_order_of_sums_must_be_able_to_differ(
+    tmp_path: Path, shape: tuple[int, int], hops: int, refused: bool, role: Role
 ) -> None:
     where = [f"cluster.nodes={shape[0]}", f"cluster.gpus_per_node={shape[1]}"]
     reordered = ["recipe.name=r", "recipe.order=reversed", f"recipe.hops={hops}"]
     halved = ["train.batch_size=2", "train.micro_steps=2"]
 
     def made(overrides: list[str]) -> StudyConfig:
-        control = ArmConfig("control", overrides, role="order_control")
+        control = ArmConfig("control", overrides, role=role)
         arms = [ArmConfig("zero3", role="baseline"), control]
         return StudyConfig(
             name="t", question="?", arms=arms, seeds=[1], overrides=where, baseline="zero3"
@@ -167,6 +168,22 @@ def test_an_order_control_must_be_able_to_differ(
         return
     with pytest.raises(ValueError, match=r"arm control: a sum of 2 ranks .* train\.micro_steps"):
         Planner(made(reordered), tmp_path, fake_compose)
+
+
+def test_a_repeat_is_no_second_run_of_the_same_order(tmp_path: Path) -> None:
+    """It would be equal to the bit, and its mean with the baseline the baseline."""
+    arms = [ArmConfig("zero3", role="baseline"), ArmConfig("again", role="baseline_repeat")]
+    with pytest.raises(ValueError, match="zero3 and again have the same settings"):
+        Planner(StudyConfig("t", "?", arms, [1]), tmp_path, fake_compose)
+
+
+def test_arms_chosen_from_a_study_bring_what_they_are_compared_with() -> None:
+    arms = [ArmConfig("zero3"), ArmConfig("again", role="baseline_repeat")]
+    arms += [ArmConfig(name) for name in ("w4_32", "w4_64", "w8")]
+    whole = [CompositeConfig("w4", ["w4_*"]), CompositeConfig("w4_32_alone", ["w4_32"])]
+    chosen = some_arms(StudyConfig("t", "?", arms, [1], composites=whole), ["w4_32"])
+    assert [arm.name for arm in chosen.arms] == ["zero3", "again", "w4_32"]
+    assert [one.name for one in chosen.composites] == ["w4_32_alone"]  # half of w4 is another
 
 
 def test_a_folder_of_another_study_is_an_error(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 
 from zpp_lab.config.flat import flat_config
 from zpp_lab.config.study import Level
-from zpp_lab.study.judge.claims import EXPECTED
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
@@ -47,7 +46,7 @@ class Cell:
 
 def cells_of(result: StudyResult) -> list[Cell]:
     """Every arm with a gap and levels; the baseline, whose gap is 0, among them."""
-    arms = [arm for arm in result.arms if arm.arm.role not in EXPECTED]
+    arms = [arm for arm in result.arms if arm.arm.role in ("arm", "baseline")]
     told = {arm.name: arm.arm.factors for arm in arms if arm.arm.factors}
     levels: Mapping[str, Mapping[str, Level]] = told or _levels_from_configs(arms)
     cells = []

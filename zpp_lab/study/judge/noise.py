@@ -100,17 +100,23 @@ def noise_of(result: StudyResult, base: ArmResult) -> float | None:
         for arm in result.arms
         if arm.arm.role == "order_control" and result.baseline_of(arm).name == base.name
         for seed, last in arm.gaps.items()
-        for gap in (last, *_late_gaps(arm.runs[seed], base.runs[seed]))
+        for gap in (last, *_late_gaps(arm.runs[seed], result.base_runs(arm, seed)))
     ]
     return max(gaps, default=None)
 
 
-def _late_gaps(run: Run, base: Run) -> list[float]:
-    """At the evaluations of the second half, where both losses are finite."""
-    mine, theirs = (_evaluations(read_metrics(one.dir)) for one in (run, base))
-    last = max(mine, default=0)
+def _late_gaps(run: Run, bases: Sequence[Run]) -> list[float]:
+    """At the evaluations of the second half, where all losses are finite."""
+    mine, *each = (_evaluations(read_metrics(one.dir)) for one in (run, *bases))
+    last, theirs = max(mine, default=0), mean_points(each)
     both = [step for step in mine if step in theirs and 2 * step > last]
     return [gap for step in both if math.isfinite(gap := mine[step] - theirs[step])]
+
+
+def mean_points(runs: Sequence[Points]) -> Points:
+    """Of several runs of one seed, at the steps that all have."""
+    steps = set.intersection(*(set(run) for run in runs)) if runs else set()
+    return {step: fmean(run[step] for run in runs) for step in sorted(steps)}
 
 
 def _evaluations(rows: Sequence[Row]) -> dict[int, float]:
@@ -198,6 +204,7 @@ def _signed(value: float) -> str:
 def noise_floors(result: StudyResult) -> list[NoiseFloor]:
     """One for each baseline with two finished seeds or more, in the study's order."""
     bases = [arm for arm in result.arms if arm.verdict == "baseline" and len(arm.finished) > 1]
+    bases = [arm for arm in bases if arm.arm.role != "baseline_repeat"]
     return [_floor(result, base) for base in bases]
 
 

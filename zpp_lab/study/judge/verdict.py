@@ -46,7 +46,7 @@ from pathlib import Path
 from statistics import fmean
 
 from zpp_lab.config.schema import FEW_HELDOUT, LEAST_HELDOUT, heldout_notes, more_heldout
-from zpp_lab.config.study import ArmConfig, CompositeConfig, StudyConfig
+from zpp_lab.config.study import CONTROLS, ArmConfig, CompositeConfig, StudyConfig
 from zpp_lab.files import CONFIG, STUDY_FILE, below
 from zpp_lab.runs.reader import (
     NOT_JUDGED,
@@ -150,7 +150,7 @@ class StudyResult:
         return [
             Control(arm.name, arm.arm.role, arm.verdict, _lone_gap(arm))
             for arm in self.arms
-            if arm.arm.role in EXPECTED
+            if arm.arm.role in CONTROLS
         ]
 
     def baseline_of(self, arm: ArmResult) -> ArmResult:
@@ -158,13 +158,21 @@ class StudyResult:
         name = arm.arm.against or self.study.baseline
         return next(a for a in self.arms if a.name == name)
 
+    def base_runs(self, arm: ArmResult, seed: int) -> list[Run]:
+        """The finished runs of one seed from whose mean that seed's gap of `arm` is taken."""
+        runs = {one.name: one.runs for one in self.arms}
+        return _finished([runs[name] for name in self.study.bases(arm.arm)], seed)
+
     def readout_gap(self, arm: ArmResult) -> Gap | None:
         """The gap of the training loss over the last steps (`train.readout_steps`), in nats, paired
         as the held-out one: a second look, by which no verdict goes. Its interval allows for looks
         too. None without such runs, and for a baseline."""
-        mine, theirs = arm.runs, self.baseline_of(arm).runs
-        pairs = [(mine[s].readout, theirs[s].readout) for s in sorted(mine.keys() & theirs.keys())]
-        gaps = [a[1] - b[1] for a, b in pairs if a and b and a[0] == b[0]]
+        gaps = []
+        for seed, run in sorted(arm.runs.items()):
+            own, bases = run.readout, [base.readout for base in self.base_runs(arm, seed)]
+            theirs = [base[1] for base in bases if own and base and base[0] == own[0]]
+            if own and bases and len(theirs) == len(bases):
+                gaps.append(own[1] - fmean(theirs))
         if is_baseline(self.study, arm.arm) or not gaps:
             return None
         level = nominal_level(1 - self.study.confidence, look_sizes(self.study), 2)
@@ -180,7 +188,9 @@ class StudyResult:
     @property
     def compared_with(self) -> str:
         """Whom an arm is compared with, in a sentence on every arm."""
-        return "its baseline" if self.other_baselines else self.study.baseline
+        named = "its baseline" if self.other_baselines else self.study.baseline
+        repeated = any(arm.arm.role == "baseline_repeat" for arm in self.arms)
+        return f"the mean of {named} and its repeats" if repeated else named
 
 
 def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = ()) -> StudyResult:
@@ -224,9 +234,9 @@ def entries(
     found = {}
     for arm in arms:
         if not is_baseline(study, arm.arm):
-            base = runs[arm.arm.against or study.baseline]
-            both = arm.runs.keys() & base.keys()
-            ended = {s for s in both if "unfinished" not in (arm.runs[s].outcome, base[s].outcome)}
+            pair = [arm.runs, *(runs[name] for name in study.bases(arm.arm))]
+            begun = set.intersection(*(set(one) for one in pair))
+            ended = {s for s in begun if all(one[s].outcome != "unfinished" for one in pair)}
             judged = arm.verdict not in ("diverged", "failed", NOT_JUDGED)
             member = arm.arm.role not in EXPECTED
             found[arm.name] = Entry(
@@ -242,22 +252,24 @@ def entries(
 
 
 def is_baseline(study: StudyConfig, arm: ArmConfig) -> bool:
-    return arm.name == study.baseline or arm.role == "baseline"
+    """Whether it is a baseline, or a repeat of one."""
+    return arm.name == study.baseline or arm.role in ("baseline", "baseline_repeat")
 
 
 def _gather(
     study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]], reader: Reader
 ) -> ArmResult:
     """An arm's numbers, and its verdict where that follows from how its runs ended."""
-    own = arm.name if is_baseline(study, arm) else arm.against or study.baseline
-    runs, base = by_arm[arm.name], by_arm[own]
+    bases = [by_arm[name] for name in study.bases(arm)]
+    runs, base = by_arm[arm.name], bases[0]
     first = [base[s].heldout_loss for s in study.seeds if s in base]
     losses = [loss for loss in first if loss is not None]
     margin = study.margin * fmean(losses) if losses else None
-    gaps = _paired_gaps(runs, base)
+    pairs = {s: (run, _finished(bases, s)) for s, run in sorted(runs.items())}
+    gaps = {s: gap for s, pair in pairs.items() if (gap := _paired_gap(*pair)) is not None}
+    pairs = {seed: pairs[seed] for seed in gaps}
     finished = [run.heldout_loss for run in runs.values() if run.heldout_loss is not None]
-    verdict, note = _outcome(study, arm, runs, base, gaps if margin else {})
-    pairs = {seed: (runs[seed], [base[seed]]) for seed in gaps}
+    verdict, note = _outcome(study, arm, runs, base, pairs if margin else {})
     documents = None if is_baseline(study, arm) else reader.gaps(pairs)
     return ArmResult(
         arm,
@@ -323,7 +335,7 @@ def _outcome(
     arm: ArmConfig,
     runs: Mapping[int, Run],
     base: Mapping[int, Run],
-    gaps: Mapping[int, float],
+    pairs: Mapping[int, tuple[Run, Sequence[Run]]],
 ) -> tuple[str, str]:
     """(verdict, note) as far as outcomes tell it; undecided where the gaps will."""
     outcomes = {seed: run.outcome for seed, run in runs.items()}
@@ -335,11 +347,12 @@ def _outcome(
     failed = [run for run in runs.values() if run.outcome not in ("finished", "unfinished")]
     if is_baseline(study, arm):
         if "finished" in outcomes.values():
-            return "baseline", ""
+            repeats = arm.role == "baseline_repeat"
+            return "baseline", f"repeats {arm.against or study.baseline}" if repeats else ""
     elif diverged:
         return "diverged", f"{len(diverged)} of {max(len(study.seeds), len(runs))} seeds"
-    elif gaps:
-        few = _fewest(run for seed in gaps for run in (runs[seed], base[seed]))
+    elif pairs:
+        few = _fewest(run for own, theirs in pairs.values() for run in (own, *theirs))
         if few is None or few[0] >= LEAST_HELDOUT:
             return UNDECIDED, ""
         least = f"{few[0]:,} held-out tokens, {LEAST_HELDOUT:,} are the least"
@@ -395,13 +408,16 @@ def _needs(arm: ArmResult, confidence: float) -> str:
     return f"needs about {needed or f'more than {stats.MAX_SEEDS}'} seeds"
 
 
-def _paired_gaps(runs: Mapping[int, Run], base: Mapping[int, Run]) -> dict[int, float]:
-    gaps = {}
-    for seed in sorted(runs.keys() & base.keys()):
-        mine, theirs = runs[seed].heldout_loss, base[seed].heldout_loss
-        if mine is not None and theirs is not None:
-            gaps[seed] = mine - theirs
-    return gaps
+def _finished(bases: Sequence[Mapping[int, Run]], seed: int) -> list[Run]:
+    """The runs of one seed that have a held-out loss; none where the first base's has not."""
+    runs = [base[seed] for base in bases if seed in base]
+    known = [run for run in runs if run.heldout_loss is not None]
+    return known if known and known[0] is bases[0].get(seed) else []
+
+
+def _paired_gap(run: Run, bases: Sequence[Run]) -> float | None:
+    losses = [loss for base in bases if (loss := base.heldout_loss) is not None]
+    return run.heldout_loss - fmean(losses) if losses and run.heldout_loss is not None else None
 
 
 def _fraction(runs: Mapping[int, Run], base: Mapping[int, Run], hop: str | None) -> float | None:

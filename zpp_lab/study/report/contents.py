@@ -414,6 +414,10 @@ def controls_hold(result: StudyResult) -> bool:
 def _baseline(result: StudyResult) -> str:
     describe, others = result.baseline.arm.describe, result.other_baselines
     text = f"{result.study.baseline}{f' ({describe})' if describe else ''}"
+    repeats = [arm.name for arm in result.arms if arm.arm.role == "baseline_repeat"]
+    if repeats:
+        text += "; gaps are from the mean of each seed's baseline and its repeats, "
+        text += ", ".join(repeats)
     return f"{text}; other levels have their own: {', '.join(others)}." if others else f"{text}."
 
 

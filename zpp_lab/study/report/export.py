@@ -16,6 +16,7 @@ from typing import Any
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.schema import WIRES
 from zpp_lab.runs.reader import Run, read_metrics
+from zpp_lab.study.judge.noise import mean_points
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 
 Row = dict[str, Any]
@@ -119,7 +120,8 @@ def _run_row(result: StudyResult, arm: ArmResult, seed: int, run: Run, root: Pat
 def step_rows(result: StudyResult) -> Iterator[list[Row]]:
     """Rows of one run at a time: every step's losses, norm and bytes (the step's, all ranks).
 
-    gap: the step's loss minus that of the arm's baseline in the same seed and step.
+    gap: the step's loss minus that of the arm's baseline (the mean of it and its repeats) in the
+    same seed and step.
     tokens_per_s: since the record before, evaluation included; the first step has none.
     """
     for arm in result.arms:
@@ -127,14 +129,20 @@ def step_rows(result: StudyResult) -> Iterator[list[Row]]:
         for seed, run in sorted(arm.runs.items()):
             place = {"study": result.study.name, "arm": arm.name, "seed": seed}
             own = baseline.runs.get(seed)
-            losses = {r["step"]: r.get("loss") for r in read_metrics(own.dir)} if own else {}
+            bases = result.base_runs(arm, seed) or ([own] if own else [])
+            losses = mean_points([_losses(base) for base in bases])
             rows = [_step_row(place, record, losses) for record in read_metrics(run.dir)]
             for before, row in pairwise(rows):
                 row["tokens_per_s"] = _speed(before, row)
             yield rows
 
 
-def _step_row(place: Row, record: Row, baseline: Mapping[int, float | None]) -> Row:
+def _losses(run: Run) -> dict[int, float]:
+    rows = read_metrics(run.dir)
+    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+
+
+def _step_row(place: Row, record: Row, baseline: Mapping[int, float]) -> Row:
     sent = (record.get("bytes") or {}).values()
     row = place | {"step": record["step"], "tokens": record.get("tokens")}
     row |= {key: record.get(key) for key in _STEP_NUMBERS}

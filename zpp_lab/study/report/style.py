@@ -12,7 +12,7 @@ from typing import Any
 
 import altair as alt
 
-from zpp_lab.config.study import StudyConfig
+from zpp_lab.config.study import CONTROLS, StudyConfig
 from zpp_lab.study.judge import claims
 
 TOLD = 20  # arms with a look of their own; more could not be told apart
@@ -131,7 +131,7 @@ def arm_looks(
 
 def study_looks(study: StudyConfig, told: Sequence[str] = ()) -> dict[str, Look]:
     """The looks of a study's arms. told: those that get one, where there are more than TOLD."""
-    controls = [arm.name for arm in study.arms if arm.role in claims.EXPECTED]
+    controls = [arm.name for arm in study.arms if arm.role in CONTROLS]
     return arm_looks(told or [arm.name for arm in study.arms], study.baseline, controls)
 
 

@@ -175,8 +175,8 @@ def correction_line(result: StudyResult) -> str:
     study, looks = result.study, len(look_sizes(result.study))
     arms = sum(a.verdict != "baseline" and a.arm.role not in EXPECTED for a in result.every)
     text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm; controls "
-    text += "stand apart), separately for the claims that gaps differ from 0, that they are inside "
-    text += "the margin and that they lie beyond it"
+    text += "of known verdict stand apart), separately for the claims that gaps differ from 0, "
+    text += "that they are inside the margin and that they lie beyond it"
     if looks > 1:
         text += f", and for up to {looks} looks at the data, which the intervals allow for too"
     return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."

@@ -47,11 +47,11 @@ def next_seeds(study: StudyConfig, result: StudyResult) -> dict[str, list[int]]:
     arms = {arm.name: arm for arm in result.arms}
     todo: dict[str, set[int]] = {}
     for name, seeds in missing.items():
-        for side in (result.baseline_of(arms[name]).name, name):
+        for side in (*study.bases(arms[name].arm), name):
             runs = arms[side].runs
             left = [s for s in seeds if s not in runs or runs[s].outcome == "unfinished"]
             todo.setdefault(side, set()).update(left)
-    bases = {result.baseline_of(arms[name]).name for name in missing}
+    bases = {base for name in missing for base in study.bases(arms[name].arm)}
     order = sorted(todo, key=lambda name: name not in bases)
     return {name: sorted(todo[name]) for name in order if todo[name]}
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,14 @@ def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
 
 
 def some_arms(study: StudyConfig, patterns: Sequence[str]) -> StudyConfig:
-    """The study with the arms that match, the arms that these are compared with, and its
-    baseline."""
+    """The study with the arms that match, the arms that these are compared with, its baseline, and
+    the composites that have all their arms."""
     wanted = matching(study, patterns)
-    against = {arm.against for arm in study.arms if arm.name in wanted}
-    kept = {study.baseline, *wanted, *against}
-    return replace(study, arms=[arm for arm in study.arms if arm.name in kept])
+    kept = {study.baseline, *wanted}
+    kept |= {base for arm in study.arms if arm.name in wanted for base in study.bases(arm)}
+    whole = [c for c in study.composites if kept >= {a.name for a in chain(*study.members(c))}]
+    arms = [arm for arm in study.arms if arm.name in kept]
+    return replace(study, arms=arms, composites=whole)
 
 
 def heldout_default(
@@ -202,7 +205,7 @@ class Planner:
 
 def baselines(study: StudyConfig) -> set[str]:
     """The arms that others are compared with."""
-    return {study.baseline} | {arm.name for arm in study.arms if arm.role == "baseline"}
+    return {study.baseline} | {a.name for a in study.arms if a.role.startswith("baseline")}
 
 
 def run_folder(root: Path, arm: str, seed: int) -> Path:
@@ -281,7 +284,8 @@ def _later(pair: tuple[str, int], bases: set[str]) -> int:
 def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
     """A grid with a typo makes the same arm twice; a report would then compare it with itself.
     Two baselines, each of which has its own arms, may become one by a setting for all."""
-    bases, seen = baselines(study), dict[str, str]()
+    bases = {study.baseline} | {arm.name for arm in study.arms if arm.role == "baseline"}
+    seen: dict[str, str] = {}
     for name, config in configs.items():
         other = seen.setdefault(fingerprint(config), name)
         if other != name and not {other, name} <= bases:
@@ -292,20 +296,21 @@ def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
 
 
 def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> None:
-    """Two numbers have one sum in either order: a reversed sum of two ranks is no control."""
+    """Two numbers have one sum in either order: a reversed sum of two ranks is no control, and no
+    repeat either."""
     for arm in study.arms:
         config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
         cluster, recipe = config.cluster, config.recipe
         terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.hops == 2 else cluster.world
         if (
-            arm.role == "order_control"
+            arm.role in ("order_control", "baseline_repeat")
             and recipe.order == "reversed"
             and terms <= 2
             and config.train.micro_steps == base.train.micro_steps
         ):
             raise ValueError(
                 f"study {study.name}, arm {arm.name}: a sum of {terms} ranks is the same in both "
-                "orders, so this control cannot differ from its baseline; let it halve "
+                "orders, so this {arm.role} cannot differ from its baseline; let it halve "
                 "train.batch_size and double train.micro_steps, with its baseline's recipe"
             )
 

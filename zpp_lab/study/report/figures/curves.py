@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zpp_lab.runs.reader import Run, read_metrics
-from zpp_lab.study.judge.noise import heldout_band, training_band
+from zpp_lab.study.judge.noise import heldout_band, mean_points, training_band
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
@@ -81,6 +81,8 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
         by_base.setdefault(result.baseline_of(arm).name, []).append(arm)
     for name, arms in by_base.items():
         base = _read(next(arm for arm in result.arms if arm.name == name))
+        repeats = [arm for arm in arms if arm.arm.role == "baseline_repeat"]
+        means = {seed: _mean(own, seed, repeats) for seed, own in base.items()}
         for arm in arms:
             curves = base if arm.name == name else _read(arm)
             for series in ("training", "held-out"):
@@ -88,13 +90,13 @@ def study_curves(result: StudyResult, told: Collection[str] | None = None) -> St
             telemetry += _telemetry_rows(arm.name, list(curves.values()), arm.name in told)
             if arm.verdict != "baseline":
                 paired = {seed: curves[seed] for seed in arm.gaps} or curves  # as in the verdict
-                gap += _gap_rows(arm.name, paired, base, result.study.confidence, points)
-                apart = gaps_by_step(paired, base, "training")
+                gap += _gap_rows(arm.name, paired, means, result.study.confidence, points)
+                apart = gaps_by_step(paired, means, "training")
                 steps += _band(arm.name, "training", apart, points)
-                far += _apart(arm.name, gaps_by_step(paired, base, "losses"), points)
+                far += _apart(arm.name, gaps_by_step(paired, means, "losses"), points)
                 if arm.arm.role == "order_control":
                     strayed["training"] += apart
-                    strayed["held-out"] += gaps_by_step(paired, base, "held-out")
+                    strayed["held-out"] += gaps_by_step(paired, means, "held-out")
     most = max(2, _TELEMETRY_ROWS // max(1, _groups(telemetry, told)))
     noise = {
         "training": training_band(strayed["training"], {row["step"] for row in steps}),
@@ -118,6 +120,19 @@ def gaps_by_step(
 def points_each(arms: int) -> int:
     """Points of one curve, so that a page with many arms stays small."""
     return max(_FEWEST, min(POINTS, _ROWS // max(1, arms)))
+
+
+def _mean(own: RunCurves, seed: int, repeats: Sequence[ArmResult]) -> RunCurves:
+    """Of a baseline's run and its finished repeats, at the steps that all have."""
+    runs = [arm.runs[seed] for arm in repeats if seed in arm.runs]
+    every = [own, *(run_curves(run) for run in runs if run.outcome == "finished")]
+    if len(every) == 1:
+        return own
+    losses, training, heldout = (
+        dict(mean_points([one.of(series) for one in every]))
+        for series in ("losses", "training", "held-out")
+    )
+    return RunCurves(losses, training, heldout)
 
 
 def _read(arm: ArmResult) -> dict[int, RunCurves]:
