@@ -84,10 +84,7 @@ struct EachTile {
 
 template <class Body>
 int launch(Plan const& plan, void* stream, int shared_bytes = 0) {
-  if (plan.tiles == 0) return cudaSuccess;
-  uint32_t const blocks = std::min(plan.tiles, resident_blocks<tile_kernel<Body>>(shared_bytes));
-  tile_kernel<Body><<<blocks, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
-  return cudaGetLastError();
+  return plan.tiles ? start<tile_kernel<Body>>(plan, stream, shared_bytes) : cudaSuccess;
 }
 
 }  // namespace zpp
