@@ -73,8 +73,10 @@ def codecs(study: Study) -> str:
 
 def chance(values: list[float]) -> str:
     """Of the paired t test that the mean is 0, for this arm alone."""
-    p = p_values(values, 1.0)[0]
-    return NOTHING if p is None else "< 0.0001" if p < 5e-5 else f"{p:.4f}"
+    tests = p_values(values, 1.0)
+    if tests is None:
+        return NOTHING
+    return "< 0.0001" if tests.differs < 5e-5 else f"{tests.differs:.4f}"
 
 
 def rounded(folder: Path) -> Rounded:

@@ -98,6 +98,18 @@ def test_every_rule_named_is_printed() -> None:
     assert "diverged: lost" in said(found, 6)
 
 
+def test_where_runs_take_seconds_eight_seeds_are_advised() -> None:
+    def after(seconds: float, verdict: str, seeds: int = 3) -> str:
+        one = arm("w4", verdict, 0.004, 0.3)
+        run = replace(one.runs[1], summary={"seconds": seconds})
+        found = result(replace(one, runs={1: run}))
+        return said(replace(found, study=replace(found.study, seeds=[*range(1, seeds + 1)])), 8)
+
+    assert "8 seeds an arm in place of 3 are 5 minutes more" in after(30.0, "undecided")
+    assert "8 seeds" in after(30.0, "above zero, size open")
+    assert after(30.0, "on par") == after(3000.0, "undecided") == after(30.0, "undecided", 8) == ""
+
+
 def test_gap_without_an_interval_still_counts() -> None:
     one = replace(arm("a", "on par", 0.0, 0.3), gap=summarize([0.001], 0.01))
     assert said(result(one), 3).startswith("Use a")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from zpp_lab.study.judge.claims import BELOW_OPEN, BETTER, GOOD, ON_PAR, OPEN, WORSE
 from zpp_lab.study.judge.noise import one_seed
@@ -17,6 +18,7 @@ from zpp_lab.study.report.table import gap_text, percent
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
 _TO = {ON_PAR: "with", BETTER: "than", BELOW_OPEN: "against"}  # a verdict's word to its baseline
+_QUICK, _SEEDS = 180, 8  # seconds of a run; seeds where it takes no more
 _LISTED = 8  # arms named in one sentence
 RULES = (
     "If a control came out wrong, nothing is advised; while one has no answer, that is said.",
@@ -31,6 +33,9 @@ RULES = (
     "more seeds.",
     "Arms that are worse, or that diverged, are not to be used at this scale.",
     "With one seed an arm nothing is tested, so no arm is advised for or against by its loss.",
+    f"Where a run takes less than {_QUICK // 60} minutes and an arm is undecided or of open size, "
+    f"{_SEEDS} seeds an arm are advised: an interval over 3 is three times as wide. They are "
+    "planned beforehand, as `seeds`, or as `max_seeds`, which pays for looking in between.",
 )
 
 
@@ -51,7 +56,8 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
         return [Advice(f"Nothing: {', '.join(wrong)} did not come out as a control must.", 1)]
     arms = [a for a in result.arms if a.arm.role == "arm" and a.verdict != "baseline"]
     if one_seed(result):
-        return [_untested(result), *_provisional(result), *_open(result, arms, None), *_bad(arms)]
+        open_arms = [*_open(result, arms, None), *_more_seeds(result)]
+        return [_untested(result), *_provisional(result), *open_arms, *_bad(arms)]
     candidates = [arm for arm in arms if arm.verdict in GOOD]
     best = _cheapest(candidates)
     return [
@@ -59,6 +65,7 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
         _main(result, best, bool(candidates)),
         *_by_speed(result, candidates, speeds or {}),
         *_open(result, arms, best),
+        *_more_seeds(result),
         *_bad(arms),
     ]
 
@@ -148,6 +155,21 @@ def _open(result: StudyResult, arms: Sequence[ArmResult], best: ArmResult | None
         return [Advice(f"Worth more seeds, by the bytes that they send: {_listed(shares)}.", 5)]
     named = _listed([f"{arm.name} ({arm.note})" if arm.note else arm.name for arm in tempting])
     return [Advice(f"Worth more seeds: {named}.", 5)]
+
+
+def _more_seeds(result: StudyResult) -> list[Advice]:
+    study, took = result.study, [(run.summary or {}).get("seconds") for run in result.runs]
+    known = [seconds for seconds in took if seconds is not None]
+    planned = max(len(study.seeds), study.max_seeds)
+    still_open = any(arm.verdict in OPEN for arm in result.every)
+    if not known or planned >= _SEEDS or not still_open or median(known) > _QUICK:
+        return []
+    more = (_SEEDS - planned) * len(result.arms) * median(known) / 60
+    text = (
+        f"A run took {median(known):.0f} s (median): {_SEEDS} seeds an arm in place of {planned} "
+        f"are {more:.0f} minutes more, one run at a time; plan them for the next study."
+    )
+    return [Advice(text, 8)]
 
 
 def _bad(arms: Sequence[ArmResult]) -> list[Advice]:

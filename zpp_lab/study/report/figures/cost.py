@@ -51,7 +51,7 @@ def bytes_figure(result: StudyResult, style: Style) -> Spec:
             continue
         x = alt.X(
             f"{key}:Q",
-            title=f"Bytes per step, {where} (% of {result.compared_with})",
+            title=f"Bytes per step, {where} (% of the baseline's)",
             scale=alt.Scale(domain=[0, max(row[key] for row in known) * 1.06], nice=False),
             axis=alt.Axis(format=".0%", tickCount=6),
         )

@@ -187,7 +187,8 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     marks = {} if many or lone else {"seeds": style.dress(seed_rows(result))}
     data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
     longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
-    spec = finish(made, data, side=30 + longest, legend=235 if lone else 210)
+    beside = max(210, 20 + 6 * max(len(row["label"]) for row in rows))
+    spec = finish(made, data, side=30 + longest, legend=beside)
     spec["usermeta"]["narrow"] = gaps.ticks(_ON_PHONE, across=True)
     return spec
 
