@@ -1,0 +1,147 @@
+"""The law of what bits cost (zpp_lab/tools/plan/law.py), from the reference runs.
+
+    python experiments/reference/law.py fit STUDY...        → conf/law/reference.json
+    python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran
+    python experiments/reference/law.py compare             predictions beside what was measured
+
+Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
+controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
+its runs, and the history shows it. `compare` has a row for each predicted arm that has run since.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.units import ROOT
+from zpp_lab.files import conf_dir, write_atomic
+from zpp_lab.models import build_model
+from zpp_lab.runs.provenance import commit
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.run.plan import Planner
+from zpp_lab.tools.plan import law
+
+HERE = Path(__file__).parent
+PREDICTED = HERE / "predicted.json"
+VOCABULARY = 4096  # of tokenizer.json: the data need not be there
+
+
+def main() -> int:
+    command, *studies = sys.argv[1:]
+    if command == "fit":
+        found = law.fit([cell for study in studies for cell in measured(study)])
+        path = conf_dir() / "law" / "reference.json"
+        path.parent.mkdir(exist_ok=True)
+        found.save(path)
+        for i, (name, value) in enumerate(zip(law.NAMES, found.values, strict=True)):
+            print(f"{name:6} {value:+.3f} ± {math.sqrt(found.covariance[i][i]):.3f}")
+        print(f"misfit {found.misfit:.1%} of a gap, {found.cells} cells")
+        for study in studies:
+            show(found, measured(study))
+    elif command == "predict":
+        predict(studies)
+    elif command == "compare":
+        compare()
+    else:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return 0
+
+
+def cells(study: StudyConfig) -> Iterator[law.Cell]:
+    """Of every arm that is no control, without a gap."""
+    arms = {arm.name: study.seeds[:1] for arm in study.arms if arm.role == "arm"}
+    with tempfile.TemporaryDirectory() as nowhere:
+        for run in Planner(study, Path(nowhere), compose).plan(arms):
+            config = run.config
+            plan = build_plan(build_model(config.model, VOCABULARY, "meta"), config)
+            blocks = [u.unit for u in plan.units if u.unit.name != ROOT]
+            parameters = sum(p.numel for unit in blocks for p in unit.parameters)
+            each = config.train.batch_size * config.data.seq_len * config.train.micro_steps
+            tokens = config.train.steps * each * config.cluster.world
+            yield law.Cell(run.arm, law.Errors.of(plan), parameters, tokens, 0.0, 1.0)
+
+
+def measured(name: str) -> list[law.Cell]:
+    """Arms with two seeds or more. A gap's scatter over few seeds may be small by chance: none
+    counts as smaller than that of half of the arms."""
+    archive = HERE / f"{name}.tar.xz"
+    if not archive.is_file():
+        return []
+    with tempfile.TemporaryDirectory() as temporary:
+        with tarfile.open(archive) as tar:
+            tar.extractall(temporary, filter="data")
+        result = read_result(Path(temporary, name))
+    gaps = {arm.name: list(arm.gaps.values()) for arm in result.arms if len(arm.gaps) >= 2}
+    usual = median(stdev(values) for values in gaps.values() if any(values))
+    return [
+        law.Cell(
+            f"{name}/{cell.name}",
+            cell.errors,
+            cell.parameters,
+            cell.tokens,
+            fmean(gaps[cell.name]),
+            max(stdev(gaps[cell.name]), usual) / math.sqrt(len(gaps[cell.name])),
+        )
+        for cell in cells(load_study(name))
+        if cell.name in gaps
+    ]
+
+
+def predict(studies: list[str]) -> None:
+    known = json.loads(PREDICTED.read_text()) if PREDICTED.is_file() else {}
+    published, there = law.load_law(), {c.name for s in studies for c in measured(s)}
+    for study in studies:
+        for cell in cells(load_study(study)):
+            name = f"{study}/{cell.name}"
+            if name not in there and name not in known:
+                told = published.predict(cell.errors, cell.parameters, cell.tokens)
+                known[name] = asdict(told) | {"commit": commit()}
+                print(f"{name:36} {told.gap:+.4f}  {told.low:+.4f} to {told.high:+.4f}")
+    write_atomic(PREDICTED, json.dumps(known, indent=1) + "\n")
+
+
+def compare() -> None:
+    """By the predictions' 90 % intervals, widened by the measured gap's own error."""
+    known = json.loads(PREDICTED.read_text())
+    studies = sorted({name.split("/")[0] for name in known})
+    rows = [(c, known[c.name]) for study in studies for c in measured(study) if c.name in known]
+    inside, off = 0, []
+    for cell, told in rows:
+        half = math.hypot((told["high"] - told["low"]) / 2, law.QUANTILE * cell.error)
+        fits = abs(cell.gap - told["gap"]) <= half
+        inside += fits
+        off.append(abs(told["gap"] - cell.gap) / abs(cell.gap))
+        print(
+            f"{cell.name:36} predicted {told['gap']:+.4f}, {told['low']:+.4f} to "
+            f"{told['high']:+.4f}; measured {cell.gap:+.4f} ± {cell.error:.4f}"
+            f"{'' if fits else '  OUTSIDE'}"
+        )
+    if rows:
+        print(f"{inside} of {len(rows)} inside 90 % intervals; median error {median(off):.0%}")
+    else:
+        print("none of the predicted arms has run")
+
+
+def show(found: law.Law, of: list[law.Cell]) -> None:
+    for cell in of:
+        told = found.predict(cell.errors, cell.parameters, cell.tokens)
+        print(
+            f"{cell.name:36} NMSE {cell.errors.weights:.2e} {cell.errors.grads:.2e}  measured "
+            f"{cell.gap:+.4f} ± {cell.error:.4f}  law {told.gap:+.4f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

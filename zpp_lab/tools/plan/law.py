@@ -1,0 +1,272 @@
+"""What a recipe's bits cost in held-out loss, by a law fitted to runs from random weights.
+
+    gap = (e^aw · s^r · Nw^pw + e^ag · Ng^pg) · (P / 10⁷)^α · (D / 5·10⁷)^β     nats a token
+
+Nw: NMSE, Σ(y-x)² / Σx², of what the forward's gather makes of the weights, over all of them; r: the
+share of it that is stochastically rounded. Ng: the same of the gradients, added up over the hops.
+P: parameters in blocks. D: tokens read. NMSE is a codec's on a sample (`nmse`), so that a recipe
+that never ran has one: a normal one for weights; for gradients normal with a scale that varies
+log-normally, by as much as telemetry asks for.
+
+Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs as a product of
+powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
+and zero points are one quantity. Kumar et al. (2024, arXiv 2411.04330) have bits themselves.
+
+`fit` takes the most probable exponents under wide normal priors (`PRIOR`). Cells are weighted by
+their scatter over seeds and by a misfit that is estimated beside them; intervals are Laplace's. A
+prediction says where it leaves what was fitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic.dataclasses import dataclass
+
+from zpp_lab.codecs.base import Codec, RawCodec, SegmentNoise, encode
+from zpp_lab.codecs.layout import Layout
+from zpp_lab.codecs.noise import Noise
+from zpp_lab.collectives.plan import Plan
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config
+from zpp_lab.engines.units import ROOT
+from zpp_lab.files import conf_dir, parse_json, write_atomic
+
+Vector = NDArray[np.float64]
+NAMES = ("aw", "pw", "ag", "pg", "s", "alpha", "beta")
+PRIOR = {  # mean and standard deviation
+    "aw": (0.0, 3.0),
+    "pw": (1.0, 0.3),
+    "ag": (-2.0, 3.0),
+    "pg": (1.0, 0.3),
+    "s": (0.7, 0.7),  # of log: stochastic rounding doubles an error's cost, or does not
+    "alpha": (0.0, 0.4),
+    "beta": (0.0, 0.4),
+}
+PARAMETERS, TOKENS = 1e7, 5e7  # of the law's unit
+CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
+MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
+FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
+SAMPLE = (8, 2**15)  # rows of a sample and elements of a row
+TAIL = 0.35  # standard deviation of a gradient's log-scale
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of a recipe on a model: NMSE of weights and of gradients, 0 to about 1, and the share of the
+    weights' that is stochastically rounded."""
+
+    weights: float
+    grads: float
+    stochastic: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Errors:
+        hops = range(len(plan.recipe.hops))
+        weights = [u.forward for u in plan.units]
+        random = _mean(weights, lambda c: nmse(c, False) if c.stochastic else 0.0)
+        whole = _mean(weights, lambda c: nmse(c, False))
+        grads = [_mean([u.hops[h] for u in plan.units], lambda c: nmse(c, True)) for h in hops]
+        return cls(whole, sum(grads), random / whole if whole else 0.0)
+
+
+def _mean(layouts: Sequence[Layout], of: Callable[[Codec], float]) -> float:
+    """Over all elements."""
+    numel: Counter[Codec] = Counter()
+    for segment in (s for layout in layouts for s in layout.segments):
+        numel[segment.codec] += segment.numel
+    return sum(n * of(codec) for codec, n in numel.items()) / (numel.total() or 1)
+
+
+def nmse(codec: Codec, grads: bool) -> float:
+    """A codec's error on a sample like gradients or like weights; 0 without one, as the baseline
+    sends the same."""
+    if isinstance(codec, RawCodec):
+        return 0.0
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLE, generator=draw)
+    if grads:
+        x *= torch.exp(TAIL * torch.randn(SAMPLE, generator=draw))
+    rows = tuple(range(SAMPLE[0]))
+    noise = SegmentNoise(Noise(1, rows, rows), 0) if codec.stochastic else None
+    error = codec.decode(encode(codec, x, noise), SAMPLE[1]) - x
+    return float(error.double().square().sum() / x.double().square().sum())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measured gap, nats a token, with its standard error; parameters are those in blocks."""
+
+    name: str
+    errors: Errors
+    parameters: float
+    tokens: float
+    gap: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Nats a token; `low` to `high` has the share CONFIDENCE. `beyond`: where it extrapolates."""
+
+    gap: float
+    low: float
+    high: float
+    beyond: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Law:
+    """`values` and their `covariance` in the order of NAMES; `misfit`: the standard deviation of a
+    gap around the law, as a share of it; `ranges`: of what was fitted, by quantity."""
+
+    values: list[float]
+    covariance: list[list[float]]
+    misfit: float
+    cells: int
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(NAMES)
+        shaped = len(self.values) == len(self.covariance) == n
+        if not shaped or any(len(row) != n for row in self.covariance):
+            raise ValueError(f"a law has {n} values, {', '.join(NAMES)}, and their covariance")
+
+    def predict(self, errors: Errors, parameters: float, tokens: float) -> Prediction:
+        """The gap of a run with so many parameters in blocks and tokens."""
+        cell = Cell("", errors, parameters, tokens, 0.0, 1.0)
+        at = np.array(self.values)
+        gap, slope = _gap(at, cell), _slope(at, cell)
+        variance = slope @ np.array(self.covariance) @ slope + (self.misfit * gap) ** 2 + FLOOR**2
+        half = QUANTILE * math.sqrt(variance)
+        return Prediction(gap, gap - half, gap + half, tuple(self._beyond(cell)))
+
+    def _beyond(self, cell: Cell) -> list[str]:
+        found = []
+        for name, value in _quantities(cell).items():
+            low, high = self.ranges.get(name, (value, value))
+            if value and not low / 1.1 <= value <= high * 1.1:
+                found.append(f"{name} {value:.3g}, fitted {low:.3g} to {high:.3g}")
+        return found
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def fit(cells: Sequence[Cell]) -> Law:
+    """The law of these cells. ValueError for too few of them."""
+    if len(cells) < 4:
+        raise ValueError(f"{len(cells)} cells: a law needs 4 or more; train more arms")
+    best: tuple[float, float, Vector, Vector] | None = None
+    for misfit in MISFITS:
+        at, inverse = _most_probable(cells, misfit)
+        found = _log_likelihood(at, cells, misfit), misfit, at, inverse
+        if best is None or found[0] > best[0]:
+            best = found
+    assert best is not None
+    _, misfit, at, inverse = best
+    ranges: dict[str, tuple[float, float]] = {}
+    for cell in cells:
+        for name, value in _quantities(cell).items():
+            if value:
+                low, high = ranges.get(name, (value, value))
+                ranges[name] = min(low, value), max(high, value)
+    covariance = np.linalg.inv(inverse)
+    return Law(at.tolist(), covariance.tolist(), misfit, len(cells), ranges)
+
+
+def load_law(path: Path | None = None) -> Law:
+    """The published law, conf/law/reference.json, or another. ValueError where it is damaged."""
+    path = path or conf_dir() / "law" / "reference.json"
+    told = parse_json(path, "let experiments/reference/law.py make it anew")
+    try:
+        return load(Law, told)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; let experiments/reference/law.py make it") from None
+
+
+def predicted(config: Config, plan: Plan) -> Prediction | None:
+    """Of a run from random weights; None where the law says nothing: a run that starts from other
+    weights, or an adapter's."""
+    if config.model.start or config.model.lora.on:
+        return None
+    train, blocks = config.train, [u.unit for u in plan.units if u.unit.name != ROOT]
+    parameters = sum(p.numel for unit in blocks for p in unit.parameters)
+    tokens = train.steps * train.micro_steps * train.batch_size * config.data.seq_len
+    return load_law().predict(Errors.of(plan), parameters, tokens * config.cluster.world)
+
+
+def _quantities(cell: Cell) -> Mapping[str, float]:
+    return {
+        "parameters": cell.parameters,
+        "tokens": cell.tokens,
+        "weights' NMSE": cell.errors.weights,
+        "gradients' NMSE": cell.errors.grads,
+    }
+
+
+def _gap(at: Vector, cell: Cell) -> float:
+    v = dict(zip(NAMES, at.tolist(), strict=True))
+    errors, gap = cell.errors, 0.0
+    if errors.weights:
+        rounding = v["s"] * errors.stochastic
+        gap += math.exp(v["aw"] + rounding + v["pw"] * math.log(errors.weights))
+    if errors.grads:
+        gap += math.exp(v["ag"] + v["pg"] * math.log(errors.grads))
+    size = v["alpha"] * math.log(cell.parameters / PARAMETERS)
+    return gap * math.exp(size + v["beta"] * math.log(cell.tokens / TOKENS))
+
+
+def _slope(at: Vector, cell: Cell) -> Vector:
+    step = 1e-5
+    unit = np.eye(len(at)) * step
+    return np.array([(_gap(at + e, cell) - _gap(at - e, cell)) / (2 * step) for e in unit])
+
+
+def _deviations(at: Vector, cells: Sequence[Cell], misfit: float) -> Vector:
+    """Of each cell, by its own scatter and by the misfit."""
+    gaps = np.array([_gap(at, cell) for cell in cells])
+    own = np.array([cell.error for cell in cells])
+    return np.sqrt(own**2 + (misfit * gaps) ** 2 + FLOOR**2)
+
+
+def _log_likelihood(at: Vector, cells: Sequence[Cell], misfit: float) -> float:
+    sd = _deviations(at, cells, misfit)
+    off = np.array([cell.gap - _gap(at, cell) for cell in cells]) / sd
+    return float(-0.5 * (off**2).sum() - np.log(sd).sum() - 0.5 * (_from_prior(at) ** 2).sum())
+
+
+def _from_prior(at: Vector) -> Vector:
+    means, widths = np.array([PRIOR[name] for name in NAMES]).T
+    return np.asarray((at - means) / widths)
+
+
+def _most_probable(cells: Sequence[Cell], misfit: float) -> tuple[Vector, Vector]:
+    """Values and the inverse of their covariance: Gauss and Newton's steps, damped (Levenberg,
+    Marquardt), weights renewed with each."""
+    widths = np.array([PRIOR[name][1] for name in NAMES])
+    at, damping = np.array([PRIOR[name][0] for name in NAMES]), 1.0
+    value = _log_likelihood(at, cells, misfit)
+    for _ in range(400):
+        sd = _deviations(at, cells, misfit)
+        slopes = np.array([_slope(at, cell) for cell in cells]) / sd[:, None]
+        off = np.array([cell.gap - _gap(at, cell) for cell in cells]) / sd
+        inverse = slopes.T @ slopes + np.diag(widths**-2.0)
+        downhill = slopes.T @ off - _from_prior(at) / widths
+        step = np.linalg.solve(inverse + damping * np.diag(np.diag(inverse)), downhill)
+        tried = _log_likelihood(at + step, cells, misfit)
+        if tried > value:
+            at, value, damping = at + step, tried, damping / 3
+        else:
+            damping *= 4
+        if damping > 1e12 or (tried > value - 1e-10 and float(np.abs(step).max()) < 1e-7):
+            break
+    return at, inverse
