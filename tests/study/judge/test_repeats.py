@@ -54,7 +54,7 @@ def test_gaps_are_from_the_mean_of_the_baselines_runs() -> None:
     assert order.gaps == pytest.approx({1: -0.001, 2: 0.002, 3: -0.003})
     assert arm.margin == base.margin == pytest.approx(0.0025 * 2.4)
     assert [r.arm for r in found.base_runs(arm, 2)] == ["zero3", "halved"]
-    assert "mean of zero3 and its repeats" in console_table(found)
+    assert "zero3 and its repeats (mean)" in console_table(found)
     assert [row["Gap (nats)"] for row in verdict_rows(found)][:2] == ["–", "–"]
     assert {row["role"] for row in run_rows([found], [Path()])} >= {"baseline"}
 

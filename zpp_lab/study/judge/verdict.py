@@ -190,7 +190,7 @@ class StudyResult:
         """Whom an arm is compared with, in a sentence on every arm."""
         named = "its baseline" if self.other_baselines else self.study.baseline
         repeated = any(arm.arm.role == "baseline_repeat" for arm in self.arms)
-        return f"the mean of {named} and its repeats" if repeated else named
+        return f"{named} and its repeats (mean)" if repeated else named
 
 
 def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = ()) -> StudyResult:
@@ -292,7 +292,9 @@ def _composite(study: StudyConfig, config: CompositeConfig, arms: Sequence[ArmRe
     by_name = {arm.name: arm for arm in arms}
     added, taken_off = ([by_name[a.name] for a in side] for side in study.members(config))
     members = [*added, *taken_off]
-    arm = ArmConfig(config.name, describe=config.describe, against=members[0].arm.against)
+    less = f" less that of {', '.join(config.minus)}" if config.minus else ""
+    describe = config.describe or f"mean gap of {', '.join(config.arms)}{less}"
+    arm = ArmConfig(config.name, describe=describe, against=members[0].arm.against)
     held = next((m for m in members if m.verdict != UNDECIDED), None)
     if held is not None:
         return ArmResult(arm, {}, held.verdict, held.name)
