@@ -52,6 +52,7 @@ PRIOR = {  # mean and standard deviation
     "beta": (0.0, 0.4),
 }
 PARAMETERS, TOKENS = 1e7, 5e7  # of the law's unit
+MISFIT = (math.log(0.1), 0.7)  # prior of its log: few cells cannot rule out a tenth of a gap
 CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
 MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
 FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
@@ -241,7 +242,8 @@ def _deviations(at: Vector, cells: Sequence[Cell], misfit: float) -> Vector:
 def _log_likelihood(at: Vector, cells: Sequence[Cell], misfit: float) -> float:
     sd = _deviations(at, cells, misfit)
     off = np.array([cell.gap - _gap(at, cell) for cell in cells]) / sd
-    return float(-0.5 * (off**2).sum() - np.log(sd).sum() - 0.5 * (_from_prior(at) ** 2).sum())
+    expected = (_from_prior(at) ** 2).sum() + ((math.log(misfit) - MISFIT[0]) / MISFIT[1]) ** 2
+    return float(-0.5 * (off**2).sum() - np.log(sd).sum() - 0.5 * expected)
 
 
 def _from_prior(at: Vector) -> Vector:
