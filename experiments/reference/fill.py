@@ -88,7 +88,7 @@ class Size:
 
 
 SIZES = {  # first figures; `Measured` learns the pace of all from those that ran
-    "reference_3m": Size(0.45, 5.0),
+    "reference_3m": Size(0.6, 5.0),
     "reference_10m_12m": Size(0.26),
     "reference_10m_200m": Size(4.0),
     "reference_30m": Size(2.0, 10.0),
@@ -119,7 +119,7 @@ class Pace:
     reference_10m. Measured from what has run; the first figures are of earlier calls."""
 
     start: float = 12.0
-    shared: float = 23.0
+    shared: float = 22.0
 
     def ends(self, left: Sequence[float]) -> float:
         """Seconds until the last of the runs is over, of each of which so much is left (1: a whole
