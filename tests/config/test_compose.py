@@ -180,6 +180,15 @@ def test_a_study_may_have_some_arms_of_another_alone(tmp_path: Path) -> None:
     assert [arm.name for arm in load_study(written(tmp_path, "fewer", fewer)).arms] == ["zero3"]
 
 
+def test_composites_of_arms_that_are_left_out_go_with_them(tmp_path: Path) -> None:
+    asked = "composites: [{name: some, arms: [w4], minus: [w6]}, {name: bits, arms: [w4]}]\n"
+    text = "extends: smoke\nname: mine\nonly: [zero3, w4]\n" + asked
+    study = load_study(written(tmp_path, "mine", text))
+    assert [one.name for one in study.composites] == ["bits"]
+    with pytest.raises(ValueError, match="composite some"):
+        load_study(written(tmp_path, "wrong", text.replace("w6", "w5")))
+
+
 def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
     start = "{name: 'x{bits}', overrides: ['recipe.weights.bits={bits}'], factors: {bits: "
     text = f"extends: smoke\nname: mine\narms: [{start}[4]}}}}, {start}[2, 6]}}}}]\n"

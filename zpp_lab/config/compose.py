@@ -168,12 +168,13 @@ def load_study(
     """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
     Arms written as a grid are expanded, and what it `extends` is there; with `only` it has those
-    of them that are named. `changes` replace the study's own settings; `overrides` go to every run.
+    of them that are named, and no composite that names another. `changes` replace the study's own
+    settings; `overrides` go to every run.
     """
     values = _inherited(_study_path(name))
     values |= changes or {}
     values["overrides"] = [*values.get("overrides", []), *overrides]
-    values["arms"] = _chosen(name, expand_arms(values.get("arms")), values.pop("only", None))
+    _choose(name, values, values.pop("only", None))
     try:
         study = load(StudyConfig, values)
         study.check_folders()
@@ -183,14 +184,24 @@ def load_study(
     return study
 
 
-def _chosen(name: str, arms: list[dict[str, Any]], only: list[str] | None) -> list[dict[str, Any]]:
+def _choose(name: str, values: dict[str, Any], only: list[str] | None) -> None:
+    """The arms of `values`, expanded, and of these those in `only`."""
+    arms = values["arms"] = expand_arms(values.get("arms"))
+    if only is None:
+        return
     there = [arm["name"] for arm in arms]
-    unknown = [arm for arm in only or () if arm not in there]
+    unknown = [arm for arm in only if arm not in there]
     if unknown:
         raise ValueError(
             f"{name}: only: {', '.join(unknown)}: no such arm; there are: {', '.join(there)}"
         )
-    return arms if only is None else [arm for arm in arms if arm["name"] in only]
+    values["arms"] = [arm for arm in arms if arm["name"] in only]
+    gone = {*there} - {*only}
+    values["composites"] = [
+        one
+        for one in values.get("composites") or []
+        if not (isinstance(one, dict) and gone & {*one.get("arms", ()), *one.get("minus", ())})
+    ]
 
 
 def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
