@@ -24,7 +24,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import chunked_losses, token_losses
 from zpp_lab.runs.checkpoint.write import parts_of
-from zpp_lab.train.memory.activations import Activations
+from zpp_lab.train.memory.activations import FP32, Activations
 from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, payload_bytes
 from zpp_lab.train.memory.estimate import estimate, heldout_shape, secondary_bytes
 from zpp_lab.train.memory.trace import Live
@@ -197,6 +197,19 @@ def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int, z_loss:
     wanted = Activations(cfg, vocab, tokens, dtype.itemsize).loss
     if chunk and dtype == torch.bfloat16:  # on the CPU a softmax widens what comes in first
         wanted += 4 * chunk * vocab
+    assert 0.8 * wanted < live.most <= 1.001 * wanted
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_one_chunk_adds_nothing_up(chunk: int) -> None:
+    """So the head's gradient, here the largest of all, exists once and in its own dtype."""
+    tokens, dim, vocab = 64, 512, 2000
+    cfg = ModelConfig(dim=dim, heads=4, kv_heads=4, loss_chunk=chunk)
+    hidden = torch.randn(tokens, dim).requires_grad_()
+    head = torch.randn(vocab, dim).requires_grad_()
+    with Live() as live:
+        chunked_losses(hidden, head, torch.randint(0, vocab, (tokens,)), chunk).mean().backward()
+    wanted = Activations(cfg, vocab, tokens, FP32).loss
     assert 0.8 * wanted < live.most <= 1.001 * wanted
 
 

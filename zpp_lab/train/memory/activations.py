@@ -117,13 +117,14 @@ class Activations:
         """Logits and what a loss makes of them, at the largest: in backward.
 
         Whole logits: log-probabilities, their gradient and the logits' gradient, all fp32. In
-        chunks: one chunk's logits and its fp32 softmax, the head's fp32 gradient and a part to add.
+        chunks: one chunk's logits and its fp32 softmax, and the head's gradient; of several chunks
+        that is a sum in fp32 and a part to add.
         """
         chunk = self._chunk
         if not chunk:
             return 3 * FP32 * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
-        head = (FP32 + self.itemsize) * self.head
+        head = (FP32 * (chunk < self.tokens) + self.itemsize) * self.head
         return at_once + head + self.row
 
     @property
