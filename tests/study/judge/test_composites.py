@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from zpp_lab.config.study import ArmConfig, CompositeConfig, StudyConfig
 from zpp_lab.runs.reader import Run
+from zpp_lab.study.judge.families import Entry, PValues, replay
 from zpp_lab.study.judge.verdict import StudyResult, judge_study
 from zpp_lab.study.report.contents import verdict_table
 from zpp_lab.study.report.table import console_table, p_value_rows
@@ -100,3 +102,37 @@ def test_it_asks_for_no_seeds_and_is_judged_while_all_its_arms_run() -> None:
     assert [len(arm.gaps) for arm in found.every] == [5, 3, 5, 3]
     assert [arm.tests.looks for arm in found.every[1:]] == [1, 2, 1]
     assert np.isfinite(found.composites[0].gap.mean if found.composites[0].gap else np.nan)
+
+
+def test_a_composite_errs_no_more_often_though_its_arms_stop_when_they_like() -> None:
+    """Studies as they run: an arm that is decided gets no further seeds, and its composite stops
+    with it. One arm of each is often decided early, as its spread is small."""
+    margin, studies, wrong = 0.006, 600, {"differs": 0, "equal": 0, "beyond": 0}
+    arms = [ArmConfig(name) for name in ("zero3", "a", "b")]
+    study = StudyConfig("s", "?", arms, [1, 2, 3], max_seeds=7, seeds_per_look=2)
+    for key in range(studies):
+        for gap, claims in ((0.0, ["differs"]), (margin, ["equal", "beyond"])):
+            found = replay_as_it_runs(study, np.random.default_rng([key]), gap, margin)
+            for claim in claims:
+                p = getattr(found, f"{claim}_corrected")
+                wrong[claim] += p is not None and p < 0.05
+    assert max(wrong.values()) <= int(binom.ppf(1 - 1e-4, studies, 0.05))
+
+
+def replay_as_it_runs(
+    study: StudyConfig, rng: np.random.Generator, gap: float, margin: float
+) -> PValues:
+    """The tests of the mean of two arms at the end, by itself in its families."""
+    draws = {"a": rng.normal(gap, 0.002, 7), "b": rng.normal(gap, 0.02, 7)}
+    done = dict.fromkeys(draws, 3)
+    while True:
+        shared = min(done.values())
+        gaps = {n: dict(enumerate(draws[n][: done[n]], 1)) for n in draws}
+        entries = {n: Entry(g, frozenset(g), margin, member=False) for n, g in gaps.items()}
+        mean = {s: (gaps["a"][s] + gaps["b"][s]) / 2 for s in range(1, shared + 1)}
+        entries["mean"] = Entry(mean, frozenset(mean), margin, member=True, asks=False)
+        seen = replay(study, entries)
+        if not seen.missing:
+            return seen.tests["mean"]
+        for name, seeds in seen.missing.items():
+            done[name] = max(seeds)
