@@ -13,8 +13,8 @@ powers of size, tokens and the group's size; here NMSE takes the group's place, 
 and zero points are one quantity. Kumar et al. (2024, arXiv 2411.04330) have bits themselves.
 
 `fit` takes the most probable exponents under wide normal priors (`PRIOR`). Cells are weighted by
-their scatter over seeds and by a misfit that is estimated beside them; intervals are Laplace's. A
-prediction says where it leaves what was fitted.
+their scatter over seeds and by the misfit with the largest evidence; that and the intervals are
+Laplace's approximation. A prediction says where it leaves what was fitted.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def fit(cells: Sequence[Cell]) -> Law:
     best: tuple[float, float, Vector, Vector] | None = None
     for misfit in MISFITS:
         at, inverse = _most_probable(cells, misfit)
-        found = _log_likelihood(at, cells, misfit), misfit, at, inverse
+        evidence = _log_likelihood(at, cells, misfit) - 0.5 * np.linalg.slogdet(inverse)[1]
+        found = float(evidence), misfit, at, inverse
         if best is None or found[0] > best[0]:
             best = found
     assert best is not None
@@ -252,23 +253,25 @@ def _from_prior(at: Vector) -> Vector:
 
 
 def _most_probable(cells: Sequence[Cell], misfit: float) -> tuple[Vector, Vector]:
-    """Values and the inverse of their covariance: Gauss and Newton's steps, damped (Levenberg,
-    Marquardt), weights renewed with each."""
+    """Values and the inverse of their covariance: Fisher's scoring, damped. A gap's deviation
+    grows with the gap, so the slopes of both count."""
     widths = np.array([PRIOR[name][1] for name in NAMES])
     at, damping = np.array([PRIOR[name][0] for name in NAMES]), 1.0
     value = _log_likelihood(at, cells, misfit)
     for _ in range(400):
         sd = _deviations(at, cells, misfit)
+        gaps = np.array([_gap(at, cell) for cell in cells])
         slopes = np.array([_slope(at, cell) for cell in cells]) / sd[:, None]
-        off = np.array([cell.gap - _gap(at, cell) for cell in cells]) / sd
-        inverse = slopes.T @ slopes + np.diag(widths**-2.0)
-        downhill = slopes.T @ off - _from_prior(at) / widths
-        step = np.linalg.solve(inverse + damping * np.diag(np.diag(inverse)), downhill)
+        wider = slopes * (misfit**2 * gaps / sd)[:, None]  # of log sd
+        off = np.array([cell.gap for cell in cells]) / sd - gaps / sd
+        inverse = slopes.T @ slopes + 2 * wider.T @ wider + np.diag(widths**-2.0)
+        uphill = slopes.T @ off + wider.T @ (off**2 - 1) - _from_prior(at) / widths
+        step = np.linalg.solve(inverse + damping * np.diag(np.diag(inverse)), uphill)
         tried = _log_likelihood(at + step, cells, misfit)
         if tried > value:
             at, value, damping = at + step, tried, damping / 3
         else:
             damping *= 4
-        if damping > 1e12 or (tried > value - 1e-10 and float(np.abs(step).max()) < 1e-7):
+        if damping > 1e12 or (damping < 1e-3 and float(np.abs(step).max()) < 1e-8):
             break
     return at, inverse

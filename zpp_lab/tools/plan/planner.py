@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -23,6 +24,7 @@ from zpp_lab.engines.units import is_untouched
 from zpp_lab.files import percents
 from zpp_lab.models import build_model
 from zpp_lab.study.run.places import gpu_memory
+from zpp_lab.tools.plan import law
 from zpp_lab.tools.plan.cost import show as time_shown
 from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.train.memory.buffers import GIB, MOMENTS, Estimate, Moment
@@ -87,6 +89,13 @@ class Outlook:
     @property
     def parameters(self) -> int:
         return sum(p.numel for u in self.plan.units for p in u.unit.parameters)
+
+    @cached_property
+    def gap(self) -> law.Prediction | None:
+        """What the recipe's bits will cost; None where it has none, or the law says nothing."""
+        if not any(self.plan.quantized_share().values()):
+            return None
+        return law.predicted(self.config, self.plan)
 
 
 @dataclass(frozen=True)
@@ -245,6 +254,7 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "seq_len": outlook.config.data.seq_len,
         "wires": {w: t._asdict() for w, t in outlook.plan.step_bytes().items()},
         "quantized_share": outlook.plan.quantized_share(),
+        "gap": asdict(outlook.gap) if outlook.gap else None,  # nats a token
         "items": [
             {
                 "name": i.name,
@@ -288,6 +298,8 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     console.print(_wire_table(outlook.plan))
     console.print(_memory_table(outlook.estimate))
     _show_verdict(outlook, console)
+    if outlook.gap:
+        console.print(_gap_line(outlook.gap), highlight=False)
     for one in advice:
         line = _advice_line(one, one is advice[0], outlook.estimate.host)
         console.print(line, highlight=False)
@@ -312,6 +324,15 @@ def _show_verdict(outlook: Outlook, console: Console) -> None:
         console.print(RESERVED.format(spare=_gib(spare)))
     if found.host:
         console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
+
+
+def _gap_line(gap: law.Prediction) -> str:
+    told = (
+        f"Held-out loss will be {gap.gap:+.4f} nats a token from plain ZeRO-3's, from random "
+        f"weights ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}; experiments/reference)."
+    )
+    beyond = f" Beyond what that was fitted to: {'; '.join(gap.beyond)}." if gap.beyond else ""
+    return told + beyond
 
 
 def _advice_line(one: Advice, first: bool, host: int) -> str:
