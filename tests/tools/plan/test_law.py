@@ -38,7 +38,7 @@ def grid(seed: int = 0) -> list[law.Cell]:
 
 
 def test_fits_find_the_law_that_made_the_cells() -> None:
-    """Within two of the errors that they claim, in about as many of 84 values as normal ones are."""
+    """Within two of the errors that they claim, in about as many of 84 values as normal ones."""
     near = []
     for seed in range(12):
         found = law.fit(grid(seed))
