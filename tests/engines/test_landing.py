@@ -122,7 +122,8 @@ def test_gradients_lie_in_the_memory_of_the_stream_that_computes() -> None:
     for _ in range(2):  # the second reuses the first's
         rows = allocate(sizes[0])
         assert rows.dtype == torch.bfloat16
-        values = torch.randn(sizes[1], device=device, dtype=torch.bfloat16)
+        # drawn on the CPU: a capture that failed in another test leaves the GPU's generator closed
+        values = torch.randn(sizes[1], dtype=torch.bfloat16).to(device)
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             expected = allocate(sizes[1])
@@ -148,7 +149,7 @@ def test_torchs_filling_of_new_memory_comes_before_the_gradient(
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     device = torch.device("cuda", torch.cuda.current_device())
     landing, beside, numel = Landing(2, torch.float32), torch.cuda.Stream(), 2**21
-    values = torch.randn(numel, device=device)
+    values = torch.randn(numel).to(device)
     rows = landing.allocate(
         (2 * numel,), torch.float32, device, lambda: torch.empty(2 * numel, device=device)
     )
