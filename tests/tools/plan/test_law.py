@@ -100,6 +100,22 @@ def test_plan_tells_the_gap_and_where_it_extrapolates(capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["gap"] is None
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.start=x"],
+        ["run.start_from=x"],
+        ["model.path=x", "model.weights=pretrained"],
+        ["model.start=x", "model.lora.rank=2"],
+    ],
+)
+def test_of_other_weights_the_law_says_nothing(words: list[str]) -> None:
+    config = compose(["model=tiny", "recipe=w4", "cluster=2x2"])
+    plan = build_plan(build_model(config.model, 256, "meta"), config)
+    assert law.predicted(config, plan) is not None
+    assert law.predicted(compose(["model=tiny", "recipe=w4", "cluster=2x2", *words]), plan) is None
+
+
 def test_a_damaged_law_is_told(tmp_path: Path) -> None:
     path = tmp_path / "law.json"
     replace(law.load_law(), values=[0.0] * len(law.NAMES)).save(path)

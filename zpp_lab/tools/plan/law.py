@@ -198,7 +198,9 @@ def load_law(path: Path | None = None) -> Law:
 def predicted(config: Config, plan: Plan) -> Prediction | None:
     """Of a run from random weights; None where the law says nothing: a run that starts from other
     weights, or an adapter's."""
-    if config.model.start or config.model.lora.on:
+    model = config.model
+    others = model.start or model.weights == "pretrained" or config.run.start_from
+    if others or model.lora.on:
         return None
     train, blocks = config.train, [u.unit for u in plan.units if u.unit.name != ROOT]
     parameters = sum(p.numel for unit in blocks for p in unit.parameters)
