@@ -104,6 +104,15 @@ def test_another_model_or_optimizer_is_refused(trunk: Path, words: str, said: st
         run(branch(trunk, "refused", words))
 
 
+def test_where_a_run_begins_is_one_of_its_settings(trunk: Path) -> None:
+    first, last = (str(path) for path in (trunk / "run" / "checkpoints").iterdir())
+    own = f"run.dir={trunk / 'begun'}"
+    run(small(trunk, own, f"run.start_from={last}"))
+    for words in ([f"run.start_from={first}"], []):
+        with pytest.raises(ValueError, match=r"with other settings \(run.start_from: "):
+            run(small(trunk, own, *words))
+
+
 def test_without_states_or_settings_it_is_refused(tmp_path: Path) -> None:
     run(small(tmp_path, "train.checkpoint_weights_only=true", "train.steps=3"))
     with pytest.raises(ValueError, match=r"step-0{7}3 holds weights only .*start_optimizer out"):

@@ -35,6 +35,7 @@ FREE = (
     "engine.timeout_seconds",
     "engine.silence_seconds",
 )
+_BEGINS = "run.start_from"  # it stands with what is free, but says with which weights a run begins
 
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +57,12 @@ def quantizes(flat: Mapping[str, Any]) -> bool:
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Dotted names that differ, apart from those that change no numbers."""
     keys = sorted(set(before) | set(now))
-    return [k for k in keys if before.get(k) != now.get(k) and not _free(k)]
+    return [k for k in keys if before.get(k) != now.get(k) and not is_free(k)]
 
 
-def _free(key: str) -> bool:
-    return any(key == name or key.startswith(name + ".") for name in FREE)
+def is_free(key: str) -> bool:
+    """Whether the setting changes no numbers."""
+    return key != _BEGINS and any(key == name or key.startswith(name + ".") for name in FREE)
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:

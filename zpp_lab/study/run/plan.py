@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from zpp_lab.config.flat import FREE, differing, flat_config
+from zpp_lab.config.flat import differing, flat_config, is_free
 from zpp_lab.config.load import quote, setting_of
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import STUDY_HELDOUT, Config, TrainConfig
@@ -53,14 +53,9 @@ def differences(
 def fingerprint(config: Config) -> str:
     """The settings that change numbers, apart from the seed and the recipe's name, as one text:
     two arms with the same one would train the same."""
-    own = {*FREE, "seed", "recipe.name"}
-    kept = {k: v for k, v in flat_config(config).items() if not own & _parents(k)}
+    own = ("seed", "recipe.name")
+    kept = {k: v for k, v in flat_config(config).items() if k not in own and not is_free(k)}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-def _parents(key: str) -> set[str]:
-    parts = key.split(".")
-    return {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
 
 
 def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
