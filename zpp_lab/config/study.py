@@ -212,7 +212,8 @@ class StudyConfig:
                 _need(found, f"{whose}: no arm is called {pattern!r}")
             added, taken_off = self.members(one)
             _need(bool(added), f"{whose}: arms is empty; give names, or patterns such as w4_*")
-            both = [arm.name for arm in added if arm in taken_off or arm.name in bases]
+            both = [arm.name for arm in added if arm in taken_off]
+            both += [arm.name for arm in [*added, *taken_off] if arm.name in bases]
             _need(not both, f"{whose}: {', '.join(both)}: a baseline, or in arms and in minus")
             against = {arm.against for arm in [*added, *taken_off]}
             _need(len(against) == 1, f"{whose}: its arms are paired with different baselines")

@@ -84,6 +84,7 @@ def test_reports_have_a_row_of_it() -> None:
         (CompositeConfig("x", ["zero3"]), "a baseline"),
         (CompositeConfig("x", []), "arms is empty"),
         (CompositeConfig("x", ["w4_*"], ["w4_32"]), "in arms and in minus"),
+        (CompositeConfig("x", ["w4_*"], ["zero3"]), "zero3: a baseline"),
     ],
 )
 def test_wrong_composites_are_refused(composite: CompositeConfig, wrong: str) -> None:
