@@ -147,6 +147,19 @@ def test_a_look_counts_once_all_its_runs_have_ended() -> None:
     assert seen.tests["a"].looks == 1  # seed 5 waits for seed 6
 
 
+def test_a_look_at_a_gap_above_0_claims_nothing_of_one_below() -> None:
+    what = study(max_seeds=8, seeds_per_look=4)
+    first = {1: 0.0058, 2: 0.0059, 3: 0.0060, 4: 0.0061}  # differs, and of open size
+    then = {5: -0.02, 6: -0.03, 7: -0.01, 8: -0.04}
+    (early, late) = (
+        replay(what, {"a": Entry(gaps, frozenset(gaps), MARGIN, True)}).tests["a"]
+        for gaps in (first, first | then)
+    )
+    assert (early.looks, late.looks) == (1, 2)
+    assert (differs(early), beyond(early), equal(early)) == (True, False, False)
+    assert not differs(late)
+
+
 def test_missing_seeds_are_corrected_by_the_number_of_looks() -> None:
     what = study(max_seeds=8, seeds_per_look=2)
     gaps = {1: 0.02, 2: 0.021, 4: 0.0213}

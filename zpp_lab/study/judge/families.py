@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -145,7 +146,8 @@ class Entry:
 class PValues:
     """An arm's p-values of the three claims, as they are and corrected. None: too few seeds.
 
-    The plain ones are the smallest over the looks so far; `looks` says how many there were.
+    The plain ones are the smallest over the looks so far, of differs and beyond over those since
+    the mean last changed its side; `looks` says how many there were.
     """
 
     differs: float | None = None
@@ -199,9 +201,14 @@ def replay(study: StudyConfig, entries: Mapping[str, Entry]) -> Replay:
 
 @dataclass
 class _History:
-    """The smallest p-values of one arm over the looks so far."""
+    """The smallest p-values of one arm over the looks so far.
+
+    Where the mean changes its side, those of claims that have one, "differs" and "beyond", begin
+    anew: what an earlier look said was of the other side.
+    """
 
     tests: stats.Tests | None = None
+    above: bool = True  # the mean at the last look
     looks: int = 0
     as_planned: bool = True  # every look had all its seeds
 
@@ -214,7 +221,11 @@ class _History:
         documents = entry.documents.part(gaps) if entry.documents else None
         found = stats.p_values(list(gaps.values()), entry.margin, documents)
         if found is not None:
-            self.tests = stats.Tests(*map(min, found, self.tests or found))
+            above, before = fmean(gaps.values()) > 0, self.tests or found
+            if above != self.above:
+                before = before._replace(differs=1.0, beyond=1.0)
+            self.above = above
+            self.tests = stats.Tests(*map(min, found, before))
 
     def over_looks(self, sizes: tuple[int, ...]) -> list[float | None]:
         """Corrected for the planned looks; where seeds are missing, by their number."""
