@@ -1,6 +1,6 @@
 """What a recipe's bits cost in held-out loss, by a law fitted to runs from random weights.
 
-    gap = (e^aw · s^r · Nw^pw + e^ag · Ng^pg) · (P / 10⁷)^α · (D / 5·10⁷)^β     nats a token
+    gap = (e^aw · e^(s·r) · Nw^pw + e^ag · Ng^pg) · (P / 10⁷)^α · (D / 5·10⁷)^β     nats a token
 
 Nw: NMSE, Σ(y-x)² / Σx², of what the forward's gather makes of the weights, over all of them; r: the
 share of it that is stochastically rounded. Ng: the same of the gradients, added up over the hops.
