@@ -224,7 +224,7 @@ class Queue:
         self.measured = Measured(self.pace)
 
     def run(self, todo: list[PlannedRun], until: float) -> int:
-        """Exit code: 0, or 1 where runs fail and none finishes."""
+        """Exit code: 0, or 1 where three runs fail before any finishes."""
         packed, waiting = time.time(), list(todo)
         with stop_on_signals() as stop:
             try:
