@@ -55,19 +55,19 @@ def brought(out: Path, root: Path, folders: list[Path]) -> Path:
 def test_kept_runs_are_thin_grow_by_call_and_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "kept.tar.xz"
-    monkeypatch.setenv("RUNS", str(kept))
+    monkeypatch.setenv("RUNS", str(tmp_path))
     for arm, loss in [("zero3", 2.0), ("zeropp", 2.1)]:  # a call each
-        root, out = tmp_path / arm / STUDY, tmp_path / f"{arm}_out"
+        root, out = tmp_path / arm, tmp_path / f"{arm}_out"
         out.mkdir()
-        brought(out, root, [ended(root, arm, loss)])
+        brought(out, root, [ended(root / STUDY, arm, loss)])
         script = str(ROOT / "experiments/reference/keep.py")
         subprocess.run([sys.executable, script, str(out)], check=True, cwd=ROOT)
-    with tarfile.open(kept) as tar:
+    with tarfile.open(tmp_path / f"{STUDY}.tar.xz") as tar:
         tar.extractall(tmp_path / "runs", filter="data")
     runs = {run.arm: run for run in find_runs(tmp_path / "runs" / STUDY)}
     assert {arm: run.heldout_loss for arm, run in runs.items()} == {"zero3": 2.0, "zeropp": 2.1}
     rows = (runs["zeropp"].dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 25, 30, 50, 60]
-    todo = fill.ordered(load_study(STUDY), tmp_path / "runs" / STUDY)
+    parts = (fill.Part(STUDY, None, range(1, 9)),)
+    todo = fill.ordered(parts, {STUDY: load_study(STUDY)}, tmp_path / "runs")
     assert {run.arm for run in todo if fill.ended_before(run)} == {"zero3", "zeropp"}
