@@ -124,7 +124,7 @@ study s_baseline.yaml => s_baseline.yaml: study mine: baseline 'w5' is no arm; a
 study s_without.yaml => s_without.yaml | zero3, zero3_reordered, zeropp, qsdp, w6,
 study s_without_text.yaml => s_without_text.yaml: without='w4x': use a list, such as [a, b]
 study s_against.yaml => s_against.yaml | zero3
-study s_role.yaml => s_role.yaml | use 'baseline', 'arm', 'negative_control' or
+study s_role.yaml => s_role.yaml | use 'baseline', 'baseline_repeat', 'arm' | 'sham_control'
 study s_name_slash.yaml --dry-run => s_name_slash.yaml | use letters, digits and _ . , + = -, no dot
 study s_dup.yaml --dry-run => s_dup.yaml is damaged (no YAML | mend it, or name another file
 study s_prepare.yaml => s_prepare.yaml | name, overrides, seed

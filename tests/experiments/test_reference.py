@@ -8,6 +8,7 @@ import sys
 import tarfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -46,6 +47,7 @@ def ended(root: Path, arm: str, loss: float) -> Path:
 
 
 def brought(out: Path, root: Path, folders: list[Path]) -> Path:
+    """`root`: the folder of all studies."""
     queue = fill.Queue(root, out, [fill.Gpu(None)], 1)
     queue.finished = folders
     queue.pack()
@@ -55,19 +57,51 @@ def brought(out: Path, root: Path, folders: list[Path]) -> Path:
 def test_kept_runs_are_thin_grow_by_call_and_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUNS", str(tmp_path))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setenv("RUNS", str(kept))
     for arm, loss in [("zero3", 2.0), ("zeropp", 2.1)]:  # a call each
         root, out = tmp_path / arm, tmp_path / f"{arm}_out"
         out.mkdir()
         brought(out, root, [ended(root / STUDY, arm, loss)])
         script = str(ROOT / "experiments/reference/keep.py")
         subprocess.run([sys.executable, script, str(out)], check=True, cwd=ROOT)
-    with tarfile.open(tmp_path / f"{STUDY}.tar.xz") as tar:
+    with tarfile.open(kept / f"{STUDY}.tar.xz") as tar:
         tar.extractall(tmp_path / "runs", filter="data")
     runs = {run.arm: run for run in find_runs(tmp_path / "runs" / STUDY)}
     assert {arm: run.heldout_loss for arm, run in runs.items()} == {"zero3": 2.0, "zeropp": 2.1}
     rows = (runs["zeropp"].dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 25, 30, 50, 60]
-    parts = (fill.Part(STUDY, None, range(1, 9)),)
+    parts = [fill.Part(STUDY, None, range(9))]
     todo = fill.ordered(parts, {STUDY: load_study(STUDY)}, tmp_path / "runs")
     assert {run.arm for run in todo if fill.ended_before(run)} == {"zero3", "zeropp"}
+
+
+def test_the_queue_has_every_run_of_its_studies() -> None:
+    studies = {part.study: load_study(part.study) for part in fill.PARTS}
+    assert set(fill.SIZES) <= set(studies)
+    for name, study in studies.items():
+        arms = [arm.name for arm in study.arms]
+        queued = {
+            (arm, seed)
+            for part in fill.PARTS
+            if part.study == name
+            for arm in part.arms or arms
+            for seed in study.seeds
+            if seed in part.seeds
+        }
+        assert queued == {(arm, seed) for arm in arms for seed in study.seeds}
+
+
+def test_runs_share_a_gpu_as_its_memory_allows() -> None:
+    def run(study: str) -> SimpleNamespace:
+        return SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(study=study)))
+
+    gpu, large, small = fill.Gpu("0"), run("reference_368m"), run("reference_10m")
+    assert gpu.has_room(large, most=10)
+    gpu.runs = {Path("a"): (large, 0.0), Path("b"): (large, 0.0), Path("c"): (large, 0.0)}
+    assert not gpu.has_room(large, most=10)
+    assert not gpu.has_room(small, most=10)  # 120 of 125 GiB are taken
+    gpu.runs = {Path(str(i)): (small, 0.0) for i in range(6)}
+    assert gpu.has_room(small, most=10)
+    assert not gpu.has_room(small, most=6)
