@@ -248,7 +248,7 @@ class Queue:
                 self.pack()
         say(f"{len(self.finished)} runs ended, {self.failed} failed, {len(waiting)} not begun"
             f"{', cut: ' * bool(cut)}{', '.join(cut)}")  # fmt: skip
-        return 0
+        return int(self.failed > 0 and not self.finished)
 
     def start(self, waiting: list[PlannedRun], now: float, until: float) -> list[PlannedRun]:
         """Begins what has room and time; the runs that wait on."""

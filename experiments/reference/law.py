@@ -119,8 +119,9 @@ def compare() -> None:
     rows = [(c, known[c.name]) for study in studies for c in measured(study) if c.name in known]
     inside, off = 0, []
     for cell, told in rows:
-        half = math.hypot((told["high"] - told["low"]) / 2, law.QUANTILE * cell.error)
-        fits = abs(cell.gap - told["gap"]) <= half
+        side = "high" if cell.gap > told["gap"] else "low"
+        own = law.QUANTILE * cell.error
+        fits = abs(cell.gap - told["gap"]) <= math.hypot(told[side] - told["gap"], own)
         inside += fits
         off.append(abs(told["gap"] - cell.gap) / abs(cell.gap))
         print(

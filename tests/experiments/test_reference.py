@@ -20,6 +20,7 @@ from zpp_lab.study.run.plan import run_overrides
 
 fill = loaded("experiments/reference/fill.py")
 STUDY = "reference_10m_mini"
+FITTED = ("reference_10m", "reference_3m")  # as experiments/reference/README.md has it
 
 
 def ended(root: Path, arm: str, loss: float) -> Path:
@@ -105,3 +106,10 @@ def test_runs_share_a_gpu_as_its_memory_allows() -> None:
     gpu.runs = {Path(str(i)): (small, 0.0) for i in range(6)}
     assert gpu.has_room(small, most=10)
     assert not gpu.has_room(small, most=6)
+
+
+@pytest.mark.slow
+def test_the_published_law_is_what_the_kept_runs_give() -> None:
+    script = loaded("experiments/reference/law.py")
+    found = script.law.fit([c for study in FITTED for c in script.measured(study)])
+    assert found == script.law.load_law()

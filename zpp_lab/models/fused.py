@@ -52,6 +52,8 @@ def rotated(x: Tensor, table: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up of one shape and dtype, which `serves`, with silu(gate) rounded to it."""
+    assert serves(up), "its gate is served, and it lies elsewhere"
+    assert (up.shape, up.dtype) == (gate.shape, gate.dtype), "unlike its gate"
     if not torch.is_grad_enabled():
         return _product(gate, up, None)
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]

@@ -146,17 +146,21 @@ class Law:
         cell = Cell("", errors, parameters, tokens, 0.0, 1.0)
         at = np.array(self.values)
         gap, slope = _gap(at, cell), _slope(at, cell)
-        variance = slope @ np.array(self.covariance) @ slope + (self.misfit * gap) ** 2 + FLOOR**2
-        half = QUANTILE * math.sqrt(variance)
-        return Prediction(gap, gap - half, gap + half, tuple(self._beyond(cell)))
+        spread = math.sqrt(slope @ np.array(self.covariance) @ slope + self.misfit**2 * gap**2)
+        factor = math.exp(QUANTILE * spread / gap) if gap else 1.0  # a gap's logarithm is normal
+        order = QUANTILE * FLOOR
+        return Prediction(gap, gap / factor - order, gap * factor + order, self._beyond(cell))
 
-    def _beyond(self, cell: Cell) -> list[str]:
+    def _beyond(self, cell: Cell) -> tuple[str, ...]:
         found = []
         for name, value in _quantities(cell).items():
-            low, high = self.ranges.get(name, (value, value))
-            if value and not low / 1.1 <= value <= high * 1.1:
-                found.append(f"{name} {value:.3g}, fitted {low:.3g} to {high:.3g}")
-        return found
+            if value and name not in self.ranges:
+                found.append(f"{name} {value:.3g}, none fitted")
+            elif value:
+                low, high = self.ranges[name]
+                if not low / 1.1 <= value <= high * 1.1:
+                    found.append(f"{name} {value:.3g}, fitted {low:.3g} to {high:.3g}")
+        return tuple(found)
 
     def save(self, path: Path) -> None:
         write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
@@ -213,6 +217,7 @@ def _quantities(cell: Cell) -> Mapping[str, float]:
         "parameters": cell.parameters,
         "tokens": cell.tokens,
         "weights' NMSE": cell.errors.weights,
+        "stochastically rounded weights' NMSE": cell.errors.weights * cell.errors.stochastic,
         "gradients' NMSE": cell.errors.grads,
     }
 

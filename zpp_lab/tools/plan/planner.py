@@ -328,11 +328,13 @@ def _show_verdict(outlook: Outlook, console: Console) -> None:
 
 def _gap_line(gap: law.Prediction) -> str:
     told = (
-        f"Held-out loss will be {gap.gap:+.4f} nats a token from plain ZeRO-3's, from random "
-        f"weights ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}; experiments/reference)."
+        f"From random weights held-out loss is expected {gap.gap:+.4f} nats a token from plain "
+        f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a law fitted to "
+        "our decoder on Python source (experiments/reference)."
     )
-    beyond = f" Beyond what that was fitted to: {'; '.join(gap.beyond)}." if gap.beyond else ""
-    return told + beyond
+    if not gap.beyond:
+        return told
+    return f"Beyond what the following law was fitted to: {'; '.join(gap.beyond)}. {told}"
 
 
 def _advice_line(one: Advice, first: bool, host: int) -> str:
