@@ -3,6 +3,7 @@
     python experiments/reference/law.py fit STUDY...        → conf/law/reference.json
     python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran
     python experiments/reference/law.py compare             predictions beside what was measured
+    python experiments/reference/law.py gaps STUDY...       the page's table of gaps, Student's t
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
 controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
@@ -24,10 +25,10 @@ from statistics import fmean, median, stdev
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.engines.build import build_plan
-from zpp_lab.engines.units import ROOT
 from zpp_lab.files import conf_dir, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
+from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.run.plan import Planner
 from zpp_lab.tools.plan import law
@@ -53,6 +54,8 @@ def main() -> int:
         predict(studies)
     elif command == "compare":
         compare()
+    elif command == "gaps":
+        gaps(studies)
     else:
         print(__doc__, file=sys.stderr)
         return 2
@@ -64,26 +67,17 @@ def cells(study: StudyConfig) -> Iterator[law.Cell]:
     arms = {arm.name: study.seeds[:1] for arm in study.arms if arm.role == "arm"}
     with tempfile.TemporaryDirectory() as nowhere:
         for run in Planner(study, Path(nowhere), compose).plan(arms):
-            config = run.config
-            plan = build_plan(build_model(config.model, VOCABULARY, "meta"), config)
-            blocks = [u.unit for u in plan.units if u.unit.name != ROOT]
-            parameters = sum(p.numel for unit in blocks for p in unit.parameters)
-            each = config.train.batch_size * config.data.seq_len * config.train.micro_steps
-            tokens = config.train.steps * each * config.cluster.world
-            yield law.Cell(run.arm, law.Errors.of(plan), parameters, tokens, 0.0, 1.0)
+            model = build_model(run.config.model, VOCABULARY, "meta")
+            plan = build_plan(model, run.config)
+            yield law.Cell(run.arm, law.Errors.of(plan), *law.extent(run.config, plan), 0.0, 1.0)
 
 
 def measured(name: str) -> list[law.Cell]:
     """Arms with two seeds or more. A gap's scatter over few seeds may be small by chance: none
     counts as smaller than that of half of the arms."""
-    archive = HERE / f"{name}.tar.xz"
-    if not archive.is_file():
+    gaps = {arm: values for arm, values in kept_gaps(name).items() if len(values) >= 2}
+    if not gaps:
         return []
-    with tempfile.TemporaryDirectory() as temporary:
-        with tarfile.open(archive) as tar:
-            tar.extractall(temporary, filter="data")
-        result = read_result(Path(temporary, name))
-    gaps = {arm.name: list(arm.gaps.values()) for arm in result.arms if len(arm.gaps) >= 2}
     usual = median(stdev(values) for values in gaps.values() if any(values))
     return [
         law.Cell(
@@ -97,6 +91,35 @@ def measured(name: str) -> list[law.Cell]:
         for cell in cells(load_study(name))
         if cell.name in gaps
     ]
+
+
+def kept_gaps(name: str) -> dict[str, list[float]]:
+    """Of each arm that has run, seed by seed, nats a token; {} where the study has not run."""
+    archive = HERE / f"{name}.tar.xz"
+    if not archive.is_file():
+        return {}
+    with tempfile.TemporaryDirectory() as temporary:
+        with tarfile.open(archive) as tar:
+            tar.extractall(temporary, filter="data")
+        result = read_result(Path(temporary, name))
+    return {arm.name: list(arm.gaps.values()) for arm in result.arms if arm.gaps}
+
+
+def gaps(studies: list[str]) -> None:
+    """Mean, 95 % interval over seeds alone, and seeds; arms with one seed are left out."""
+    every = [kept_gaps(study) for study in studies]
+    print(f"| arm | {' | '.join(studies)} |\n|---|{'---|' * len(studies)}")
+    for arm in dict.fromkeys(arm for found in every for arm in found):
+        cells = [found.get(arm, []) for found in every]
+        if any(len(values) > 1 and any(values) for values in cells):
+            print(f"| {arm} | {' | '.join(map(interval, cells))} |")
+
+
+def interval(values: list[float]) -> str:
+    if len(values) < 2:
+        return ""
+    low, high = t_interval(values, 0.95)
+    return f"{fmean(values):+.4f} ± {(high - low) / 2:.4f} ({len(values)})"
 
 
 def predict(studies: list[str]) -> None:

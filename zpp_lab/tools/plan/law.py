@@ -206,10 +206,15 @@ def predicted(config: Config, plan: Plan) -> Prediction | None:
     others = model.start or model.weights == "pretrained" or config.run.start_from
     if others or model.lora.on:
         return None
+    return load_law().predict(Errors.of(plan), *extent(config, plan))
+
+
+def extent(config: Config, plan: Plan) -> tuple[int, int]:
+    """A run's parameters in blocks, and the tokens that all ranks read."""
     train, blocks = config.train, [u.unit for u in plan.units if u.unit.name != ROOT]
     parameters = sum(p.numel for unit in blocks for p in unit.parameters)
     tokens = train.steps * train.micro_steps * train.batch_size * config.data.seq_len
-    return load_law().predict(Errors.of(plan), parameters, tokens * config.cluster.world)
+    return parameters, tokens * config.cluster.world
 
 
 def _quantities(cell: Cell) -> Mapping[str, float]:
