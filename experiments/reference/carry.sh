@@ -1,12 +1,16 @@
 # What a GPU machine without a network needs for run.sh, into .queue (not in the repository; name it
-# among what is carried there): bash experiments/reference/carry.sh
-# The corpus from this environment's packages, kernels for H200 (nvcc 13.0, some minutes), CUTLASS's
-# headers to compile them there if these do not serve, and the wheels that such a machine lacks.
+# among what is carried there): bash experiments/reference/carry.sh [python] [prose]
+# Those texts (python where none is named), kernels for H200 (nvcc 13.0, some minutes), CUTLASS's
+# headers to compile them there if these do not serve, and the wheels that such a machine lacks. The
+# prose is made where apt is Debian's: it downloads 1 GB into data_cache/debian.
 set -euo pipefail
 python="${PYTHON:-.venv/bin/python}"
 here=experiments/reference
 mkdir -p .queue/whl
-[ -f .queue/corpus.tar.xz ] || PYTHONPATH="$PWD" $python $here/corpus.py make .queue
+for text in "${@:-python}"; do
+  case $text in python) file=corpus ;; *) file=corpus_$text ;; esac
+  [ -f .queue/$file.tar.xz ] || PYTHONPATH="$PWD" $python $here/corpus.py make "$text" .queue
+done
 PYTHONPATH="$PWD" $python $here/kernels.py make .queue
 headers=$(dirname "$($python -c 'import cutlass_library as c; print(c.__file__)')")
 [ -f .queue/cutlass.tar.xz ] || tar cJf .queue/cutlass.tar.xz -C "$headers/source" include

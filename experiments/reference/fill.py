@@ -1,11 +1,11 @@
 """Fills what is left of a call with runs of studies, several on each GPU: `fill.py STUDY ROOT OUT`
 
-STUDY `reference`: those of PARTS, in that order; else the one of that name. Starts runs that have
-not finished, as many side by side on a GPU as PER_GPU and its memory allow, and only one that would
-finish before CALL_END (a unix time): what each GPU gets done is measured. OUT/NAME.tar.gz
-has what finished runs of study NAME wrote, renewed each minute. Kept runs lie in ROOT/NAME before
-this starts, so nothing is trained twice. More words are settings of all runs. Where READY is set,
-no run starts before that file is there.
+STUDY `reference`: those of PARTS whose text is there, in that order; else the one of that name.
+Starts runs that have not finished, as many side by side on a GPU as PER_GPU and its memory allow,
+and only one that would finish before CALL_END (a unix time): what each GPU gets done is measured.
+OUT/NAME.tar.gz has what finished runs of study NAME wrote, renewed each minute. Kept runs lie in
+ROOT/NAME before this starts, so nothing is trained twice. More words are settings of all runs.
+Where READY is set, no run starts before that file is there.
 
 With `--list` it says what would run, in order, and starts nothing.
 """
@@ -19,7 +19,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zpp_lab.config.compose import compose, load_study
@@ -65,13 +65,14 @@ class Part:
 
 
 FOUR, MORE = range(1, 5), range(5, 9)
-PARTS = (
+PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger sizes wait for them
     Part("reference_10m", MAIN, FOUR),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
-    Part("reference_10m", None, FOUR),
     Part("reference_30m", None, FOUR),
     Part("reference_10m_200m", None, FOUR),
+    Part("reference_10m_prose", None, FOUR),
+    Part("reference_10m", None, FOUR),
     Part("reference_10m", MAIN, MORE),
     Part("reference_134m", None, FOUR),
     Part("reference_10m", None, MORE),
@@ -95,6 +96,7 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_134m": Size(5.5, 20.0),
     "reference_368m": Size(14.0, 40.0),
 }
+SHAM = 6.0  # times as long: its noise has no kernel, so the host holds it back (first figure)
 ROOM = 125.0  # GiB of a GPU
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -110,7 +112,7 @@ KEPT = (
 SPARE = 32.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
 ENDING = 0.03  # of a run's seconds: what follows its last step
-ALONE = 1.15  # how much longer a run takes with a GPU to itself than its share of a full one
+ALONE = 3.1  # how much longer a run of 10M takes with a GPU to itself than its share of a full one
 
 
 @dataclass
@@ -157,7 +159,8 @@ def named(run: PlannedRun) -> str:
 
 
 def size(run: PlannedRun) -> Size:
-    return SIZES.get(str(run.config.run.study), Size())
+    own = SIZES.get(str(run.config.run.study), Size())
+    return replace(own, work=own.work * SHAM) if run.arm.startswith("sham") else own
 
 
 def main() -> int:
@@ -172,6 +175,7 @@ def main() -> int:
         print(*map(named, todo), sep="\n")
         return 0
     wait_for(os.environ.get("READY"))
+    todo = with_text(todo)
     if todo:
         check_runs(studies[str(todo[0].config.run.study)], todo[:1])
     for study in studies.values():
@@ -180,6 +184,20 @@ def main() -> int:
     gpus = [Gpu(gpu) for gpu in gpus_to_share([todo[0].config])] if todo else []
     queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
     return queue.run(todo, float(os.environ["CALL_END"]))
+
+
+def with_text(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Those whose corpus lies here; says which studies' does not."""
+    found, absent = [], {}
+    for run in runs:
+        path = run.config.data.path
+        if path is None or Path(path).exists():
+            found.append(run)
+        else:
+            absent[run.config.run.study] = path
+    for study, path in absent.items():
+        say(f"{study} is left out: there is no {path}")
+    return found
 
 
 def wait_for(path: str | None) -> None:
@@ -251,17 +269,17 @@ class Queue:
         return int(self.failed > 0 and not self.finished)
 
     def start(self, waiting: list[PlannedRun], now: float, until: float) -> list[PlannedRun]:
-        """Begins what has room and time; the runs that wait on."""
-        while waiting:
-            run = waiting[0]
+        """Begins what has room and time, in order, and returns the runs that wait on. Where one
+        would not finish, smaller ones further down may."""
+        for run in list(waiting):
             free = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
             if not free:
                 break
             gpu = min(free, key=lambda g: sum(g.left()))
             own = size(run).work * (1 + ENDING)
             if now + self.pace.start + self.pace.ends([*gpu.left(), own]) > until - SPARE:
-                break
-            waiting.pop(0)
+                continue
+            waiting.remove(run)
             clean(run.dir)
             gpu.runs[run.dir] = (run, now)
             self.pool.start(run, Slot(self.threads, gpu.name))

@@ -3,7 +3,7 @@
     python experiments/reference/law.py fit STUDY...        → conf/law/reference.json
     python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran
     python experiments/reference/law.py compare             predictions beside what was measured
-    python experiments/reference/law.py gaps STUDY...       the page's table of gaps, Student's t
+    python experiments/reference/law.py gaps STUDY...       renews the page's table of gaps
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
 controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
@@ -29,12 +29,13 @@ from zpp_lab.files import conf_dir, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
 from zpp_lab.study.judge.stats import t_interval
-from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.judge.verdict import StudyResult, read_result
 from zpp_lab.study.run.plan import Planner
 from zpp_lab.tools.plan import law
 
 HERE = Path(__file__).parent
 PREDICTED = HERE / "predicted.json"
+ARMS = "arm, gap in nats a token (seeds)"  # the page's table
 VOCABULARY = 4096  # of tokenizer.json: the data need not be there
 
 
@@ -93,33 +94,59 @@ def measured(name: str) -> list[law.Cell]:
     ]
 
 
-def kept_gaps(name: str) -> dict[str, list[float]]:
-    """Of each arm that has run, seed by seed, nats a token; {} where the study has not run."""
+def kept(name: str) -> StudyResult | None:
+    """A study's kept runs, judged; None where it has not run. Their folders are gone."""
     archive = HERE / f"{name}.tar.xz"
     if not archive.is_file():
-        return {}
+        return None
     with tempfile.TemporaryDirectory() as temporary:
         with tarfile.open(archive) as tar:
             tar.extractall(temporary, filter="data")
-        result = read_result(Path(temporary, name))
-    return {arm.name: list(arm.gaps.values()) for arm in result.arms if arm.gaps}
+        return read_result(Path(temporary, name))
+
+
+def kept_gaps(name: str) -> dict[str, list[float]]:
+    """Of each arm that has run, seed by seed, nats a token; {} where the study has not run."""
+    result = kept(name)
+    return {a.name: list(a.gaps.values()) for a in result.arms if a.gaps} if result else {}
 
 
 def gaps(studies: list[str]) -> None:
-    """Mean, 95 % interval over seeds alone, and seeds; arms with one seed are left out."""
+    """Mean, 95 % interval over seeds alone (Student's t) and seeds, by the gap in the first study
+    that has the arm; arms with one seed are left out."""
     every = [kept_gaps(study) for study in studies]
-    print(f"| arm | {' | '.join(studies)} |\n|---|{'---|' * len(studies)}")
-    for arm in dict.fromkeys(arm for found in every for arm in found):
-        cells = [found.get(arm, []) for found in every]
-        if any(len(values) > 1 and any(values) for values in cells):
-            print(f"| {arm} | {' | '.join(map(interval, cells))} |")
+    roles = {arm.name: arm.role for study in studies for arm in load_study(study).arms}
+    told: dict[str, float] = {}
+    for found in every:
+        told = {arm: fmean(values) for arm, values in found.items() if len(values) > 1} | told
+    lines = [f"| {ARMS} | {' | '.join(studies)} |", f"|---|{'---|' * len(studies)}"]
+    for arm, _ in sorted(told.items(), key=lambda item: item[1]):
+        if roles[arm] == "baseline":
+            continue
+        role = "" if roles[arm] == "arm" else f" ({roles[arm].replace('_', ' ')})"
+        cells = [interval(found.get(arm, [])) for found in every]
+        lines.append(f"| {arm}{role} | {' | '.join(cells)} |")
+    made = "\n".join(lines)
+    renew(HERE / "README.md", ARMS, made)
+    print(made)
 
 
 def interval(values: list[float]) -> str:
     if len(values) < 2:
         return ""
     low, high = t_interval(values, 0.95)
-    return f"{fmean(values):+.4f} ± {(high - low) / 2:.4f} ({len(values)})"
+    return f"{fmean(values):+.4f} ± {(high - low) / 2:.4f} ({len(values)})".replace("-", "−")
+
+
+def renew(page: Path, head: str, made: str) -> None:
+    """Puts a table in the place of the page's that begins with the column `head`. ValueError
+    unless there is one."""
+    lines = page.read_text().split("\n")
+    starts = [i for i, line in enumerate(lines) if line.startswith(f"| {head} |")]
+    if len(starts) != 1:
+        raise ValueError(f"{page}: {len(starts)} tables begin with '| {head} |', where one should")
+    end = next(i for i in range(starts[0], len(lines)) if not lines[i].startswith("|"))
+    write_atomic(page, "\n".join([*lines[: starts[0]], made, *lines[end:]]))
 
 
 def predict(studies: list[str]) -> None:

@@ -1,9 +1,9 @@
 # Fills what a call of a GPU machine leaves with runs of the reference study:
 #     CALL=590 bash experiments/reference/run.sh OUT [OVERRIDES...]
-# One GPU or two, as found. .queue lies beside the project (carry.sh makes it): corpus, kernels,
+# One GPU or two, as found. .queue lies beside the project (carry.sh makes it): texts, kernels,
 # wheels. Runs that experiments/reference/NAME.tar.xz has are not trained again, and keep.py puts
 # those of OUT/NAME.tar.gz, which is renewed each minute, into it.
-# STUDY: reference, all of them, one of them, or reference_10m_mini, a rehearsal without a GPU.
+# STUDY: reference, all of them whose text .queue has; one of them; or reference_10m_mini, a rehearsal without a GPU.
 # PER_GPU: runs that share a GPU at most. RUNS: a folder with archives of runs that are there.
 set -u
 out="${1:?name a folder for the results}"
@@ -36,14 +36,23 @@ kernels() {  # those of .queue where they serve, else compiled here
   $zpp build || return 1
   python3 $here/kernels.py save "$out" &  # for .queue, so that the next call has them
 }
-tokens() {
-  case $study in *_mini) ;; *)
-    python3 $here/corpus.py unpack "$queue/corpus.tar.xz" data_cache/reference_corpus || return 1
-    say "corpus is there" ;;
+tokens() {  # of the text that the study reads; of all studies, of those texts that .queue has
+  local text texts=python name
+  case $study in
+    *_mini) $zpp prepare "$study" "${settings[@]}"; return ;;
+    *_prose) texts=prose ;;
+    reference)
+      texts=$(cd "$queue" && ls corpus.tar.xz corpus_prose.tar.xz 2> /dev/null |
+        sed 's/corpus.tar.xz/python/; s/corpus_\(.*\).tar.xz/\1/')
+      [ -n "$texts" ] || { echo "$queue has no corpus"; return 1; } ;;
   esac
-  local any=$study
-  [ "$study" != reference ] || any=reference_10m  # all read the same tokens
-  $zpp prepare "$any" "${settings[@]}"
+  for text in $texts; do
+    python3 $here/corpus.py unpack "$text" "$queue" || return 1
+    say "corpus is there: $text"
+    name=reference_10m
+    [ "$text" = python ] || name+=_$text
+    $zpp prepare "$name" "${settings[@]}" || return 1
+  done
 }
 fill() {  # plans while kernels and tokens are made, and begins when they are there
   local fill=(python3 $here/fill.py "$study" runs "$out" "${settings[@]}")
@@ -69,7 +78,7 @@ fill &
 filling=$!
 failed() { kill $filling; cat "$1"; die "$2"; }
 wait $preparing || failed "$out/tokens.log" "no tokens"
-tail -n 2 "$out/tokens.log"
+tail -n 4 "$out/tokens.log"
 wait $building || failed "$out/kernels.log" "no kernels"
 tail -n 1 "$out/kernels.log"
 say "ready"
