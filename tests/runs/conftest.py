@@ -206,7 +206,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
     use_server(monkeypatch, server.url)
     yield server
     server.close()
-    forget()  # wandb keeps the address of the first server that a process has met
+    forget()
 
 
 @pytest.fixture(params=["refuses", "never answers"])
@@ -219,6 +219,7 @@ def dead_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         use_server(monkeypatch, url)
         yield url
+        forget()
 
 
 def be_patient(folder: Path, seconds: float = 240.0) -> None:
@@ -231,5 +232,6 @@ def be_patient(folder: Path, seconds: float = 240.0) -> None:
 
 
 def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    forget()  # wandb keeps the address that a process met first: an offline run's default, say
     monkeypatch.setenv("WANDB_BASE_URL", url)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
