@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile -c constraints.txt
-STUDY ?= smoke
+STUDY ?= first
 
 # Some environments ask Python to write no bytecode. Then every process compiles all that it imports
 # of torch, which makes the start of each two to three times as long.
@@ -39,7 +39,7 @@ lint: setup-dev
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 # What `make test` leaves out: a process for each file, two at a time, and a summary
 test-slow: setup-dev

@@ -54,9 +54,10 @@ def one_server_of_forks() -> Iterator[None]:
         yield
         return
     from tests.engines.fsdp_world import forks  # it imports torch
+    from zpp_lab.train.footprint import settled
 
     forks()
-    with pytest.MonkeyPatch.context() as patch:
+    with settled(), pytest.MonkeyPatch.context() as patch:  # each run would settle all modules
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         yield
 

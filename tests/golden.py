@@ -45,7 +45,7 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec, SegmentNoise, encode
 from zpp_lab.config.compose import compose, load_study
-from zpp_lab.config.schema import WIRES, Config
+from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.data import open_data
 from zpp_lab.engines.build import build_engine
 from zpp_lab.study.judge.verdict import read_result
@@ -360,7 +360,7 @@ def gloo(folder: Path, worlds: tuple[int, ...] = (2, 3, 4)) -> dict[str, Any]:
 
 COLUMNS = ("recipe", "outcome", "steps", "last_step", "planned_steps", "tokens")
 COLUMNS += ("heldout_loss", "heldout_loss_master", "gap")
-COLUMNS += tuple(f"bytes_{wire}_{hop}" for wire in WIRES for hop in ("intra", "inter"))
+COLUMNS += tuple(f"bytes_{wire}_{hop}" for wire in USUAL_WIRES for hop in ("intra", "inter"))
 
 
 def study(folder: Path, steps: int = 12) -> dict[str, dict[str, str]]:

@@ -22,7 +22,7 @@ def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:
     model = _model()
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
     named = recipe_name if recipe_name == "zero3" else _small(recipe_name)
-    losses, sharded = train(model, named, cluster, steps=12)
+    losses, sharded = train(model, named, cluster, steps=6)
     sent = {wire: list(t) for wire, t in sharded.bytes.items()}
     return [losses, sent, len(sharded.wrapped.installed)]
 
@@ -32,6 +32,11 @@ def test_ranks_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="start the script with torchrun or srun"):
         init("gloo")
+
+
+def test_a_loop_that_tells_no_norm_has_no_memories() -> None:
+    with pytest.raises(ValueError, match=r"recipe g2_ef: memory\.kind=residual needs to know"):
+        shard(_model(), "g2_ef", ClusterConfig(nodes=2, gpus_per_node=2), gather="flat")
 
 
 def _model() -> MoleculeEncoder:
@@ -44,7 +49,7 @@ def hand_written() -> list[float]:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for step in range(12):
+    for step in range(6):
         loss = model(molecules(step, dist.get_rank()))
         loss.backward()
         for p in model.parameters():
@@ -65,7 +70,7 @@ def eval_between() -> list[float]:
         cluster = ClusterConfig(nodes=2, gpus_per_node=2)
         sharded = shard(model, _small("zeropp"), cluster, units=list(model.layers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
+        for step in range(3):
             if disturbed:
                 with torch.no_grad():
                     model(molecules(99, dist.get_rank()))

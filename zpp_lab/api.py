@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor, total_norm
-from zpp_lab.collectives.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
 from zpp_lab.collectives.plan import Bytes, Plan, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import all_gather
@@ -136,12 +136,30 @@ def shard(
     config = compose([f"recipe={recipe}"]).recipe if isinstance(recipe, str) else recipe
     cluster = cluster or this_cluster()
     blocks = _named(model, units)
+    if config.phases:
+        raise ValueError(
+            f"recipe {config.name}: recipe.phases follow a run's steps, which zpp_lab.shard is not "
+            "told: leave them out, or train with `zpp-lab train`"
+        )
     checked = Recipe(config, cluster, DTYPES[param_dtype], DTYPES[reduce_dtype])
+    if checked.kept:
+        raise ValueError(
+            f"recipe {config.name}: where nodes keep weights the new ones travel after the update, "
+            "of which a loop of your own says nothing: use recipe.sharding.weights=world here, or "
+            "`zpp-lab train`"
+        )
     plan = Plan.build(cut_units(model, blocks, checked.shards), checked, gather=gather_mode(gather))
+    if plan.memories:
+        raise ValueError(
+            f"recipe {config.name}: memory.kind=residual needs to know whether a step was finite, "
+            "which zpp_lab.shard is not told: leave it out, or train with `zpp-lab train`"
+        )
     device = _device(model)
     watchdog = Watchdog(timeout_seconds)
     ranks = connect(cluster, watchdog, transport, device)
-    wrapped = wrap(model, blocks, plan, ranks, device, seed=seed, ordered=ordered, cast_inputs=True)
+    wrapped = wrap(
+        model, blocks, [plan], ranks, device, seed=seed, ordered=ordered, cast_inputs=True
+    )
     follow(model, wrapped)
     return Sharded(model, plan, wrapped, watchdog)
 

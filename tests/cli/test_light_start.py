@@ -40,16 +40,11 @@ def test_no_torch_for_help_settings_and_mistakes(tmp_path: Path) -> None:
     assert lines == [*ended, "found []"]
 
 
-def test_torch_alone_for_plans(tmp_path: Path) -> None:
-    plan = "plan model=125m cluster=2x2 recipe=zeropp train.param_dtype=bf16 --machine h200"
-    lines, _ = ran(HEAVY, tmp_path, plan, "study bits --dry-run")
-    assert lines == ["ended with 0", "ended with 0", "found []"]
-
-
-def test_torch_alone_where_ranks_are_started(tmp_path: Path) -> None:
+def test_torch_alone_for_plans_and_where_ranks_are_started(tmp_path: Path) -> None:
     """Up to the check that refuses these: 64 ranks are too many for this machine's memory."""
+    plan = "plan model=125m cluster=2x2 recipe=zeropp train.param_dtype=bf16 --machine h200"
     cluster = "cluster.nodes=1 cluster.gpus_per_node=64 model=32_5b data.tokenizer=bytes"
     train = f"train engine=fsdp engine.device=cpu {cluster} run.dir={tmp_path / 'run'}"
-    lines, errors = ran(HEAVY, tmp_path, train)
+    lines, errors = ran(HEAVY, tmp_path, plan, "study bits --dry-run", train)
     assert "64 ranks on the CPU need" in errors
-    assert lines == ["ended with 2", "found []"]
+    assert lines == ["ended with 0", "ended with 0", "ended with 2", "found []"]

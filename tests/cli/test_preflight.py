@@ -201,8 +201,10 @@ def test_shipped_recipes_exempt_vectors_alone(name: str) -> None:
     """`broken` has no exemption; whoever changes what another one exempts changes its results."""
     plan = plan_of(compose([f"recipe={name}"]))
     wires = [w for w in plan.quantized_share() if plan.recipe.asks(w)]
-    sent = {s.name: s.codec for u in plan.units for s in u.forward.segments}
-    raw = {n for n, codec in sent.items() if type(codec).__name__ == "RawCodec"}
-    vectors = {n for n in sent if "norm" in n}
-    asks = any(wire.startswith("weights") for wire in wires)
-    assert raw == (set() if name == "broken" else vectors if asks else set(sent))
+    for wire in ("weights_forward", "weights_update") if plan.recipe.kept else ("weights_forward",):
+        update = wire == "weights_update"
+        layouts = [u.update if update else u.forward for u in plan.units]
+        sent = {s.name: s.codec for layout in layouts for s in layout.segments}
+        raw = {n for n, codec in sent.items() if type(codec).__name__ == "RawCodec"}
+        vectors = {n for n in sent if "norm" in n}
+        assert raw == (set() if name == "broken" else vectors if wire in wires else set(sent))

@@ -43,17 +43,25 @@ train engine.threads=100000000000 => engine.threads=100000000000: use 0 (torch's
 train engine.prefetch=2 => engine.prefetch is a setting of engine=fsdp | leave it out
 train engine=fsdp engine.prefetch=-1 => engine.prefetch=-1: use 0 (none) or more
 train ops.backend=cuda => ops.backend=cuda: torch sees no CUDA GPU here; set ops.backend=auto
-train recipe=zero4 => recipe=zero4 | base, broken, g8_4_hadamard, qsdp, sham_w4,
+train recipe=zero4 => recipe=zero4 | amsp_node, base, broken, g1_ef, g2_ef,
 train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 3, 4, 6, 8), or null t
 train recipe.weights.bits=4 recipe.weights.block_size=0 => recipe zero3, weigh | use a power of two,
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => recipe zero3, weigh | use 0 (off) or one o
 train recipe.weights.random_signs=true recipe.weights.bits=4 => recipe zero3, we | set it to 16, 32,
 train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weights_forward | block, none
-train recipe.stage=2 recipe.secondary=true => recipe.secondary=true need | stage 2 keeps the weights
+train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2 keeps the weights
+train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node contradicts reci
+train recipe.sharding.grads=node => weights=world, grads=node, optimizer=world is not built
+train recipe.weights_update.bits=4 => recipe.weights_update and | set recipe.sharding.weights=node
+train recipe=w4_diff cluster=1x2 => recipe w4_diff: on one node | would carry nothing; take a clust
+train recipe=w4_diff cluster=2x1 => recipe w4_diff: with one GPU a node | set recipe.weights_update
+train recipe=amsp_node recipe.sharding.update=differences => needs a codec | recipe.weights_update.
+train recipe=amsp_node recipe.secondary=true => all weights are in the node anyway
 train recipe.shard=node recipe.hops=2 => recipe.shard=node does not go with recip
 train recipe.name= run.dir=null => recipe.name='' | use letters, digits and _ . , + = -, no dot
 train recipe.name=../up run.dir=null => recipe.name='../up' | use letters, digits and _ . , + = -, n
 train recipe.rules=3 => recipe.rules=3: use a list, such as [a,b]
+train 'recipe.rules=[{wires: [weights_update], set: {bits: 4}}]' => matches no parameter | its wires
 train 'recipe.rules=[{nam: x}]' => recipe.rules.0.nam | exempt, max_numel, min_numel, name, ndim,
 train 'recipe.rules=[{name: x, wires: [up]}]' => recipe.rules.0.wires.0=' | use 'weights_forward', '
 train recipe.weights=8 => recipe.weights=8 | recipe.weights.codec, recipe.weights.bits,
@@ -117,8 +125,8 @@ study s_arms_dict.yaml => s_arms_dict.yaml: arms={'zero3': 1}: use a list, such 
 study s_arm_noname.yaml => s_arm_noname.yaml | against, describe, factors, name, overrides,
 study s_arm_twice.yaml => s_arm_twice.yaml: study mine: arm named twice: zero3
 study s_arm_key.yaml => s_arm_key.yaml | against, describe, factors, name, overrides,
-study s_arm_override.yaml => study mine, arm w4 | base, broken, g8_4_hadamard, qsdp, sham_w4,
-study s_arm_override2.yaml => study mine, arm w4 | bits, block_size, codec, hadamard, options,
+study s_arm_override.yaml => study mine, arm w4 | amsp_node, base, broken, g1_ef, g2_ef,
+study s_arm_override2.yaml => study mine, arm w4 | codec, hadamard, keep, memory,
 study s_arm_override_dict.yaml => s_arm_override_dict.yaml | use a list, such as [a,b]
 study s_baseline.yaml => s_baseline.yaml: study mine: baseline 'w5' is no arm; arms: zero3, w4
 study s_without.yaml => s_without.yaml | zero3, zero3_reordered, zeropp, qsdp, w6,

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Noise, SegmentNoise, encode, noise_key, parameter_id
+from zpp_lab.codecs import (
+    BlockCodec,
+    Noise,
+    SegmentNoise,
+    SignCodec,
+    encode,
+    noise_key,
+    parameter_id,
+)
 from zpp_lab.config.codec import BLOCK_SIZES
 
 TINY = 2.0**-126
@@ -283,3 +291,15 @@ def test_symmetric_codes_use_odd_levels() -> None:
 def test_wrong_settings_name_the_fix(settings_: dict, fix: str) -> None:
     with pytest.raises(ValueError, match=fix):
         BlockCodec(**settings_)
+
+
+def test_signs_keep_the_mean_magnitude_of_each_block() -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0, -0.0] * 4 + [-5.0, 7.0]])
+    codec = SignCodec(16)
+    want = [1.5, -1.5, 1.5, 1.5] * 4 + [-6.0, 6.0]  # the last block has two elements
+    payload = encode(codec, x)
+    assert codec.nbytes(18) == payload.shape[1] == 16 + 16
+    assert codec.decode(payload, 18).tolist() == [want]
+    assert payload[0, :3].tolist() == [0b11011101, 0b11011101, 0b10]
+    huge = torch.full((1, 16), torch.finfo(torch.float32).max)
+    assert torch.equal(codec.decode(encode(codec, huge), 16), huge), "the mean overflows nowhere"

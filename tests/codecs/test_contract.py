@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Codec, CodecBase, RawCodec, ShamCodec
+from zpp_lab.codecs import (
+    BlockCodec,
+    Codec,
+    CodecBase,
+    RawCodec,
+    ShamCodec,
+    SignCodec,
+    TopKCodec,
+)
 from zpp_lab.codecs.contract import check_codec
 
 TABLE: list[Codec] = [
@@ -22,8 +30,14 @@ TABLE: list[Codec] = [
     BlockCodec(2, 32, symmetric=False, scale_dtype="bf16"),
     BlockCodec(4, 64, hadamard=32),
     BlockCodec(8, 256, rounding="stochastic", hadamard=64, random_signs=True),
+    SignCodec(),
+    SignCodec(16),
     ShamCodec(torch.float32, BlockCodec(4)),
     ShamCodec(torch.bfloat16, BlockCodec(2, 32, symmetric=False, hadamard=16)),
+    TopKCodec(torch.float32, 3, 16),
+    TopKCodec(torch.bfloat16, 32, 1024),
+    TopKCodec(torch.float32, 16, 64, bits=8),
+    TopKCodec(torch.bfloat16, 16, 256, 2, symmetric=False, rounding="stochastic"),
 ]
 
 

@@ -11,10 +11,10 @@ from zpp_lab.codecs import BlockCodec, encode
 from zpp_lab.codecs.packing import pack, packed_bytes, unpack
 
 
-@given(st.sampled_from([2, 3, 4, 6, 8]), st.integers(1, 200), st.integers(0, 2**31))
+@given(st.integers(1, 16), st.integers(1, 200), st.integers(0, 2**31))
 def test_pack_and_unpack(bits: int, numel: int, seed: int) -> None:
     codes = torch.randint(0, 2**bits, (3, numel), generator=torch.Generator().manual_seed(seed))
-    codes = codes.to(torch.uint8)
+    codes = codes.to(torch.uint8 if bits <= 8 else torch.int32)
     out = torch.full((3, packed_bytes(numel, bits)), 255, dtype=torch.uint8)
     pack(codes, bits, out)
     assert torch.equal(unpack(out, numel, bits), codes)
@@ -53,6 +53,14 @@ def test_three_bits_split_into_planes() -> None:
     pack(codes, 3, out)
     assert out[0, :3].tolist() == [0b00_11_10_01, 0, 0b10]
     assert out[0, 16:18].tolist() == [0b0000_1101, 0b1]
+
+
+def test_more_than_eight_bits_begin_with_whole_bytes() -> None:
+    codes = torch.tensor([[0b101_0101_1010, 0b010_0000_0001]], dtype=torch.int32)
+    out = torch.empty(1, packed_bytes(2, 11), dtype=torch.uint8)
+    pack(codes, 11, out)
+    planes = [0b0101_1010, 0b0000_0001], [0b10_01], [0b0_1]
+    assert out[0].tolist() == [byte for p in planes for byte in p + [0] * (16 - len(p))]
 
 
 def test_a_whole_row_by_hand() -> None:

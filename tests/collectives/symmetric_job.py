@@ -11,10 +11,10 @@ from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.collectives.choose import connect
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger
+from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog

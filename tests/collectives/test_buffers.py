@@ -22,6 +22,7 @@ from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.reduce import Reduce
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Collectives, Link, members, traffic_of
+from zpp_lab.collectives.update import Update
 from zpp_lab.config.load import load
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
@@ -41,7 +42,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hpZ": {"weights": Q8, "secondary": True},
     "reversed": {"order": "reversed", "hops": 2, "grads": Q8},
     "one hop, reversed": {"order": "reversed", "grads": Q8},
+    "kept": {"sharding": {"weights": "node"}, "weights": Q8},
+    "differences": {
+        "sharding": {"weights": "node", "update": "differences"},
+        "weights_update": Q4,
+        "hops": 2,
+    },
 }
+SEVERAL = ("two hops", "reversed", "kept", "differences")  # which need several nodes
 WAYS = {
     "groups": {"transport": "groups"},
     "peer": {"transport": "peer"},
@@ -111,7 +119,12 @@ class Rank:
         return lambda: Alone(count)
 
     def gather(self, unit: UnitPlan) -> Gather:
-        return Gather(gather_spec(unit), self.transport, Ledger(), self.clock)
+        made = Gather(gather_spec(unit), self.transport, Ledger(), self.clock)
+        made.rows = self.update(unit).rows if unit.recipe.kept else ()
+        return made
+
+    def update(self, unit: UnitPlan) -> Update:
+        return Update(unit, self.transport, Ledger(), self.clock, torch.device("cpu"))
 
     def gathered(self, gather: Gather, unit: UnitPlan, backward: bool) -> Any:
         packet = gather.pack([torch.zeros(s.numel) for s in unit.forward.segments], backward)
@@ -142,7 +155,7 @@ def no_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buffers_are_those_that_the_collectives_make(
     recipe: str, way: str, cluster: tuple[int, int]
 ) -> None:
-    if recipe in ("two hops", "reversed") and cluster[0] == 1:
+    if recipe in SEVERAL and cluster[0] == 1:
         return
     rank = Rank(recipe, way, *cluster)
     for unit in rank.plan.units[-2:]:
@@ -162,13 +175,19 @@ def test_buffers_are_those_that_the_collectives_make(
         with Live() as live:
             rank.reduce(unit)
         assert live.most == rank.planned.reduction(unit)
+        if unit.recipe.kept:
+            masters = [torch.zeros(s.numel) for s in unit.update.segments]
+            update, ok = rank.update(unit), torch.tensor(True)
+            with Live() as live:
+                update.send(masters, 1, ok)
+            assert live.most == rank.planned.update(unit)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", ["one hop", "hpZ", "two hops"])
+@pytest.mark.parametrize("recipe", ["one hop", "hpZ", "two hops", "kept", "differences"])
 def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int, int]) -> None:
-    if recipe == "two hops" and cluster[0] == 1:
+    if recipe in SEVERAL and cluster[0] == 1:
         return
     rank = Rank(recipe, way, *cluster)
     gathers = [rank.gather(unit) for unit in rank.plan.units]
@@ -177,6 +196,9 @@ def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int,
             rank.gathered(gather, unit, backward)
     for unit in rank.plan.units:
         rank.reduce(unit)
+        if unit.recipe.kept:
+            masters = [torch.zeros(s.numel) for s in unit.raw.segments]
+            rank.update(unit).start(masters, 0)
     rank.clock.master = True
     for unit, gather in zip(rank.plan.units, gathers, strict=True):
         rank.gathered(gather, unit, backward=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
+from zpp_lab.study.report.speed.speeds import recipe_settings
 
 Q8 = {"bits": 8, "block_size": 16}
 
@@ -49,6 +51,29 @@ def test_zero3_by_hand() -> None:
     grads = raw_row(4, skip=("unused", "frozen"))
     assert moved["grads_intra"] == Traffic(4 * grads, 0)
     assert moved["grads_inter"] == Traffic(0, 4 * 2 * grads)
+
+
+@pytest.mark.parametrize(
+    ("short", "parts"),
+    [
+        ({"stage": 3}, ("world", "world", "world")),
+        ({"stage": 2}, ("none", "world", "world")),
+        ({"stage": 1}, ("none", "none", "world")),
+        ({"shard": "node"}, ("node", "node", "node")),
+    ],
+)
+def test_short_hands_are_points_of_the_grid(short: dict, parts: tuple[str, ...]) -> None:
+    sharding = dict(zip(("weights", "grads", "optimizer"), parts, strict=True))
+    one, other = (
+        build_plan(build_uneven(), configured(recipe, 2, 2, micro_steps=2))
+        for recipe in (short, {"sharding": sharding})
+    )
+    assert one.recipe.config.parts == other.recipe.config.parts == parts
+    assert one.step_bytes() == other.step_bytes()
+    assert one.reductions == other.reductions
+    assert recipe_settings(asdict(one.recipe.config)) == recipe_settings(
+        asdict(other.recipe.config)
+    )
 
 
 def test_a_sham_sends_what_no_codec_sends() -> None:

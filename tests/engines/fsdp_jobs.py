@@ -43,13 +43,13 @@ def asked() -> bool:
     return torch.distributed.get_rank() == 0
 
 
-def steps(engine: Any, count: int = 3) -> Any:
+def steps(engine: Any, count: int = 2) -> Any:
     done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(count)]
     return [(r.loss, r.grad_norm, dict(r.bytes)) for r in done], []
 
 
 def pair(config: Config, model: Any = build_uneven) -> str:
-    """What differs after three steps of both engines."""
+    """What differs after two steps of both engines."""
     engine = real(config, model())
     outcome = (*steps(engine), kept(engine))
     if not asked():

@@ -24,9 +24,14 @@ from zpp_lab.files import conf_dir
 
 SMALL = {"block_size": 16}
 Q8, Q6, Q4, Q3, Q2 = ({"bits": b, **SMALL} for b in (8, 6, 4, 3, 2))
+TOP = {"codec": "topk", "block_size": 64, "keep": 3}
+TOP4 = {"codec": "topk", "block_size": 32, "keep": 16, "bits": 4}
 H4 = {"bits": 4, "block_size": 32, "hadamard": 16}
 ZEROPP = {"secondary": True, "hops": 2, "weights": Q8, "grads": Q4}
 BF16 = {"param_dtype": "bf16"}
+STOCHASTIC = {"rounding": "stochastic"}
+KEPT = {"sharding": {"weights": "node"}, "hops": 2}
+DIFFERENCES = {"sharding": {"weights": "node", "update": "differences"}, "hops": 2}
 
 # name → (recipe, train settings)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -74,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hops": 2, "weights": {**Q4, "codec": "sham"}, "grads": {**Q8, "codec": "sham"}},
         BF16,
     ),
+    "sparse": ({"hops": 2, "grads_intra": TOP, "grads_inter": Q8}, BF16),
     "backward_other_codec": ({"weights_forward": Q6, "weights_backward": Q4}, {}),
     "hadamard_kept": ({"hops": 2, "grads": H4}, {}),
     "hadamard_left": ({"hops": 2, "grads_intra": H4, "grads_inter": Q8}, {}),
@@ -94,8 +100,158 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"reduce_dtype": "bf16", "micro_steps": 2, "accumulate": "last"},
     ),
+    "kept": ({"sharding": {"weights": "node"}}, {**BF16, "micro_steps": 2}),
+    "kept_other_bits": (
+        {**KEPT, "weights": Q8, "weights_update": Q4, "grads": Q4},
+        {**BF16, "clip": 0.0},
+    ),
+    "kept_drawn": (
+        {**KEPT, "weights": {**Q4, **STOCHASTIC, "symmetric": False}, "grads": Q4},
+        BF16,
+    ),
+    "differences": (
+        {**DIFFERENCES, "weights_update": Q4, "grads": H4},
+        {**BF16, "micro_steps": 2, "accumulate": "last"},
+    ),
+    "differences_fp32": (
+        {
+            **DIFFERENCES,
+            "weights_update": {**Q4, "symmetric": False},
+            "weights_forward": {**Q8, "symmetric": False},
+        },
+        {"clip": 0.0},
+    ),
+    "differences_drawn": (
+        {
+            **DIFFERENCES,
+            "weights_update": {**Q4, **STOCHASTIC},
+            "weights_forward": {**Q8, **STOCHASTIC},
+            "weights_backward": {**Q6, **STOCHASTIC},
+        },
+        {**BF16, "micro_steps": 2},
+    ),
+    "differences_sparse": ({**DIFFERENCES, "weights_update": TOP, "grads": Q4}, BF16),
 }
 
+
+def built(case: str, nodes: int) -> bool:
+    """Whether a cluster of so many nodes has every wire that the case asks for."""
+    sharding = configured(case, 2, 2).recipe.sharding
+    return nodes > 1 or sharding.weights != "node"
+
+
+def residual(**settings: Any) -> dict[str, Any]:
+    return {"memory": {"kind": "residual", **settings}}
+
+
+S4 = {**Q4, "rounding": "stochastic"}
+RAW_UP = {"name": "*up*", "exempt": True}
+LOCO = {"store": "8bit", "average": 0.8, "reset_every": 2}
+TWICE = {"micro_steps": 2, "accumulate": "every"}
+# The same for wires that remember, on clusters of one and of two hops; what is set for one hop
+# of two (`HOPS_REMEMBER`) needs nodes of several ranks.
+REMEMBER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "memory_fp32": ({"grads": {**Q2, **residual(store="fp32")}}, TWICE),
+    "memory_bf16": ({"grads": {**Q2, **residual(decay=0.9)}}, {**BF16, "reduce_dtype": "bf16"}),
+    "memory_8bit": ({"hops": 2, "grads": {**Q4, **residual(store="8bit")}}, TWICE),
+    "memory_stochastic": ({"hops": 2, "grads": {**S4, **residual()}}, TWICE),
+    "memory_loco": ({"hops": 2, "grads": {**Q4, **residual(**LOCO)}}, {**BF16, **TWICE}),
+    "memory_last": (
+        {"hops": 2, "grads": {**Q4, **residual()}},
+        {"micro_steps": 2, "accumulate": "last"},
+    ),
+    "memory_reversed": ({"hops": 2, "order": "reversed", "grads": {**Q3, **residual()}}, {}),
+    "memory_asymmetric": ({"grads": {**Q2, "symmetric": False, **residual()}}, {"clip": 0.0}),
+    "memory_hadamard": ({"hops": 2, "grads": {**H4, "random_signs": True, **residual()}}, {}),
+    "memory_topk": ({"grads": {**TOP, **residual()}}, TWICE),
+    "memory_topk_bits": (
+        {"hops": 2, "grads": {**TOP4, **STOCHASTIC, **residual(store="8bit")}},
+        {**BF16, "reduce_dtype": "bf16"},
+    ),
+    "memory_rules": (
+        {
+            "hops": 2,
+            "grads": Q8,
+            "exempt": {"max_ndim": 0},
+            "rules": [
+                {
+                    "name": "*up*",
+                    "wires": ["grads_intra", "grads_inter"],
+                    "set": {"bits": 2, **residual()},
+                },
+                {"name": "*down*", "exempt": True},
+            ],
+        },
+        BF16,
+    ),
+}
+HOPS_REMEMBER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "memory_first": ({"hops": 2, "grads": Q4, "grads_intra": residual(store="8bit")}, TWICE),
+    "memory_second": ({"hops": 2, "grads": S4, "grads_inter": residual(store="fp32")}, TWICE),
+    "memory_second_raw_first": ({"hops": 2, "grads_inter": {**Q2, **residual()}}, BF16),
+    "memory_hadamard_left": (
+        {"hops": 2, "grads_intra": H4, "grads_inter": {**Q8, **residual(store="8bit")}},
+        TWICE,
+    ),
+    "memory_hadamard_mixed": (
+        {
+            "hops": 2,
+            "grads": H4,
+            "grads_inter": residual(),
+            "rules": [{"name": "*up*", "wires": ["grads_inter"], "set": {"hadamard": 0}}],
+        },
+        {},
+    ),
+    "memory_hadamard_second": (
+        {"hops": 2, "grads_intra": Q8, "grads_inter": {**H4, **residual()}},
+        {},
+    ),
+}
+
+
+def after(steps: int, **changes: Any) -> dict[str, Any]:
+    return {"after": steps, **changes}
+
+
+# Recipes that change on the way, in each of the steps that are compared.
+PHASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "phases_raw_first": ({"phases": [after(1, grads=S4), after(2, grads=Q2)]}, {**BF16, **TWICE}),
+    "phases_raw_last": (
+        {**ZEROPP, "phases": [after(1, weights={**Q4, **STOCHASTIC}), after(2, weights={})]},
+        {**BF16, "micro_steps": 2},
+    ),
+    "phases_own_backward": (
+        {"weights": Q8, "phases": [after(1, weights_backward=Q4), after(2, rules=[RAW_UP])]},
+        {},
+    ),
+    "phases_hops": (
+        {"grads": {**H4, **residual()}, "phases": [after(1, hops=2), after(2, grads=H4, hops=1)]},
+        {},
+    ),
+    "phases_memory": (
+        {
+            "hops": 2,
+            "grads": {**Q4, **residual()},
+            "phases": [
+                after(1, grads={**Q2, **residual()}),
+                after(2, grads={**Q2, **residual()}, grads_inter=residual(store="fp32")),
+            ],
+        },
+        TWICE,
+    ),
+    "phases_kept": (
+        {**KEPT, "weights": Q8, "phases": [after(1, weights_update=Q4), after(2, weights={})]},
+        BF16,
+    ),
+    "phases_differences": (
+        {
+            **DIFFERENCES,
+            "weights_update": Q8,
+            "phases": [after(1, weights_update={**Q4, **STOCHASTIC}), after(2, weights=Q8)],
+        },
+        BF16,
+    ),
+}
 
 SHIPPED = sorted(p.stem for p in (conf_dir() / "recipe").glob("*.yaml") if p.stem != "base")
 
@@ -106,7 +262,7 @@ def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
         recipe = asdict(compose([f"recipe={case}"]).recipe)
         train: dict[str, Any] = {**BF16, "micro_steps": 2}
     else:
-        recipe, train = CASES[case]
+        recipe, train = (CASES | REMEMBER | HOPS_REMEMBER | PHASED)[case]
     values = {
         "recipe": {"name": case} | recipe,
         "cluster": {"nodes": nodes, "gpus_per_node": local},
@@ -145,10 +301,11 @@ def _virtual(config: Config, steps: int) -> Outcome:
 
 
 def kept(engine: Any) -> dict[str, Tensor]:
-    """Master weights and the optimizer's states, whole: all that later steps depend on. To be
-    called on every rank."""
+    """Master weights, the optimizer's states and what nodes and encoders remember, whole: all that
+    later steps depend on. To be called on every rank."""
     state = engine.state_dict()
     every = {"weights": state["weights"], **state["optimizer"]}
+    every |= {kind: state.get(kind, {}) for kind in ("kept", "memory")}
     return {f"{key} of {n}": whole(t) for key, named in every.items() for n, t in named.items()}
 
 

@@ -6,6 +6,7 @@ down their groups: gloo with several groups may abort there.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -78,6 +79,9 @@ def _rank(rank: int, world: int, folder: str, job: Callable[..., Any], args: Any
     import torch
     import torch.distributed as dist
 
+    from zpp_lab.train.footprint import settled
+
+    gc.freeze()  # what the server has imported: a collection would copy each of its pages
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     try:
@@ -88,7 +92,8 @@ def _rank(rank: int, world: int, folder: str, job: Callable[..., Any], args: Any
             world_size=world,
             timeout=timedelta(seconds=600),
         )
-        result = job(*args)
+        with settled():  # for all runs of the job
+            result = job(*args)
         if rank == 0:
             Path(folder, "result").write_text(json.dumps(result))
         dist.barrier()

@@ -26,6 +26,7 @@ from zpp_lab.models import build_model
 
 MODEL = ModelConfig(dim=96, layers=3, heads=4, kv_heads=2, ffn=150, vocab_size=37)
 CASES = ("zero3", "zeropp", "stochastic", "hadamard_kept", "stage2", "zeropp_every")
+CASES += ("kept", "differences")
 
 
 def main() -> None:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from tests.codecs.test_numerics import by_halves
 from tests.engines.uneven import batch, build_uneven
-from zpp_lab.codecs import Codec, Noise, SegmentNoise, encode, noise_key, parameter_id
+from zpp_lab.codecs import (
+    BlockCodec,
+    Codec,
+    Noise,
+    RawCodec,
+    SegmentNoise,
+    encode,
+    noise_key,
+    parameter_id,
+)
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.config.schema import Config
@@ -36,6 +45,13 @@ def cut(whole: Tensor, world: int) -> list[Tensor]:
 
 def join(shards: list[Tensor], shape: torch.Size) -> Tensor:
     return torch.cat(shards)[: shape.numel()].view(shape)
+
+
+def stored(row: Tensor, store: str) -> Tensor:
+    if store == "8bit":
+        eight = BlockCodec(bits=8, block_size=256)
+        return eight.decode(encode(eight, row[None]), row.numel())[0]
+    return row.bfloat16().float() if store == "bf16" else row
 
 
 class NaiveRun:
@@ -61,6 +77,8 @@ class NaiveRun:
             for p in m.parameters():
                 p.data = p.data.to(self.dtype)
         self.optimizers = [adamw(own, config.train) for own in self.shards]
+        # what a rank remembers of its row for a shard, as it is stored, by wire and parameter
+        self.remembered: dict[tuple[str, str, int, int], Tensor] = {}
         self.order = list(range(self.world))
         if config.recipe.order == "reversed":
             self.order.reverse()
@@ -87,8 +105,31 @@ class NaiveRun:
             out[name] = join(decoded, shape)
         return out
 
+    def encoded(self, codec: Codec, x: Tensor, moment, rank: int, to, **how: bool) -> Tensor:
+        """The payload of a rank's rows for the shards `to`, with what it remembers of them."""
+        _, _, wire, name = moment
+        noise, memory = self.noise(*moment, rank, *to), self.recipe.wire(wire).memory
+        if not memory.on or isinstance(codec, RawCodec):
+            return encode(codec, x, noise, **how)
+        keys = [(wire, name, rank, row) for row in to]
+        m = torch.stack([self.remembered.get(k, torch.zeros(x.shape[1])) for k in keys])
+        y = x.float() + m
+        payload = encode(codec, y, noise, **how)
+        lost = y - codec.decode_sum(payload[None], self.parameter(name).shard_numel, **how)
+        average = memory.average or 0.0
+        lost = lost * torch.tensor((1.0 - average) * (memory.decay or 1.0))
+        if average:
+            lost = m * torch.tensor(average) + lost
+        for key, row in zip(keys, lost, strict=True):
+            self.remembered[key] = stored(row, memory.store or "bf16")
+        return payload
+
     def step(self, step: int, lr: float) -> tuple[float, float]:
         """The step's loss and the norm of its gradient."""
+        for wire in self.recipe.hops:
+            every = self.recipe.wire(wire).memory.reset_every
+            if every and step % every == 0:
+                self.remembered = {k: m for k, m in self.remembered.items() if k[0] != wire}
         forward = self.gather(step, "weights_forward")
         backward = dict(forward)
         if self.config.recipe.stage == 3 and not self.config.recipe.secondary:
@@ -143,7 +184,7 @@ class NaiveRun:
         codecs = [self.recipe.codec(wire, p) for wire in hops]
         if len(hops) == 1:
             moment, to = (step, micro, hops[0], name), range(self.world)
-            payloads = [encode(codecs[0], rows[s], self.noise(*moment, s, *to)) for s in self.order]
+            payloads = [self.encoded(codecs[0], rows[s], moment, s, to) for s in self.order]
             total = codecs[0].decode_sum(torch.stack(payloads), p.shard_numel)
         else:
             total = self.two_hops(step, micro, name, rows, codecs)
@@ -166,13 +207,13 @@ class NaiveRun:
         for node in nodes:
             members = [s for s in self.order if s // self.local == node]
             moment, to = (step, micro, "grads_intra", name), range(self.world)
-            payloads = [encode(first, rows[s], self.noise(*moment, s, *to)) for s in members]
+            payloads = [self.encoded(first, rows[s], moment, s, to) for s in members]
             part = first.decode_sum(torch.stack(payloads), n, **how)
             out = torch.empty(self.world, second.nbytes(n), dtype=torch.uint8)
             for local in range(self.local):
                 sender, to = node * self.local + local, [*range(local, self.world, self.local)]
-                noise = self.noise(step, micro, "grads_inter", name, sender, *to)
-                out[to] = encode(second, part[to], noise, **how)
+                moment = (step, micro, "grads_inter", name)
+                out[to] = self.encoded(second, part[to], moment, sender, to, **how)
             arrived.append(out)
         return second.decode_sum(torch.stack(arrived), n)
 

@@ -63,6 +63,7 @@ def test_zeropp_turns_every_switch_on() -> None:
         ({"order": "reversed"}, "recipe.order=reversed"),
         ({"exempt": {"names": ["embed*"]}}, "recipe.exempt"),
         ({"rules": [{"name": "head*", "exempt": True}]}, "recipe.rules"),
+        ({"hops": 2, "grads": {"bits": 4, "memory": {"kind": "residual"}}}, r"memory\.kind"),
     ],
 )
 def test_what_it_cannot_express_is_refused(recipe: dict[str, Any], said: str) -> None:

@@ -24,13 +24,13 @@ pytest.importorskip("transformers")
 
 
 def both(case: str, model: ModelConfig) -> str:
-    """What differs after three steps, each engine built as a run builds it."""
+    """What differs after two steps, each engine built as a run builds it."""
     chosen = configured(case, 2, 2, gather="hierarchical")
     config = replace(chosen, model=model)
     outcomes = []
     for name in ("fsdp", "virtual") if asked() else ("fsdp",):
         engine = build_engine(named(config, name), VOCAB, torch.device("cpu"))
-        done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(3)]
+        done = [engine.step(s, 1e-2, partial(batch, s), telemetry=False) for s in range(2)]
         results = [(r.loss, r.grad_norm, dict(r.bytes)) for r in done]
         held = [engine.evaluate(3, [batch(9, i, 0) for i in range(5)], wire=True)]
         outcomes.append((results, held, kept(engine)))

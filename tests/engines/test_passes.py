@@ -30,6 +30,12 @@ RECIPES: dict[str, dict] = {
     "zero3": {},
     "zeropp": {"secondary": True, "hops": 2, "weights": {**Q4, "bits": 8}, "grads": Q4},
     "own_backward": {"weights_forward": {"bits": 6}, "weights_backward": Q4},
+    "differences": {
+        "sharding": {"weights": "node", "update": "differences"},
+        "weights_forward": {**Q4, "bits": 8},
+        "weights_update": {**Q4, "rounding": "stochastic"},
+        "hops": 2,
+    },
     "stochastic": {"weights": {**Q4, "rounding": "stochastic"}, "grads": Q4},
 }
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

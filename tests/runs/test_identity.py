@@ -58,6 +58,9 @@ def test_the_config_shows_what_decides_and_nothing_else() -> None:
     }  # fmt: skip
     assert shown["bits"]["grads_inter"] == 4
     assert shown["recipe"]["weights"]["bits"] == 8
+    fifth = shown_config(config("recipe=w4_diff"))
+    assert fifth["wires"]["weights_update"] == "4"
+    assert "update=4" in tags(config("recipe=w4_diff"))
     ruled = shown_config(config("recipe=w4", "recipe.rules=[{name:'embed*',set:{bits:8}}]"))
     assert ruled["wires"]["weights_forward"] == "4/8"
     assert "bits" not in ruled  # of no wire one number

@@ -184,3 +184,64 @@ def test_what_a_trunk_cannot_give_is_refused_before_it_is_made(tmp_path: Path) -
         study(tmp_path, seed=2)
     with pytest.raises(ValueError, match="branch needs a run to go on from: prepare"):
         replace(study(tmp_path), prepare=[])
+
+
+TWO_BITS = ["recipe=base", "recipe.name=two", "recipe.hops=2", "recipe.grads.bits=2"]
+REMEMBERS = [*TWO_BITS, "recipe.grads.memory.kind=residual", "recipe.grads.memory.store=8bit"]
+
+
+@pytest.fixture(scope="module")
+def remembering(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("remembering")
+    run(small(folder, *REMEMBERS, "train.schedule=constant"))
+    return folder
+
+
+def test_a_killed_run_remembers(remembering: Path) -> None:
+    pieces = f"run.dir={remembering / 'pieces'}"
+    for more in ("run.piece_steps=5", "run.piece_steps=4", "run.piece_steps=0"):
+        run(small(remembering, *REMEMBERS, "train.schedule=constant", pieces, more))
+    assert last_checkpoint(remembering / "run") == last_checkpoint(remembering / "pieces")
+    assert without_times(remembering / "run") == without_times(remembering / "pieces")
+    kept = Saved(newest(remembering / "run")).memories()
+    assert {name.split(".")[0] for name in kept} == {"grads_intra", "grads_inter"}
+
+
+def first_losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read(folder / "metrics.jsonl")]
+
+
+def test_a_branch_remembers_unless_it_is_told_not_to(
+    remembering: Path, trunk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("keeps", []), ("drops", ["run.memory=drop"])):
+        run(branch(remembering, name, *REMEMBERS, *more))
+    assert "run.memory=drop: what " in capsys.readouterr().err
+    keeps, drops = (first_losses(remembering / name) for name in ("keeps", "drops"))
+    assert keeps[0] == drops[0]
+    assert keeps[1] != drops[1], "the first step's gradients were encoded with what was remembered"
+    with pytest.raises(ValueError, match=r"with other settings \(run\.memory: 'drop' there"):
+        run(branch(remembering, "drops", *REMEMBERS))
+    run(branch(remembering, "forgets", *TWO_BITS))  # neither needs nor has any
+    run(branch(trunk, "begins", *REMEMBERS))
+    assert Saved(newest(trunk / "begins")).memories()
+
+
+def test_real_ranks_go_on_with_what_a_virtual_run_remembers(remembering: Path) -> None:
+    run(branch(remembering, "virtual", *REMEMBERS))
+    real = ["engine=fsdp", "engine.device=cpu"]
+    losses = run_world(4, on_ranks, branch(remembering, "fsdp", *REMEMBERS, *real))
+    assert losses == first_losses(remembering / "virtual")
+
+
+@pytest.mark.parametrize("other", ["cluster=1x4", "recipe.grads.memory.store=bf16"])
+def test_another_clusters_memories_are_not_taken(remembering: Path, other: str) -> None:
+    with pytest.raises(ValueError, match=r"remembers other rows .* \(run\.memory=drop with"):
+        run(branch(remembering, f"refused-{len(other)}", *REMEMBERS, other))
+    words = (*REMEMBERS, other, "run.memory=drop", "run.piece_steps=1")
+    assert run(branch(remembering, f"dropped-{len(other)}", *words))["step"] == 1
+
+
+def test_nothing_is_dropped_where_nothing_begins(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.memory=drop is for a run that begins with another"):
+        small(tmp_path, "run.memory=drop")

@@ -41,6 +41,22 @@ def test_what_cannot_fit_is_refused_with_both_numbers(monkeypatch: pytest.Monkey
         check_host_memory(compose([*wide, "model=1_3b"]))
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "virtual"])
+def test_what_encoders_remember_is_counted_with_what_to_do(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 × 4 ranks that each remember 125M elements and, between nodes, a quarter of these."""
+    monkeypatch.setattr(estimate, "memory_bytes", lambda: 8 * GIB)
+    words = [f"engine={engine}", "engine.device=cpu", "cluster=2x4", "model=125m", "recipe=g2_ef"]
+    words += ["recipe.grads.memory.store=fp32", "data.seq_len=64", "train.batch_size=1"]
+    held = {"fsdp": r"1\.2", "virtual": r"10\.0"}[engine]  # of each rank, or of all
+    told = rf"Of these, {held} GiB are what encoders remember.*: remember between nodes alone"
+    with pytest.raises(ValueError, match=told):
+        check_host_memory(compose(words))
+    if engine == "virtual":
+        check_host_memory(compose([*words, "recipe.grads_intra.memory.kind=none"]))
+
+
 def test_the_launcher_looks_before_it_starts_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,10 @@ from zpp_lab.train.memory.trace import Live
 
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
+ANEW = "the same, of the step under way"
 CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
-CASES += ["bf16_states", "8bit_states"]
+CASES += ["bf16_states", "8bit_states", "memory_8bit", "memory_bf16"]
+NODES = ["kept", "differences"]  # of one GPU each
 
 # ---------------------------------------------------------------------- a real run
 
@@ -60,6 +62,7 @@ def counted(config: Config) -> dict[str, Any]:
 
     def noting_update(*args: Any) -> None:
         found["grads"] = sum(p.grad.to_local().nbytes for p in engine.parameters.values())
+        found["remembering"] = sum(t.nbytes for t in engine.memories.new.values())
         update(*args)
 
     Gather._empty, Reduce._leg, engine._update = noting_empty, noting_leg, noting_update  # type: ignore
@@ -74,12 +77,15 @@ def counted(config: Config) -> dict[str, Any]:
         value.to_local().nbytes for s in state for key, value in s.items() if key != "step"
     )
     kept = [u.gather.secondary for u in engine.wrapped.installed]
+    every = [u.update.rows for u in engine.wrapped.installed if u.update is not None]
+    found["kept"] = sum(t.nbytes for rows in every for t in rows)
     found["secondary"] = sum(t.nbytes for t in kept if t is not None)
+    found["remembered"] = sum(t.nbytes for t in engine.memories.state().values())
     return found
 
 
 def all_counted(nodes: int, local: int) -> dict[str, Any]:
-    return {c: counted(configured(c, nodes, local)) for c in CASES}
+    return {c: counted(configured(c, nodes, local)) for c in (CASES if nodes == 1 else NODES)}
 
 
 def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
@@ -95,8 +101,16 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
+    assert found["kept"] == sum(
+        i.most for i in planned.items if i.name == "weights kept in the node"
+    )
+    assert found["remembered"] == found["remembering"] == plan.memory_bytes
+    remembered = [i for i in planned.items if i.name in ("what encoders remember", ANEW)]
+    assert len(remembered) == 2 * bool(plan.memories)
+    assert all(i.nbytes["update"] == plan.memory_bytes for i in remembered)
     for unit in plan.units:
-        name, held = unit.unit.name, plan.recipe.cluster.nodes if unit.hierarchical else 0
+        keeps = unit.hierarchical or plan.recipe.kept
+        name, held = unit.unit.name, plan.recipe.cluster.nodes if keeps else 0
         forward = payload_bytes(plan, unit) - held * unit.forward.nbytes
         assert found["payloads"][f"weights_forward {name}"] == forward
         if unit.gathers_backward and not plan.recipe.config.secondary:
@@ -106,13 +120,15 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     assert root == "root"
     each = plan.recipe.grads_dtype.itemsize
     sums = each * sum(p.shard_numel for p in plan.units[-1].unit.parameters)
-    assert planned.item("reduction buffers").nbytes["root"] == 2 * out + sums
+    own = [4 * m.rows * m.numel for m in plan.units[-1].memories.values()]
+    encoding = sum(own) + 4 * max(own, default=0)  # on one hop
+    assert planned.item("reduction buffers").nbytes["root"] == 2 * out + sums + encoding
 
 
 def test_a_real_run_holds_what_was_planned() -> None:
-    found = run_world(2, all_counted, 1, 2)
-    for case in CASES:
-        check(found[case], case, 1, 2)
+    for cluster in ((1, 2), (2, 1)):
+        for case, facts in run_world(2, all_counted, *cluster).items():
+            check(facts, case, *cluster)
 
 
 # ---------------------------------------------------------------------- activations

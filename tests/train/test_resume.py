@@ -169,6 +169,9 @@ class Loaded:
 
     state: dict[str, Any]
 
+    def enter(self, done: int) -> None:
+        """It has one plan."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
 

@@ -21,7 +21,7 @@ ABOUT = """Train with quantized collectives, judge what that costs, plan and mea
     zpp-lab doctor                                       what this machine can do
     zpp-lab train recipe=zeropp train.steps=100          one run
     zpp-lab train -m recipe.weights.bits=2,4,8 seed=1,2  a sweep
-    zpp-lab study smoke                                  arms, seeds, verdicts and a report
+    zpp-lab study first                                  arms, seeds, verdicts and a report
     zpp-lab plan model=13b cluster=1x4                   what a run will send and hold"""
 EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
 75 stopped by --for (0 of ranks that torchrun or srun started, which would take 75 for a failure);

@@ -26,7 +26,7 @@ BATCH = """For each sequence: its documents, how many distinct tokens it has, an
 tokens that repeat the text a line before. Where a loss or a gradient's norm jumps in one step, its
 text is the first thing to look at.
 
-    zpp-lab batch runs/smoke/w4/seed1 32,39-41"""
+    zpp-lab batch runs/first/w4/seed1 32,39-41"""
 
 
 def add_results(add: Add) -> None:

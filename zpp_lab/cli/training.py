@@ -36,8 +36,8 @@ folder that holds a run with other settings is left alone.
 STUDY = """Trains every arm with every seed, prints the verdicts and writes report.html into --dir.
 Finished runs are not repeated. Settings are for all arms.
 
-    zpp-lab study smoke
-    zpp-lab study smoke --seeds 1,2,3,4,5
+    zpp-lab study first
+    zpp-lab study first --seeds 1,2,3,4,5,6,7,8
     zpp-lab study bits --dry-run"""
 
 
@@ -133,11 +133,13 @@ def _show_settings(config: Config) -> None:
     from zpp_lab.train.inputs import check_recipe, planned
 
     check_recipe(config)
-    plan = planned(config)
+    plans = planned(config)
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
-    if plan is not None and config.engine.name != "deepspeed":
-        weights, grads = shares(plan.quantized_share())
-        print(f"# quantized, of a step's bytes: weights {weights}, gradients {grads}")
+    for phase, (_, plan) in zip(config.phases, plans or (), strict=False):
+        if config.engine.name != "deepspeed":
+            weights, grads = shares(plan.quantized_share())
+            when = f" after {phase.first} steps" if phase.first else ""
+            print(f"# quantized, of a step's bytes{when}: weights {weights}, gradients {grads}")
 
 
 def _result(summary: dict[str, Any]) -> str:

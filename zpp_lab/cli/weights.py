@@ -1,4 +1,4 @@
-"""`zpp-lab export` and `evaluate`."""
+"""`zpp-lab export`, `evaluate` and `tune`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import argparse
 from pathlib import Path
 
 from zpp_lab.cli.adding import Add
-from zpp_lab.config.parser import new_file, whole
+from zpp_lab.config.parser import new_file, number, whole
 
-EXPORT = """    zpp-lab export runs/smoke runs/bits --out runs.csv
-    zpp-lab export runs/smoke/w4/seed1 --to hf --out my_model --dtype bf16"""
+EXPORT = """    zpp-lab export runs/first runs/bits --out runs.csv
+    zpp-lab export runs/first/w4/seed1 --to hf --out my_model --dtype bf16"""
+TUNE = "    zpp-lab tune runs/first/zero3/seed1 --bits 4.125 --out conf/recipe/tuned.yaml"
 _OF_QUANTIZED = ("codec", "group_size", "requantize", "dense")
 
 
 def add_weights(add: Add) -> None:
     _add_export(add)
     _add_evaluate(add)
+    _add_tune(add)
 
 
 def _add_export(add: Add) -> None:
@@ -83,6 +85,44 @@ def _add_evaluate(add: Add) -> None:
     losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     losses.add_argument(
         "--out", type=new_file, metavar="FILE", help="write a .csv or .json file too"
+    )
+
+
+def _add_tune(add: Add) -> None:
+    bits = add(
+        "tune", "choose bits and blocks for each class of a run's weights, as a recipe", _tune, TUNE
+    )
+    bits.add_argument("run", type=Path, help="a run's folder; plain training of some length")
+    bits.add_argument(
+        "--bits",
+        type=number(above=0),
+        required=True,
+        metavar="B",
+        help="a weight on average at most, scales included; 4 bits with blocks of 256 take 4.125",
+    )
+    bits.add_argument("--out", type=new_file, required=True, help="conf/recipe/NAME.yaml")
+    bits.add_argument(
+        "--among", type=whole(1), nargs="+", default=[2, 3, 4, 6, 8], metavar="BITS",
+        help="to choose from (default: 2 3 4 6 8)",
+    )  # fmt: skip
+    bits.add_argument(
+        "--blocks", type=whole(1), nargs="+", default=[64, 256, 2048], metavar="N",
+        help="block sizes to choose from (default: 64 256 2048)",
+    )  # fmt: skip
+    bits.add_argument(
+        "--tokens",
+        type=whole(1),
+        metavar="N",
+        help="held-out tokens to measure on (default: as the run has them)",
+    )
+    bits.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+
+
+def _tune(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.tools.tune import tune_command
+
+    return tune_command(
+        args.run, args.bits, args.among, args.blocks, args.tokens, args.device, args.out
     )
 
 

@@ -1,4 +1,4 @@
-"""Codecs: float tensors to bytes and back. `base.py` says what one is, `block.py` is ours.
+"""Codecs: float tensors to bytes and back. `base.py` says what one is, `families/` has ours.
 
 A **codec** is a stateless map; `none` sends the tensor's own bytes. A **segment** is one
 parameter's shard on one rank, flat; blocks of codes never cross it. A **layout** is a unit's
@@ -7,7 +7,8 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 """
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
-from zpp_lab.codecs.block import BlockCodec, ShamCodec
+from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise, noise_key, parameter_id
 from zpp_lab.codecs.registry import build_codec, codec_names, register_codec
@@ -21,6 +22,8 @@ __all__ = [
     "Rotation",
     "SegmentNoise",
     "ShamCodec",
+    "SignCodec",
+    "TopKCodec",
     "build_codec",
     "codec_names",
     "encode",

@@ -7,10 +7,12 @@ Key, 64 bits: BLAKE2s with a digest of 8 bytes (RFC 7693, without a key), read a
 number, of four numbers of 64 bits each, little-endian, one after the other:
 
     seed          of the run
-    step          from 0; of weights that are evaluated or exported after s steps: s
+    step          from 0; of weights that are evaluated, exported or sent to other nodes after s
+                  steps: s
     micro-step    from 0; 0 for weights, which every micro-step of a step gathers alike; the last
                   one for gradients that several micro-steps have added up
-    wire          0 weights_forward, 1 weights_backward, 2 grads_intra, 3 grads_inter
+    wire          0 weights_forward, 1 weights_backward, 2 grads_intra, 3 grads_inter,
+                  4 weights_update
 
 Backward has noise of its own unless it uses what forward gathered (hpZ, stages 1 and 2). A
 reduction of one hop is on grads_intra, or with one GPU a node on grads_inter.

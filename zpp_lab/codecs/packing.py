@@ -1,9 +1,9 @@
-"""Codes of 2, 3, 4, 6 or 8 bits to bytes and back, one or two planes each.
+"""Codes of 1 to 16 bits to bytes and back, in planes.
 
 A plane holds w bits of every code (w = 1, 2, 4 or 8), 8 / w codes in a byte, the first code in
-the lowest bits. 2, 4 and 8 bits are one plane. 6 bits are two, the low 4 bits of every code, then
-the high 2 bits, and so are 3 bits, the low 2 and the high one: all planes keep power-of-two
-strides. A plane is filled up with zero bits to a multiple of 16 bytes.
+the lowest bits. The widest planes come first, with the codes' lowest bits: 2, 4 and 8 bits are one
+plane, 6 bits the low 4 of every code, then the high 2, and 11 bits are 8, 2 and 1. So all planes
+keep power-of-two strides. A plane is filled up with zero bits to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 ALIGN = 16  # bytes
-PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Their widths, for codes of so many bits."""
+    return (8,) * (bits // 8) + tuple(w for w in (4, 2, 1) if bits & w)
 
 
 def align(nbytes: int) -> int:
@@ -25,25 +29,26 @@ def plane_bytes(numel: int, width: int) -> int:
 
 def packed_bytes(numel: int, bits: int) -> int:
     """Bytes of all planes of `numel` codes."""
-    return sum(plane_bytes(numel, width) for width in PLANES[bits])
+    return sum(plane_bytes(numel, width) for width in planes(bits))
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """uint8 codes [R, n] → out uint8 [R, packed_bytes(n, bits)]."""
+    """Codes [R, n], uint8 or of any wider integer → out uint8 [R, packed_bytes(n, bits)]."""
     start, shift = 0, 0
-    for width in PLANES[bits]:
+    for width in planes(bits):
         end = start + plane_bytes(codes.shape[-1], width)
-        plane = codes if width == 8 else (codes >> shift) & ((1 << width) - 1)
-        _pack_plane(plane, width, out[..., start:end])
+        plane = codes if bits == 8 else (codes >> shift) & ((1 << width) - 1)
+        _pack_plane(plane.to(torch.uint8), width, out[..., start:end])
         start, shift = end, shift + width
 
 
 def unpack(data: Tensor, numel: int, bits: int) -> Tensor:
-    """uint8 [R, packed_bytes(numel, bits)] → uint8 codes [R, numel]."""
+    """uint8 [R, packed_bytes(numel, bits)] → codes [R, numel], uint8 or, of more bits, int32."""
     codes, start, shift = None, 0, 0
-    for width in PLANES[bits]:
+    for width in planes(bits):
         end = start + plane_bytes(numel, width)
         plane = _unpack_plane(data[..., start:end], width)[..., :numel]
+        plane = plane if bits <= 8 else plane.to(torch.int32)
         codes = plane if codes is None else codes | plane << shift
         start, shift = end, shift + width
     assert codes is not None

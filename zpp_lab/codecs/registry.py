@@ -12,18 +12,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
 from zpp_lab.codecs.base import Codec, RawCodec
-from zpp_lab.codecs.block import BlockCodec, ShamCodec
+from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.config.codec import CodecConfig
 
 # a sham has the settings of the codec that it stands for
-_registered: dict[str, Callable[..., Codec]] = {"block": BlockCodec, "sham": BlockCodec}
+_registered: dict[str, Callable[..., Codec]] = {
+    "block": BlockCodec,
+    "sham": BlockCodec,
+    "sign": SignCodec,
+    "topk": TopKCodec,
+}
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
@@ -38,16 +44,16 @@ def codec_names() -> list[str]:
 
 
 def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
-    """The codec that `config` names; `none` and `sham` send `raw_dtype`.
+    """The codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`.
 
-    ValueError for an unknown name, a setting that the codec does not have, bits on `none`, or a
-    `sham` without bits.
+    ValueError for an unknown name, a setting that the codec does not have, bits on `none`, a `sham`
+    without bits, or a `topk` that keeps nothing.
     """
     name = config.codec or "block"
     settings = {
         f.name: getattr(config, f.name)
         for f in fields(config)
-        if f.name not in ("codec", "options") and getattr(config, f.name) is not None
+        if f.name not in ("codec", "options", "memory") and getattr(config, f.name) is not None
     }
     settings |= config.options or {}
     if name == "none" and "bits" in settings:
@@ -55,12 +61,16 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     if name == "none" or (name == "block" and "bits" not in settings):
         return RawCodec(raw_dtype)
     factory = _factory(name)
+    if name == "topk":
+        config.check()
+        factory = partial(TopKCodec, raw_dtype)
+        settings = {k: v for k, v in settings.items() if k not in ("hadamard", "random_signs")}
     _check_settings(name, factory, settings)
     if name == "sham":
         config.check()
         return ShamCodec(raw_dtype, BlockCodec(**settings))
     codec = factory(**settings)
-    return codec if name == "block" else _checked(name, codec, factory(**settings))
+    return codec if name in ("block", "topk") else _checked(name, codec, factory(**settings))
 
 
 def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str, Any]) -> None:

@@ -1,20 +1,30 @@
-"""Where in training a collective runs, and who looks at what it carries.
+"""Where in training a collective runs, who looks at what it carries, and what is remembered of it.
 
 Noise is keyed by (seed, step, micro-step, wire), so a collective must know the moment. The
 engine, or the hooks of a wrapped model, move the clock; collectives only read it.
+
+A memory (`codecs/kernels/memory.py`) belongs to its encoder: it is kept for each wire, parameter,
+encoding rank and row. A step writes its memories beside the old ones, and these go when the step
+has turned out finite. So a step that is repeated under a watch meets what the first try met, and
+one that fails leaves everything as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zpp_lab.codecs import Noise, noise_key
+from zpp_lab.codecs.hadamard import Rotation
+from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.config.schema import Wire
+
+Key = tuple[Wire, str]  # of a memory: wire and parameter
 
 
 class Observer(Protocol):
@@ -62,11 +72,136 @@ class Clock:
     master: bool = False  # gathers bring the master weights' own bytes, not the recipe's
     observer: Observer | None = None
 
-    def weights_noise(self, wire: Wire, rank: int) -> Noise:
-        """Every micro-step of a step gathers the same weights with the same noise."""
-        return Noise(noise_key(self.seed, self.step, 0, wire), (rank,), (rank,))
+    def weights_noise(self, wire: Wire, *ranks: int) -> Noise:
+        """Of the shards of `ranks`. Every micro-step of a step gathers the same weights with the
+        same noise."""
+        return Noise(noise_key(self.seed, self.step, 0, wire), ranks, ranks)
 
     def grads_noise(self, wire: Wire, rank: int, rows: Sequence[int]) -> Noise:
         """`rank` encodes one row for each shard in `rows`."""
         key = noise_key(self.seed, self.step, self.micro, wire)
         return Noise(key, (rank,) * len(rows), tuple(rows))
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """What each encoding rank remembers of one parameter on one wire: `rows` rows of `numel`
+    elements."""
+
+    memory: Memory
+    rows: int
+    numel: int
+    domain: Rotation | None = None  # of sums between hops that stay rotated
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a rank's tensor, in the store's dtype."""
+        return self.rows, self.memory.width(self.numel)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a rank."""
+        return self.rows * self.memory.nbytes(self.numel)
+
+
+class Memories:
+    """The memories of an engine: of one rank, or of all. `planned`: in the plan's order.
+
+    `start` begins a step, `commit` ends one whose norm is finite. Parameters without a gradient
+    leave theirs alone, and where a memory is reset all of its wire's parameters are.
+    """
+
+    def __init__(self, planned: Mapping[Key, RowMemory], ranks: Sequence[int]) -> None:
+        self.planned, self.ranks, self.step = planned, list(ranks), 0
+        self.old: dict[Key, Tensor] = {}  # [ranks, rows, width], after the last finished step
+        self.new: dict[Key, Tensor] = {}  # the same, of the step under way
+        self.written: set[tuple[Key, int]] = set()  # parts of `new`
+        self.settings: dict[Wire, dict[str, Memory]] = {}
+        for (wire, name), own in planned.items():
+            self.settings.setdefault(wire, {})[name] = own.memory
+
+    def go_on(self, before: Memories) -> None:
+        """In place of `before`, between two steps: what is remembered in the same way stays, the
+        rest is left behind."""
+        same = {key for key, own in self.planned.items() if before.planned.get(key) == own}
+        self.old = {key: kept for key, kept in before.old.items() if key in same}
+        before.old = {}
+
+    def start(self, step: int) -> None:
+        """Begin the step, or begin it once more."""
+        self.new, self.written, self.step = {}, set(), step
+
+    def of(self, wire: Wire, ranks: Sequence[int]) -> RankMemories | None:
+        """For rows that lie row by row, and in each of these rank by rank; None: the wire
+        remembers nothing."""
+        return RankMemories(self, wire, tuple(ranks)) if wire in self.settings else None
+
+    def part(self, key: Key, rank: int) -> Tensor | None:
+        """What `rank` remembers now: stored rows [rows, width]."""
+        place = self.ranks.index(rank)
+        if (key, rank) in self.written:
+            return self.new[key][place]
+        if key in self.old and not self.planned[key].memory.resets(self.step):
+            return self.old[key][place]
+        return None
+
+    def room(self, key: Key, rank: int, device: torch.device) -> Tensor:
+        """Where what `rank` remembers next goes: [rows, width]."""
+        if key not in self.new:
+            own = self.planned[key]
+            shape = (len(self.ranks), *own.shape)
+            self.new[key] = torch.empty(shape, dtype=own.memory.dtype, device=device)
+        self.written.add((key, rank))
+        return self.new[key][self.ranks.index(rank)]
+
+    def commit(self) -> None:
+        """The step is done: what it has written counts from now on."""
+        ranks = {(key, rank) for key in self.new for rank in self.ranks}
+        assert self.written == ranks, "some ranks have reduced a gradient that others have not"
+        stay = {k: t for k, t in self.old.items() if not self.planned[k].memory.resets(self.step)}
+        self.old = stay | self.new
+        self.start(self.step)
+
+    def state(self) -> dict[str, Tensor]:
+        """By WIRE.PARAMETER: [ranks, rows, width]."""
+        return {".".join(key): self.old[key] for key in self.planned if key in self.old}
+
+    def make(self, names: Container[str], device: torch.device) -> dict[str, Tensor]:
+        """`state` anew: zeros for these of its names, nothing for others."""
+        self.old = {
+            key: torch.zeros(len(self.ranks), *own.shape, dtype=own.memory.dtype, device=device)
+            for key, own in self.planned.items()
+            if ".".join(key) in names
+        }
+        self.start(0)
+        return self.state()
+
+
+@dataclass(frozen=True)
+class RankMemories:
+    """What some ranks remember of one wire: `codecs.kernels.memory.Remembered`."""
+
+    memories: Memories
+    wire: Wire
+    ranks: tuple[int, ...]
+
+    @property
+    def settings(self) -> Mapping[str, Memory]:
+        return self.memories.settings[self.wire]
+
+    def load(self, name: str, device: torch.device) -> Tensor:
+        key = self.wire, name
+        own = self.memories.planned[key]
+        parts = [self.memories.part(key, rank) for rank in self.ranks]
+        there = [part for part in parts if part is not None]
+        if not there:
+            return torch.zeros(own.rows * len(parts), own.numel, device=device)
+        assert len(there) == len(parts), "ranks of a node remember together"
+        stored = torch.stack(there, dim=1).flatten(0, 1) if len(there) > 1 else there[0]
+        return own.memory.unpack(stored, own.numel)
+
+    def save(self, name: str, m: Tensor) -> None:
+        key = self.wire, name
+        stored = self.memories.planned[key].memory.pack(m)
+        for i, rank in enumerate(self.ranks):
+            self.memories.room(key, rank, m.device).copy_(stored[i :: len(self.ranks)])

@@ -9,6 +9,9 @@ Three calls, so that the owner can run each on a stream of its own:
 A hierarchical gather sends each row to one rank of every other node first; the N rows that a
 rank then holds go to its neighbours in the node. These N rows are what hpZ keeps for backward,
 as encoded bytes. In one node they are the rank's own row, which is encoded again in place of kept.
+
+Where nodes keep weights (`update.py`) each rank has these N rows anyway: it encodes all of them,
+with the noise of their owners, and gathers never leave the node.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ NOTHING = Traffic(0, 0)
 @dataclass(frozen=True)
 class GatherSpec:
     """What a recipe asks of one unit's gathers. `secondary`: backward uses the forward's rows.
-    `stored`: the layouts' last segments so many are a frozen base, encoded once."""
+    `stored`: the layouts' last segments so many are a frozen base, encoded once. `kept`: each node
+    keeps the weights."""
 
     unit: str
     forward: Layout
@@ -43,6 +47,7 @@ class GatherSpec:
     secondary: bool = False
     hierarchical: bool = False
     stored: int = 0
+    kept: bool = False
 
 
 @dataclass(slots=True)
@@ -52,12 +57,12 @@ class Packet:
     wire: Wire
     layout: Layout
     payload: Tensor
-    first: Shipment | None = None  # none where `held` was kept since forward
+    first: Shipment | None = None  # none where the node has `held` already
     held: Tensor | None = None
 
     @property
     def kept(self) -> bool:
-        """Nothing is left to encode or to send across: backward uses what forward held."""
+        """Nothing is left to encode or to send across."""
         return self.first is None
 
 
@@ -72,6 +77,7 @@ class Gather:
         self.node, self.local = divmod(self.rank, self.cluster.gpus_per_node)
         self.keeps = spec.secondary and self.cluster.nodes > 1
         self.secondary: Tensor | None = None  # hpZ's rows, from a forward to its backward
+        self.rows: Sequence[Tensor] = ()  # of weights that the node keeps, [N, n] of each segment
         self.base: Tensor | None = None  # this rank's row of a frozen base, uint8 [1, n]
         segments = spec.forward.segments
         self.encoded = len(segments) - spec.stored  # segments that each gather encodes
@@ -88,6 +94,8 @@ class Gather:
 
     def pack(self, shards: Sequence[Tensor], backward: bool) -> Packet:
         """Encode this rank's padded shards, flat, one per segment."""
+        if self.rows and not self.clock.master:
+            return self._pack_rows("weights_backward" if backward else "weights_forward")
         again = backward and self.spec.secondary and not self.clock.master
         if again and self.keeps:
             return self._from_secondary(shards[0].device)
@@ -140,6 +148,24 @@ class Gather:
             if observer.looks:
                 observer.weights(wire, layout, shards, row)
 
+    def _pack_rows(self, wire: Wire) -> Packet:
+        """Encode what this rank keeps, as its owners would."""
+        layout, device, cluster = self._layout(wire), self.rows[0].device, self.cluster
+        packet = self._empty(wire, layout, device)
+        owners = range(self.local, cluster.world, cluster.gpus_per_node)
+        held = torch.empty(cluster.nodes, layout.nbytes, dtype=torch.uint8, device=device)
+        noise = self.clock.weights_noise(wire, *owners) if layout.stochastic else None
+        observer = self.clock.observer
+        errors = observer.room(wire, layout, held) if observer is not None else None
+        kernels.encode(layout, self.rows, noise, held, errors)
+        if observer is not None:  # other nodes tell of other owners' rows
+            own = None if errors is None else errors[self.node : self.node + 1]
+            observer.encoded(wire, layout, own)
+            if observer.looks:
+                observer.weights(wire, layout, self.rows, held)
+        packet.held = held
+        return packet
+
     def _layout(self, wire: Wire) -> Layout:
         if self.clock.master:
             return self.raw
@@ -165,6 +191,8 @@ class Gather:
         if self.keeps:
             nbytes = self.spec.forward.nbytes * self.cluster.nodes
             self.transport.reserve("gather", "local", nbytes)
+        if self.spec.kept:
+            self.transport.reserve("gather", "local", row * self.cluster.nodes)
 
     def _empty(self, wire: Wire, layout: Layout, device: torch.device) -> Packet:
         shape = (self.cluster.world, layout.nbytes)

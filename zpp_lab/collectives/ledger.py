@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.config.schema import WIRES, Wire
+from zpp_lab.config.schema import USUAL_WIRES, Wire
 
 
 class LedgerError(RuntimeError):
@@ -18,17 +18,18 @@ class Ledger:
         self.start_step()
 
     def start_step(self) -> None:
-        self.step = {wire: Traffic(0, 0) for wire in WIRES}
+        self.step = {wire: Traffic(0, 0) for wire in USUAL_WIRES}
 
     def add(self, wire: Wire, traffic: Traffic) -> None:
-        before = self.step[wire]
+        before = self.step.get(wire, Traffic(0, 0))
         self.step[wire] = Traffic(before[0] + traffic[0], before[1] + traffic[1])
 
     def check(self, planned: dict[Wire, Traffic]) -> None:
         """Compare the step with the plan; LedgerError names the first wire that differs."""
-        for wire in WIRES:
-            if self.step[wire] != planned[wire]:
+        for wire in {**planned, **self.step}:
+            sent, wanted = (found.get(wire, Traffic(0, 0)) for found in (self.step, planned))
+            if sent != wanted:
                 raise LedgerError(
-                    f"{wire}: sent {self.step[wire]}, planned {planned[wire]} bytes (inside nodes, "
+                    f"{wire}: sent {sent}, planned {wanted} bytes (inside nodes, "
                     "between nodes): the engine did not follow the recipe; please report this"
                 )

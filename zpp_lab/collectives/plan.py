@@ -6,6 +6,9 @@ ZeRO as data movement
              gradients are reduced
     stage 2  weights are gathered once a step; gradients are reduced
     stage 1  as stage 2, and gradients of several micro-steps are always added up first
+kept     (`recipe.sharding.weights=node`) as stage 3, but gathers stay inside the node, which keeps
+         the weights in param_dtype; after the update each rank sends its new shard to the ranks of
+         its own place on other nodes, once a step
 A reduction happens at every micro-step, or at the last only (`accumulate`).
 
 A unit that a step does not run (an unused module, a branch not taken) moves nothing in it; one
@@ -18,12 +21,14 @@ so of every engine, plan and dry run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
+from zpp_lab.codecs.kernels.memory import between
 from zpp_lab.codecs.layout import Layout, Parameter
+from zpp_lab.collectives.context import Key, RowMemory
 from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
 from zpp_lab.collectives.traffic import (
     Traffic,
@@ -32,8 +37,9 @@ from zpp_lab.collectives.traffic import (
     node_gather_traffic,
     node_reduce_traffic,
     secondary_traffic,
+    update_traffic,
 )
-from zpp_lab.config.schema import WIRES, Wire
+from zpp_lab.config.schema import USUAL_WIRES, Wire
 
 Bytes = dict[Wire, Traffic]
 
@@ -113,13 +119,54 @@ class UnitPlan:
         return layout.select({s.name for s in layout.segments} - self.unit.stored)
 
     @cached_property
+    def update(self) -> Layout:
+        """What a step sends of the weights that nodes keep: those that are trained. Empty where
+        they keep none."""
+        if not self.recipe.kept:
+            return Layout(())
+        return self._layout("weights_update", trainable_only=True)
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """Parameters that travel as differences, from what nodes then must remember."""
+        if not self.recipe.differences:
+            return ()
+        return tuple(s.name for s in self.update.segments if not isinstance(s.codec, RawCodec))
+
+    @cached_property
+    def raw(self) -> Layout:
+        """Every parameter as its own bytes."""
+        parameters, codec = self.unit.parameters, RawCodec(self.recipe.weights_dtype)
+        names, numels = [p.name for p in parameters], [p.shard_numel for p in parameters]
+        return Layout.build(names, numels, [codec] * len(parameters))
+
+    @cached_property
     def hops(self) -> tuple[Layout, ...]:
         return tuple(self._layout(wire, trainable_only=True) for wire in self.recipe.hops)
+
+    @cached_property
+    def memories(self) -> dict[Key, RowMemory]:
+        """What each rank remembers of its reductions, wire by wire in the layouts' order. A row for
+        each shard of the cluster on the first hop, for each of its place in the nodes on the
+        second."""
+        found: dict[Key, RowMemory] = {}
+        known = {p.name: p for p in self.unit.parameters}
+        cluster, layouts = self.recipe.cluster, self.hops
+        for hop, wire in enumerate(self.recipe.hops):
+            given = between(*layouts) if hop else layouts[0]
+            rows = cluster.nodes if hop else cluster.world
+            for segment in given.segments:
+                memory = self.recipe.memory(wire, known[segment.name])
+                if memory is not None:
+                    numel = segment.coded_numel if hop else segment.numel
+                    domain = segment.codec.rotation if hop else None
+                    found[wire, segment.name] = RowMemory(memory, rows, numel, domain)
+        return found
 
     @property
     def gathers_backward(self) -> bool:
         """Whether backward needs a gather of its own (in the node or across the cluster)."""
-        return self.recipe.config.stage == 3 and self.unit.reshard
+        return self.recipe.config.again and self.unit.reshard
 
     @property
     def keeps_secondary(self) -> bool:
@@ -144,16 +191,20 @@ class UnitPlan:
 
     def forward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster
-        if self.recipe.config.shard == "node":
+        if self.recipe.config.copied:
             return {"weights_forward": node_gather_traffic(cluster, self.forward.nbytes)}
+        if self.recipe.kept:
+            return {"weights_forward": secondary_traffic(cluster, self.forward.nbytes)}
         return {"weights_forward": gather_traffic(cluster, self.forward.nbytes, self.hierarchical)}
 
     def backward_bytes(self) -> Bytes:
         cluster = self.recipe.cluster
         if not self.gathers_backward:
             return {}
-        if self.recipe.config.shard == "node":
+        if self.recipe.config.copied:
             return {"weights_backward": node_gather_traffic(cluster, self.backward.nbytes)}
+        if self.recipe.kept:
+            return {"weights_backward": secondary_traffic(cluster, self.backward.nbytes)}
         if self.recipe.config.secondary:
             return {"weights_backward": secondary_traffic(cluster, self.forward.nbytes)}
         return {
@@ -164,14 +215,14 @@ class UnitPlan:
         """Forward and backward gathers that these micro-steps of one step need."""
         name, used = self.unit.name, list(passes)
         calls = [use.forwards.get(name, 0) for use in used]
-        if self.recipe.config.stage != 3:
+        if not self.recipe.config.again:
             return min(1, sum(calls)), 0
         if not self.unit.reshard:
             return sum(min(1, n) for n in calls), 0
         return sum(calls), sum(use.backwards.get(name, 0) for use in used)
 
     def used_bytes(self, use: StepUse) -> Bytes:
-        """What this unit sends in a step that ran as `use` says."""
+        """What this unit sends up to the update, in a step that ran as `use` says."""
         total = no_bytes()
         forwards, backwards = self.gathers(use.passes)
         add_bytes(total, self.forward_bytes(), forwards)
@@ -180,13 +231,19 @@ class UnitPlan:
             add_bytes(total, self.reduce_bytes(self.unit.trainable - present))
         return total
 
+    def update_bytes(self) -> Bytes:
+        """The step's new weights between nodes: of every trained parameter, once."""
+        if not self.recipe.kept:
+            return {}
+        return {"weights_update": update_traffic(self.recipe.cluster, self.update.nbytes)}
+
     def reduce_bytes(self, absent: frozenset[str] = frozenset()) -> Bytes:
         """`absent`: trainable parameters without a gradient, which no rank sends."""
         present = self.unit.trainable - absent
         if not present:
             return {}
         rows = [hop.select(present).nbytes for hop in self.hops]
-        if self.recipe.config.shard == "node":
+        if self.recipe.config.copied:
             return node_reduce_traffic(self.recipe.cluster, rows[0])
         return hop_traffic(self.recipe.cluster, self.recipe.hops, rows)
 
@@ -215,13 +272,31 @@ class Plan:
         cluster = recipe.cluster
         several = cluster.nodes > 1 and cluster.gpus_per_node > 1
         hierarchical = several and gather != "flat"
-        last = accumulate == "last" or recipe.config.stage == 1
+        last = accumulate == "last" or recipe.config.parts[1] == "none"
         plan = cls(
             tuple(UnitPlan(unit, recipe, hierarchical) for unit in units), recipe, micro_steps, last
         )
-        check_patterns(recipe, [p for u in plan.units for p in u.unit.parameters], plan.stored)
-        _check_bits(plan)
+        plan._check()
         return plan
+
+    def under(self, recipe: Recipe) -> Plan:
+        """The same units under the recipe of another phase: as cut, and with as many micro-steps.
+        ValueError as of `build`, and where nodes would have to remember other parameters."""
+        units = tuple(replace(unit, recipe=recipe) for unit in self.units)
+        plan = replace(self, units=units, recipe=recipe)
+        plan._check()
+        if [u.remembered for u in units] != [u.remembered for u in self.units]:
+            raise ValueError(
+                "recipe.phases with recipe.sharding.update=differences: in each phase the same "
+                "parameters must travel in bits on weights_update, as what nodes keep of the "
+                "others is no sum of differences; leave recipe.rules for that wire as they are"
+            )
+        return plan
+
+    def _check(self) -> None:
+        parameters = [p for u in self.units for p in u.unit.parameters]
+        check_patterns(self.recipe, parameters, self.stored)
+        _check_bits(self)
 
     @property
     def reductions(self) -> int:
@@ -240,15 +315,27 @@ class Plan:
         total, use = no_bytes(), use or self.all_used()
         for unit in self.units:
             add_bytes(total, unit.used_bytes(use))
+            add_bytes(total, unit.update_bytes())
         return total
 
     def quantized_share(self) -> dict[Wire, float]:
         """Of a step's bytes on each wire that sends any, the part that codecs made; no sham's."""
-        every = self.step_bytes()
-        made = replace(
-            self, units=tuple(replace(u, bits_only=True) for u in self.units)
-        ).step_bytes()
-        return {wire: sum(made[wire]) / sum(sent) for wire, sent in every.items() if sum(sent)}
+        return quantized_share([(1, self)])
+
+    def made_bytes(self) -> Bytes:
+        """Of `step_bytes` those that codecs made; no sham's."""
+        units = tuple(replace(u, bits_only=True) for u in self.units)
+        return replace(self, units=units).step_bytes()
+
+    @cached_property
+    def memories(self) -> dict[Key, RowMemory]:
+        """What each rank remembers of its reductions."""
+        return {key: own for unit in self.units for key, own in unit.memories.items()}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a rank's memories, as they are stored; a step holds as many again until it is done."""
+        return sum(own.nbytes for own in self.memories.values())
 
     @cached_property
     def stored(self) -> frozenset[str]:
@@ -260,7 +347,7 @@ def _check_bits(plan: Plan) -> None:
     """ValueError for a wire of this plan that asks for bits, and on which nothing travels in any.
     A frozen base has its own codec, whatever the recipe."""
     recipe, units = plan.recipe, plan.units
-    if recipe.cluster.world == 1 or recipe.config.shard == "node":
+    if recipe.cluster.world == 1 or recipe.config.copied:
         return  # which `Recipe` has looked at
     again = [u for u in units if u.gathers_backward]
     wires: dict[Wire, list[Layout]] = {
@@ -268,6 +355,8 @@ def _check_bits(plan: Plan) -> None:
     }
     if again:
         wires["weights_backward"] = [u.live("weights_backward") for u in again]
+    if recipe.kept:
+        wires["weights_update"] = [u.update for u in units]
     wires |= {wire: [u.hops[i] for u in units] for i, wire in enumerate(recipe.hops)}
     known = {p.name: p for u in units for p in u.unit.parameters}
     for wire, layouts in wires.items():
@@ -279,7 +368,14 @@ def _check_bits(plan: Plan) -> None:
                 f"parameters of this model would travel there as they are ({why}); exempt less, "
                 "or leave that wire without a codec (recipe=zero3: all wires)"
             )
-    for wire in WIRES:
+        if recipe.remembers(wire) and wire not in {
+            own for unit in units for own, _ in unit.memories
+        }:
+            raise ValueError(
+                f"recipe {recipe.config.name}, {wire}: it asks for a memory, but no parameter of "
+                "this model with a codec there has one; exempt less, or leave memory.kind out"
+            )
+    for wire in recipe.config.wires:
         alike = [w for w in wires if w.split("_")[0] == wire.split("_")[0]]
         if wire not in wires and recipe.asks(wire) and not any(map(recipe.asks, alike)):
             raise ValueError(
@@ -295,10 +391,27 @@ def _check_bits(plan: Plan) -> None:
         )
 
 
+def quantized_share(phases: Iterable[tuple[int, Plan]]) -> dict[Wire, float]:
+    """As a plan's, of so many steps under each."""
+    every, made = no_bytes(), no_bytes()
+    for steps, plan in phases:
+        add_bytes(every, plan.step_bytes(), steps)
+        add_bytes(made, plan.made_bytes(), steps)
+    return {wire: sum(made[wire]) / sum(sent) for wire, sent in every.items() if sum(sent)}
+
+
+def bytes_per_step(phases: Sequence[tuple[int, Plan]]) -> int | float:
+    """Of all wires and ranks; the mean over so many steps under each plan."""
+    every = sum(steps * sum(map(sum, plan.step_bytes().values())) for steps, plan in phases)
+    steps = sum(steps for steps, _ in phases)
+    return every / steps if every % steps else every // steps
+
+
 def no_bytes() -> Bytes:
-    return {wire: Traffic(0, 0) for wire in WIRES}
+    """Of the wires that every recipe has; a fifth one is there once it has carried something."""
+    return {wire: Traffic(0, 0) for wire in USUAL_WIRES}
 
 
 def add_bytes(total: Bytes, more: Mapping[Wire, Traffic], times: int = 1) -> None:
     for wire, traffic in more.items():
-        total[wire] = total[wire] + traffic * times
+        total[wire] = total.get(wire, Traffic(0, 0)) + traffic * times

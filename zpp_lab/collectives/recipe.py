@@ -19,10 +19,11 @@ from functools import cached_property
 import torch
 
 from zpp_lab.codecs import Codec, RawCodec, build_codec
+from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.model import OUTER, LoraConfig
-from zpp_lab.config.schema import WIRES, ClusterConfig, RecipeConfig, RuleConfig, Wire
+from zpp_lab.config.schema import USUAL_WIRES, WIRES, ClusterConfig, RecipeConfig, RuleConfig, Wire
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RAW = CodecConfig(codec="none")
@@ -39,19 +40,31 @@ class Recipe:
     lora: LoraConfig = field(default_factory=LoraConfig)  # how a frozen base is stored
 
     def __post_init__(self) -> None:
-        for wire in WIRES:
+        for wire in self.config.wires:
             for settings in self._settings(wire):
                 _check_settings(self.config.name, wire, settings)
         _check_reduction(self)
+        _check_memory(self)
         _check_weights(self)
         _check_shard(self)
+        _check_kept(self)
         _check_base(self)
 
     @property
     def shards(self) -> int:
         """Into how many parts each parameter is cut."""
-        node = self.config.shard == "node"
-        return self.cluster.gpus_per_node if node else self.cluster.world
+        copied = self.config.copied
+        return self.cluster.gpus_per_node if copied else self.cluster.world
+
+    @property
+    def kept(self) -> bool:
+        """Whether each node keeps the weights, and a step's new ones travel between nodes once."""
+        return self.config.kept and self.cluster.nodes > 1
+
+    @property
+    def differences(self) -> bool:
+        """Whether those travel as differences from what the node keeps."""
+        return self.kept and self.config.sharding.update == "differences"
 
     @property
     def hops(self) -> tuple[Wire, ...]:
@@ -59,7 +72,7 @@ class Recipe:
         nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
         if self.cluster.world == 1:
             return ()
-        two = self.config.hops == 2 or self.config.shard == "node"
+        two = self.config.hops == 2 or self.config.copied
         if two and nodes > 1 and local > 1:
             return ("grads_intra", "grads_inter")
         return ("grads_intra",) if local > 1 else ("grads_inter",)
@@ -80,11 +93,26 @@ class Recipe:
                 codec = build_codec(settings, raw)
         return codec
 
+    def memory(self, wire: Wire, parameter: Parameter) -> Memory | None:
+        """What its encoder remembers of `parameter` on `wire`, rules applied; None: nothing, as of
+        all that travels as it is."""
+        if isinstance(self.codec(wire, parameter), RawCodec):
+            return None
+        settings = self.wire(wire)
+        for rule in self.config.rules:
+            if _matches(rule, wire, parameter):
+                settings = rule.set.over(self.wire(wire))
+        return Memory.of(settings.memory)
+
     def asks(self, wire: Wire) -> bool:
         """Whether the wire, or a rule for it, has a codec."""
         return any(
             not isinstance(build_codec(s, torch.float32), RawCodec) for s in self._settings(wire)
         )
+
+    def remembers(self, wire: Wire) -> bool:
+        """Whether the wire, or a rule for it, asks for a memory."""
+        return any(settings.memory.on for settings in self._settings(wire))
 
     def _settings(self, wire: Wire) -> list[CodecConfig]:
         """The wire's own, and those that rules make of them."""
@@ -127,7 +155,8 @@ def check_patterns(recipe: Recipe, parameters: Sequence[Parameter], stored: Set[
         _need_match("recipe.exempt.names", pattern, names)
     for i, rule in enumerate(recipe.config.rules):
         _need_match(f"recipe.rules[{i}].name", rule.name, names)
-        if not any(_matches(rule, wire, p) for wire in rule.wires for p in parameters):
+        wires = recipe.config.wires
+        if not any(_matches(rule, wire, p) for wire in wires for p in parameters):
             raise ValueError(
                 f"recipe.rules[{i}] (name {rule.name}) matches no parameter of this model: its "
                 "wires, ndim, min_numel and max_numel leave none; widen them, or drop the rule"
@@ -225,21 +254,62 @@ def _check_reduction(recipe: Recipe) -> None:
         )
 
 
+def _check_memory(recipe: Recipe) -> None:
+    """`RecipeConfig` has looked at each wire's settings."""
+    asked = [wire for wire in WIRES if recipe.remembers(wire)]
+    if asked and not set(asked) & set(recipe.hops):
+        raise ValueError(
+            f"recipe {recipe.config.name}, {' and '.join(asked)}: memory.kind=residual would "
+            f"remember nothing, since gradients of {recipe.cluster.nodes} × "
+            f"{recipe.cluster.gpus_per_node} ranks cross {', '.join(recipe.hops)} alone; set it "
+            "for that wire or for recipe.grads, or leave it out"
+        )
+
+
 def _check_shard(recipe: Recipe) -> None:
     """Sharding inside nodes is a baseline that FSDP2 runs by itself."""
-    if recipe.config.shard == "world":
+    if not recipe.config.copied:
         return
     name, nodes, local = recipe.config.name, recipe.cluster.nodes, recipe.cluster.gpus_per_node
+    said = f"recipe.{recipe.config.said('optimizer')}"
+    instead = said.replace("node", "world")
     if nodes == 1 or local == 1:
         raise ValueError(
-            f"recipe {name}: recipe.shard=node needs several nodes with several GPUs each, not "
-            f"{nodes} × {local}; use recipe.shard=world"
+            f"recipe {name}: {said} needs several nodes with several GPUs each, not "
+            f"{nodes} × {local}; use {instead}"
         )
-    asked = [wire for wire in WIRES if _quantizes(recipe, wire)]
+    asked = [wire for wire in USUAL_WIRES if _quantizes(recipe, wire)]
     if asked:
         raise ValueError(
-            f"recipe {name}: recipe.shard=node is a baseline without codecs, but "
-            f"{', '.join(asked)} ask for one; use recipe.shard=world"
+            f"recipe {name}: {said} is a baseline without codecs, but "
+            f"{', '.join(asked)} ask for one; use {instead}"
+        )
+
+
+def _check_kept(recipe: Recipe) -> None:
+    """Bits of `weights_update`, and those inside nodes, must have bytes to travel as."""
+    config, cluster = recipe.config, recipe.cluster
+    differences = config.sharding.update == "differences"
+    if not config.kept:
+        return
+    asked = differences or config.weights_update != CodecConfig()
+    if asked and not recipe.kept:
+        raise ValueError(
+            f"recipe {config.name}: on one node no weights travel between nodes, so "
+            "recipe.weights_update would carry nothing; take a cluster of several nodes, or leave "
+            "recipe.weights_update and recipe.sharding.update out"
+        )
+    if differences and not recipe.asks("weights_update"):
+        raise ValueError(
+            f"recipe {config.name}: recipe.sharding.update=differences needs a codec: as their own "
+            "bytes the weights arrive whole; set recipe.weights_update.bits, or update=weights"
+        )
+    inside = [w for w in ("weights_forward", "weights_backward") if recipe.asks(w)]  # type: ignore[arg-type]
+    if inside and recipe.kept and cluster.gpus_per_node == 1:
+        raise ValueError(
+            f"recipe {config.name}: with one GPU a node no weights travel inside nodes, so "
+            f"{' and '.join(inside)} would carry nothing; set recipe.weights_update in place of "
+            "recipe.weights"
         )
 
 
@@ -252,10 +322,11 @@ def _check_base(recipe: Recipe) -> None:
             f"model.lora.base_codec.codec={recipe.lora.base_codec.codec} rounds stochastically, "
             "but the base is encoded once: take a codec that rounds to nearest"
         )
-    if recipe.config.shard == "node":
+    if "node" in recipe.config.parts:
         raise ValueError(
-            f"recipe {recipe.config.name}: recipe.shard=node is left to FSDP2, which cannot keep "
-            "a frozen base as a payload; use recipe.shard=world with model.lora"
+            f"recipe {recipe.config.name}: weights that are cut inside nodes "
+            "cannot keep a frozen base as a payload; leave recipe.shard and recipe.sharding out "
+            "with model.lora"
         )
 
 
@@ -263,8 +334,8 @@ def _check_weights(recipe: Recipe) -> None:
     config = recipe.config
     if recipe.wire("weights_forward") == recipe.wire("weights_backward"):
         return
-    if config.secondary or config.stage != 3:
-        why = "recipe.secondary=true" if config.secondary else f"recipe.stage={config.stage}"
+    if config.secondary or not config.again:
+        why = "recipe.secondary=true" if config.secondary else f"recipe.{config.said('weights')}"
         raise ValueError(
             f"recipe {config.name}: with {why} backward uses the forward's weights; "
             "leave recipe.weights_backward as weights_forward is"

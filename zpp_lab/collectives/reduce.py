@@ -6,6 +6,9 @@ of this local rank own, the sums are encoded again, cross between nodes, and are
 
 Hops that share their rotation keep its domain between them: sums are linear, so one inverse at the
 end suffices.
+
+On a wire with memories an encoder adds what it remembers to what it encodes: to whole gradients,
+and to sums in the domain in which they are encoded.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs import kernels
+from zpp_lab.codecs.kernels import memory
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import Traffic, hop_traffic
 from zpp_lab.collectives.transport import Link, Shipment, Transport
@@ -46,9 +50,16 @@ class Reduce:
     """Reductions of one unit by one rank."""
 
     def __init__(
-        self, spec: ReduceSpec, transport: Transport, ledger: Ledger, clock: Clock
+        self,
+        spec: ReduceSpec,
+        transport: Transport,
+        ledger: Ledger,
+        clock: Clock,
+        memories: Memories | None = None,
     ) -> None:
+        """`memories`: of this rank; None: it remembers nothing."""
         self.spec, self.transport, self.ledger, self.clock = spec, transport, ledger, clock
+        self.memories = memories or Memories({}, ())
         self.cluster, self.rank = transport.cluster, transport.rank
         self.hops = spec.hops
         self.chosen: dict[Names, Chosen] = {}
@@ -109,7 +120,11 @@ class Reduce:
             noise = self.clock.grads_noise(wire, self.rank, range(world))
         observer = self.clock.observer
         errors = observer.room(wire, layout, room) if observer is not None else None
-        kernels.encode(layout, grads, noise, room, errors)
+        kept = self.memories.of(wire, [self.rank])
+        if kept is None:
+            kernels.encode(layout, grads, noise, room, errors)
+        else:
+            grads = memory.encode(layout, grads, noise, room, errors, kept)
         if observer is None:
             return
         observer.encoded(wire, layout, errors)
@@ -126,10 +141,16 @@ class Reduce:
         noise = None
         if second.stochastic:
             noise = self.clock.grads_noise(self.hops[1], self.rank, shards)
-        kernels.decode_sum_encode(first, second, rows, noise, room)
-        if self.clock.observer is not None:
+        kept = self.memories.of(self.hops[1], [self.rank])
+        if kept is None:
+            kernels.decode_sum_encode(first, second, rows, noise, room)
+        if kept is not None or self.clock.observer is not None:
             sums = torch.zeros(len(shards), first.coded_numel, device=room.device)
             kernels.decode_sum(first, rows, sums)
+        if kept is not None:
+            sums = memory.encode_sums(first, second, sums, noise, room, kept)
+            first = memory.between(first, second)
+        if self.clock.observer is not None:
             flat = kernels.finish_sums(first, sums)
             before = [flat[:, s.offset_numel : s.offset_numel + s.numel] for s in first.segments]
             sender = node * self.cluster.gpus_per_node

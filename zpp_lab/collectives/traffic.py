@@ -38,8 +38,13 @@ def gather_traffic(cluster: ClusterConfig, row: int, hierarchical: bool) -> Traf
 
 
 def secondary_traffic(cluster: ClusterConfig, row: int) -> Traffic:
-    """hpZ's gather inside the node, where every rank kept N of the W rows."""
+    """A gather inside the node, where every rank keeps N of the W rows (hpZ, and kept weights)."""
     return Traffic(cluster.world * (cluster.gpus_per_node - 1) * cluster.nodes * row, 0)
+
+
+def update_traffic(cluster: ClusterConfig, row: int) -> Traffic:
+    """Each rank's new row to the same local rank of every other node."""
+    return Traffic(0, cluster.world * (cluster.nodes - 1) * row)
 
 
 def hop_traffic(

@@ -10,9 +10,11 @@ from pydantic.dataclasses import dataclass
 
 Rounding = Literal["nearest", "stochastic"]
 Dtype = Literal["fp32", "bf16"]
+MemoryStore = Literal["fp32", "bf16", "8bit"]
 
 BITS = (2, 3, 4, 6, 8)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
+CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
 
@@ -26,6 +28,52 @@ def need(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, config=STRICT)
+class MemoryConfig:
+    """What the encoder of a gradient wire remembers; `codecs/kernels/memory.py` has the arithmetic.
+
+    A field at None is taken as of `CodecConfig`; in the end it is kind=none, store=bf16, decay=1,
+    average=0, reset_every=0 (never).
+    """
+
+    kind: Literal["none", "residual"] | None = None
+    store: MemoryStore | None = None
+    decay: float | None = None  # of what is remembered
+    average: float | None = None  # share of the old memory in the new one, a moving average
+    reset_every: int | None = None  # steps after which it is forgotten
+
+    def __post_init__(self) -> None:
+        need(
+            self.decay is None or 0 < self.decay <= 1,
+            f"memory.decay={self.decay}: use more than 0, and 1 at most",
+        )
+        need(
+            self.average is None or 0 <= self.average < 1,
+            f"memory.average={self.average}: use 0 (none) or more, and less than 1",
+        )
+        need(
+            self.reset_every is None or self.reset_every >= 0,
+            f"memory.reset_every={self.reset_every}: use 0 (never) or more",
+        )
+
+    @property
+    def on(self) -> bool:
+        return self.kind not in (None, "none")
+
+    def over(self, base: MemoryConfig) -> MemoryConfig:
+        """These settings, with `base` where one is None."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MemoryConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
+
+    def check(self) -> None:
+        """ValueError for settings of a memory that there is not."""
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        need(
+            self.kind is not None or not given,
+            f"memory.{' and memory.'.join(given)} without a memory: set memory.kind=residual",
+        )
+
+
+@dataclass(frozen=True, config=STRICT)
 class CodecConfig:
     """One wire's codec. In a recipe a wire takes a field left at None from `weights` or `grads`;
     None there is the codec's own default: codec=block, block_size=256, symmetric=true,
@@ -34,7 +82,9 @@ class CodecConfig:
     `codec` is a registered name. For the built-in family `block`, `bits=None`
     means that the tensor's own bytes are sent. `sham`, a control, sends them
     with noise added, as large as the error of the block codec with the same
-    settings. `options` goes to codecs of other packages as keyword arguments.
+    settings. `topk` sends the `keep` greatest elements of each `block_size`,
+    with `bits` in so many, else as they are. `options` goes to codecs of other
+    packages as keyword arguments.
     """
 
     codec: str | None = None
@@ -45,16 +95,35 @@ class CodecConfig:
     scale_dtype: Dtype | None = None
     hadamard: int | None = None
     random_signs: bool | None = None
+    keep: int | None = None
     options: dict[str, Any] | None = None
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def over(self, base: CodecConfig) -> CodecConfig:
-        """These settings, with `base` where one is None."""
+        """These settings, with `base` where one is None. `keep` is of one codec: another one does
+        not take it over."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return CodecConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
+        merged = {k: getattr(base, k) if v is None else v for k, v in own.items()}
+        if self.codec not in (None, base.codec):
+            merged["keep"] = self.keep
+        return CodecConfig(**merged | {"memory": self.memory.over(base.memory)})
+
+    @property
+    def raw(self) -> bool:
+        """Whether the tensor's own bytes are sent as they are."""
+        return self.codec == "none" or (self.codec in (None, "block") and self.bits is None)
 
     def check(self) -> None:
-        """ValueError for what the family `block` and its `sham` do not have, also where bits=None
-        leaves it unused. Codecs of other packages check their own when they are built."""
+        """ValueError for what `topk`, the family `block` and its `sham` do not have, also where
+        bits=None leaves it unused. Codecs of other packages check their own when they are built."""
+        self.memory.check()
+        if self.codec == "topk":
+            self._check_topk()
+        need(
+            self.keep is None or self.codec not in (None, "none", "block", "sham"),
+            f"keep={self.keep} without codec=topk, which keeps so many elements of a block: set "
+            "codec=topk, or leave keep out",
+        )
         if self.codec == "sham":
             need(self.bits is not None, "codec=sham needs the bits of the codec whose error it has")
             need(
@@ -65,6 +134,26 @@ class CodecConfig:
             bits, size = self.bits, self.block_size
             size = BLOCK_SIZE if size is None else size
             check_block(8 if bits is None else bits, size, self.hadamard or 0, self.random_signs)
+
+    def _check_topk(self) -> None:
+        need(
+            self.keep is not None,
+            "codec=topk needs keep, how many elements of each block_size are sent: set keep=8",
+        )
+        size = BLOCK_SIZE if self.block_size is None else self.block_size
+        check_topk(self.keep or 0, size, self.bits)
+        need(
+            not self.hadamard and not self.random_signs,
+            "codec=topk with hadamard: a rotation makes all elements alike, so that none is worth "
+            "keeping; set hadamard=0 and leave random_signs out",
+        )
+        codes = ("rounding", "symmetric", "scale_dtype")
+        given = [name for name in codes if getattr(self, name) is not None]
+        need(
+            self.bits is not None or not given,
+            f"codec=topk with {' and '.join(given)}, but what it keeps is sent as it is: set bits, "
+            "or leave that out",
+        )
 
 
 def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | None) -> None:
@@ -83,6 +172,24 @@ def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | 
     need(
         hadamard in (0, *HADAMARD_SIZES),
         f"hadamard={hadamard}: use 0 (off) or one of {HADAMARD_SIZES}",
+    )
+
+
+def check_topk(keep: int, block_size: int, bits: int | None) -> None:
+    """ValueError for what no codec `topk` keeps. `bits`: of its values; None sends them as is."""
+    need(
+        block_size in CHUNK_SIZES,
+        f"codec=topk, block_size={block_size}: use a power of two, {CHUNK_SIZES}",
+    )
+    need(
+        1 <= keep <= block_size,
+        f"keep={keep} of each block_size={block_size}: use 1 to {block_size}, or larger blocks",
+    )
+    need(bits in (None, *BITS), f"bits={bits}: use one of {BITS}, or null to send as is")
+    need(
+        bits is None or keep in BLOCK_SIZES,
+        f"keep={keep} with bits={bits}: what a block keeps shares a scale, so use a power of two, "
+        f"{BLOCK_SIZES}, or bits=null",
     )
 
 

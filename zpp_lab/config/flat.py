@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from zpp_lab.config.load import load, outdated
-from zpp_lab.config.schema import Config, RecipeConfig, RuleConfig
+from zpp_lab.config.schema import USUAL_WIRES, WIRES, Config, RecipeConfig, RuleConfig
 from zpp_lab.files import conf_dir, read_yaml
 
 RAW = "raw"  # the tensor's own bytes
@@ -35,7 +35,8 @@ FREE = (
     "engine.timeout_seconds",
     "engine.silence_seconds",
 )
-_BEGINS = "run.start_from"  # it stands with what is free, but says with which weights a run begins
+# they stand with what is free, but say with which state a run begins
+_BEGINS = ("run.start_from", "run.memory")
 
 
 def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
@@ -45,13 +46,24 @@ def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Config):
         return flatten(asdict(config))
     stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
+    if "recipe.sharding.weights" not in stored:  # of before there was a fifth wire
+        stored |= {"recipe.rules": [_completed(r) for r in stored.get("recipe.rules") or ()]}
     return flatten(asdict(Config())) | stored
 
 
+def _completed(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule for every wire that there was is one for every wire that there is."""
+    usual = list(rule.get("wires") or ()) == list(USUAL_WIRES)
+    return {**rule, **({"wires": list(WIRES)} if usual else {})}
+
+
 def quantizes(flat: Mapping[str, Any]) -> bool:
-    """Whether a run's settings (`flat_config`) put a codec on a wire, by a rule as well."""
+    """Whether a run's settings (`flat_config`) put a codec on a wire, by a rule or in a phase as
+    well."""
     of_wires = (v for k, v in flat.items() if k.startswith("recipe.") and k.endswith(_CODEC))
-    return bool(flat.get("recipe.rules")) or any(value is not None for value in of_wires)
+    return bool(flat.get("recipe.rules") or flat.get("recipe.phases")) or any(
+        value is not None for value in of_wires
+    )
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -62,7 +74,7 @@ def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def is_free(key: str) -> bool:
     """Whether the setting changes no numbers."""
-    return key != _BEGINS and any(key == name or key.startswith(name + ".") for name in FREE)
+    return key not in _BEGINS and any(key == name or key.startswith(name + ".") for name in FREE)
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -94,7 +106,7 @@ def arm_name(
     alone would say that there is no codec.
     """
     settings = heeded(config)
-    usual = {} if name else _as_written(str(settings["recipe.name"]))
+    usual = {} if name else as_written(str(settings["recipe.name"]))
     keys = {*varying, *(key for key in usual if settings.get(key) != usual[key])} - {"seed"}
     parts = [name or str(settings["recipe.name"])]
     for key in sorted(keys):
@@ -108,6 +120,8 @@ def _shown(key: str, value: Any) -> str:
     """A setting's value in one word."""
     if key == "recipe.rules":
         value = [_rule(rule) for rule in value or ()]
+    if key == "recipe.phases":
+        value = [_phase(phase) for phase in value or ()]
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)
@@ -122,6 +136,18 @@ def _rule(rule: Mapping[str, Any]) -> str:
     what = said.pop(key) if key else RAW
     more = f"~{_hash(sorted(said.items()))}" if said else ""
     return f"{name}:{RAW if key == 'exempt' else what}{more}"
+
+
+def _phase(phase: Mapping[str, Any]) -> str:
+    """From when on, and what it sets."""
+    parts = []
+    for key, value in phase.items():
+        if isinstance(value, Mapping):
+            said = {k: v for k, v in flatten(dict(value)).items() if v is not None}
+            parts += [f"{key}.{k}={v}" for k, v in said.items()] or [f"{key}={RAW}"]
+        elif key != "after" and value is not None:
+            parts.append(f"{key}={_shown(f'recipe.{key}', value)}")
+    return f"{phase['after']}:{'+'.join(parts)}"
 
 
 def _hash(what: object) -> str:
@@ -155,7 +181,7 @@ def _plain() -> dict[str, Any]:
 
 
 @cache
-def _as_written(recipe: str) -> dict[str, Any]:
+def as_written(recipe: str) -> dict[str, Any]:
     """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
     file = conf_dir() / "recipe" / f"{recipe}.yaml"
     if not file.is_file():

@@ -48,6 +48,15 @@ class LoraConfig:
             "model.lora.base_codec.rounding=stochastic: the base is encoded once, so its noise "
             "would never average out; use nearest",
         )
+        need(
+            self.base_codec.codec != "topk",
+            "model.lora.base_codec.codec=topk would make 0 of all weights but the kept ones; use "
+            "block",
+        )
+        need(
+            not self.base_codec.memory.on,
+            "model.lora.base_codec.memory: the base is encoded once; leave the memory out",
+        )
         asked = bool(self.targets) or self.base_codec != CodecConfig()
         need(
             self.rank > 0 or not asked,

@@ -1,6 +1,6 @@
 """Every setting of zpp_lab as a frozen dataclass, validated when it is built.
 
-The larger parts have files of their own (`model.py` …), and are found here as well.
+The larger parts have files of their own (`model.py`, `recipe.py` …), and are found here as well.
 Nothing of them imports torch: a study of a thousand runs reads configs only.
 `load` turns the nested mapping that Hydra composed into a `Config`; an unknown
 key, a wrong type or an impossible value is a `ValueError` that names the place
@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import field, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
 from zpp_lab.config.codec import STRICT as _STRICT
-from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
 from zpp_lab.config.data import DataConfig
 from zpp_lab.config.model import ModelConfig
-
-Wire = Literal["weights_forward", "weights_backward", "grads_intra", "grads_inter"]
-WIRES: tuple[Wire, ...] = get_args(Wire)
+from zpp_lab.config.recipe import USUAL_WIRES as USUAL_WIRES
+from zpp_lab.config.recipe import WIRES as WIRES
+from zpp_lab.config.recipe import PhaseConfig as PhaseConfig
+from zpp_lab.config.recipe import RecipeConfig
+from zpp_lab.config.recipe import RuleConfig as RuleConfig
+from zpp_lab.config.recipe import ShardingConfig as ShardingConfig
+from zpp_lab.config.recipe import Wire as Wire
 
 # Held-out tokens below which no verdict is given, and below which there is a warning. All seeds
 # share the held-out text, and few documents say little of how much others differ. By the documents
@@ -32,78 +35,6 @@ LEAST_HELDOUT, FEW_HELDOUT = 1_000, 10_000
 STUDY_HELDOUT = 2**21  # of a study on GPUs that does not say: 0.0007 nats, by the same
 
 TrainDtype = Literal["fp32", "bf16", "fp16"]  # fp16: engine=deepspeed, which scales the loss
-
-
-@dataclass(frozen=True, config=_STRICT)
-class RuleConfig:
-    """Codec settings for the parameters that match; the last matching rule wins."""
-
-    name: str = "*"
-    ndim: int | None = None
-    min_numel: int = 0
-    max_numel: int | None = None
-    wires: list[Wire] = field(default_factory=lambda: list(WIRES))
-    exempt: bool = False
-    set: CodecConfig = field(default_factory=CodecConfig)
-
-
-@dataclass(frozen=True, config=_STRICT)
-class RecipeConfig:
-    """Which codec each wire uses, for which parameters, and the sharding.
-
-    `weights` and `grads` are short-hands: each wire starts from its short-hand
-    and changes what it sets itself.
-    """
-
-    name: str = "zero3"
-    stage: Literal[1, 2, 3] = 3
-    shard: Literal["world", "node"] = "world"  # node: sharded inside a node, copies across (HSDP)
-    secondary: bool = False  # hpZ: the node keeps the forward payload for backward
-    hops: Literal[1, 2] = 1
-    order: Literal["rank", "reversed"] = "rank"
-    weights: CodecConfig = field(default_factory=CodecConfig)
-    grads: CodecConfig = field(default_factory=CodecConfig)
-    weights_forward: CodecConfig = field(default_factory=CodecConfig)
-    weights_backward: CodecConfig = field(default_factory=CodecConfig)
-    grads_intra: CodecConfig = field(default_factory=CodecConfig)
-    grads_inter: CodecConfig = field(default_factory=CodecConfig)
-    exempt: ExemptConfig = field(default_factory=ExemptConfig)
-    rules: list[RuleConfig] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        _need(
-            not (self.secondary and self.stage != 3),
-            f"recipe.secondary=true needs recipe.stage=3: stage {self.stage} keeps the weights "
-            "between forward and backward, so there is nothing to gather again",
-        )
-        self._check_codecs()
-        clash = [
-            text
-            for text, there in (
-                ("secondary=true (all weights are in the node anyway)", self.secondary),
-                ("hops=2 (it has two hops of its own)", self.hops == 2),
-                ("order=reversed (FSDP2 sums in its own order)", self.order == "reversed"),
-            )
-            if there and self.shard == "node"
-        ]
-        _need(not clash, f"recipe.shard=node does not go with recipe.{'; recipe.'.join(clash)}")
-
-    def wire(self, wire: Wire) -> CodecConfig:
-        """The wire's own codec settings over its short-hand."""
-        short = self.weights if wire.startswith("weights") else self.grads
-        own: CodecConfig = getattr(self, wire)
-        return own.over(short)
-
-    def _check_codecs(self) -> None:
-        rules = [r for r in self.rules if not r.exempt]
-        for wire in WIRES:
-            own = self.wire(wire)
-            ruled = [rule.set.over(own) for rule in rules if wire in rule.wires]
-            for settings in (own, *ruled):
-                try:
-                    settings.check()
-                except ValueError as error:
-                    raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -354,6 +285,7 @@ class RunConfig:
     until: float | None = None  # unix time before which to stop with a checkpoint; see --for
     piece_steps: int = 0  # steps of this start, after which to stop alike; 0: any number
     start_from: str | None = None  # another run's checkpoint, of any engine and cluster
+    memory: Literal["keep", "drop"] = "keep"  # drop: begin without what its encoders remember
 
     def __post_init__(self) -> None:
         _need(self.dir != "", "run.dir='': name a folder, or null (runs/RECIPE/seedN)")
@@ -392,7 +324,32 @@ class Config:
             "model.start_optimizer and run.start_from are two states to begin with: set one of "
             "them",
         )
+        _need(
+            self.run.memory == "keep" or self.model.start_optimizer or bool(self.run.start_from),
+            "run.memory=drop is for a run that begins with another one's state: leave it out, or "
+            "set run.start_from or model.start_optimizer",
+        )
         _ = self.optimization  # beta2_tokens may be out of range
+        _ = self.phases
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The run's parts in turn, each under a recipe without phases; of most runs one. Where
+        there are several, those without codecs go through our collectives too."""
+        if not self.recipe.phases:
+            return (Phase(0, self.train.steps, self),)
+        found = self.recipe.phased(self.train.steps)
+        engine = replace(self.engine, ordered=True)
+        ends = [*(first for first, _ in found[1:]), self.train.steps]
+        return tuple(
+            Phase(first, end - first, replace(self, recipe=recipe, engine=engine))
+            for (first, recipe), end in zip(found, ends, strict=True)
+        )
+
+    def at(self, done: int) -> Config:
+        """The settings under which the next step runs after `done` steps, and after the last one
+        those of the last step."""
+        return next(p.config for p in reversed(self.phases) if p.first <= done)
 
     @property
     def tokens_per_step(self) -> int:
@@ -417,3 +374,11 @@ class Config:
             "a step beta2 would round to 1; use fewer",
         )
         return replace(self.train, beta2=beta2, beta2_tokens=None)
+
+
+class Phase(NamedTuple):
+    """A part of a run: the steps done when it begins, its own, and the settings of each."""
+
+    first: int
+    steps: int
+    config: Config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,12 +43,18 @@ class StepResult:
 class Engine(Protocol):
     """Trains a model under a plan. Steps count from 0."""
 
-    plan: Plan
+    plan: Plan  # of the step that comes next
+    plans: Mapping[int, Plan]  # of every phase, by the steps done when it begins
     built: dict[str, float]  # seconds of what building it consisted of, where it is known
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
-        """One optimizer step; NonFiniteError before any weight has changed."""
+        """One optimizer step; NonFiniteError before any weight or memory has changed."""
         ...
+
+    def enter(self, done: int) -> None:
+        """Before a state of `done` steps is loaded: follow the plan of the step after them. Steps
+        do so by themselves. Memories of wires go on where the plan before had the same."""
+        assert len(self.plans) == 1
 
     def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         """Loss of every counted target in nats, in the batches' order, with the wire's weights or

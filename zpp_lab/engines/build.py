@@ -54,7 +54,7 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
     """The engine that `config` asks for, with its model on `device`."""
     check_engine(config)
     if config.engine.name == "fsdp":
-        from zpp_lab.collectives.choose import gather_mode
+        from zpp_lab.collectives.peer.choose import gather_mode
         from zpp_lab.engines.fsdp.engine import FsdpEngine
 
         model = _model(config, vocab_size, "meta")
@@ -77,11 +77,11 @@ def build_engine(config: Config, vocab_size: int, device: torch.device) -> Engin
 def check_engine(config: Config) -> None:
     """ValueError where recipe and cluster do not go together, or the engine has no such recipe.
     Builds no model."""
-    recipe = recipe_of(config)
-    if config.engine.name == "virtual" and config.recipe.shard == "node":
+    recipe, *_ = [recipe_of(phase.config) for phase in config.phases]
+    if config.engine.name == "virtual" and config.recipe.copied:
         raise ValueError(
-            "recipe.shard=node runs on engine=fsdp alone; for the virtual engine take "
-            "recipe.hops=2 without codecs, which adds up in the same groups"
+            f"recipe.{config.recipe.said('optimizer')} runs on engine=fsdp alone; for the virtual "
+            "engine take recipe.hops=2 without codecs, which adds up in the same groups"
         )
     if config.engine.name == "fsdp":
         is_untouched(Plan((), recipe), config.engine.ordered)
@@ -118,6 +118,12 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     )
 
 
+def plans_by_step(plan: Plan, config: Config) -> dict[int, Plan]:
+    """By the steps done when its phase begins each plan of a run that begins with `plan`."""
+    later = {p.first: plan.under(recipe_of(p.config)) for p in config.phases[1:]}
+    return {0: plan, **later}
+
+
 def units_of(model: nn.Module, shards: int) -> list[Unit]:
     """The model's units: `model.units()`, then the root with what is left."""
     return cut_units(model, named_units(model), shards, frozen_base(model))
@@ -145,6 +151,11 @@ def plan_of(config: Config, one_host: bool = False) -> Plan:
         "flat" if one_host and gather == "auto" else gather,
         *settings,
     )
+
+
+def plans_of(config: Config) -> list[tuple[int, Plan]]:
+    """The plan of each of the run's phases, with their steps."""
+    return [(phase.steps, plan_of(phase.config)) for phase in config.phases]
 
 
 @lru_cache(maxsize=256)

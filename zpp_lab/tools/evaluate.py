@@ -95,7 +95,7 @@ def evaluate(
         raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")
     if dtype not in (None, "fp32", "bf16"):
         raise ValueError(f"--dtype {dtype}: use fp32 or bf16")
-    bench = _Bench.of(source, tokens, device, dtype)
+    bench = Bench.of(source, tokens, device, dtype)
     measured = [
         _run_rows(p, bench, codecs) if _is_run(p) else [_folder_row(p, bench)] for p in paths
     ]
@@ -103,7 +103,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
     """The held-out tokens of one run, on one device."""
 
     source: Path
@@ -114,7 +114,7 @@ class _Bench:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, source: Path, tokens: int | None, device: str, dtype: str | None) -> _Bench:
+    def of(cls, source: Path, tokens: int | None, device: str, dtype: str | None) -> Bench:
         if tokens is not None and tokens < 1:
             raise ValueError(f"--tokens {tokens}: use 1 or more")
         config, _ = open_run(source)
@@ -127,6 +127,27 @@ class _Bench:
         heldout = open_heldout(config, data)
         kind = DTYPES[dtype] if dtype else None
         return cls(source, config.data, data, heldout, where, kind)
+
+    @property
+    def count(self) -> int:
+        """Held-out tokens that count."""
+        return sum(counted(y) for _, y in self.heldout.batches)
+
+    def model(self, path: Path, config: Config, saved: SavedWeights) -> Any:
+        """The run's model on the device, its weights not filled in, in what it computes in."""
+        rows = saved.shapes.get("embed.weight", (self.tokens.vocab_size,))[0]
+        model = build_model(config.model, config.model.vocab_size or rows, "meta")
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        if shapes != saved.shapes:
+            raise ValueError(f"the checkpoint in {path} is of another model than its config")
+        materialize(model, self.device)
+        for p in model.parameters():
+            p.data = p.data.to(self.dtype or WireWeights(config, saved).dtype)
+        return model.eval()
+
+    def fill(self, model: Any, read: Callable[..., Tensor], seed: int) -> None:
+        """Weights as `read(name, device)` gives them, whole."""
+        fill(model, _Saved(model, seed, partial(read, device=self.device)), whole, lambda p: p)
 
     @torch.no_grad()
     def loss(self, model: Any) -> float:
@@ -144,7 +165,7 @@ class _Bench:
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
             heldout_loss=loss,
             perplexity=math.exp(loss) if loss < 700 else math.inf,
-            tokens=sum(counted(y) for _, y in self.heldout.batches),
+            tokens=self.count,
             heldout_hash=self.heldout.hash,
         )
 
@@ -153,38 +174,35 @@ def _is_run(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def _run_rows(path: Path, bench: _Bench, codecs: Sequence[CodecConfig]) -> list[Row]:
+def _run_rows(path: Path, bench: Bench, codecs: Sequence[CodecConfig]) -> list[Row]:
     config, saved = open_run(path)
     _check_tokens(path, config.data, bench)
     check_reads(path, bench.tokens)
-    model = _empty_model(path, config, saved, bench)
+    model = bench.model(path, config, saved)
     of = {"recipe": config.recipe.name, "seed": config.seed, "step": saved.step}
     rows = []
-    for weights, read in _kinds(config, saved, codecs, bench.device):
-        fill(model, _Saved(model, config.seed, read), whole, lambda p: p)
+    for weights, read in _kinds(config, saved, codecs):
+        bench.fill(model, read, config.seed)
         rows.append(bench.row(path, weights, model, bench.loss(model), **of))
     return rows
 
 
 def _kinds(
-    config: Config, saved: SavedWeights, codecs: Sequence[CodecConfig], device: torch.device
-) -> list[tuple[str, Callable[[str], Tensor]]]:
-    """What is measured of a run, and how to read each parameter of it."""
+    config: Config, saved: SavedWeights, codecs: Sequence[CodecConfig]
+) -> list[tuple[str, Callable[..., Tensor]]]:
+    """What is measured of a run, and how to read each parameter of it: by name and device."""
     master = WireWeights(config, saved)
-    kinds: list[tuple[str, Callable[[str], Tensor]]] = [
-        ("master", partial(master.source, device=device))
-    ]
+    kinds: list[tuple[str, Callable[..., Tensor]]] = [("master", master.source)]
     if master.quantized:
-        kinds.append(("wire", partial(master.decoded, device=device)))
+        kinds.append(("wire", master.decoded))
     if isinstance(saved, MergedWeights) and (wired := saved.wired()) is not None:
-        kinds.append(("wire", partial(WireWeights(config, wired).source, device=device)))
+        kinds.append(("wire", WireWeights(config, wired).source))
     for codec in codecs:
-        rounded = WireWeights(config, saved, codec)
-        kinds.append((f"nearest {codec_text(codec)}", partial(rounded.decoded, device=device)))
+        kinds.append((f"nearest {codec_text(codec)}", WireWeights(config, saved, codec).decoded))
     return kinds
 
 
-def _check_tokens(path: Path, data: DataConfig, bench: _Bench) -> None:
+def _check_tokens(path: Path, data: DataConfig, bench: Bench) -> None:
     """Losses over different tokens cannot be compared."""
     keys = ["tokenizer", "tokenizer_path", "vocab_size"]
     if data.tokenizer == "bpe":  # trained on its corpus
@@ -196,19 +214,6 @@ def _check_tokens(path: Path, data: DataConfig, bench: _Bench) -> None:
             f"{getattr(data, differing[0])!r}, not {getattr(bench.data, differing[0])!r}; evaluate "
             "them one by one"
         )
-
-
-def _empty_model(path: Path, config: Config, saved: SavedWeights, bench: _Bench) -> Any:
-    """The run's model on the device, its weights not filled in, in what it is to compute in."""
-    rows = saved.shapes.get("embed.weight", (bench.tokens.vocab_size,))[0]
-    model = build_model(config.model, config.model.vocab_size or rows, "meta")
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    if shapes != saved.shapes:
-        raise ValueError(f"the checkpoint in {path} is of another model than its config")
-    materialize(model, bench.device)
-    for p in model.parameters():
-        p.data = p.data.to(bench.dtype or WireWeights(config, saved).dtype)
-    return model.eval()
 
 
 class _Saved:
@@ -226,7 +231,7 @@ class _Saved:
         return self.start.buffer(name) if self.start else None
 
 
-def _folder_row(path: Path, bench: _Bench) -> Row:
+def _folder_row(path: Path, bench: Bench) -> Row:
     model = load_folder(path, bench.dtype).to(bench.device)
     own = model.config.get_text_config().vocab_size
     if own < bench.tokens.vocab_size:

@@ -179,20 +179,22 @@ def check_recipe(config: Config) -> None:
     check_engine(config)
 
 
-def planned(config: Config) -> Plan | None:
-    """The run's plan, None where nothing of it could be wrong. ValueError where the model gets
-    less than the recipe asks for (`Plan.build`), or is none to train (`build_model`)."""
+def planned(config: Config) -> list[tuple[int, Plan]] | None:
+    """Steps and plan of each of the run's phases, None where nothing of it could be wrong.
+    ValueError where the model gets less than the recipe asks for (`Plan.build`), or is none to
+    train (`build_model`)."""
     if _plain(config):
         return None
-    from zpp_lab.engines.build import plan_of
+    from zpp_lab.engines.build import plans_of
 
-    return plan_of(config)
+    return plans_of(config)
 
 
 def _plain(config: Config) -> bool:
     """Whether nothing but FSDP2's own collectives, of the built-in decoder, is asked for."""
     recipe, model = config.recipe, config.model
     codecs = any(recipe.wire(wire) != CodecConfig() for wire in WIRES)
-    asked = codecs or recipe.exempt.names or recipe.rules or recipe.shard != "world"
+    listed = recipe.exempt.names or recipe.rules or recipe.phases
+    asked = codecs or listed or "node" in recipe.parts
     ours = config.engine.name != "deepspeed" and model.name == "llama" and not model.lora.on
     return ours and not asked

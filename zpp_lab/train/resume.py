@@ -160,13 +160,45 @@ def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | No
     return None
 
 
-def _load(config: Config, engine: Engine, store: Checkpoints, saved: Saved) -> bool:
+def _load(
+    config: Config, engine: Engine, store: Checkpoints, saved: Saved, begins: bool = False
+) -> bool:
     """Give the engine the state; DamagedError on all ranks where one of them finds damage."""
+    engine.enter(0 if begins else saved.step)
+    names = _remembered(config, engine, saved, begins, store.rank)
     if config.engine.name == "fsdp":
-        store.ranks.all(lambda: cast("FsdpEngine", engine).load_checkpoint(saved))
+        store.ranks.all(lambda: cast("FsdpEngine", engine).load_checkpoint(saved, names))
     else:
-        engine.load_state_dict(store.ranks.all(saved.state))
+        state = store.ranks.all(saved.state)
+        kept = state.pop("memory", {})
+        engine.load_state_dict(state | ({"memory": {n: kept[n] for n in names}} if names else {}))
     return True
+
+
+def _remembered(config: Config, engine: Engine, saved: Saved, begins: bool, rank: int) -> list[str]:
+    """Which of the saved memories the run goes on with. `begins`: with another run's state, of
+    which it may lack them. ValueError where they are another recipe's or cluster's."""
+    found = saved.memories()
+    if not found:
+        return []
+    plan = engine.plan
+    ranks = plan.recipe.cluster.world
+    own = {".".join(k): (m.memory.dtype, (ranks, *m.shape)) for k, m in plan.memories.items()}
+    if begins and (config.run.memory == "drop" or not own):
+        why = "run.memory=drop" if own else "this recipe remembers nothing"
+        if rank == 0:
+            print(f"{why}: what {saved.path} remembers is left behind", file=sys.stderr)
+        return []
+    other = next((name for name, kind in found.items() if own.get(name) != kind), None)
+    wires, wanted = ({n.split(".")[0] for n in some} for some in (found, own))
+    if other is None and (not begins or wires == wanted):  # a wire may have had no gradient yet
+        return list(found)
+    raise ValueError(
+        f"{saved.path} remembers other rows than this run's encoders do ("
+        f"{other or 'of other wires'}), as of another cluster, recipe or store: a memory belongs "
+        "to its encoder and is not cut anew. Begin without them (run.memory=drop with "
+        "run.start_from or model.start_optimizer)"
+    )
 
 
 def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
@@ -196,7 +228,7 @@ def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, 
             )
         if saved.weights_only:
             raise _no_way_on(saved.path)
-        _load(config, engine, store, saved)
+        _load(config, engine, store, saved, begins=True)
     except DamagedError as error:
         raise ValueError(f"{named}: {error}; use another checkpoint") from None
 

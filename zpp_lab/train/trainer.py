@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from zpp_lab.codecs import kernels
-from zpp_lab.collectives.plan import Plan
+from zpp_lab.collectives.plan import bytes_per_step, quantized_share
 from zpp_lab.collectives.watchdog import meeting
 from zpp_lab.config.compose import check_same_run, has_ended, run_dir
 from zpp_lab.config.flat import arm_of
@@ -291,6 +291,7 @@ class Trainer:
         self, engine: Engine, data: Data, tracker: Tracker, last: Record, master: float
     ) -> Record:
         config, plan = self.config, engine.plan
+        phases = [(phase.steps, engine.plans[phase.first]) for phase in config.phases]
         totals = tracker.bytes
         return {
             "outcome": "finished",
@@ -307,8 +308,10 @@ class Trainer:
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "bytes": totals,
-            "quantized_share": plan.quantized_share() if totals else None,  # by wire, 0 to 1
-            "bytes_per_step": _planned_bytes(plan) if totals else None,  # as `bytes`: {} is unknown
+            "quantized_share": quantized_share(phases) if totals else None,  # by wire, 0 to 1
+            "bytes_per_step": bytes_per_step(phases)
+            if totals
+            else None,  # as `bytes`: {} is unknown
             "data": {"name": config.data.name, **_facts(data)},
             "peak_memory_bytes": self._peak_memory(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
@@ -357,10 +360,6 @@ def _facts(data: Data) -> Record:
 def perplexity(loss: float) -> float:
     """exp of a mean loss in nats a token; infinite where that has no number."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def _planned_bytes(plan: Plan) -> int:
-    return sum(sum(traffic) for traffic in plan.step_bytes().values())
 
 
 def outcome_of(error: BaseException) -> str:

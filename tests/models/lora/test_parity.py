@@ -11,14 +11,19 @@ from tests.engines.fsdp_world import run_world
 from tests.models.lora.jobs import CASES, parity, pretrained
 from tests.models.lora.models import save_base, save_hf
 
+BETWEEN_NODES = ["raw_bf16", "q2_zeropp", "backward_other_codec", "one_block"]
+INSIDE = [name for name in CASES if name not in BETWEEN_NODES]
+
 
 @pytest.mark.parametrize(
-    ("nodes", "local"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
+    ("names", "nodes", "local"),
+    [(INSIDE, 1, 2), (BETWEEN_NODES, 2, 1), pytest.param([*CASES], 2, 2, marks=pytest.mark.slow)],
+    ids=["1x2", "2x1", "2x2"],
 )
-def test_engines_agree_to_the_bit(nodes: int, local: int) -> None:
+def test_engines_agree_to_the_bit(names: list[str], nodes: int, local: int) -> None:
     """Losses, norms, bytes, held-out losses and adapters."""
-    found = run_world(nodes * local, parity, nodes, local)
-    assert found == dict.fromkeys(CASES, "")
+    found = run_world(nodes * local, parity, names, nodes, local)
+    assert found == dict.fromkeys(names, "")
 
 
 def test_the_decoder_from_a_folder_agrees_to_the_bit(tmp_path: Path) -> None:

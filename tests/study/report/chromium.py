@@ -17,7 +17,7 @@ LIMIT = 240e3  # milliseconds; only a failing test waits that long
 NAMES = ("chromium", "google-chrome", "chromium-browser")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), "")
 needed = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
-WIDTHS = {"params": [1280, 390], "ids": ["desktop", "phone"]}
+widths = pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 PATHS = """charts => charts.map(chart => [chart.id,
     [...chart.querySelectorAll("svg .mark-line path, svg .mark-symbol path")]
         .map(path => path.getAttribute("d") || "")])"""
@@ -58,11 +58,23 @@ def opened(browser: Any, file: Path, width: int, charts: int) -> Iterator[Any]:
     page.on("request", lambda request: asked.append(request.url))
     address = file.resolve().as_uri()
     page.goto(address)
-    page.wait_for_function(f"[...views.values()].every(Boolean) && views.size > {charts}")
+    drawn(page, charts)
     yield page
     assert faults == []
     assert [url for url in asked if url != address and not url.startswith("data:")] == []
     page.close()
+
+
+def resize(page: Any, width: int, charts: int) -> None:
+    """The page anew, in a window of this width."""
+    page.set_viewport_size({"width": width, "height": 900})
+    page.reload()
+    drawn(page, charts)
+
+
+def drawn(page: Any, charts: int) -> None:
+    """Returns when all charts are there, more than so many."""
+    page.wait_for_function(f"[...views.values()].every(Boolean) && views.size > {charts}")
 
 
 def fits(page: Any) -> None:

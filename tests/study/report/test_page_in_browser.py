@@ -27,14 +27,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         return build_report(root)
 
 
-@pytest.fixture(scope="module", **chromium.WIDTHS)
-def page(report: Report, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page at one width, loaded once for all tests, which leave it as a reader might."""
-    with chromium.opened(browser, report.html, request.param, 5) as page:
+@pytest.fixture(scope="module")
+def page(report: Report, browser: Any) -> Iterator[Any]:
+    """The page on a desktop, loaded once for all tests, which leave it as a reader might."""
+    with chromium.opened(browser, report.html, 1280, 5) as page:
         yield page
 
 
-def test_every_chart_has_marks_and_fits(page: Any) -> None:
+@chromium.widths
+def test_every_chart_has_marks_and_fits(page: Any, width: int) -> None:
+    chromium.resize(page, width, 5)
     page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
     page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
     charts = page.locator(".chart")

@@ -18,12 +18,12 @@ import vl_convert
 
 from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run, write_study_runs
 from tests.study.fake_sweep import grid, write_sweep
-from zpp_lab.config.study import Role, StudyConfig
+from zpp_lab.config.study import BranchConfig, PrepareConfig, Role, StudyConfig
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.advice import RULES
-from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.judge.verdict import judge_study, read_result
 from zpp_lab.study.report.appendix import Appendix
-from zpp_lab.study.report.contents import find_out, study_document
+from zpp_lab.study.report.contents import find_out, opening, study_document
 from zpp_lab.study.report.figures.curves import POINTS, smooth, study_curves, thin
 from zpp_lab.study.report.figures.draw import make_figures
 from zpp_lab.study.report.render import html
@@ -86,6 +86,17 @@ def test_page_opens_with_question_rule_and_verdicts(report: Report, study: Study
     commands = ("zpp-lab train model=tiny train.steps=300 recipe=w4", "Every setting of zero3")
     for text in (*facts, *commands):
         assert text in html
+
+
+def test_page_says_what_the_arms_go_on_from(study: StudyConfig) -> None:
+    def start(study: StudyConfig) -> str:
+        return dict(opening(judge_study(study, [])).pairs).get("Start", "")
+
+    first = replace(study, prepare=[PrepareConfig("trunk", seed=0)])
+    branched = replace(first, branch=BranchConfig(50))
+    assert start(study) == ""
+    assert start(first).startswith("the weights of runs made first: trunk. Gaps and intervals")
+    assert start(branched).startswith("the state of runs made first: trunk.")
 
 
 def test_tables_speak_to_a_screen_reader(report: Report) -> None:

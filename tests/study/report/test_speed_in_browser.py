@@ -39,21 +39,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         return {"bench": build_speed_report(root, predict).html, "study": made.html}
 
 
-@pytest.fixture(scope="module", **chromium.WIDTHS)
-def width(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.fixture(scope="module", params=["bench", "study"])
-def page(
-    pages: dict[str, Path], browser: Any, width: int, request: pytest.FixtureRequest
-) -> Iterator[Any]:
-    """Either page at one width, loaded once for all tests."""
-    with chromium.opened(browser, pages[request.param], width, 2) as page:
+def page(pages: dict[str, Path], browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Either page, loaded once for all tests."""
+    with chromium.opened(browser, pages[request.param], 1280, 2) as page:
         yield page
 
 
-def test_charts_have_marks_fit_and_overlap_nowhere(page: Any) -> None:
+@chromium.widths
+def test_charts_have_marks_fit_and_overlap_nowhere(page: Any, width: int) -> None:
+    chromium.resize(page, width, 2)
     drawn = dict(page.locator(".chart").evaluate_all(chromium.PATHS))
     for name in SPEED:
         assert any(len(d) > 20 for d in drawn[f"chart-{name}"]), name

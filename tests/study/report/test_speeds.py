@@ -127,7 +127,7 @@ def test_configs_of_older_tables_come_from_the_file_beside(tmp_path: Path) -> No
 
 
 def test_defaults_are_those_of_the_codec() -> None:
-    from zpp_lab.codecs.block import BlockCodec
+    from zpp_lab.codecs.families.block import BlockCodec
 
     codec = BlockCodec()
     own = [f.name for f in fields(codec) if f.name != "bits"]

@@ -45,12 +45,13 @@ def small(name: str, arm: str, folder: Path, *more: str) -> Config:
     return compose([*study.overrides, *overrides, cache, f"run.dir={folder / arm}", *more])
 
 
+@pytest.mark.slow
 def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path) -> None:
     """One arm over gloo through the study's queue, then the same ranks in this process."""
     study, arm = study_of("pretrain_13b_x2_mini"), "zeropp"
-    cache = f"data.cache_dir={tmp_path / 'cache'}"
-    with_cache = type(study)(**{**study.__dict__, "overrides": [*study.overrides, cache]})
-    outcome = run_study(with_cache, tmp_path / "study", Launch(arms=[arm]))
+    more = [f"data.cache_dir={tmp_path / 'cache'}", "cluster=2x1"]
+    of_two = type(study)(**{**study.__dict__, "overrides": [*study.overrides, *more]})
+    outcome = run_study(of_two, tmp_path / "study", Launch(arms=[arm]))
     folder = tmp_path / "study" / arm / "seed1"
     assert outcome.exit_code == 0, (folder / "log.txt").read_text()
     real = read(folder / "metrics.jsonl")
@@ -63,7 +64,7 @@ def test_the_twin_runs_as_a_study_and_equals_the_virtual_cluster(tmp_path: Path)
     assert summary["peak_gib"] is None
     assert not list(folder.glob("checkpoints/*"))
     # gathers are flat where all ranks share a host
-    same = ("engine.name=virtual", "engine.gather=flat")
+    same = ("cluster=2x1", "engine.name=virtual", "engine.gather=flat")
     virtual = launch(small(study.name, arm, tmp_path, *same))
     assert virtual["heldout_loss"] == summary["heldout_loss"]
     own = read(tmp_path / arm / "metrics.jsonl")

@@ -72,3 +72,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(ValueError, match=r"zpp_lab\[dashboard\]"):
         apply.pages(make_spec(load_study("smoke"), project="p"), "e")
+
+
+def test_a_study_whose_nodes_keep_weights_shows_their_wire() -> None:
+    shown = [json.dumps(make_spec(load_study(n), project="p")) for n in ("partitions", "smoke")]
+    assert ["weights_update" in text for text in shown] == [True, False]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from zpp_lab.codecs import BlockCodec
+from zpp_lab.codecs import BlockCodec, TopKCodec
 from zpp_lab.config.compose import compose
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
@@ -87,6 +88,25 @@ def test_a_recipes_errors_are_those_of_its_codecs() -> None:
     two = errors("recipe=base", "recipe.grads.bits=4", "recipe.hops=2")
     one = errors("recipe=base", "recipe.grads.bits=4", "recipe.hops=1")
     assert two.grads == pytest.approx(2 * one.grads)
+
+
+def test_sparse_gradients_err_by_what_they_leave_out() -> None:
+    """Over both hops; more than the law was fitted to, so that it says so."""
+    sparse = ["recipe=base", "recipe.grads.codec=topk", "recipe.grads.keep=16"]
+    some = errors(*sparse, "recipe.hops=2")
+    assert some.weights == 0
+    assert some.grads == pytest.approx(2 * law.nmse(TopKCodec(torch.float32, 16), True), rel=0.02)
+    assert 1 < some.grads < 2
+    told = law.load_law().predict(some, 1e7, 5e7)
+    assert any("gradients' NMSE" in text for text in told.beyond)
+
+
+def test_no_gap_is_told_of_recipes_that_remember(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=10m", "recipe=topk_ef", "cluster=2x2"]
+    plan_command(words, 80, as_json=True)
+    assert json.loads(capsys.readouterr().out)["gap"] is None
+    plan_command(words, 80, as_json=False)
+    assert "No gap is predicted: what encoders remember" in capsys.readouterr().out
 
 
 def test_plan_tells_the_gap_and_where_it_extrapolates(capsys: pytest.CaptureFixture[str]) -> None:

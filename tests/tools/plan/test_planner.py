@@ -55,6 +55,17 @@ def test_advice_keeps_the_tokens_of_a_step() -> None:
         assert train.batch_size * train.micro_steps == 16
 
 
+def test_a_first_hop_that_remembers_too_much_is_told_of_the_second() -> None:
+    words = [*LARGE, "model=13b", "cluster=8x8", "train.batch_size=1", "recipe=g2_ef"]
+    words += ["model.checkpoint_activations=true", "model.loss_chunk=1024"]
+    outlook = Outlook.of(compose(words), 40 * GIB)
+    (one,) = advise(outlook)
+    assert one.overrides == ("recipe.grads_intra.memory.kind=none",)
+    held = [o.estimate.item("what encoders remember").most for o in (outlook, one.outlook)]
+    assert one.outlook.fits
+    assert held[0] == 9 * held[1]  # W rows and N rows become N rows, of 8 × 8 ranks
+
+
 def test_offload_and_more_ranks_are_alternatives() -> None:
     outlook = Outlook.of(compose([*LARGE, "model=13b", "train.batch_size=1"]), 24 * GIB)
     offloaded, more = list(advise(outlook))[-2:]

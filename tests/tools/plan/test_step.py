@@ -140,6 +140,7 @@ def test_several_micro_steps_that_reduce_once_send_less() -> None:
         (["engine=deepspeed", "recipe=zero3"], "engine=fsdp"),
         (["engine.compile=true"], r"engine\.compile=false"),
         (["recipe=w8", "recipe.weights.bits=6"], r"encode\.6"),
+        (["recipe=g2_ef"], r"without memory\.kind"),
     ],
 )
 def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> None:

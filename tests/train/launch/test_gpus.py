@@ -84,7 +84,7 @@ def test_ranks_that_share_a_gpu_never_believe_to_share_memory(
     """Peer memory stays inside a node, where every rank has a GPU of its own."""
     import torch
 
-    from zpp_lab.collectives import choose
+    from zpp_lab.collectives.peer import choose
 
     cluster = shape(2, 2)
     placed = place(cluster, ["0", "1"], share="mps")

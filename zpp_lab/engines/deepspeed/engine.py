@@ -71,6 +71,7 @@ class DeepSpeedEngine(Engine):
         settings = deepspeed_settings(config, max(vectors, default=0))
         deepspeed = load_deepspeed(device)
         self.plan, self.config, self.device = plan, config, device
+        self.plans = {0: plan}
         self.built: dict[str, float] = {}
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.parameters = dict(model.named_parameters())

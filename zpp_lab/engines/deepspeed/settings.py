@@ -15,7 +15,7 @@ from typing import Any
 
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.codec import CodecConfig, ExemptConfig
-from zpp_lab.config.schema import Config, EngineConfig, Wire
+from zpp_lab.config.schema import USUAL_WIRES, Config, EngineConfig, Wire
 
 WEIGHT_BITS, GRAD_BITS = 8, 4
 # What a codec may say beside its bits: DeepSpeed's own values, or nothing.
@@ -100,11 +100,14 @@ def _check_recipe(config: Config) -> None:
     recipe, cluster = config.recipe, config.cluster
     checked = Recipe(recipe, cluster)
     for wanted, said in (
-        (recipe.stage == 3, f"recipe.stage={recipe.stage} (use 3)"),
-        (recipe.shard == "world", "recipe.shard=node (use world)"),
+        (recipe.again, f"recipe.{recipe.said('weights')} (use stage 3)"),
+        (not recipe.copied, f"recipe.{recipe.said('optimizer')} (use world)"),
+        (not recipe.kept, "recipe.sharding.weights=node (use world)"),
         (recipe.order == "rank", "recipe.order=reversed (use rank)"),
         (recipe.exempt == ExemptConfig(), "recipe.exempt (leave it as it is)"),
         (not recipe.rules, "recipe.rules (use none)"),
+        (not recipe.phases, "recipe.phases (use none)"),
+        (not recipe.remembers, "memory.kind=residual (leave it out)"),
         (not config.model.lora.on, "model.lora (use lora=none)"),
         (
             config.train.optimizer_state == "fp32",
@@ -125,7 +128,7 @@ def _check_recipe(config: Config) -> None:
         ),
     ):
         _need(wanted, said)
-    for wire in ("weights_forward", "weights_backward", "grads_intra", "grads_inter"):
+    for wire in USUAL_WIRES:
         _check_codec(wire, checked.wire(wire), WEIGHT_BITS if "weights" in wire else GRAD_BITS)
     forward, backward = _bits(checked, "weights_forward"), _bits(checked, "weights_backward")
     _need(forward == backward, "weights_forward and weights_backward apart (set recipe.weights)")

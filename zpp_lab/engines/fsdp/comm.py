@@ -35,13 +35,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
 from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Transport, all_gather, peers, reduce_scatter
+from zpp_lab.collectives.update import Update
 from zpp_lab.config.schema import Wire
 from zpp_lab.engines.fsdp.gradients import LandedReduce, Landing, Present
 from zpp_lab.engines.fsdp.packed import Box, Fallbacks, Packed
@@ -163,13 +164,24 @@ def _nbytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Installed:
-    """One unit's collectives inside FSDP2."""
+    """One unit's collectives inside FSDP2, under one phase's plan. Phases share all but `plan`,
+    `gather` and `reduce`."""
 
     plan: UnitPlan
     ledger: Ledger
     gather: Gather
     reduce: Reduce
     present: Present
+    inside: tuple[PackedGather, PackedReduce]  # what FSDP2 calls
+    update: Update | None = None  # where nodes keep the weights
+
+    def follow(self, before: Installed) -> None:
+        """In place of `before`, which is nowhere under way."""
+        packed_gather, packed_reduce = self.inside
+        packed_gather.gather, packed_reduce.reduce = self.gather, self.reduce
+        self.gather.base = before.gather.base
+        if self.update is not None:
+            self.update.follow(self.plan)
 
     def start_step(self) -> None:
         self.ledger.start_step()
@@ -216,6 +228,7 @@ def gather_spec(plan: UnitPlan) -> GatherSpec:
         secondary,
         plan.hierarchical,
         len(plan.unit.stored),
+        recipe.kept,
     )
 
 
@@ -231,6 +244,8 @@ def install(
     transport: Transport,
     clock: Clock,
     fallbacks: Fallbacks,
+    device: torch.device,
+    memories: Memories,
 ) -> list[Installed]:
     """Give every unit of a model that `fully_shard` has wrapped our collectives.
 
@@ -243,21 +258,43 @@ def install(
         assert isinstance(module, FSDPModule), f"unit {plan.unit.name} is not wrapped"
         order = parameter_order(module, names)
         own = UnitPlan(_ordered(plan.unit, order), plan.recipe, plan.hierarchical)
-        ledger = Ledger()
-        unit = Installed(
-            own,
-            ledger,
-            Gather(gather_spec(own), transport, ledger, clock),
-            Reduce(reduce_spec(own), transport, ledger, clock),
-            Present(model, module, order),
-        )
+        ledger, update = Ledger(), None
+        gather = Gather(gather_spec(own), transport, ledger, clock)
+        if own.recipe.kept:
+            update = Update(own, transport, ledger, clock, device)
+            gather.rows = update.rows
+        reduce = Reduce(reduce_spec(own), transport, ledger, clock, memories)
+        present = Present(model, module, order)
         places = [order.index(p.name) for p in own.unit.parameters] if own.unit.stored else None
-        module.set_custom_all_gather(PackedGather(unit.gather, fallbacks, places))
         landing = Landing(own.recipe.cluster.world, gradient_dtype(module))
-        module.set_custom_reduce_scatter(
-            PackedReduce(unit.reduce, unit.present, fallbacks, landing)
+        inside = (
+            PackedGather(gather, fallbacks, places),
+            PackedReduce(reduce, present, fallbacks, landing),
         )
-        done.append(unit)
+        module.set_custom_all_gather(inside[0])
+        module.set_custom_reduce_scatter(inside[1])
+        done.append(Installed(own, ledger, gather, reduce, present, inside, update))
+    return done
+
+
+def install_later(
+    units: Sequence[Installed],
+    plans: Sequence[UnitPlan],
+    transport: Transport,
+    clock: Clock,
+    memories: Memories,
+) -> list[Installed]:
+    """The same units under the plans of a later phase, which follow when it begins. Made at the
+    start, as buffers of peers are as large as any phase needs."""
+    done = []
+    for unit, plan in zip(units, plans, strict=True):
+        own = replace(plan, unit=unit.plan.unit)
+        gather = Gather(gather_spec(own), transport, unit.ledger, clock)
+        gather.rows = unit.gather.rows
+        reduce = Reduce(reduce_spec(own), transport, unit.ledger, clock, memories)
+        if unit.update is not None:
+            transport.reserve("gather", "across", own.update.nbytes)
+        done.append(replace(unit, plan=own, gather=gather, reduce=reduce))
     return done
 
 

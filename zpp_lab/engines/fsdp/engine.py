@@ -19,19 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
-from zpp_lab.collectives.choose import connect
+from zpp_lab.collectives.peer.choose import connect
 from zpp_lab.collectives.plan import Bytes, Plan, StepUse, add_bytes, no_bytes
 from zpp_lab.collectives.transport import Transport, all_gather
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.build import plans_by_step
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.comm import check_unit
+from zpp_lab.engines.fsdp.kept import Kept
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
@@ -75,11 +77,12 @@ class FsdpEngine(Engine):
         self.rank = self.transport.rank
         self.shards = plan.recipe.shards
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
+        self.plans = plans_by_step(plan, config)
         self.base = FrozenBase(model, plan)
         self.wrapped: Wrapped = wrap(
             model,
             named_units(model),
-            plan,
+            list(self.plans.values()),
             self.transport,
             device,
             seed=config.seed,
@@ -96,12 +99,14 @@ class FsdpEngine(Engine):
         building.done("weights")
         self.usage = Usage(with_root(model, named_units(model)))
         self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
-        self.vain = InVain(plan.recipe.config.stage)
+        self.vain = InVain(plan.recipe.config.again)
         self.started: set[str] = set()  # units that have run at least once
         self.settled: tuple[Any, Bytes] | None = None  # what was last sent as planned, and bytes
         self.clock, self.laps = self.wrapped.clock, Laps()
+        self.memories = self.wrapped.memories
         names = self.base.names  # not ours to train, or to save
         self.parameters = {n: p for n, p in model.named_parameters() if n not in names}
+        self.kept = Kept(self.wrapped.installed, self.parameters)
         self.optimizer = adamw(self.parameters, config.optimization, config.seed)
         self.built = building.seconds
 
@@ -120,11 +125,34 @@ class FsdpEngine(Engine):
     def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return own_rows(shape, self.shards, self.part)
 
+    def enter(self, done: int) -> None:
+        before = self.memories
+        self._follow(done)
+        if self.memories is not before:
+            self.memories.go_on(before)
+
+    def _follow(self, done: int) -> None:
+        """Take the plan of the step after `done` steps, and its memories as they are."""
+        first = max(first for first in self.plans if first <= done)
+        if self.plan is not self.plans[first]:
+            self.plan, self.settled = self.plans[first], None
+            self.wrapped.follow(list(self.plans).index(first))
+            self.memories = self.wrapped.memories
+
+    def _start(self, done: int) -> None:
+        """What nodes keep after `done` steps got there as the last of them sent it."""
+        if self.kept.stale:
+            self._follow(max(0, done - 1))
+            self.kept.start(done)
+            self._follow(done)
+
     # ------------------------------------------------------------------ one step
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
         watch = RankWatch(step, self.rank, errors=ErrorSums()) if telemetry else None
         laps = self.laps = Laps()
+        self.enter(step)
+        self._start(step)
         own, use = self._gradients(step, batches, watch)
         fell_back = self.wrapped.fallbacks.check(self.config.engine.allow_fallback)
         grads = self._grads()
@@ -132,11 +160,14 @@ class FsdpEngine(Engine):
         losses, norm = self._totals(own, grads)
         laps.done("norm")
         self._update(step, lr, norm, list(grads.values()))
+        self.kept.send(step + 1, norm, sent, watch)
         laps.done("update")
         loss, length = self._read(fold_sum(losses.flatten()) / losses.numel(), norm)
         if not math.isfinite(length):
             self._explain(step, batches)
+        self.memories.commit()
         errors = self._telemetry(watch.errors, use) if watch and watch.errors else None
+        self.enter(step + 1)
         laps.done("waiting")
         return StepResult(loss, length, sent, errors, laps.seconds)
 
@@ -149,6 +180,7 @@ class FsdpEngine(Engine):
     ) -> tuple[Tensor, StepUse]:
         """Forward and backward of every micro-step; this rank's losses, fp64 [micro-steps]."""
         self.wrapped.reshard()
+        self.memories.start(step)
         for unit in self.wrapped.installed:
             unit.start_step()
         micros = self.plan.micro_steps
@@ -160,7 +192,7 @@ class FsdpEngine(Engine):
             last = micro == micros - 1
             self.clock.micro = micro
             self.clock.observer = watch.at(micro) if watch else None
-            self.root.set_reshard_after_backward(last or self.plan.recipe.config.stage == 3)
+            self.root.set_reshard_after_backward(last or self.plan.recipe.config.again)
             reduces = last or not self.plan.accumulate_last
             losses[micro] = self._pass(batches(self.rank, micro), reduces)
             passes.append(self.usage.taken())
@@ -228,7 +260,8 @@ class FsdpEngine(Engine):
         """
         units = self.wrapped.installed
         vain = dict(self.vain.forward), dict(self.vain.backward)
-        facts = use, present, vain, [u.ledger.step for u in units], [u.present.taken for u in units]
+        counts = [dict(u.ledger.step) for u in units]  # as they are: new weights still add to them
+        facts = use, present, vain, counts, [u.present.taken for u in units]
         if self.settled is not None and as_planned and self.settled[0] == facts:
             return dict(self.settled[1])  # the same again: what was checked holds
         total = self._compared(use, present, as_planned) if units else self.plan.step_bytes(use)
@@ -286,6 +319,8 @@ class FsdpEngine(Engine):
     def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         """Ranks take the batches in turn; all of them join every gather and get all losses."""
         todo, world = list(batches), self.cluster.world
+        self.enter(step)
+        self._start(step)
         self.wrapped.reshard()
         self.clock.step, self.clock.grad, self.clock.master = step, False, not wire
         self.clock.observer = None
@@ -313,6 +348,16 @@ class FsdpEngine(Engine):
             "weights": {n: p.detach() for n, p in self.parameters.items()},
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             **({"base": dict(self.base.marks)} if self.base.marks else {}),
+            **({"kept": kept} if (kept := self.kept.state()) else {}),
+            **({"memory": self._remembered()} if self.memories.old else {}),
+        }
+
+    def _remembered(self) -> dict[str, DTensor]:
+        """Of all ranks by WIRE.PARAMETER, [W, rows, width], a row a rank."""
+        mesh = next(p.device_mesh for p in self.parameters.values() if isinstance(p, DTensor))
+        return {
+            name: DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            for name, own in self.memories.state().items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -335,9 +380,20 @@ class FsdpEngine(Engine):
             for key, values in kept.items():
                 for name, value in values.items():
                     self._put(self.optimizer.state[self.parameters[name]][key], value)
+            remembered = state.get("kept", {})
+            for name, own in self.kept.state().items() if remembered else ():
+                if name in remembered:
+                    self._put(own, remembered[name])
+        self.kept.loaded(remembered)
+        rows = state.get("memory", {})
+        for name, mine in self.memories.make(rows, self.device).items():
+            value = rows[name]
+            whole = not isinstance(value, DTensor)
+            mine.copy_(value[self.rank : self.rank + 1] if whole else _local(value))
 
-    def load_checkpoint(self, saved: Saved) -> int:
+    def load_checkpoint(self, saved: Saved, memories: Iterable[str] | None = None) -> int:
         """Read this rank's part of a checkpoint that any cluster wrote; returns its step.
+        `memories`: which of the saved ones to take, by WIRE.PARAMETER; None: all.
 
         ValueError when the checkpoint is another model's, or keeps optimizer states otherwise;
         DamagedError, half-way, when this rank's part is not what was written.
@@ -349,8 +405,13 @@ class FsdpEngine(Engine):
         states = saved.states()
         check_state(self.optimizer, self.parameters, states)
         self._make_optimizer_state(states.get("step", {}))
+        self.memories.make(set(saved.memories() if memories is None else memories), self.device)
         self.wrapped.reshard()
-        saved.read_into({k: v for k, v in self.state_dict().items() if k != "base"})
+        state, there = self.state_dict(), saved.kept_names
+        state.pop("base", None)
+        state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
+        saved.read_into(state)
+        self.kept.loaded(there)
         return saved.step
 
     def _make_optimizer_state(self, names: Iterable[str]) -> None:

@@ -147,8 +147,8 @@ class Prefetch:
 class InVain:
     """Gathers of one step that nobody needed, by unit: forward's and backward's."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
+    def __init__(self, again: bool) -> None:
+        self.again = again  # backward gathers what forward has let go (stage 3)
         self.clear()
 
     def clear(self) -> None:
@@ -159,9 +159,9 @@ class InVain:
     def add(self, found: tuple[Counter[str], Counter[str]], usage: Usage) -> None:
         """`found` in one pass. Where weights stay (stages 1 and 2) a unit that ran is there."""
         forward, backward = found
-        stays = self.ran if self.stage != 3 else set()
+        stays = self.ran if not self.again else set()
         self.forward += Counter({n: c for n, c in forward.items() if n not in stays})
-        if self.stage == 3:
+        if self.again:
             self.backward += backward
         self.ran |= set(usage.forwards)
 

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from zpp_lab.collectives.context import Clock
+from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
-from zpp_lab.engines.fsdp.comm import Installed, install, land
+from zpp_lab.engines.fsdp.comm import Installed, install, install_later, land
 from zpp_lab.engines.fsdp.packed import Fallbacks
 from zpp_lab.engines.units import ROOT, Block, is_untouched, with_root
 
@@ -34,7 +34,9 @@ class Wrapped:
     by_name: dict[str, FSDPModule]  # units, then the root
     clock: Clock
     fallbacks: Fallbacks
+    memories: Memories  # of this rank
     installed: list[Installed] = field(default_factory=list)
+    phases: list[tuple[list[Installed], Memories]] = field(default_factory=list)  # of each plan
 
     def reshard(self) -> None:
         """Drop gathered weights and what hpZ kept: the next forward gathers anew."""
@@ -43,10 +45,17 @@ class Wrapped:
         for unit in self.installed:
             unit.gather.release()
 
+    def follow(self, phase: int) -> None:
+        """Go on under that plan of those that `wrap` was given, between two passes."""
+        self.reshard()
+        before, (self.installed, self.memories) = self.installed, self.phases[phase]
+        for old, new in zip(before, self.installed, strict=True):
+            new.follow(old)
+
 
 def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
     """All ranks; or nodes × ranks of a node, where FSDP2 shards inside and copies across."""
-    if recipe.config.shard == "world":
+    if not recipe.config.copied:
         return init_device_mesh(device.type, (recipe.cluster.world,), mesh_dim_names=("ranks",))
     shape = (recipe.cluster.nodes, recipe.cluster.gpus_per_node)
     return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
@@ -55,7 +64,7 @@ def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
 def wrap(
     model: nn.Module,
     blocks: Sequence[Block],
-    plan: Plan,
+    plans: Sequence[Plan],
     transport: Transport,
     device: torch.device,
     *,
@@ -64,11 +73,12 @@ def wrap(
     cast_inputs: bool = False,
     offload: bool = False,
 ) -> Wrapped:
-    """`fully_shard` each unit and the root, then install the plan's collectives.
+    """`fully_shard` each unit and the root, then install the collectives of the first plan; those
+    of later phases are at hand. FSDP2 is left untouched where all plans allow it.
 
     `blocks`: the units' modules, without the root; parameters are sharded in place.
     """
-    recipe = plan.recipe
+    plan, recipe = plans[0], plans[0].recipe
     mesh = _mesh(recipe, device)
     in_param_dtype(model, plan.stored, recipe.weights_dtype)
     policy = MixedPrecisionPolicy(
@@ -79,7 +89,7 @@ def wrap(
     offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     units = with_root(model, blocks)
     for name, module in units.items():
-        reshard = recipe.config.stage == 3 and name != ROOT
+        reshard = recipe.config.again and name != ROOT
         fully_shard(
             module,
             mesh=mesh,
@@ -89,11 +99,25 @@ def wrap(
         )
     modules: dict[str, FSDPModule] = {n: m for n, m in units.items() if isinstance(m, FSDPModule)}
     set_aside(model, units.values(), plan.stored, device)
-    wrapped = Wrapped(model, modules, Clock(seed), Fallbacks())
-    if not is_untouched(plan, ordered):
+    memories = Memories(plan.memories, [transport.rank])
+    wrapped = Wrapped(model, modules, Clock(seed), Fallbacks(), memories)
+    wrapped.phases = [([], memories)] * len(plans)
+    if not all(is_untouched(each, ordered) for each in plans):
         wrapped.installed = install(
-            model, units, plan.units, transport, wrapped.clock, wrapped.fallbacks
+            model,
+            units,
+            plan.units,
+            transport,
+            wrapped.clock,
+            wrapped.fallbacks,
+            device,
+            memories,
         )
-    elif recipe.config.shard == "world" and recipe.cluster.world > 1:
+        wrapped.phases = [(wrapped.installed, memories)]
+        for later in plans[1:]:
+            kept = Memories(later.memories, [transport.rank])
+            own = install_later(wrapped.installed, later.units, transport, wrapped.clock, kept)
+            wrapped.phases.append((own, kept))
+    elif not recipe.config.copied and recipe.cluster.world > 1:
         land(units.values(), recipe.cluster.world)
     return wrapped

@@ -6,6 +6,9 @@ added to running sums, rank by rank and node by node (`reduction.py`), so memory
 the number of nodes. Sums, division, norm and update follow the order of a real run to the bit.
 Between its first and its last rank a step never waits for the device.
 
+Where nodes keep weights (`collectives/update.py`) all of them hold equal bits, so one copy serves
+here too: `sources`, which then change with each step's update alone.
+
 Where backward gathers other weights than forward (another codec, fresh noise) they take the place
 of the forward's after it, as a second gather would bring them.
 """
@@ -21,12 +24,15 @@ from torch import Tensor, nn
 from zpp_lab.codecs import Noise, kernels, noise_key
 from zpp_lab.codecs.errors import ErrorSums, Telemetry, telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
+from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse
 from zpp_lab.collectives.recipe import DTYPES
-from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic
+from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic, update_traffic
+from zpp_lab.collectives.update import incoming, outgoing, update_noise
 from zpp_lab.config.schema import Config, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
+from zpp_lab.engines.build import plans_by_step
 from zpp_lab.engines.frozen import Marks, check_marks, decode_shards, encode_shards, mark
 from zpp_lab.engines.fsdp.prefetch import Usage
 from zpp_lab.engines.norm import rank_squares
@@ -50,6 +56,7 @@ class VirtualEngine(Engine):
 
     def __init__(self, model: nn.Module, plan: Plan, config: Config) -> None:
         self.model, self.plan, self.config = model, plan, config
+        self.plans = plans_by_step(plan, config)
         self.cluster = plan.recipe.cluster
         self.seed = config.seed
         self.built: dict[str, float] = {}
@@ -67,7 +74,9 @@ class VirtualEngine(Engine):
         self.usage = Usage(with_root(model, named_units(model)))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
+        self.memories = self._memories()
         self._make_buffers()
+        self._follow()
 
     def _store_base(self) -> Marks:
         """Put what every rank would decode of a frozen base in its place, for good."""
@@ -80,23 +89,48 @@ class VirtualEngine(Engine):
             decode_shards(segment, encode_shards(segment, whole, world), p.detach())
         return marks
 
+    def _memories(self) -> Memories:
+        return Memories(self.plan.memories, range(self.cluster.world))
+
     def _make_buffers(self) -> None:
-        """What every step writes anew, at places that stay."""
+        """What gathers encode, at places that stay."""
         dtype = DTYPES[self.config.train.param_dtype]
         self.sources = {n: p.detach() for n, p in self.master.items()}  # in param_dtype
-        if dtype != torch.float32:
-            self.sources = {n: p.to(dtype) for n, p in self.sources.items()}
+        self.stale = self.plan.recipe.kept  # whether `sources` have still to be kept
+        if dtype != torch.float32 or self.stale:
+            self.sources = {n: p.to(dtype, copy=True) for n, p in self.sources.items()}
+        self.own: list[str] | None = None  # whose weights backward gathers anew
+
+    def enter(self, done: int) -> None:
+        plan = self._plan_at(done)
+        if plan is self.plan:
+            return
+        self.plan, before = plan, self.memories
+        self.memories = self._memories()
+        self.memories.go_on(before)
+        self._follow()
+
+    def _plan_at(self, done: int) -> Plan:
+        """Of the step after `done` steps."""
+        return self.plans[max(first for first in self.plans if first <= done)]
+
+    def _follow(self) -> None:
+        """Make what every step under this plan writes anew, at places that stay."""
         own = [
             s.name
             for u in self.plan.units
             if u.own_backward
             for s in u.live("weights_backward").segments
         ]
+        self.reductions = [
+            Reduction(unit, self.device, self.ledger, self.memories)
+            for unit in together(self.plan.units)
+        ]
+        if own == self.own:
+            return  # what was captured reads and writes at the same places
+        self.own = own
         self.forward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
         self.backward = {n: torch.empty_like(self.weights[n]).detach() for n in own}
-        self.reductions = [
-            Reduction(unit, self.device, self.ledger) for unit in together(self.plan.units)
-        ]
         # backward's own weights take the place of the forward's, so no two passes may overlap
         lanes = 1 if own else self.config.engine.lanes
         self.passes = Passes(self._backward, self.weights, self.config.engine, lanes)
@@ -104,19 +138,25 @@ class VirtualEngine(Engine):
     # ------------------------------------------------------------------ one step
 
     def step(self, step: int, lr: float, batches: Batches, telemetry: bool) -> StepResult:
+        self.enter(step)
         self.ledger.start_step()
+        self._start(step)
         watch = Watch(ErrorSums() if telemetry else None)
         losses, grads = self._gradients(step, batches, watch)
         norm = self._norm(grads)
         if not bool(torch.isfinite(norm)):
             self._explain(step, batches)
         self._check_bytes()
+        self.memories.commit()
         if self.config.train.clip:
             factor = clip_factor(norm, self.config.train.clip)
             torch._foreach_mul_(list(grads.values()), factor)
         self._update(grads, lr, step)
+        if self.plan.recipe.kept:
+            self._keep(step + 1, watch)
         loss = fold_sum(losses.flatten()) / losses.numel()
         errors = self._telemetry(watch.errors) if watch.errors else None
+        self.enter(step + 1)
         return StepResult(float(loss), float(norm), dict(self.ledger.step), errors)
 
     def _telemetry(self, errors: ErrorSums) -> Telemetry:
@@ -125,6 +165,7 @@ class VirtualEngine(Engine):
 
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
         """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
+        self.memories.start(step)
         self._gather_both(step, watch)
         shape = (self.plan.micro_steps, self.cluster.world)
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -214,7 +255,7 @@ class VirtualEngine(Engine):
         world = self.cluster.world
         ranks = tuple(range(world))
         noise = Noise(noise_key(self.seed, step, 0, wire), ranks, ranks)
-        if into:
+        if into and not self.plan.recipe.kept:
             self._round_sources()
         for unit in self.plan.units:
             layout = unit.live(wire)
@@ -231,10 +272,37 @@ class VirtualEngine(Engine):
                 if watch.check:
                     watch.weights(step, wire, layout, outs, world)
 
+    def _start(self, done: int) -> None:
+        """Keep the weights after `done` steps, before the first step and after another state was
+        loaded."""
+        if not self.stale:
+            return
+        self.stale = False
+        self._round_sources()
+        if not self.plan.recipe.differences:
+            self._keep(done, Watch())
+
+    @torch.no_grad()
+    def _keep(self, done: int, watch: Watch) -> None:
+        """Send the new weights between nodes, after `done` steps: as the last of them did."""
+        ranks = tuple(range(self.cluster.world))
+        noise = update_noise(self.seed, done, ranks)
+        for unit in self._plan_at(max(0, done - 1)).units:
+            layout = unit.update
+            if not layout.segments:
+                continue
+            masters = [self.master[s.name].detach() for s in layout.segments]
+            kept = [self.sources[s.name] for s in layout.segments]
+            payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=self.device)
+            errors = watch.room(layout, payload)
+            kernels.encode(layout, outgoing(unit, layout, masters, kept), noise, payload, errors)
+            watch.encoded("weights_update", 0, ranks, layout, errors)
+            incoming(unit, layout, payload, kept, None)
+
     def _round_sources(self) -> None:
         """Master weights in param_dtype, which is what gets encoded."""
         masters = {n: p.detach() for n, p in self.master.items()}
-        if self.config.train.param_dtype == "fp32":
+        if self.config.train.param_dtype == "fp32" and not self.plan.recipe.kept:
             self.sources = masters
         else:
             torch._foreach_copy_([self.sources[n] for n in masters], list(masters.values()))
@@ -257,13 +325,19 @@ class VirtualEngine(Engine):
         use = StepUse(passes, dict.fromkeys(names, tuple(self.reduced)))
         for unit in self.plan.units:
             forwards, backwards = unit.gathers(passes)
-            row = unit.forward.nbytes
+            row, again = unit.forward.nbytes, unit.backward.nbytes
             whole = gather_traffic(self.cluster, row, unit.hierarchical)
+            if self.plan.recipe.kept:
+                whole = secondary_traffic(self.cluster, row)
+                sent = update_traffic(self.cluster, unit.update.nbytes)
+                self.ledger.add("weights_update", sent)
             self.ledger.add("weights_forward", whole * forwards)
             if unit.gathers_backward and self.plan.recipe.config.secondary:
                 whole = secondary_traffic(self.cluster, row)
+            elif unit.gathers_backward and self.plan.recipe.kept:
+                whole = secondary_traffic(self.cluster, again)
             elif unit.gathers_backward:
-                whole = gather_traffic(self.cluster, unit.backward.nbytes, unit.hierarchical)
+                whole = gather_traffic(self.cluster, again, unit.hierarchical)
             self.ledger.add("weights_backward", whole * backwards)
         self.ledger.check(self.plan.step_bytes(use))
 
@@ -276,7 +350,9 @@ class VirtualEngine(Engine):
 
     @torch.no_grad()
     def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        self.enter(step)
         if wire:
+            self._start(step)
             self._gather(step, "weights_forward", self.weights, Watch())
         else:
             self._load({n: p.detach() for n, p in self.master.items()})
@@ -291,7 +367,14 @@ class VirtualEngine(Engine):
             "weights": {n: p.detach() for n, p in self.master.items()},
             "optimizer": optimizer_state(self.optimizer, self.master),
             **({"base": self.marks} if self.marks else {}),
+            **({"kept": self._remembered()} if self.plan.recipe.differences else {}),
+            **({"memory": self.memories.state()} if self.memories.old else {}),
         }
+
+    def _remembered(self) -> dict[str, Tensor]:
+        """What nodes keep of the parameters that travel as differences: no master tells it."""
+        self._start(0)
+        return {name: self.sources[name] for unit in self.plan.units for name in unit.remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         missing = sorted(set(self.master) ^ set(state["weights"]))
@@ -301,4 +384,13 @@ class VirtualEngine(Engine):
         with torch.no_grad():
             for name, p in self.master.items():
                 p.copy_(state["weights"][name])
+        remembered = state.get("memory", {})
+        for name, tensor in self.memories.make(remembered, self.device).items():
+            tensor.copy_(remembered[name])
         load_optimizer_state(self.optimizer, self.master, state["optimizer"])
+        self.stale, kept = self.plan.recipe.kept, state.get("kept", {})
+        if self.plan.recipe.differences and kept:
+            self._start(0)
+            for name, value in self._remembered().items():
+                if name in kept:  # another recipe's state may lack it: then the master, rounded
+                    value.copy_(kept[name])

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs import Noise, kernels, noise_key
+from zpp_lab.codecs.kernels import memory
 from zpp_lab.codecs.layout import Layout
+from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import Unit, UnitPlan
 from zpp_lab.collectives.traffic import hop_traffic
@@ -32,7 +34,15 @@ Key = tuple[int, int, int]  # seed, step, micro-step
 class Reduction:
     """`start`, then every rank's gradients with `add`, node after node; `mean` ends it."""
 
-    def __init__(self, plan: UnitPlan, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        plan: UnitPlan,
+        device: torch.device,
+        ledger: Ledger,
+        memories: Memories | None = None,
+    ) -> None:
+        """`memories`: of all ranks; None: they remember nothing."""
+        self.memories = memories or Memories({}, ())
         self.plan, self.recipe, self.cluster = plan, plan.recipe, plan.recipe.cluster
         self.device, self.ledger = device, ledger
         self.names: tuple[str, ...] | None = None  # parameters that have a gradient
@@ -95,8 +105,12 @@ class Reduction:
     def _encode(self, rank: int, grads: Sequence[Tensor]) -> None:
         layout, payload, world = self.layouts[0], self.payloads[0], self.cluster.world
         wire = self.recipe.hops[0]
-        errors = self.watch.room(layout, payload)
-        kernels.encode(layout, grads, self._noise(wire, [rank] * world), payload, errors)
+        errors, noise = self.watch.room(layout, payload), self._noise(wire, [rank] * world)
+        kept = self.memories.of(wire, [rank])
+        if kept is None:
+            kernels.encode(layout, grads, noise, payload, errors)
+        else:
+            memory.encode(layout, grads, noise, payload, errors, kept)
         self.watch.encoded(wire, self.key[2], [rank] * world, layout, errors)
         self._check(wire, layout, payload, rank)
 
@@ -105,12 +119,16 @@ class Reduction:
         first, second = self.layouts
         local, payload = self.cluster.gpus_per_node, self.payloads[1]
         senders = [node * local + row % local for row in range(self.cluster.world)]
-        kernels.encode_sums(
-            first, second, self.sums[0], self._noise(self.recipe.hops[1], senders), payload
-        )
+        wire, sums = self.recipe.hops[1], self.sums[0]
+        kept = self.memories.of(wire, senders[:local])
+        if kept is None:
+            kernels.encode_sums(first, second, sums, self._noise(wire, senders), payload)
+        else:
+            noise = self._noise(wire, senders)
+            sums = memory.encode_sums(first, second, sums, noise, payload, kept)
+            first = memory.between(first, second)
         if self.watch.looks:
-            wire = self.recipe.hops[1]
-            rows = list(_columns(first, kernels.finish_sums(first, self.sums[0])).values())
+            rows = list(_columns(first, kernels.finish_sums(first, sums)).values())
             self.watch.encoded_again(wire, self.key[2], senders, second, rows, payload)
             self._check(wire, second, payload, senders[0])
         kernels.decode_sum(second, payload[None], self.sums[1])

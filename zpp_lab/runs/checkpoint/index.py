@@ -9,7 +9,9 @@
 Where a tensor lies in its file follows from what the index says of the file, and so do the bytes of
 the file's header: nothing in a checkpoint stands there unchecked. The same state of the same
 ranks is the same bytes, file by file: no time, no folder's name, no pickle. Tensors have dotted
-names: `weights.NAME`, `optimizer.KEY.NAME`, `base.NAME` (marks of a frozen base), `scaler.KEY`.
+names: `weights.NAME`, `optimizer.KEY.NAME`, `base.NAME` (marks of a frozen base), `kept.NAME`
+(weights that nodes keep, where differences from them travel), `memory.WIRE.NAME` (what each rank's
+encoder remembers of its rows: [ranks, rows, width]), `scaler.KEY`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from zpp_lab.runs.checkpoint.index import (
 )
 from zpp_lab.runs.checkpoint.tensor_file import torch_dtype
 
-State = dict[str, Any]  # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"
+# "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"; "memory": {wire.name: …}
+State = dict[str, Any]
 THREADS = 4  # tensors that are read side by side
 
 
@@ -94,6 +95,11 @@ class Saved:
         self.marks = {n: self._whole(f"base.{n}") for n in self._kind("base")}
         self.shapes = {n: t.shape for n, t in self._kind("weights").items()}
 
+    @property
+    def kept_names(self) -> frozenset[str]:
+        """Weights of which it has what nodes kept: those that travelled as differences."""
+        return frozenset(self._kind("kept"))
+
     def _kind(self, kind: str) -> dict[str, Stored]:
         """Tensors under `kind` by the rest of their names."""
         start = f"{kind}."
@@ -107,8 +113,17 @@ class Saved:
             found.setdefault(key, {})[name] = torch_dtype(stored.dtype)
         return found
 
+    def memories(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What encoders remember, by WIRE.PARAMETER: dtype and shape [W, rows, width]."""
+        return {n: (torch_dtype(t.dtype), t.shape) for n, t in self._kind("memory").items()}
+
     def read(self, name: str) -> Tensor:
         return self._whole(f"weights.{name}").float()
+
+    def kept(self, name: str) -> Tensor | None:
+        """A whole weight as nodes kept it, in param_dtype on the CPU; None: it is not there."""
+        dotted = f"kept.{name}"
+        return self._whole(dotted) if dotted in self.tensors else None
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows [first, last) of a weight, fp32 on the CPU; the blocks that hold them are read."""
@@ -117,8 +132,8 @@ class Saved:
         return out
 
     def state(self) -> State:
-        """Everything as whole tensors on the CPU: `weights`, `optimizer`, and `base` and `scaler`
-        where there are some."""
+        """Everything as whole tensors on the CPU: `weights`, `optimizer`, and `base`, `kept`,
+        `memory` and `scaler` where there are some."""
         state: State = {"weights": {}, "optimizer": {}}
         for dotted, tensor in self._side_by_side(lambda n: (n, self._whole(n)), self.tensors):
             kind, _, name = dotted.partition(".")

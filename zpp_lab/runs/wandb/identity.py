@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from zpp_lab.config.flat import RAW, arm_name, arm_of, run_name, within
-from zpp_lab.config.schema import WIRES
+from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
 from zpp_lab.runs.metrics import Record
 from zpp_lab.runs.wandb.baseline import Baseline
 from zpp_lab.runs.wandb.folder import RunFolder
@@ -44,10 +45,11 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     """The user's own, then recipe, bits of weights and gradients, cluster and engine."""
     recipe = _section(config, "recipe")
     cluster, engine = _section(config, "cluster"), _section(config, "engine")
-    sent = {wire: codec_label(recipe, wire) for wire in WIRES}
+    sent = {wire: codec_label(recipe, wire) for wire in _wires(recipe)}
     named = {
         "recipe": arm_name(config),  # as it is: a baseline's tag on 4 bits would mislead
         "weights": _pair(sent["weights_forward"], sent["weights_backward"]),
+        "update": sent.get("weights_update"),
         "grads": _pair(sent["grads_intra"], sent["grads_inter"]),
         "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
         "engine": engine.get("name"),
@@ -56,9 +58,24 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     return [*own, *(within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
 
 
+def _wires(recipe: Mapping[str, Any]) -> tuple[Wire, ...]:
+    """The recipe's: where nodes keep weights there is one more."""
+    parts = _section(recipe, "sharding")
+    copied = "node" in (parts.get("optimizer"), recipe.get("shard"))
+    return WIRES if parts.get("weights") == "node" and not copied else USUAL_WIRES
+
+
 def codec_label(recipe: Mapping[str, Any], wire: str) -> str:
     """What a wire carries: bits such as "4", a codec's name, or "raw". Where rules give some
-    parameters another codec, all that it carries: "raw/4"."""
+    parameters another codec, all that it carries: "raw/4"; in phases, one after another: "8>4"."""
+    told, held = [], dict(recipe)
+    for phase in ({}, *(recipe.get("phases") or ())):
+        held |= {key: value for key, value in phase.items() if value is not None}
+        told.append(_in_phase(held, wire))
+    return ">".join(label for label, _ in groupby(told))
+
+
+def _in_phase(recipe: Mapping[str, Any], wire: str) -> str:
     labels = [_label(recipe, wire, {})]
     for rule in recipe.get("rules") or ():
         if wire not in rule.get("wires", WIRES):
@@ -88,7 +105,7 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
     of wires that have one.
     """
     recipe = _section(config, "recipe")
-    labels = {wire: codec_label(recipe, wire) for wire in WIRES}
+    labels = {wire: codec_label(recipe, wire) for wire in _wires(recipe)}
     first = {
         "study": _section(config, "run").get("study"),
         "arm": arm_of(config),

@@ -396,6 +396,7 @@ def opening(result: StudyResult) -> Terms:
     told = [
         ("What it shows", LONE if lone else ""),
         ("Baseline", _baseline(result)),
+        ("Start", _start(result)),
         ("Margin", f"{margin}. A gap inside it does not matter to this study."),
         ("Noise band", band_widths(result) if lone else ""),
         ("Intervals", "" if lone else f"Of gaps, {interval_line(result)}."),
@@ -419,6 +420,19 @@ def _baseline(result: StudyResult) -> str:
         text += "; gaps are from the mean of each seed's baseline and its repeats, "
         text += ", ".join(repeats)
     return f"{text}; other levels have their own: {', '.join(others)}." if others else f"{text}."
+
+
+def _start(result: StudyResult) -> str:
+    """What the arms go on from; "" where a study prepares no run."""
+    study = result.study
+    names = ", ".join(one.name for one in study.prepare)
+    if not names:
+        return ""
+    taken = "state" if study.branch and study.branch.optimizer else "weights"
+    return (
+        f"the {taken} of runs made first: {names}. Gaps and intervals speak for these alone, not "
+        "for other first weights."
+    )
 
 
 def _stopping(result: StudyResult) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.flat import differing, flat_config
-from zpp_lab.config.schema import WIRES
+from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
 from zpp_lab.runs.reader import Run, read_metrics
 from zpp_lab.study.judge.noise import mean_points
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
@@ -65,17 +65,17 @@ def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]
     bytes there that codecs made. A setting in which runs differ has a column of its own name, a
     factor of the study one called factor.NAME.
     """
-    flat = {
-        run.dir: flat_config(run.config) for result in results for run in result.runs if run.config
-    }
+    runs = [run for result in results for run in result.runs]
+    flat = {run.dir: flat_config(run.config) for run in runs if run.config}
     first = next(iter(flat.values()), {})
     varying = {key for other in flat.values() for key in differing(first, other)}
     settings = sorted(varying - {"seed", "recipe.name"})
     factors = sorted(
         {name for result in results for arm in result.arms for name in arm.arm.factors}
     )
+    wires = WIRES if any("weights_update" in run.quantized for run in runs) else USUAL_WIRES
     return [
-        _run_row(result, arm, seed, run, root)
+        _run_row(result, arm, seed, run, root, wires)
         | {f"factor.{name}": arm.arm.factors.get(name) for name in factors}
         | {key: flat.get(run.dir, {}).get(key) for key in settings}
         for result, root in zip(results, roots, strict=True)
@@ -84,7 +84,9 @@ def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]
     ]
 
 
-def _run_row(result: StudyResult, arm: ArmResult, seed: int, run: Run, root: Path) -> Row:
+def _run_row(
+    result: StudyResult, arm: ArmResult, seed: int, run: Run, root: Path, wires: Sequence[Wire]
+) -> Row:
     summary = run.summary or {}
     data, cluster, machine = (summary.get(k) or {} for k in ("data", "cluster", "machine"))
     sent = summary.get("bytes") or {}
@@ -100,9 +102,9 @@ def _run_row(result: StudyResult, arm: ArmResult, seed: int, run: Run, root: Pat
         "verdict": arm.verdict,
         **{key: summary.get(key) for key in _NUMBERS},
         "gap": arm.gaps.get(seed),
-        **{f"bytes_{w}_{h}": sent.get(w, {}).get(h) for w in WIRES for h in _HOPS},
+        **{f"bytes_{w}_{h}": sent.get(w, {}).get(h) for w in wires for h in _HOPS},
         "bytes_per_step": summary.get("bytes_per_step"),
-        **{f"quantized_{wire}": run.quantized.get(wire) for wire in WIRES},
+        **{f"quantized_{wire}": run.quantized.get(wire) for wire in wires},
         "peak_memory_bytes": summary.get("peak_memory_bytes"),
         "model_parameters": summary.get("model_parameters"),
         "data": data.get("name"),

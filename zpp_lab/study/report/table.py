@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from zpp_lab.config.schema import WIRES
+from zpp_lab.config.schema import USUAL_WIRES, WIRES
 from zpp_lab.files import shares, text_table
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.claims import EXPECTED
@@ -31,9 +31,10 @@ _FIELDS = (
     "heldout_loss",
     "heldout_loss_master",
     "gap",
-    *(f"bytes_{wire}_{hop}" for wire in WIRES for hop in _HOPS),
-    *(f"quantized_{wire}" for wire in WIRES),
+    *(f"bytes_{wire}_{hop}" for wire in USUAL_WIRES for hop in _HOPS),
+    *(f"quantized_{wire}" for wire in USUAL_WIRES),
 )
+_UPDATE = ("bytes_weights_update_intra", "bytes_weights_update_inter", "quantized_weights_update")
 P_VALUE_COLUMNS = (
     "Arm",
     "p (differs)",
@@ -68,10 +69,13 @@ def results_csv(result: StudyResult) -> str:
     Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
     quantized_WIRE the part of a step's bytes there that codecs made (0 to 1). readout_loss, where
     runs have one: the mean training loss of the last `train.readout_steps`.
+    weights_update has columns where a run has that wire.
     """
     text = io.StringIO()
     second = ("readout_loss",) if any(run.readout for run in result.runs) else ()
-    writer = csv.DictWriter(text, [*_FIELDS, *second], lineterminator="\n")
+    fifth = _UPDATE if any("weights_update" in run.quantized for run in result.runs) else ()
+    fields = [*_FIELDS, *fifth, *second]
+    writer = csv.DictWriter(text, fields, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for arm in result.arms:
         for seed, run in sorted(arm.runs.items()):

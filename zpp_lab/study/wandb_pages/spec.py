@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.config.schema import WIRES
+from zpp_lab.config.flat import as_written
+from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import parse_json, write_atomic
 from zpp_lab.study.report.style import study_looks
@@ -47,7 +48,7 @@ def make_spec(
     """
     gaps = gap_names(study)
     colors = {arm: look.color for arm, look in study_looks(study, told).items()}
-    curves = [*_losses(), *_gaps(gaps)]
+    curves, wires = [*_losses(), *_gaps(gaps)], wires_of(study)
     return {
         "format": FORMAT,
         "study": study.name,
@@ -66,8 +67,8 @@ def make_spec(
                 {"name": "Verdicts", "panels": [_table("verdicts"), *_results(gaps)]},
                 {"name": "Loss", "panels": _losses()},
                 {"name": "Gap", "panels": _gaps(gaps)},
-                {"name": "Bytes", "panels": _bytes()},
-                {"name": "Errors", "panels": _telemetry()},
+                {"name": "Bytes", "panels": _bytes(wires)},
+                {"name": "Errors", "panels": _telemetry(wires)},
             ],
         },
         "report": {
@@ -82,6 +83,15 @@ def gap_names(study: StudyConfig) -> list[str]:
     """The series of the loss gap, one for each baseline that arms are paired with."""
     bases = [study.baseline, *(arm.against for arm in study.arms if arm.against)]
     return [f"gap_vs_{name}" for name in dict.fromkeys(bases)]
+
+
+def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
+    """All that some arm may have: the fifth where an arm, or its recipe's file, has weights in the
+    node."""
+    said = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
+    files = [as_written(o.removeprefix("recipe=")) for o in said if o.startswith("recipe=")]
+    kept = any(file.get("recipe.sharding.weights") == "node" for file in files)
+    return WIRES if kept or "recipe.sharding.weights=node" in said else USUAL_WIRES
 
 
 def write_spec(path: Path, spec: Spec) -> None:
@@ -106,6 +116,7 @@ def _blocks(
         f"Baseline {study.baseline}; margin ±{study.margin:.2%} of its held-out loss; "
         f"{study.confidence:.0%} confidence; {len(study.arms)} arms."
     )
+    wires = wires_of(study)
     return [
         {"kind": "markdown", "text": f"**{study.question}**\n\n{rule}"},
         {"kind": "heading", "text": "Verdicts"},
@@ -114,7 +125,7 @@ def _blocks(
         {"kind": "heading", "text": "Loss and gap"},
         {"kind": "panels", "runs": "arms", "panels": [*curves, *_results(gaps)]},
         {"kind": "heading", "text": "Bytes and errors"},
-        {"kind": "panels", "runs": "arms", "panels": [*_bytes(), *_telemetry()]},
+        {"kind": "panels", "runs": "arms", "panels": [*_bytes(wires), *_telemetry(wires)]},
     ]
 
 
@@ -162,20 +173,20 @@ def _results(gaps: list[str]) -> list[Panel]:
     return [*bars, _bar("Share of the baseline's bytes", "final/bytes_share"), *scatter]
 
 
-def _bytes() -> list[Panel]:
+def _bytes(wires: Sequence[Wire]) -> list[Panel]:
     hops = [
-        _line(f"Bytes a step {where}", [f"bytes/{wire}/{hop}" for wire in WIRES])
+        _line(f"Bytes a step {where}", [f"bytes/{wire}/{hop}" for wire in wires])
         for hop, where in (("intra", "inside nodes"), ("inter", "between nodes"))
     ]
     return [*hops, _bar("Tokens a second", "final/tokens_per_second")]
 
 
-def _telemetry() -> list[Panel]:
+def _telemetry(wires: Sequence[Wire]) -> list[Panel]:
     """nmse of each parameter class; the histograms over classes are wandb's own panels."""
     return [
         {
             **_line(f"Error of {wire} by parameter class (nmse)", [], log_y=True),
             "regex": f"telemetry/{wire}/[^/]+/nmse",
         }
-        for wire in WIRES
+        for wire in wires
     ]

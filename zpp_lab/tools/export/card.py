@@ -155,9 +155,12 @@ class Card:
         )
         packed = len(self.packed) + len(self.requantized)
         decoded = f"stored as decoded, in {self.dtype}: {', '.join(self.decoded) or 'none'}"
+        recipe, kept = self.config.recipe, ""
+        if self.codec is None and recipe.kept and not recipe.wire("weights_update").raw:
+            kept = " All others are those that nodes keep, as `weights_update` brought them."
         if not self.grids:
-            return f"Quantized weights {decoded}."
-        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}."
+            return f"Quantized weights {decoded}.{kept}"
+        return f"Packed weights: {packed} ({kinds}). Quantized weights {decoded}.{kept}"
 
     def _changes(self) -> list[str]:
         found = []

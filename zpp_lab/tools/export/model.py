@@ -55,7 +55,12 @@ def merge_adapters(config: Config, saved: SavedWeights) -> tuple[Config, SavedWe
 def _without_codecs(recipe: RecipeConfig) -> RecipeConfig:
     none, exempting = CodecConfig(), [r for r in recipe.rules if r.exempt]
     return replace(
-        recipe, weights=none, weights_forward=none, weights_backward=none, rules=exempting
+        recipe,
+        weights=none,
+        weights_forward=none,
+        weights_backward=none,
+        rules=exempting,
+        phases=[],
     )
 
 

@@ -220,8 +220,8 @@ def _ways(weights: WireWeights, target: Target, unfit: Unfit) -> dict[str, Way]:
     _complain(reasons, unfit)
     if unfit != "dense" and not {"packed", "requantized"} & set(ways.values()):
         raise ValueError(
-            "the format packs Linear modules, and none of this model's is quantized: --dense "
-            "stores the quantized weights as they decode"
+            "the format packs Linear modules, and the gather quantizes none of this model's: "
+            "--dense stores all weights as ranks compute with them"
         )
     return ways
 
@@ -262,7 +262,7 @@ def _grids(weights: WireWeights, names: list[str], group: int | None) -> dict[st
 def _codes(weights: WireWeights, name: str, grid: Grid, requantize: bool) -> Codes:
     codec, shape = _block(weights, name), weights.saved.shapes[name]
     if not grid.symmetric:
-        return codes_with_zero_points(codec, weights.source(name), grid.group)
+        return codes_with_zero_points(codec, weights.sent(name), grid.group)
     used = nearest_fitting(codec) if requantize else codec
     payload = weights.payload(name, used)
     return exact_codes(used, payload, weights.shard_numel(name), shape, grid.group)

@@ -1,7 +1,8 @@
 """A run's saved weights as a rank sees them after the gather for forward.
 
 What a model computes with in training is decode(encode(w)) of its shards, not the fp32 masters.
-The same few lines serve an export and an evaluation, so that both speak of the same numbers.
+The same few lines serve an export and an evaluation, so that both speak of the same numbers. Where
+nodes keep weights, those are what that gather encodes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 from zpp_lab.codecs import Codec, Noise, RawCodec, kernels, noise_key
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.recipe import DTYPES, Recipe
+from zpp_lab.collectives.update import update_noise
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
-from zpp_lab.runs.checkpoint.read import SavedWeights
+from zpp_lab.runs.checkpoint.read import Saved, SavedWeights
 
 _CPU = torch.device("cpu")
 
@@ -39,10 +41,15 @@ class WireWeights:
     def recipe(self) -> Recipe:
         config, dtype = self.config, self.dtype
         if self.codec is None:
-            return Recipe(config.recipe, config.cluster, dtype, DTYPES[config.train.reduce_dtype])
+            return self._after(self.saved.step)
         # a codec does not depend on the cluster, but one rank has no wires to put it on
         cluster = ClusterConfig(1, 2) if config.cluster.world == 1 else config.cluster
         return Recipe(_rounded_afterwards(config.recipe, self.codec), cluster, dtype)
+
+    def _after(self, done: int) -> Recipe:
+        """Of the step after `done` steps."""
+        config, dtypes = self.config, (self.dtype, DTYPES[self.config.train.reduce_dtype])
+        return Recipe(config.at(done).recipe, config.cluster, *dtypes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,17 +59,17 @@ class WireWeights:
     @cached_property
     def codecs(self) -> dict[str, Codec]:
         """The codec of every parameter, by name."""
-        return {n: self.recipe.codec("weights_forward", self._parameter(n)) for n in self._shapes}
+        return {n: self.recipe.codec("weights_forward", self.parameter(n)) for n in self.shapes}
 
     @property
     def quantized(self) -> list[str]:
-        """The parameters that do not travel as their own bytes."""
-        return [n for n, codec in self.codecs.items() if not isinstance(codec, RawCodec)]
+        """The parameters that do not travel as their own bytes, or did not when nodes got them."""
+        return [n for n, c in self.codecs.items() if not all(map(_raw, (c, self._update(n))))]
 
     def decoded(self, name: str, device: torch.device = _CPU) -> Tensor:
         """The whole parameter as the model computes with it, in `dtype`."""
-        source, codec = self.source(name, device), self.codecs[name]
-        if isinstance(codec, RawCodec):
+        source, codec = self.sent(name, device), self.codecs[name]
+        if _raw(codec):
             return source
         out = torch.empty_like(source)
         kernels.decode(self._layout(name, codec), self._encoded(name, codec, source), [out])
@@ -71,38 +78,73 @@ class WireWeights:
     def payload(self, name: str, codec: Codec | None = None) -> Tensor:
         """What all ranks send of one parameter: uint8 [W, nbytes] on the CPU. With another
         `codec`, what they would send then."""
-        return self._encoded(name, codec or self.codecs[name], self.source(name))
+        return self._encoded(name, codec or self.codecs[name], self.sent(name))
 
     def shard_numel(self, name: str) -> int:
         """Elements of one rank's shard, padding included."""
-        return self._parameter(name).shard_numel
+        return self.parameter(name).shard_numel
 
     def source(self, name: str, device: torch.device = _CPU) -> Tensor:
-        """The master weight in `dtype`, contiguous: what gets encoded."""
+        """The master weight in `dtype`, contiguous."""
         return self.saved.read(name).to(device, self.dtype).contiguous()
+
+    def sent(self, name: str, device: torch.device = _CPU) -> Tensor:
+        """What gets encoded, in `dtype` and contiguous: the master weight, or what nodes keep."""
+        master, codec = self.source(name, device), self._update(name)
+        if _raw(codec):
+            return master
+        if not self.recipe.differences:
+            ranks = range(self.world)
+            noise = update_noise(self.config.seed, self.saved.step, ranks)
+            out = torch.empty_like(master)
+            payload = self._encoded(name, codec, master, noise)
+            kernels.decode(self._layout(name, codec), payload, [out])
+            return out
+        kept = self.saved.kept(name) if isinstance(self.saved, Saved) else None
+        if kept is None:
+            raise ValueError(
+                f"the checkpoint of step {self.saved.step} has no weights as nodes kept them, from "
+                "which differences travel: take one that was not saved with "
+                "train.checkpoint_weights_only"
+            )
+        return kept.to(device, self.dtype).contiguous()
+
+    def _update(self, name: str) -> Codec:
+        """By which nodes get the weights that they keep; raw where they keep none."""
+        if not self.recipe.kept:
+            return RawCodec(self.dtype)
+        sent_by = self._after(max(0, self.saved.step - 1))
+        return sent_by.codec("weights_update", self.parameter(name))
 
     def _layout(self, name: str, codec: Codec) -> Layout:
         """One segment: neighbours in a unit's payload do not change its bytes."""
         return Layout.build([name], [self.shard_numel(name)], [codec])
 
-    def _encoded(self, name: str, codec: Codec, source: Tensor) -> Tensor:
-        layout, ranks = self._layout(name, codec), tuple(range(self._world))
+    def _encoded(
+        self, name: str, codec: Codec, source: Tensor, noise: Noise | None = None
+    ) -> Tensor:
+        """With the gather's noise, unless another is given."""
+        layout, ranks = self._layout(name, codec), tuple(range(self.world))
         key = noise_key(self.config.seed, self.saved.step, 0, "weights_forward")
         payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=source.device)
-        kernels.encode(layout, [source], Noise(key, ranks, ranks), payload)
+        kernels.encode(layout, [source], noise or Noise(key, ranks, ranks), payload)
         return payload
 
     @property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.saved.shapes
 
     @property
-    def _world(self) -> int:
+    def world(self) -> int:
         one = self.config.cluster.world == 1
         return 1 if one else self.recipe.shards
 
-    def _parameter(self, name: str) -> Parameter:
-        return Parameter(name, self._shapes[name], self._world)
+    def parameter(self, name: str) -> Parameter:
+        return Parameter(name, self.shapes[name], self.world)
+
+
+def _raw(codec: Codec) -> bool:
+    return isinstance(codec, RawCodec)
 
 
 def parse_codec(text: str) -> CodecConfig:
@@ -126,7 +168,7 @@ def parse_codec(text: str) -> CodecConfig:
 
 def codec_text(codec: CodecConfig) -> str:
     """The inverse of `parse_codec`: what is set, in the order of the fields."""
-    named = {f.name: getattr(codec, f.name) for f in fields(codec)}
+    named = {f.name: getattr(codec, f.name) for f in fields(codec) if f.name != "memory"}
     return ",".join(f"{k}={_plain(v)}" for k, v in named.items() if v is not None)
 
 

@@ -56,7 +56,7 @@ class Forecast:
     def bytes(self) -> int | None:
         """Of all steps, over all ranks."""
         each = self.foreseen.step_bytes
-        return None if each is None else self.run.config.train.steps * each
+        return None if each is None else round(self.run.config.train.steps * each)
 
     @property
     def ended(self) -> bool:
@@ -263,7 +263,8 @@ def _several(count: int, noun: str) -> str:
 
 
 def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> float:
-    """Seconds of a step on `machine`. ValueError where its file has no figures for `config`.
+    """Seconds of a step on `machine`, the mean of its phases. ValueError where its file has no
+    figures for `config`.
 
     engine=fsdp is predicted, one GPU a rank. Of engine=virtual on one GPU it is a floor, what all
     ranks compute; codecs, and the gaps between a small model's kernels, come on top.
@@ -273,7 +274,8 @@ def predicted_seconds(config: Config, machine: str, link_gbps: float | None) -> 
 
     figures = load_machine(machine)
     if config.engine.name != "virtual":
-        return predict(config, figures, link_gbps).step_s
+        each = [(p.steps, predict(p.config, figures, link_gbps).step_s) for p in config.phases]
+        return sum(steps * seconds for steps, seconds in each) / config.train.steps
     alone = replace(config, engine=replace(config.engine, name="fsdp"))
     one = predict(alone, figures)
     return config.cluster.world * (one.compute_s + one.optimizer_s)

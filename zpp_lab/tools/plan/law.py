@@ -201,10 +201,11 @@ def load_law(path: Path | None = None) -> Law:
 
 def predicted(config: Config, plan: Plan) -> Prediction | None:
     """Of a run from random weights; None where the law says nothing: a run that starts from other
-    weights, or an adapter's."""
+    weights, or an adapter's, and one that sends later what bits have lost."""
     model = config.model
     others = model.start or model.weights == "pretrained" or config.run.start_from
-    if others or model.lora.on:
+    later = plan.memories or (plan.recipe.kept and plan.recipe.asks("weights_update"))
+    if others or model.lora.on or later:
         return None
     return load_law().predict(Errors.of(plan), *extent(config, plan))
 

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.compose import compose
-from zpp_lab.config.schema import Config
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.build import build_plan, vocabulary
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.files import percents
@@ -41,6 +42,10 @@ SHOWN: tuple[tuple[Moment, ...], ...] = (
     ("update",),
     ("eval", "eval loss"),
 )
+REMEMBERS = (
+    "No gap is predicted: what encoders remember is sent later, and the law was fitted to recipes "
+    "that forget it."
+)
 NOTES = (
     "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
     "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of "
@@ -61,6 +66,11 @@ HOPS = (
     "nodes. recipe.hops=2 adds up inside nodes first and sends {two_hops:.3f} GB; it rounds those "
     "sums, so its loss is another recipe's."
 )
+LAST = "Predicted: a step of the last phase, after {first} steps."
+NO_LAW = (
+    "Memory: of the phase that holds most. What bits cost in loss is not predicted: the law is of "
+    "recipes that stay as they are."
+)
 ONE_HOST = (
     "Taken for {nodes} hosts. Where these are one host, a run gathers flat and over peer memory: "
     "plan with engine=fsdp engine.gather=flat engine.transport=peer."
@@ -69,15 +79,21 @@ ONE_HOST = (
 
 @dataclass(frozen=True)
 class Outlook:
-    """A run's plan and estimate against a device's memory in bytes."""
+    """A run's plan and estimate against a device's memory in bytes. Of several phases those of
+    the one that holds most, and each phase's own."""
 
     config: Config
     plan: Plan
     estimate: Estimate
     device: int
+    phases: tuple[Outlook, ...] = ()
 
     @classmethod
     def of(cls, config: Config, device: int) -> Outlook:
+        if config.recipe.phases:
+            phases = tuple(cls.of(phase.config, device) for phase in config.phases)
+            most = max(phases, key=lambda phase: phase.estimate.peak)
+            return replace(most, config=config, phases=phases)
         vocab = vocabulary(config)
         plan = build_plan(build_model(config.model, vocab, "meta"), config)
         return cls(config, plan, estimate(plan, config, vocab), device)
@@ -93,7 +109,7 @@ class Outlook:
     @cached_property
     def gap(self) -> law.Prediction | None:
         """What the recipe's bits will cost; None where it has none, or the law says nothing."""
-        if not any(self.plan.quantized_share().values()):
+        if self.phases or not any(self.plan.quantized_share().values()):
             return None
         return law.predicted(self.config, self.plan)
 
@@ -122,7 +138,8 @@ def plan_command(
     advice = [] if outlook.fits else list(advise(outlook))
     known = load_machine(machine) if machine else None
     speeds = time_shown.links(link_gbps)
-    times = time_shown.times(outlook.config, known, speeds) if known else {}
+    timed_as = outlook.config.phases[-1].config  # of several phases the last
+    times = time_shown.times(timed_as, known, speeds) if known else {}
     if as_json:
         timed = {"time": time_shown.as_dict(times, known)} if known else {}
         print(json.dumps(as_dict(outlook, advice) | timed, indent=1))
@@ -132,10 +149,12 @@ def plan_command(
     if assumed:
         console.print(NO_GPU, style="dim")
     if known:
+        if outlook.phases:
+            console.print(LAST.format(first=outlook.config.phases[-1].first))
         console.print(time_shown.table(times, known))
         if lacks := time_shown.host_lacks(known):
             console.print(lacks)
-        if advised := time_shown.host_advice(outlook.config, known, times):
+        if advised := time_shown.host_advice(timed_as, known, times):
             console.print(advised)
     return 0 if outlook.fits else 1
 
@@ -194,9 +213,21 @@ def _cheap(config: Config) -> Iterator[tuple[str, ...]]:
     while batch % 2 == 0:  # each takes the place of the one before it
         batch, micro = batch // 2, micro * 2  # as many tokens a step as before
         yield (f"train.batch_size={batch}", f"train.micro_steps={micro}")
+    yield from _forget(config.recipe)
     kinds = ("fp32", "bf16", "8bit")
     for kind in kinds[kinds.index(config.train.optimizer_state) + 1 :]:
         yield (f"train.optimizer_state={kind}",)
+
+
+def _forget(recipe: RecipeConfig) -> Iterator[tuple[str, ...]]:
+    """A first hop remembers a row for every rank, all of a model on each; the second one remembers
+    as many times less as a node has ranks. Then in 8 bits."""
+    wires = [recipe.wire(wire).memory for wire in ("grads_intra", "grads_inter")]
+    if all(memory.on for memory in wires):
+        hops = ("recipe.hops=2",) if recipe.hops == 1 else ()
+        yield (*hops, "recipe.grads_intra.memory.kind=none")
+    if any(memory.on and memory.store != "8bit" for memory in wires):
+        yield ("recipe.grads.memory.store=8bit",)
 
 
 def _more_ranks(outlook: Outlook) -> Advice | None:
@@ -212,19 +243,23 @@ def _more_ranks(outlook: Outlook) -> Advice | None:
 
 
 def _with(outlook: Outlook, overrides: Sequence[str]) -> Outlook:
-    groups: dict[str, dict[str, Any]] = {}
+    values = asdict(outlook.config)
     for override in overrides:
         name, _, text = override.partition("=")
-        group, _, key = name.partition(".")
-        groups.setdefault(group, {})[key] = yaml.safe_load(text)
-    parts = {g: replace(getattr(outlook.config, g), **changes) for g, changes in groups.items()}
-    return Outlook.of(replace(outlook.config, **parts), outlook.device)
+        *groups, key = name.split(".")
+        inner = values
+        for group in groups:
+            inner = inner[group]
+        inner[key] = yaml.safe_load(text)
+    return Outlook.of(load(Config, values), outlook.device)
 
 
 def two_hops(outlook: Outlook) -> dict[str, int] | None:
     """Bytes of gradients between nodes with one hop and with two, all ranks together; None where
     the recipe has two, or FSDP2's own ring serves, or a node has one GPU."""
     config, recipe = outlook.config, outlook.plan.recipe
+    if outlook.phases:
+        return None
     if len(recipe.hops) != 1 or min(config.cluster.nodes, config.cluster.gpus_per_node) == 1:
         return None
     if is_untouched(outlook.plan, config.engine.ordered):
@@ -254,6 +289,16 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
         "seq_len": outlook.config.data.seq_len,
         "wires": {w: t._asdict() for w, t in outlook.plan.step_bytes().items()},
         "quantized_share": outlook.plan.quantized_share(),
+        "phases": [
+            {
+                "after": phase.first,
+                "steps": phase.steps,
+                "wires": {w: t._asdict() for w, t in own.plan.step_bytes().items()},
+                "quantized_share": own.plan.quantized_share(),
+                "peak": own.estimate.peak,
+            }
+            for phase, own in zip(outlook.config.phases, outlook.phases, strict=False)
+        ],
         "gap": asdict(outlook.gap) if outlook.gap else None,  # nats a token
         "items": [
             {
@@ -295,11 +340,20 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
         f"{sequences(outlook.config)}",
         highlight=False,
     )
-    console.print(_wire_table(outlook.plan))
+    for phase, own in zip(outlook.config.phases, outlook.phases, strict=False):
+        last = f"{phase.first + phase.steps}, {_gib(own.estimate.peak)} GiB at their peak"
+        console.print(f"Steps {phase.first + 1} to {last}:", highlight=False)
+        console.print(_wire_table(own.plan))
+    if not outlook.phases:
+        console.print(_wire_table(outlook.plan))
     console.print(_memory_table(outlook.estimate))
     _show_verdict(outlook, console)
+    if outlook.phases:
+        console.print(NO_LAW)
     if outlook.gap:
         console.print(_gap_line(outlook.gap), highlight=False)
+    elif outlook.plan.memories:
+        console.print(REMEMBERS)
     for one in advice:
         line = _advice_line(one, one is advice[0], outlook.estimate.host)
         console.print(line, highlight=False)

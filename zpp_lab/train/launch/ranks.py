@@ -3,7 +3,7 @@
 Each node gets its GPUs (`gpus.py`), and NCCL takes nodes for different hosts (NCCL_HOSTID), so
 that GPUs of a node keep NVLink while everything else goes through sockets, even between ranks that
 share a GPU. Our own choice of a transport and of a gather reads the same variable
-(`collectives/choose.py`).
+(`collectives/peer/choose.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 
 from zpp_lab.codecs import RawCodec
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.collectives.choose import LEAST
+from zpp_lab.collectives.peer.choose import LEAST
 from zpp_lab.collectives.peer.slots import SLOTS
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.collectives.transport import LINKS, Kind, Link
@@ -127,7 +127,8 @@ def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
 
 
 def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
-    if not unit.hierarchical or (backward and unit.keeps_secondary):
+    kept = plan.recipe.kept
+    if not (unit.hierarchical or kept) or (backward and unit.keeps_secondary):
         return 0
     layout = unit.backward if backward else unit.forward
     return plan.recipe.cluster.nodes * layout.nbytes
@@ -206,6 +207,19 @@ class Buffers:
         for (link, rows), count, hop in zip(ways, counts, unit.hops, strict=False):
             yield link, rows, count * hop.nbytes
 
+    # ------------------------------------------------------------------ new weights
+
+    def update(self, unit: UnitPlan) -> int:
+        """The most while a unit's new weights travel to where nodes keep them: the nodes' payloads,
+        what they decode to, and of one parameter what is made of that."""
+        recipe, segments = unit.recipe, unit.update.segments
+        widest = max((s.numel for s in segments), default=0)
+        made = 2 * 4 * widest if recipe.differences else recipe.weights_dtype.itemsize * widest
+        each = 4 if recipe.differences else recipe.weights_dtype.itemsize
+        return recipe.cluster.nodes * (
+            unit.update.nbytes + each * sum(s.numel for s in segments) + made
+        )
+
     # ------------------------------------------------------------------ slots
 
     def slots(self) -> int:
@@ -231,6 +245,11 @@ class Buffers:
                 yield "gather", "local", nodes * nbytes, world * nbytes
             else:
                 yield "gather", "world", nbytes, world * nbytes
+            if self.plan.recipe.kept:
+                yield "gather", "local", nodes * nbytes, world * nbytes
+        if self.plan.recipe.kept:
+            row = max(_raw_row(unit), unit.update.nbytes)
+            yield "gather", "across", row, nodes * row
         if unit.keeps_secondary:
             yield "gather", "local", nodes * unit.forward.nbytes, world * unit.forward.nbytes
         for link, _, nbytes in self._legs(unit):

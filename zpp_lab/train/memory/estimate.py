@@ -153,8 +153,53 @@ class _Rank:
             *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
             Item("checkpoint, on its way", always(self._checkpoint(every, trained)), "host"),
+            Item("weights kept in the node", always(self._kept())),
+            Item("what encoders remember", always(self.plan.memory_bytes)),
+            Item("the same, of the step under way", self._remembering()),
             Item("secondary partition", always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
+
+    def _kept(self) -> int:
+        """Of every parameter one shard a node, as it is gathered."""
+        recipe = self.plan.recipe
+        every = [p for u in self.plan.units for p in u.unit.parameters]
+        return recipe.cluster.nodes * shard_bytes(every, self.weight) if recipe.kept else 0
+
+    def _remembering(self) -> dict[Moment, int]:
+        """The new memories of the units that are reduced already, until the step is done."""
+        if self.plan.reductions > 1:  # earlier micro-steps have left all of them
+            return always(self.plan.memory_bytes) | NOT_EVALUATED
+        every, block, root = (
+            sum(m.nbytes for u in units for m in u.memories.values())
+            for units in (self.plan.units, [self.unit], [self.root])
+        )
+        sent: dict[Moment, int] = {
+            "early sent": (self.early + 1) * block,
+            "late sent": every - root,
+        }
+        late = max(0, every - root - block)
+        return moments(early=self.early * block, late=late, root=every, update=every) | sent
+
+    def _encoding(self, unit: UnitPlan) -> int:
+        """While memories stand before a codec: of a first hop what is encoded, of a second one
+        sums, what is encoded and what that decodes to; beside them what one parameter takes."""
+        found = []
+        for wire in self.plan.recipe.hops:
+            numels = [m.rows * m.numel for (w, _), m in unit.memories.items() if w == wire]
+            wholes = 1 if wire == self.plan.recipe.hops[0] else 3
+            found.append(FP32 * (wholes * sum(numels) + 4 * max(numels, default=0)))
+        return max(found)
+
+    def _remembered(self) -> int:
+        """Of what is kept, this rank's part of a checkpoint."""
+        names = {n for u in self.plan.units for n in u.remembered}
+        every = (p for u in self.plan.units for p in u.unit.parameters if p.name in names)
+        return shard_bytes(every, self.weight)
+
+    def _updates(self) -> dict[Moment, int]:
+        """While a unit's new weights travel."""
+        kept = self.plan.recipe.kept
+        return moments(update=max(map(self.buffers.update, self.plan.units)) if kept else 0)
 
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
@@ -181,6 +226,8 @@ class _Rank:
         if not (train.checkpoint_every or train.keep_checkpoints):
             return 0
         saved = saved_bytes(every, trained, self.config)
+        if not train.checkpoint_weights_only:
+            saved += self._remembered() + self.plan.memory_bytes
         copied = saved if saved <= train.checkpoint_host_gib * GIB else 0
         written = saved // 2 if train.checkpoint_weights_only else saved  # in bf16
         return copied + min(written, train.checkpoint_staging_mib * 2**20)
@@ -203,6 +250,7 @@ class _Rank:
             Item("whole gradients", self._whole_gradients()),
             Item("reduction buffers", self._reductions()),
             Item("telemetry", self._telemetry()),
+            Item("new weights, on their way", self._updates()),
             Item("peer-memory slots", always(self.buffers.slots()), outside=True),
         ]
 
@@ -212,7 +260,7 @@ class _Rank:
         found = moments(loss=root, early=root + block, late=root + block)
         found |= {"early sent": root, "late sent": root}
         found |= {"eval": root + block, "eval loss": root}
-        if self.plan.recipe.config.stage != 3:
+        if not self.plan.recipe.config.again:
             every = root + self.weight * sum(map(_numel, self.units))
             found |= {
                 "eval": every,
@@ -230,7 +278,7 @@ class _Rank:
         count = max(1, self.config.engine.prefetch)
         held = min(1 + self.config.engine.prefetch, len(self.units))
         found = moments() | {"eval": max(self.buffers.heldout(u, held) for u in self.units)}
-        if self.plan.recipe.config.stage != 3:
+        if not self.plan.recipe.config.again:
             return found
         first, ahead = (
             max(self.buffers.gathers(u, min(count, len(self.units) - gone)) for u in self.units)
@@ -279,7 +327,7 @@ class _Rank:
         sums = shard_bytes(_trained(unit), self.grad)
         if self.untouched:
             return self._held(unit) + sums
-        return self.buffers.reduction(unit) + sums
+        return self.buffers.reduction(unit) + sums + self._encoding(unit)
 
     def _telemetry(self) -> dict[Moment, int]:
         """A first hop is looked at by the kernel that encodes it. The sums of the hop after it
@@ -385,6 +433,8 @@ def check_host_memory(config: Config) -> None:
     """
     if config.engine.name == "deepspeed" or config.model.name != "llama":
         return
+    for phase in config.phases if config.recipe.phases else ():
+        check_host_memory(phase.config)
     if config.engine.name == "virtual":
         _check_virtual(config)
         return
@@ -396,7 +446,20 @@ def check_host_memory(config: Config) -> None:
             f"{world} ranks on the CPU need {each / GIB:.1f} GiB each and this machine has "
             f"{there / GIB:.1f} GiB for all: take a smaller model or fewer ranks, or start this "
             "where there are GPUs (`zpp-lab doctor` says what is seen here)"
+            f"{_of_memories(plan_of(on_cpu), 1)}"
         )
+
+
+def _of_memories(plan: Plan, ranks: int) -> str:
+    """What of it encoders remember, and how to remember less; "" where they remember nothing."""
+    if not plan.memories:
+        return ""
+    first = any(wire == plan.recipe.hops[0] for wire, _ in plan.memories)
+    less = "recipe.grads.memory.store=8bit"
+    if first and plan.recipe.cluster.nodes > 1 < plan.recipe.cluster.gpus_per_node:
+        less = "between nodes alone (recipe.hops=2 recipe.grads_intra.memory.kind=none), or " + less
+    held = 2 * ranks * plan.memory_bytes / GIB
+    return f". Of these, {held:.1f} GiB are what encoders remember, old and new: remember {less}"
 
 
 def _check_virtual(config: Config) -> None:
@@ -411,9 +474,10 @@ def _check_virtual(config: Config) -> None:
             own = 0 if p.name in unit.stored else _FP32
             trained = _FP32 + moments if p.name in unit.trainable else 0
             need += p.numel * (gathered + own + trained)
+    need += 2 * config.cluster.world * plan.memory_bytes
     if need > memory_bytes():
         raise ValueError(
             f"the model, its gradients and the optimizer need {need / GIB:.1f} GiB and this "
             f"machine has {memory_bytes() / GIB:.1f} GiB: take a smaller model, or start this "
-            "where there is a GPU that holds them"
+            f"where there is a GPU that holds them{_of_memories(plan, config.cluster.world)}"
         )

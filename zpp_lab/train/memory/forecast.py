@@ -29,7 +29,7 @@ class Needed:
 class Foreseen:
     """Of one run. None: no formula knows it."""
 
-    step_bytes: int | None  # all ranks together
+    step_bytes: float | None  # all ranks together; of several phases the mean
     memory: Needed | None
     quantized: Mapping[Wire, float] | None = None  # of each wire's bytes
 
@@ -38,27 +38,34 @@ def foresee(config: Config) -> Foreseen:
     return Foreseen(step_bytes(config), memory_need(config), quantized(config))
 
 
-def step_bytes(config: Config) -> int | None:
-    """Bytes that all ranks together send in one step; None with engine=deepspeed, which follows
-    no plan of ours."""
+def step_bytes(config: Config) -> float | None:
+    """Bytes that all ranks together send in one step, the mean of the run's; None with
+    engine=deepspeed, which follows no plan of ours."""
     if config.engine.name == "deepspeed":
         return None
-    from zpp_lab.engines.build import plan_of
+    from zpp_lab.collectives.plan import bytes_per_step
+    from zpp_lab.engines.build import plans_of
 
-    return sum(sum(traffic) for traffic in plan_of(config).step_bytes().values())
+    return bytes_per_step(plans_of(config))
 
 
 def quantized(config: Config) -> Mapping[Wire, float] | None:
     """Of a step's bytes on each wire the part that codecs make; None with engine=deepspeed."""
     if config.engine.name == "deepspeed":
         return None
-    from zpp_lab.engines.build import plan_of
+    from zpp_lab.collectives.plan import quantized_share
+    from zpp_lab.engines.build import plans_of
 
-    return plan_of(config).quantized_share()
+    return quantized_share(plans_of(config))
 
 
 def memory_need(config: Config) -> Needed | None:
-    """What a run must have at its peak, or at least."""
+    """What a run must have at its peak, in whichever phase, or at least."""
+    each = [_memory_need(phase.config) for phase in config.phases]
+    return max((need for need in each if need), key=lambda need: need.nbytes, default=None)
+
+
+def _memory_need(config: Config) -> Needed | None:
     from zpp_lab.engines.build import plan_of, vocabulary
     from zpp_lab.train.memory.estimate import estimate
 
@@ -74,6 +81,11 @@ def host_bytes(config: Config) -> int | None:
     """Host memory of each process of a run, beside Python, libraries and text; None with
     engine=deepspeed. Of engine=virtual twice what is kept: tensors and activations, or on a GPU
     the checkpoint on its way."""
+    each = [_host_bytes(phase.config) for phase in config.phases]
+    return max((nbytes for nbytes in each if nbytes is not None), default=None)
+
+
+def _host_bytes(config: Config) -> int | None:
     if config.engine.name == "virtual":
         return 2 * _kept(config)
     if config.engine.name == "deepspeed":
@@ -90,13 +102,15 @@ def host_bytes(config: Config) -> int | None:
 
 def _kept(config: Config) -> int:
     """What the virtual engine holds all the time: weights in param_dtype, of the trained ones
-    fp32 masters, both moments, gradient sums in fp32 and the copy that is encoded."""
+    fp32 masters, both moments, gradient sums in fp32 and the copy that is encoded; what all ranks'
+    encoders remember, before and after the step."""
     from zpp_lab.engines.build import plan_of
     from zpp_lab.engines.optim import state_bytes
 
-    held, total = _ITEMSIZE[config.train.param_dtype], 0
+    held, plan = _ITEMSIZE[config.train.param_dtype], plan_of(config)
     copy = held if held < 4 else 0
-    for unit in plan_of(config).units:
+    total = 2 * config.cluster.world * plan.memory_bytes
+    for unit in plan.units:
         for p in unit.unit.parameters:
             total += held * p.numel
             if p.name in unit.unit.trainable:

@@ -26,7 +26,7 @@ def every(problem: Problem) -> list[tuple[float, Option]]:
     return sorted(timed, key=lambda pair: pair[0])
 
 
-@pytest.mark.parametrize("link", [0.5, 400.0])
+@pytest.mark.parametrize("link", [0.5, pytest.param(400.0, marks=pytest.mark.slow)])
 def test_no_plan_that_fits_is_faster(link: float) -> None:
     asked = problem(link=link, bits=SMALL)
     found = every(asked)

@@ -20,7 +20,7 @@ from typing import Any
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.flat import flatten
 from zpp_lab.config.load import load
-from zpp_lab.config.schema import WIRES, RecipeConfig
+from zpp_lab.config.schema import RecipeConfig
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.speed.results import (
     BASE,
@@ -104,18 +104,22 @@ def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     Two recipes do the same when these are equal. ValueError for settings that there are not.
     """
     config = load(RecipeConfig, recipe)
-    wires = {wire: _wire(getattr(config, wire), config, wire) for wire in WIRES}
-    kept = ("stage", "shard", "secondary", "hops", "order")
-    found = {name: getattr(config, name) for name in kept} | flatten(wires)
+    wires = {wire: _wire(getattr(config, wire), config, wire) for wire in config.wires}
+    found = {name: getattr(config, name) for name in ("secondary", "hops", "order")}
+    staged = 3 if config.again else 1 if config.parts[1] == "none" else 2
+    found |= {"stage": staged, "shard": "node" if config.copied else "world"} | flatten(wires)
+    if config.kept:
+        found |= {"sharding": list(config.parts), "update": config.sharding.update}
     if any(codec != _values(RAW) for codec in wires.values()):  # else there is nothing to exempt
         exempt = config.exempt
         found |= {"exempt": [exempt.max_ndim, list(exempt.names), exempt.below_numel]}
-    return found | ({"rules": repr(config.rules)} if config.rules else {})
+    lists = {name: repr(own) for name in ("rules", "phases") if (own := getattr(config, name))}
+    return found | lists
 
 
 def _wire(own: CodecConfig, config: RecipeConfig, wire: str) -> dict[str, Any]:
     codec = own.over(config.weights if wire.startswith("weights") else config.grads)
-    if codec.codec == "none" or (codec.codec in (None, "block") and codec.bits is None):
+    if codec.raw:
         return _values(RAW)
     return _values(codec.over(BLOCK) if codec.codec in (None, "block") else codec)
 

@@ -75,6 +75,11 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
     engine = config.engine.name
     if engine == "virtual":
         raise ValueError(f"arm {name}: engine=virtual has no time of its own; use engine=fsdp")
+    if config.recipe.phases:
+        raise ValueError(
+            f"arm {name}: each phase has a step of its own: time one of them, with its settings "
+            "and recipe.phases=[]"
+        )
     ours = engine == "fsdp"
     maker, session = ("quick", "ours") if ours else ("built", name)
     return Arm(name.strip(), maker, engine, config.recipe.name, session, config)

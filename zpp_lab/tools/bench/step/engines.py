@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor
-from zpp_lab.collectives.choose import connect, gather_mode
+from zpp_lab.collectives.peer.choose import connect, gather_mode
 from zpp_lab.collectives.plan import Bytes
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.collectives.transport import Transport

@@ -9,7 +9,8 @@
     links     one transfer at a time inside nodes, and one between them
     GPU       one kernel at a time: codecs take time from the model
 
-Then gradients are measured and clipped and AdamW runs, and the host reads the loss.
+Then gradients are measured and clipped and AdamW runs, new weights travel to where nodes keep them,
+unit after unit, and the host reads the loss.
 """
 
 from __future__ import annotations
@@ -98,6 +99,16 @@ def _check(config: Config, link_gbps: float | None) -> None:
         raise ValueError(
             "train.optimizer_place=host has no figures: predict train.optimizer_place=device"
         )
+    if config.recipe.phases:
+        raise ValueError(
+            f"recipe {config.recipe.name}: each phase has a step of its own: predict one of them, "
+            "with its settings and recipe.phases=[]"
+        )
+    if config.recipe.remembers:
+        raise ValueError(
+            f"recipe {config.recipe.name}: what encoders remember takes passes that have no "
+            "figures yet: predict it without memory.kind, for a floor"
+        )
     if config.train.param_dtype != "bf16":
         raise ValueError(
             f"train.param_dtype={config.train.param_dtype}: figures are of bf16; set "
@@ -125,7 +136,7 @@ class _Step:
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
         for micro in range(micros):
-            gathers = micro == 0 or self.plan.recipe.config.stage == 3
+            gathers = micro == 0 or self.plan.recipe.config.again
             self._forward(gathers)
             self._backward(reduces=micro == micros - 1 or not self.plan.accumulate_last)
         self._update(own_loop)
@@ -170,7 +181,7 @@ class _Step:
 
     def _backward(self, reduces: bool) -> None:
         order = self.units[::-1]
-        regathers = self.plan.recipe.config.stage == 3
+        regathers = self.plan.recipe.config.again
         if regathers:
             self._gather_ahead(order[: self.ahead], "weights_backward")
         self._compute("head", self._head()[1], 0.0)
@@ -201,7 +212,12 @@ class _Step:
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
         self.host = add("host, once a step", "host", "host", host.once_s(len(self.units)))
-        add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
+        done = add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
+        for unit in self.plan.units if self.plan.recipe.kept else ():
+            found = self.transfers.update(unit)
+            self.host = add("host, gathers", "host", "host", host.gather_s)
+            end = self._ship(found, "gather", "weights_update", [self.host, done])
+            done = add("gather kernels", "compute", "gpu", found.kernels[-1], [end])
         self._mark()
 
     # ------------------------------------------------------------------ pieces

@@ -58,7 +58,8 @@ class Transfers:
     def _gather(self, unit: UnitPlan, wire: Wire) -> Collective:
         layout = unit.forward if wire == "weights_forward" else unit.backward
         kept = wire == "weights_backward" and unit.keeps_secondary
-        encode = 0.0 if kept else self._kernel("encode", unit.live(wire), 1)
+        rows = unit.recipe.cluster.nodes if unit.recipe.kept else 1
+        encode = 0.0 if kept else self._kernel("encode", unit.live(wire), rows)
         decode = self._kernel("decode", layout, unit.recipe.shards)
         legs = self._gather_legs(unit, wire, layout)
         return Collective((encode, *(0.0 for _ in legs[1:]), decode), legs)
@@ -68,7 +69,7 @@ class Transfers:
         if cluster.world == 1:
             return (Leg("intra", 0.0),)
         kept = wire == "weights_backward" and unit.keeps_secondary
-        if self.plain and not kept and unit.recipe.config.shard == "world":
+        if self.plain and not kept and not unit.recipe.config.copied:
             return self._ring(unit, (cluster.world - 1) * layout.nbytes, "gather")
         planned = unit.forward_bytes() if wire == "weights_forward" else unit.backward_bytes()
         traffic = planned[wire]
@@ -77,13 +78,20 @@ class Transfers:
             return across, self._leg(unit, Traffic(traffic.intra, 0), "gather")
         return (self._leg(unit, traffic, "gather", cluster.nodes - 1),)
 
+    def update(self, unit: UnitPlan) -> Collective:
+        """Of a unit's new weights between nodes, where they are kept."""
+        nodes = unit.recipe.cluster.nodes
+        kernels = self._kernel("encode", unit.update, 1), self._kernel("decode", unit.update, nodes)
+        traffic = unit.update_bytes()["weights_update"]
+        return Collective(kernels, (self._leg(unit, traffic, "gather", nodes - 1),))
+
     def reduction(self, unit: UnitPlan) -> Collective:
         cluster, layouts = unit.recipe.cluster, unit.hops
         if not layouts:  # a cluster of one rank
             return Collective((0.0, 0.0), (Leg("intra", 0.0),))
         first, last = layouts[0], layouts[-1]
         encode = self._kernel("encode", first, unit.recipe.shards)
-        if unit.recipe.config.shard == "node":
+        if unit.recipe.config.copied:
             return Collective((encode, 0.0, 0.0), self._node_legs(unit))
         if self.plain:
             legs = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")

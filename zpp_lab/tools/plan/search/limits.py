@@ -46,26 +46,30 @@ class Numbers:
     grads: tuple[tuple[str, Codec], ...]  # each encoding on a gradient's way, by hop
     drawn_again: bool  # weights are rounded at random, and anew for backward
     summed_first: bool  # several micro-steps' gradients are encoded once
-    but: str  # exemptions and rules
+    but: str  # exemptions, rules and phases, and what encoders remember
     optimizer_state: str
+    update: tuple[Codec | None, str] = (None, "")  # of weights that nodes keep, and as what
     hops: int = field(default=0, compare=False)  # of a gradient, raw ones too
 
     @classmethod
     def of(cls, config: Config) -> Numbers:
         recipe = Recipe(config.recipe, config.cluster, lora=config.model.lora)
         settings, train = config.recipe, config.train
-        kept = settings.secondary or settings.stage != 3
+        kept = settings.secondary or not settings.again
         forward, backward = (_codec(recipe, w) for w in ("weights_forward", "weights_backward"))
         pair = (forward, forward if kept else backward)
         grads = tuple((_hop(recipe, w), c) for w in recipe.hops if (c := _codec(recipe, w)))
-        last = train.accumulate == "last" or settings.stage == 1
+        last = train.accumulate == "last" or settings.parts[1] == "none"
         return cls(
             weights=pair,
             grads=grads,
             drawn_again=not kept and any(c is not None and c.stochastic for c in pair),
             summed_first=bool(grads) and last and train.micro_steps > 1,
-            but=f"{settings.exempt} {settings.rules}" if quantizes_any(recipe) else "",
+            but=f"{settings.exempt} {settings.rules}{_remembered(recipe)}{settings.phases or ''}"
+            if quantizes_any(recipe) or settings.phases
+            else "",
             optimizer_state=train.optimizer_state,
+            update=_update(recipe),
             hops=len(recipe.hops),
         )
 
@@ -87,7 +91,8 @@ class Numbers:
     def coarser(self, other: Numbers) -> bool:
         """Whether this has at most `other`'s bits wherever that encodes, all else alike."""
         own, theirs = dict(self.grads), dict(other.grads)
-        alike = (self.but, self.drawn_again) == (other.but, other.drawn_again)
+        own_way, way = ((n.but, n.drawn_again, n.update) for n in (self, other))
+        alike = own_way == way
         first = not theirs or self.summed_first == other.summed_first
         return (
             alike
@@ -106,6 +111,17 @@ def _codec(recipe: Recipe, wire: str) -> Codec | None:
         return None
     codec = build_codec(recipe.wire(wire), torch.float32)  # type: ignore[arg-type]
     return None if isinstance(codec, RawCodec) else codec
+
+
+def _remembered(recipe: Recipe) -> str:
+    """Of each hop that has a memory; "" of none."""
+    return "".join(f" {w} {recipe.wire(w).memory}" for w in recipe.hops if recipe.remembers(w))
+
+
+def _update(recipe: Recipe) -> tuple[Codec | None, str]:
+    """What `weights_update` does to weights: nothing where they travel as they are."""
+    codec = _codec(recipe, "weights_update") if recipe.kept else None
+    return (codec, recipe.config.sharding.update) if codec else (None, "")
 
 
 def _hop(recipe: Recipe, wire: Wire) -> str:
@@ -164,8 +180,10 @@ class LossLimit:
 
     @property
     def recipes(self) -> list[RecipeConfig]:
-        """Of all arms that have a verdict, controls apart."""
-        return [m.config.recipe for m in self.measured if m.arm.arm.role == "arm"]
+        """Of all arms that have a verdict, controls apart, and those in phases, whose steps differ
+        in time."""
+        arms = [m.config.recipe for m in self.measured if m.arm.arm.role == "arm"]
+        return [recipe for recipe in arms if not recipe.phases]
 
     @property
     def waiting(self) -> list[str]:
@@ -206,7 +224,7 @@ class LossLimit:
 def without_evidence(recipe: RecipeConfig) -> Ruling:
     """What is allowed where no study is at hand: `LEAST_BITS` or more on each wire, and codecs of
     the family `block` alone."""
-    fewer = [wire for wire in WIRES if _fewer(recipe, wire)]
+    fewer = [wire for wire in recipe.wires if _fewer(recipe, wire)]
     if not fewer:
         return UNLIMITED
     why = f"{' and '.join(fewer)}: fewer than 8 bits for weights or 4 for gradients"

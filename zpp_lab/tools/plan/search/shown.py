@@ -21,7 +21,7 @@ from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import written
-from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, ShardingConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.study.judge.claims import EXPECTED
@@ -163,7 +163,7 @@ def _overrides(config: Config) -> list[str]:
 
 def _fewer_hops(config: Config, cluster: ClusterConfig) -> bool:
     """Whether gradients cross fewer hops on the study's cluster than on the planned one."""
-    two = replace(config.recipe, hops=2, shard="world")
+    two = replace(config.recipe, hops=2, shard="world", sharding=ShardingConfig())
     return len(Recipe(two, config.cluster).hops) < len(Recipe(two, cluster).hops)
 
 

@@ -139,14 +139,15 @@ class Space:
 
 @cache
 def named_recipes() -> tuple[RecipeConfig, ...]:
-    """Those of conf/recipe but `base`, which nobody runs as it is, and those that start from
+    """Those of conf/recipe but `base`, which nobody runs as it is, those whose encoders remember,
+    which no figures predict, those in phases, whose steps differ in time, and those that start from
     another one, as none of ours does."""
     found = []
     for path in sorted((conf_dir() / "recipe").glob("*.yaml")):
         values = yaml.safe_load(path.read_text())
         if path.stem != "base" and "defaults" not in values:
             found.append(load(RecipeConfig, values))
-    return tuple(found)
+    return tuple(recipe for recipe in found if not (recipe.remembers or recipe.phases))
 
 
 def runs(recipe: RecipeConfig, base: Config) -> bool:
@@ -185,7 +186,7 @@ def without_name(recipe: RecipeConfig) -> str:
 def wire_bits(recipe: RecipeConfig) -> list[int]:
     """Of each wire; raw ones have 16."""
     found = []
-    for wire in WIRES:
+    for wire in recipe.wires:
         short = recipe.weights if wire.startswith("weights") else recipe.grads
         found.append(getattr(recipe, wire).over(short).bits or 16)
     return found

@@ -269,6 +269,59 @@ class ShamCodec(CodecBase):
         return (3 * fold_sum(blocks) / there).sqrt().to(torch.float32)
 
 
+@dataclass(frozen=True)
+class SignCodec(CodecBase):
+    """One bit an element, its sign, and for each block the mean of its magnitudes.
+
+    Biased, so made for a memory: 1-bit SGD (Seide et al. 2014) and the scaled sign of error
+    feedback (Karimireddy et al. 2019, arXiv:1901.09847), whose scale is the tensor's, not a
+    block's. All fp32:
+
+        s = fold_sum(|x| / n) over the block's n elements, NaN where that is not finite
+        code = 1 where x >= 0, else 0; it decodes to s or to -s
+
+    Bytes of one row: the plane of codes, then each block's scale, filled up with zeros to 16 bytes.
+    """
+
+    block_size: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        check_block(8, self.block_size, 0, None)
+
+    def nblocks(self, numel: int) -> int:
+        return -(-numel // self.block_size)
+
+    def nbytes(self, numel: int) -> int:
+        return packed_bytes(numel, 1) + align(4 * self.nblocks(numel))
+
+    def encode(
+        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
+    ) -> None:
+        assert not rotated, "the codec sign has no rotation"
+        numel = x.shape[1]
+        if not numel:
+            return
+        x, split = x.to(torch.float32), packed_bytes(numel, 1)
+        pack((x >= 0).to(torch.uint8), 1, out[:, :split])
+        there = torch.full((self.nblocks(numel), 1), float(self.block_size), device=x.device)
+        there[-1] -= -numel % self.block_size
+        filled = torch.nn.functional.pad(x.abs(), (0, -numel % self.block_size))
+        scale = fold_sum(filled.unflatten(1, (-1, self.block_size)) / there)
+        scale = torch.where(torch.isfinite(scale), scale, torch.nan).contiguous()
+        data = scale.view(torch.uint8)
+        out[:, split : split + data.shape[1]] = data
+        out[:, split + data.shape[1] :] = 0
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        if not numel:
+            return torch.zeros(payload.shape[0], 0, device=payload.device)
+        split, blocks = packed_bytes(numel, 1), self.nblocks(numel)
+        up = unpack(payload[:, :split], numel, 1) == 1
+        scale = payload[:, split : split + 4 * blocks].contiguous().view(torch.float32)
+        each = scale.repeat_interleave(self.block_size, 1)[:, :numel]
+        return torch.where(up, each, -each)
+
+
 def _bf16_down(x: Tensor) -> Tensor:
     """fp32 → the nearest bf16 value towards minus infinity, as fp32; NaN and Inf stay."""
     bits = x.view(torch.int32)

@@ -1,0 +1,93 @@
+"""Bits by class: least cost within the bytes, a recipe that says the same, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.small_runs import small
+from tests.tools.export.checkpoints import leave
+from zpp_lab.cli.main import main
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import ClusterConfig, RecipeConfig
+from zpp_lab.runs.checkpoint.read import newest
+from zpp_lab.tools.export.wire import WireWeights
+from zpp_lab.tools.tune import Choice, spend, tune
+
+
+@st.composite
+def classes(draw: st.DrawFn) -> list[list[Choice]]:
+    sizes = st.integers(1, 9)
+    one = st.builds(lambda n, c: Choice(4, 64, n, 0.0, c / 4), sizes, sizes)
+    return draw(st.lists(st.lists(one, min_size=1, max_size=4), min_size=1, max_size=4))
+
+
+@given(classes(), st.integers(1, 40))
+def test_no_other_bundle_within_the_budget_costs_less(own: list[list[Choice]], budget: int) -> None:
+    def told(bundle: tuple[Choice, ...]) -> tuple[float, int]:
+        return sum(c.cost for c in bundle), sum(c.nbytes for c in bundle)
+
+    fit = [told(b) for b in product(*own) if told(b)[1] <= budget]
+    found = spend(own, budget)
+    assert (found and told(tuple(found))) == (min(fit) if fit else None)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    config = small(
+        tmp_path,
+        "cluster=2x2",
+        "recipe.exempt.names=[embed*]",
+        "recipe.rules=[{name: '*.w_down.*', ndim: 2, exempt: true}]",
+        "train.param_dtype=fp32",
+    )
+    leave(config)
+    return Path(config.run.dir)
+
+
+def test_the_recipe_sends_what_was_chosen(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "mine.yaml"
+    words = ["tune", str(trained), "--bits", "5", "--blocks", "16", "64", "--out", str(out)]
+    assert main(words) == 0
+    recipe = load(RecipeConfig, yaml.safe_load(out.read_text()))
+    assert recipe.name == "mine"
+    tuned = tune(trained, 5, "mine", blocks=(16, 64))
+    assert recipe == tuned.recipe
+    run = small(tmp_path, "cluster=2x2")
+    sent = WireWeights(run, newest(trained))
+    made = Recipe(recipe, ClusterConfig(2, 2))
+    codecs = {n: made.codec("weights_backward", sent.parameter(n)) for n in sent.shapes}
+    nbytes = sum(4 * codecs[n].nbytes(sent.shard_numel(n)) for c in tuned.classes for n in c.names)
+    assert nbytes == round(tuned.bits * tuned.numel / 8) <= tuned.budget
+    raw = {n for n, codec in codecs.items() if not hasattr(codec, "block_size")}
+    assert raw == {n for n in codecs if any(word in n for word in ("norm", "embed", "w_down"))}
+    assert out.with_suffix(".md").read_text().count("`layers.*.attention.wq.weight`") >= 1
+
+
+def test_more_bytes_never_cost_more(trained: Path) -> None:
+    costs = [tune(trained, bits).cost for bits in (4.5, 6.0, 9.0)]
+    assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--bits", "1.5"], "1.5 bits a weight are too few"),
+        (["--bits", "4", "--among", "5"], "choose among 2, 3, 4, 6, 8"),
+        (["--bits", "4", "--blocks", "100"], "choose among 16, 32"),
+        (["--bits", "4", "--out", "mine.json"], "ends with .yaml"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(
+    trained: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = [] if "--out" in words else ["--out", str(tmp_path / "mine.yaml")]
+    assert main(["tune", str(trained), *words, *out]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "mine.yaml").exists()

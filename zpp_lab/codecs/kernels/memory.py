@@ -1,0 +1,235 @@
+"""What an encoder remembers between steps: codecs stay maps, a memory stands before one.
+
+With x the tensor, m the memory, d what the payload decodes to, `residual` encodes y = x + m, and
+remembers a m + (1 - a) decay (y - d).
+
+That is error feedback: what a codec has lost is sent with the next tensor (Seide, Fu, Droppo, Li
+and Yu, "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich and
+Jaggi, "Error feedback fixes SignSGD", ICML 2019, arXiv:1901.09847). With a = `average` above 0 it
+is LoCo's moving average of errors, forgotten every `reset_every` steps (Xie, Lin, Toh and Zhou
+2024, arXiv:2407.04480; in DeepSpeed 0.16 to 0.19.7 err_beta and reset_T).
+
+Arithmetic is elementwise fp32, each operation rounded on its own: y - d, (1 - a) decay times it,
+a m, their sum; a factor of 1 and a share of 0 are left out. Factors are rounded to fp32 once. A
+memory that is not there yet is zeros.
+
+A row of gradients is remembered as it is, its padding included. Sums between two hops are
+remembered in the domain in which they are encoded: rotated, where both codecs share the rotation.
+
+Stores, a row: fp32; bf16, rounded to nearest even; 8bit, symmetric codes of the block codec rounded
+to nearest, with an fp32 scale for each block of 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import BlockCodec, Noise, RawCodec, kernels
+from zpp_lab.codecs.layout import Layout, Segment
+from zpp_lab.config.codec import BLOCK_SIZE, MemoryConfig, MemoryStore
+
+EIGHT = BlockCodec(bits=8, block_size=BLOCK_SIZE)
+PLAIN = RawCodec(torch.float32)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The settings of a memory; the module says what they do. Tensors live elsewhere."""
+
+    store: MemoryStore = "bf16"
+    decay: float = 1.0
+    average: float = 0.0
+    reset_every: int = 0
+
+    @classmethod
+    def of(cls, config: MemoryConfig) -> Memory | None:
+        """The memory that `config` asks for; None: none."""
+        if config.kind is None or config.kind == "none":
+            return None
+        given = {k: getattr(config, k) for k in ("store", "decay", "average", "reset_every")}
+        return cls(**{k: v for k, v in given.items() if v is not None})
+
+    def before(self, x: Tensor, m: Tensor) -> Tensor:
+        """What is encoded in place of x; all fp32 of one shape."""
+        return x + m
+
+    def after(self, y: Tensor, d: Tensor, m: Tensor) -> Tensor:
+        """The memory afterwards, before it is stored."""
+        lost, weight = y - d, (1.0 - self.average) * self.decay
+        if weight != 1.0:
+            lost = lost * _factor(weight, y.device)
+        return m * _factor(self.average, y.device) + lost if self.average else lost
+
+    def resets(self, step: int) -> bool:
+        """Whether step `step`, counted from 0, begins without what was remembered."""
+        return self.reset_every > 0 and step > 0 and step % self.reset_every == 0
+
+    # ------------------------------------------------------------------ stores
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored."""
+        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+        return kinds[self.store]
+
+    def width(self, numel: int) -> int:
+        """Elements of `dtype` that a row of `numel` elements takes."""
+        return EIGHT.nbytes(numel) if self.store == "8bit" else numel
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a row of `numel` elements."""
+        return self.width(numel) * self.dtype.itemsize
+
+    def pack(self, m: Tensor) -> Tensor:
+        """fp32 [R, n] → stored rows [R, width(n)]; fp32 as it is."""
+        if self.store != "8bit":
+            return m.to(self.dtype)
+        out = torch.empty(len(m), self.width(m.shape[1]), dtype=torch.uint8, device=m.device)
+        kernels.encode(_rows(m.shape[1]), [m], None, out)
+        return out
+
+    def unpack(self, stored: Tensor, numel: int) -> Tensor:
+        """Stored rows [R, width(n)] → fp32 [R, n]; fp32 as it is."""
+        if self.store != "8bit":
+            return stored.to(torch.float32)
+        out = torch.empty(len(stored), numel, device=stored.device)
+        kernels.decode(_rows(numel), stored, [out])
+        return out
+
+
+def _factor(value: float, device: torch.device) -> Tensor:
+    """fp32, as a tensor: every device then multiplies by the same number."""
+    return torch.full((), value, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _rows(numel: int) -> Layout:
+    return Layout.build(["memory"], [numel], [EIGHT])
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+class Remembered(Protocol):
+    """The memories of a payload's rows, by parameter; parameters without one are left out."""
+
+    @property
+    def settings(self) -> Mapping[str, Memory]: ...
+
+    def load(self, name: str, device: torch.device) -> Tensor:
+        """fp32 [R, n]; zeros where nothing is remembered."""
+        ...
+
+    def save(self, name: str, m: Tensor) -> None:
+        """What `Memory.after` gave, fp32 [R, n]."""
+        ...
+
+
+def encode(
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None,
+    kept: Remembered,
+) -> list[Tensor]:
+    """`kernels.encode` of what the memories make of the sources; returns that: a parameter with
+    one as fp32 [R, n], the others as they came. `errors` are of it too."""
+    given, rows = list(sources), len(out)
+    chosen = [i for i, s in enumerate(layout.segments) if s.name in kept.settings]
+    for i in chosen:
+        segment = layout.segments[i]
+        x = kernels.padded_rows(sources[i], rows, segment.numel).to(torch.float32)
+        m = kept.load(segment.name, out.device)
+        given[i] = kept.settings[segment.name].before(x, m)
+    kernels.encode(layout, given, noise, out, errors)
+    for i in chosen:
+        segment = layout.segments[i]
+        d = torch.empty(rows, segment.numel, device=out.device)
+        kernels.decode(_alone(layout, i), out, [d])
+        _keep(kept, segment.name, given[i], d)
+    return given
+
+
+def encode_sums(
+    before: Layout,
+    layout: Layout,
+    sums: Tensor,
+    noise: Noise | None,
+    out: Tensor,
+    kept: Remembered,
+) -> Tensor:
+    """`kernels.encode_sums` of what the memories make of the sums; returns that, fp32 [R, n] with
+    the segments of `between(before, layout)`, each of whose memories is in its domain there."""
+    held = between(before, layout)
+    given = _in_domain(before, held, sums).clone()
+    for segment in held.segments:
+        if segment.name in kept.settings:
+            part = _columns(given, segment)
+            m = kept.load(segment.name, out.device)
+            part.copy_(kept.settings[segment.name].before(part, m))
+    kernels.encode_sums(held, layout, given, noise, out)
+    decoded = torch.zeros(len(out), layout.coded_numel, device=out.device)
+    kernels.decode_sum(layout, out[None], decoded)
+    decoded = _in_domain(layout, held, decoded)
+    for segment in held.segments:
+        if segment.name in kept.settings:
+            y, d = _columns(given, segment), _columns(decoded, segment)
+            _keep(kept, segment.name, y, d)
+    return given
+
+
+def between(before: Layout, layout: Layout) -> Layout:
+    """Sums of a hop with layout `before` as the next hop encodes them: a segment whose two codecs
+    share their rotation stays in its domain, another one has left it."""
+    pairs = list(zip(before.segments, layout.segments, strict=True))
+    if all(s.codec.rotation in (None, t.codec.rotation) for s, t in pairs):
+        return before
+    made = layout.__dict__.get("_between")
+    if made is None or made[0] is not before:
+        codecs = [
+            s.codec if s.codec.rotation in (None, t.codec.rotation) else PLAIN for s, t in pairs
+        ]
+        named = [s.name for s, _ in pairs], [s.numel for s, _ in pairs]
+        made = layout.__dict__["_between"] = before, Layout.build(*named, codecs)
+    found: Layout = made[1]
+    return found
+
+
+def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
+    """Sums of `layout`, each segment in the domain that it has in `held`."""
+    pairs = list(zip(layout.segments, held.segments, strict=True))
+    stays = [s.codec.rotation == t.codec.rotation for s, t in pairs]
+    if all(stays):
+        return sums
+    left = kernels.finish_sums(layout, sums)
+    parts = [
+        _columns(sums, s) if stay else left[:, s.offset_numel : s.offset_numel + s.numel]
+        for (s, _), stay in zip(pairs, stays, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _keep(kept: Remembered, name: str, y: Tensor, d: Tensor) -> None:
+    memory = kept.settings[name]
+    m = kept.load(name, y.device) if memory.average else d  # not looked at
+    kept.save(name, memory.after(y, d, m))
+
+
+def _columns(sums: Tensor, segment: Segment) -> Tensor:
+    return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]
+
+
+def _alone(layout: Layout, i: int) -> Layout:
+    """One segment, at its place in the payload."""
+    kept = layout.__dict__.setdefault("_alone", {})
+    if i not in kept:
+        kept[i] = Layout((layout.segments[i],))
+    found: Layout = kept[i]
+    return found

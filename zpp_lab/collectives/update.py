@@ -1,0 +1,191 @@
+"""Weights that each node keeps, and the wire `weights_update` that brings a step's new ones.
+
+A rank keeps, in param_dtype, the N shards that the ranks of its own place on every node own: rows
+[N, n] of each parameter, from which gathers inside the node are encoded. After the optimizer's
+update each rank encodes its own new shard, the ranks of equal place exchange these rows, and every
+one of them, the sender too, keeps what the payload decodes to. So all nodes hold equal bits.
+
+`differences`: what travels is x − m, of the master x and the row m that is kept; both sides then
+keep m + d, d being what the payload decodes to. What rounding lost is part of the next difference.
+So 4 bits of a difference are as fine as a step is small (Jia et al. 2024, "SDP4Bit",
+arXiv:2410.15526). Parameters without a codec travel whole.
+
+Each operation is rounded alone, in fp32; what is kept is rounded once more, to param_dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zpp_lab.codecs import Noise, RawCodec, kernels, noise_key
+from zpp_lab.codecs.layout import Layout, Parameter
+from zpp_lab.collectives.context import Clock, Observer
+from zpp_lab.collectives.ledger import Ledger, LedgerError
+from zpp_lab.collectives.plan import UnitPlan
+from zpp_lab.collectives.traffic import Traffic, update_traffic
+from zpp_lab.collectives.transport import Transport
+from zpp_lab.config.schema import Wire
+
+WIRE: Wire = "weights_update"
+
+
+def update_noise(seed: int, done: int, ranks: Sequence[int]) -> Noise:
+    """Of the shards of `ranks`, each encoded by its owner: weights after `done` steps."""
+    return Noise(noise_key(seed, done, 0, WIRE), tuple(ranks), tuple(ranks))
+
+
+def outgoing(
+    plan: UnitPlan, layout: Layout, masters: Sequence[Tensor], kept: Sequence[Tensor]
+) -> list[Tensor]:
+    """What is encoded of the layout's segments: masters fp32, and what is kept of the same
+    elements, in param_dtype."""
+    if not plan.recipe.differences:
+        return [x.to(m.dtype) for x, m in zip(masters, kept, strict=True)]
+    every = zip(layout.segments, masters, kept, strict=True)
+    return [x if isinstance(s.codec, RawCodec) else x - m for s, x, m in every]
+
+
+def incoming(
+    plan: UnitPlan, layout: Layout, payload: Tensor, kept: Sequence[Tensor], ok: Tensor | None
+) -> None:
+    """Payload uint8 [R, nbytes] → what is kept [R, n] of each segment, or whole parameters.
+    Nothing changes where `ok`, a bool on the device, is false; None is true."""
+    differences = plan.recipe.differences
+    outs = [torch.empty_like(m, dtype=torch.float32 if differences else None) for m in kept]
+    kernels.decode(layout, payload, outs)
+    for segment, d, m in zip(layout.segments, outs, kept, strict=True):
+        whole = not differences or isinstance(segment.codec, RawCodec)
+        new = d if whole else m + d  # torch computes fp32 with bf16 in fp32
+        m.copy_(new if ok is None else torch.where(ok, new, m))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter as a rank keeps it: rows [N, n] in param_dtype, its own among them."""
+
+    rows: Tensor
+    own: Tensor  # [1, n]
+    padding: tuple[Tensor, ...]  # past the parameter's end, where zeros stay
+
+    @classmethod
+    def make(
+        cls, p: Parameter, owners: Sequence[int], own: int, dtype: torch.dtype, device: torch.device
+    ) -> Row:
+        """owners: whose shard each row is; own: which of them is ours."""
+        numel, n = p.numel, p.shard_numel
+        rows = torch.zeros(len(owners), n, dtype=dtype, device=device)
+        ends = [min(n, max(0, numel - rank * n)) for rank in owners]
+        padding = tuple(row[end:] for row, end in zip(rows, ends, strict=True) if end < n)
+        return cls(rows, rows[own : own + 1], padding)
+
+
+class Update:
+    """What one rank keeps of one unit, and its exchanges."""
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        transport: Transport,
+        ledger: Ledger,
+        clock: Clock,
+        device: torch.device,
+    ) -> None:
+        self.transport, self.ledger, self.clock, self.raw = transport, ledger, clock, plan.raw
+        self.follow(plan)
+        self.cluster, self.rank = transport.cluster, transport.rank
+        self.node, local = divmod(self.rank, self.cluster.gpus_per_node)
+        self.owners = [n * self.cluster.gpus_per_node + local for n in range(self.cluster.nodes)]
+        dtype = plan.recipe.weights_dtype
+        self.kept = {
+            p.name: Row.make(p, self.owners, self.node, dtype, device) for p in plan.unit.parameters
+        }
+        self.label = f"{WIRE} of unit {plan.unit.name} (across)"
+        self.transport.reserve("gather", "across", self.raw.nbytes)
+
+    def follow(self, plan: UnitPlan) -> None:
+        """Send as `plan` says: the first one's, or another phase's of the same unit."""
+        self.plan, self.layout = plan, plan.update
+        self.transport.reserve("gather", "across", self.layout.nbytes)
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Rows [N, n] of every parameter of the unit, in its order."""
+        return [kept.rows for kept in self.kept.values()]
+
+    @torch.no_grad()
+    def start(self, masters: Sequence[Tensor], done: int, there: Collection[str] = ()) -> None:
+        """Keep the weights after `done` steps. Not of a step, so the ledger does not count it.
+
+        masters: this rank's shards of every parameter, fp32, in the unit's order. there: whose own
+        rows are there already.
+        """
+        for (name, kept), master in zip(self.kept.items(), masters, strict=True):
+            if name not in there:
+                kept.own.copy_(_row(master, kept.own))
+        self._spread()
+        if not self.plan.recipe.differences:
+            named = dict(zip(self.kept, masters, strict=True))
+            self._exchange([named[s.name] for s in self.layout.segments], done)
+
+    def _spread(self) -> None:
+        """Give this rank's own rows to the other nodes as they are."""
+        kept = list(self.kept.values())
+        payload = self._empty(self.raw)
+        leg = self.transport.gathering(payload, "across", self.label)
+        kernels.encode(self.raw, [k.own for k in kept], None, leg.room)
+        leg.send()
+        kernels.decode(self.raw, payload, [k.rows for k in kept])
+
+    @torch.no_grad()
+    def send(
+        self, masters: Sequence[Tensor], done: int, ok: Tensor, observer: Observer | None = None
+    ) -> None:
+        """A step has updated the masters (fp32, this rank's shards of the layout's parameters):
+        keep the new weights, unless `ok` is false on the device."""
+        sent = self._exchange(masters, done, ok, observer)
+        self.ledger.add(WIRE, sent)
+        planned = update_traffic(self.cluster, self.layout.nbytes)
+        if sent * self.cluster.world != planned:
+            raise LedgerError(
+                f"unit {self.plan.unit.name}, {WIRE}: rank {self.rank} sent {tuple(sent)} bytes, "
+                f"planned {tuple(planned)} of all ranks"
+            )
+
+    def _exchange(
+        self,
+        masters: Sequence[Tensor],
+        done: int,
+        ok: Tensor | None = None,
+        observer: Observer | None = None,
+    ) -> Traffic:
+        layout, kept = self.layout, [self.kept[s.name] for s in self.layout.segments]
+        if not kept:
+            return Traffic(0, 0)
+        own = [k.own for k in kept]
+        rows = [_row(x, m) for x, m in zip(masters, own, strict=True)]
+        payload = self._empty(layout)
+        leg = self.transport.gathering(payload, "across", self.label)
+        noise = update_noise(self.clock.seed, done, [self.rank]) if layout.stochastic else None
+        errors = observer.room(WIRE, layout, leg.room) if observer is not None else None
+        kernels.encode(layout, outgoing(self.plan, layout, rows, own), noise, leg.room, errors)
+        if observer is not None:
+            observer.encoded(WIRE, layout, errors)
+        sent = leg.send()
+        incoming(self.plan, layout, payload, [k.rows for k in kept], ok)
+        for padding in (p for k in kept for p in k.padding):
+            padding.zero_()
+        return sent
+
+    def _empty(self, layout: Layout) -> Tensor:
+        device = next(iter(self.kept.values())).rows.device
+        shape = (self.cluster.nodes, layout.nbytes)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+
+def _row(shard: Tensor, like: Tensor) -> Tensor:
+    """A shard's elements as a row [1, n], filled up with zeros, where `like` is."""
+    return kernels.padded_rows(shard.detach().to(like.device), 1, like.shape[1])

@@ -1,0 +1,307 @@
+"""A recipe's settings: which codec each wire uses, for which parameters and from which step on, and
+the sharding."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields, replace
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
+
+from zpp_lab.config.codec import STRICT as _STRICT
+from zpp_lab.config.codec import CodecConfig, ExemptConfig
+from zpp_lab.config.codec import need as _need
+
+Wire = Literal[
+    "weights_forward", "weights_backward", "grads_intra", "grads_inter", "weights_update"
+]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+USUAL_WIRES = WIRES[:4]  # of every recipe; the fifth needs recipe.sharding
+
+Part = Literal["none", "node", "world"]
+Parts = tuple[Part, Part, Part]  # of weights, gradients, optimizer
+SHARDED = ("weights", "grads", "optimizer")
+BUILT: tuple[Parts, ...] = (  # ZeRO-3, 2 and 1; the same inside nodes, which hold copies; kept
+    ("world", "world", "world"),
+    ("none", "world", "world"),
+    ("none", "none", "world"),
+    ("node", "node", "node"),
+    ("none", "node", "node"),
+    ("none", "none", "node"),
+    ("node", "world", "world"),
+)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RuleConfig:
+    """Codec settings for the parameters that match; the last matching rule wins."""
+
+    name: str = "*"
+    ndim: int | None = None
+    min_numel: int = 0
+    max_numel: int | None = None
+    wires: list[Wire] = field(default_factory=lambda: list(WIRES))
+    exempt: bool = False
+    set: CodecConfig = field(default_factory=CodecConfig)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ShardingConfig:
+    """Over which ranks weights, gradients and the optimizer with its masters are each cut: those of
+    a `node`, the `world`, or `none`; null: as recipe.stage and recipe.shard say, which are
+    short-hands. The grid is AMSP's (Chen et al. 2023, arXiv:2311.00257).
+
+    Where the node keeps weights whose optimizer is cut over the world, a step's new weights travel
+    between nodes once, on the wire `weights_update`; `update` says as what: the weights, or their
+    differences from what the node keeps.
+    """
+
+    weights: Part | None = None
+    grads: Part | None = None
+    optimizer: Part | None = None
+    update: Literal["weights", "differences"] = "weights"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PhaseConfig:
+    """What holds `after` so many steps, or after that share of the run's steps: a field that is set
+    takes the place of the recipe's own as a whole, up to the next phase that sets it. The others
+    stay, and so does what is no field here. Warm-ups with raw gradients are 1-bit Adam's (Tang et
+    al. 2021, arXiv:2102.02888)."""
+
+    after: int | float
+    hops: Literal[1, 2] | None = None
+    weights: CodecConfig | None = None
+    grads: CodecConfig | None = None
+    weights_forward: CodecConfig | None = None
+    weights_backward: CodecConfig | None = None
+    grads_intra: CodecConfig | None = None
+    grads_inter: CodecConfig | None = None
+    weights_update: CodecConfig | None = None
+    rules: list[RuleConfig] | None = None
+
+    def __post_init__(self) -> None:
+        after = self.after
+        _need(
+            after >= 1 if isinstance(after, int) else 0 < after < 1,
+            f"recipe.phases: after={after}: use steps, a whole number from 1 on, or a share of the "
+            "run's steps between 0 and 1, such as 0.5",
+        )
+
+    def first_step(self, steps: int) -> int:
+        """Steps that are done when it begins, in a run of `steps`."""
+        return self.after if isinstance(self.after, int) else max(1, round(self.after * steps))
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What it sets of a recipe."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "after"}
+        return {name: value for name, value in own.items() if value is not None}
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RecipeConfig:
+    """Which codec each wire uses, for which parameters, and the sharding.
+
+    `weights` and `grads` are short-hands: each wire starts from its short-hand
+    and changes what it sets itself. So are `stage` and `shard`, for points of `sharding`.
+    Before its first phase a recipe is as it is without any.
+    """
+
+    name: str = "zero3"
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    stage: Literal[1, 2, 3] = 3
+    shard: Literal["world", "node"] = "world"  # node: sharded inside a node, copies across (HSDP)
+    secondary: bool = False  # hpZ: the node keeps the forward payload for backward
+    hops: Literal[1, 2] = 1
+    order: Literal["rank", "reversed"] = "rank"
+    weights: CodecConfig = field(default_factory=CodecConfig)
+    grads: CodecConfig = field(default_factory=CodecConfig)
+    weights_forward: CodecConfig = field(default_factory=CodecConfig)
+    weights_backward: CodecConfig = field(default_factory=CodecConfig)
+    grads_intra: CodecConfig = field(default_factory=CodecConfig)
+    grads_inter: CodecConfig = field(default_factory=CodecConfig)
+    weights_update: CodecConfig = field(default_factory=CodecConfig)
+    exempt: ExemptConfig = field(default_factory=ExemptConfig)
+    rules: list[RuleConfig] = field(default_factory=list)
+    phases: list[PhaseConfig] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._check_sharding()
+        _need(
+            not self.secondary or self.again,
+            f"recipe.secondary=true needs recipe.stage=3: recipe.{self.said('weights')} keeps the "
+            "weights between forward and backward, so there is nothing to gather again",
+        )
+        self._check_codecs()
+        clash = [
+            text
+            for text, there in (
+                ("hops=2 (it has two hops of its own)", self.hops == 2),
+                ("order=reversed (FSDP2 sums in its own order)", self.order == "reversed"),
+            )
+            if there and self.copied
+        ]
+        if self.secondary and "node" in self.parts:
+            clash.insert(0, "secondary=true (all weights are in the node anyway)")
+        _need(
+            not clash,
+            f"recipe.{self.said('optimizer' if self.copied else 'weights')} does not go with "
+            f"recipe.{'; recipe.'.join(clash)}",
+        )
+
+    @property
+    def parts(self) -> Parts:
+        """Over which ranks weights, gradients and the optimizer are cut."""
+        own = self.sharding.weights, self.sharding.grads, self.sharding.optimizer
+        weights, grads, optimizer = (o or s for o, s in zip(own, self._short, strict=True))
+        return weights, grads, optimizer
+
+    @property
+    def _short(self) -> Parts:
+        """What the short-hands mean."""
+        cut = self.shard
+        return cut if self.stage == 3 else "none", "none" if self.stage == 1 else cut, cut
+
+    @property
+    def again(self) -> bool:
+        """Whether backward gathers weights again (stage 3)."""
+        return self.parts[0] != "none"
+
+    @property
+    def copied(self) -> bool:
+        """Whether nodes hold copies of everything (HSDP)."""
+        return self.parts[2] == "node"
+
+    @property
+    def kept(self) -> bool:
+        """Whether each node keeps the weights whose optimizer is cut over the world, so that there
+        is a fifth wire, `weights_update`."""
+        return self.parts[0] == "node" and self.parts[2] == "world"
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        return WIRES if self.kept else USUAL_WIRES
+
+    def said(self, part: str) -> str:
+        """The setting by which a part is cut as it is."""
+        own = getattr(self.sharding, part)
+        staged = part == "weights" and self.stage != 3
+        short = f"stage={self.stage}" if staged else f"shard={self.shard}"
+        return short if own is None else f"sharding.{part}={own}"
+
+    def _check_sharding(self) -> None:
+        short = " ".join(
+            f"recipe.{key}={getattr(self, key)}"
+            for key, usual in (("stage", 3), ("shard", "world"))
+            if getattr(self, key) != usual
+        )
+        for part, wanted in zip(SHARDED, self._short, strict=True):
+            own = getattr(self.sharding, part)
+            _need(
+                not short or own in (None, wanted),
+                f"recipe.sharding.{part}={own} contradicts {short}, which means {wanted}: leave "
+                "one of them out",
+            )
+        texts = [", ".join(f"{n}={p}" for n, p in zip(SHARDED, k, strict=True)) for k in BUILT]
+        own_text = ", ".join(f"{n}={p}" for n, p in zip(SHARDED, self.parts, strict=True))
+        _need(
+            self.parts in BUILT,
+            f"recipe.sharding: {own_text} is not built; there are: {'; '.join(texts)}",
+        )
+        _need(
+            self.kept or (self.weights_update, self.sharding.update) == (CodecConfig(), "weights"),
+            "recipe.weights_update and recipe.sharding.update are of weights that a node keeps "
+            "while the optimizer is cut over the world: set recipe.sharding.weights=node",
+        )
+
+    def wire(self, wire: Wire) -> CodecConfig:
+        """The wire's own codec settings over its short-hand."""
+        short = self.weights if wire.startswith("weights") else self.grads
+        own: CodecConfig = getattr(self, wire)
+        return own.over(short)
+
+    def phased(self, steps: int) -> list[tuple[int, RecipeConfig]]:
+        """What holds in a run of `steps`: by the steps that are done when it begins, from 0 on,
+        each a recipe without phases. ValueError for phases out of order, or that never begin or
+        change nothing."""
+        begun, recipe = 0, replace(self, phases=[])
+        found = [(begun, recipe)]
+        for i, phase in enumerate(self.phases):
+            first, place = phase.first_step(steps), f"recipe.phases[{i}]"
+            said = f"{place}.after={phase.after}"
+            _need(
+                first < steps,
+                f"{said}: train.steps={steps} end before it begins; use fewer steps, a share of "
+                "them such as 0.5, or leave the phase out",
+            )
+            _need(
+                first > begun,
+                f"{said} is step {first}, and the phase before it begins at step {begun}: write "
+                "phases in the order of their steps, each at another one",
+            )
+            try:
+                following = replace(recipe, **phase.changes)
+            except ValidationError as error:
+                raise ValueError(f"{place}: {error.errors()[0]['ctx']['error']}") from None
+            _need(
+                following._holds() != recipe._holds(),
+                f"{place} changes nothing: what it sets holds before it, or a wire's own settings "
+                "stand over it; set something else, or leave it out",
+            )
+            begun, recipe = first, following
+            found.append((begun, recipe))
+        return found
+
+    def _holds(self) -> tuple[Any, ...]:
+        """What phases can change, as it comes out."""
+        return self.hops, self.rules, [self.wire(wire) for wire in self.wires]
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a wire, or a rule for one, asks for a memory."""
+        ruled = any(rule.set.memory.on for rule in self.rules if not rule.exempt)
+        return ruled or any(self.wire(wire).memory.on for wire in self.wires)
+
+    def _check_codecs(self) -> None:
+        rules = [r for r in self.rules if not r.exempt]
+        for wire in self.wires:
+            own = self.wire(wire)
+            ruled = [rule.set.over(own) for rule in rules if wire in rule.wires]
+            try:
+                for settings in (own, *ruled):
+                    settings.check()
+                    self._check_sparse(wire, settings)
+                _check_memory(wire, [s for s in (own, *ruled) if s.memory.on])
+            except ValueError as error:
+                raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
+
+    def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
+        kept = wire == "weights_update" and self.sharding.update == "differences"
+        _need(
+            settings.codec != "topk" or wire.startswith("grads") or kept,
+            "codec=topk would make 0 of all weights but the kept ones: set it for recipe.grads, in "
+            "rules that name wires (recipe.rules[i].wires), or for recipe.weights_update with "
+            "recipe.sharding.update=differences",
+        )
+
+
+def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:
+    """ValueError where a memory would have nothing to do. `remembered`: a wire's own settings and
+    those of rules, as far as they ask for one."""
+    _need(
+        not remembered or wire.startswith("grads"),
+        "memory.kind=residual is for gradients, which add up over steps: leave it out of weights, "
+        "and of rules that name their wires (recipe.rules[i].wires)",
+    )
+    _need(
+        not remembered or not all(settings.raw for settings in remembered),
+        "memory.kind=residual without a codec: what travels as it is loses nothing; set bits, or "
+        "leave the memory out",
+    )
+    _need(
+        all(settings.codec != "sham" for settings in remembered),
+        "memory.kind=residual with codec=sham: the control sends noise that no memory may take "
+        "back; leave the memory out, or give the codec itself",
+    )

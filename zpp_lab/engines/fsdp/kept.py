@@ -1,0 +1,104 @@
+"""The weights that each node keeps (`collectives/update.py`), of all units of one rank.
+
+They follow from the masters by an encode, with one exception: where differences travel they hold
+what rounding has lost so far, and are part of a checkpoint. All nodes hold equal bits, so each rank
+saves its own row of every parameter, as it saves its shard of the master, and gets the others' rows
+from the ranks of its place on other nodes. Nodes that have come apart would stay so, since a
+difference moves both of them alike: before they are saved, their marks are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zpp_lab.collectives.context import Observer
+from zpp_lab.collectives.plan import Bytes, add_bytes
+from zpp_lab.collectives.transport import all_gather
+from zpp_lab.collectives.update import WIRE, Update
+from zpp_lab.engines.frozen import mark
+from zpp_lab.engines.fsdp.comm import Installed
+from zpp_lab.engines.optim.shards import local
+
+
+class Kept:
+    """Of the units that nodes keep; of other recipes nothing, and every call does nothing.
+
+    parameters: the model's by name, DTensors. Every rank makes every call alike.
+    """
+
+    def __init__(self, units: Sequence[Installed], parameters: Mapping[str, nn.Parameter]) -> None:
+        self.units, self.parameters = units, parameters
+        self.updates: list[Update] = [u.update for u in units if u.update is not None]
+        self.stale = bool(self.updates)  # whether the weights have still to be kept
+
+    def start(self, done: int) -> None:
+        """Keep the weights after `done` steps, before the first step and after a state without
+        them was loaded."""
+        if self.stale:
+            self._start(done)
+
+    def _start(self, done: int, there: Collection[str] = ()) -> None:
+        self.stale = False
+        for update in self.updates:
+            masters = self._masters(p.name for p in update.plan.unit.parameters)
+            update.start(masters, done, there)
+
+    def send(self, done: int, norm: Tensor, sent: Bytes, observer: Observer | None) -> None:
+        """A step has updated the masters, if `norm` is finite: send the weights after `done` steps,
+        and add the bytes of all ranks to `sent`."""
+        ok = torch.isfinite(norm) if self.updates else norm
+        for update in self.updates:
+            masters = self._masters(s.name for s in update.layout.segments)
+            update.send(masters, done, ok, observer)
+            add_bytes(sent, {WIRE: update.ledger.step[WIRE]}, update.cluster.world)
+
+    def _masters(self, names: Iterable[str]) -> list[Tensor]:
+        return [local(self.parameters[name].detach()) for name in names]
+
+    def state(self) -> dict[str, DTensor]:
+        """What is remembered, sharded as the masters are; it shares memory with what is kept.
+        RuntimeError on all ranks where nodes hold other bits."""
+        found: dict[str, DTensor] = {}
+        if not any(update.plan.remembered for update in self.updates):
+            return found
+        self.start(0)  # before a first step: the weights as they are
+        self._compare()
+        for update in self.updates:
+            for name in update.plan.remembered:
+                p = self.parameters[name]
+                assert isinstance(p, DTensor)
+                shard = p.to_local()
+                own = update.kept[name].own.view(-1)[: shard.numel()].view(shard.shape)
+                mesh, placed = p.device_mesh, p.placements
+                found[name] = DTensor.from_local(
+                    own, mesh, placed, run_check=False, shape=p.shape, stride=p.stride()
+                )
+        return found
+
+    def _compare(self) -> None:
+        names = [name for update in self.updates for name in update.plan.remembered]
+        rows = [u.kept[name].rows for u in self.updates for name in u.plan.remembered]
+        own = torch.stack([mark(r.float(), 0, tuple(r.shape))[0] for r in rows]).to(rows[0].device)
+        cluster = self.updates[0].cluster
+        shape = cluster.nodes, cluster.gpus_per_node, len(names)
+        every = torch.empty(shape, dtype=own.dtype, device=own.device)
+        all_gather(every.view(-1), own)
+        apart = (every != every[0]).any(1).cpu()
+        for node, differs in enumerate(apart):
+            if bool(differs.any()):
+                name = names[int(differs.int().argmax())]
+                raise RuntimeError(
+                    f"node {node} keeps other weights of {name} than node 0: a GPU or a link has "
+                    "changed some bits; go on from the checkpoint before"
+                )
+
+    def loaded(self, there: Collection[str]) -> None:
+        """Another state was loaded, and with it of what `state` gives those that are `there`."""
+        own = {name for u in self.updates for name in u.plan.remembered if name in there}
+        self.stale = bool(self.updates) and not own
+        if own:
+            self._start(0, own)

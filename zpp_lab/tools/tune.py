@@ -1,0 +1,401 @@
+"""`zpp-lab tune RUN`: bits for each class of weights, for the least gap that a budget allows.
+
+A class is what differs in a layer's number alone: `layers.*.attention.wq.weight`. The weights
+of a trained run are rounded, a class at a time, with few bits (`PROBES`), and the held-out loss
+tells what an error there costs: s = (sum of losses' rises) / (sum of NMSE), nats for a unit of
+NMSE. A choice of bits and block for the class is then taken to cost s times its own NMSE, which is
+measured on the class's weights as the ranks of the run's cluster encode them. `spend` finds the
+choices of least cost within the budget, exactly: classes are few, so all bundles that no other one
+beats in both bytes and cost are kept (a knapsack, as L-GreCo has for layers' ranks: Markov et al.
+2022, arXiv:2210.17357).
+
+What rounding afterwards costs is a stand-in for what training with such gathers costs: the recipe
+is a proposal until a study has tried it beside the uniform one, and the page says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from zpp_lab.codecs import BlockCodec
+from zpp_lab.codecs.layout import Parameter
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.codec import BITS, BLOCK_SIZES, CodecConfig
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
+from zpp_lab.files import text_table, write_atomic
+from zpp_lab.tools.evaluate import Bench
+from zpp_lab.tools.export.model import open_run
+from zpp_lab.tools.export.wire import WireWeights
+from zpp_lab.tools.plan.law import load_law
+
+PROBES = (4, 3)  # bits: errors large enough to see, small enough to stay in proportion
+POWER = 1  # of NAMES in tools/plan/law.py: a gap grows as this power of the weights' error
+GATHERS = ["weights_forward", "weights_backward"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a class may be sent with; nbytes: of all its parameters, all ranks together."""
+
+    bits: int
+    block_size: int
+    nbytes: int
+    nmse: float  # Σ(y-x)² / Σx² over the class
+    cost: float  # nats a token, of this class alone
+
+    @property
+    def text(self) -> str:
+        return f"{self.bits} bits, blocks of {self.block_size}"
+
+
+@dataclass(frozen=True)
+class Class:
+    """Parameters that are treated alike; `rises`: the held-out loss with PROBES bits less that of
+    the masters, nats a token."""
+
+    pattern: str
+    names: tuple[str, ...]
+    numel: int
+    rises: tuple[float, ...]
+    slope: float  # s, nats for a unit of NMSE
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Of each class its choice; `uniform`: all classes with one codec, the best that the budget
+    allows, None where it allows none."""
+
+    recipe: RecipeConfig
+    chosen: dict[str, Choice]
+    classes: tuple[Class, ...]
+    budget: int  # bytes
+    numel: int
+    uniform: tuple[Choice, ...] | None
+    loss: float  # of the masters
+    tokens: int
+
+    @property
+    def cost(self) -> float:
+        return sum(c.cost for c in self.chosen.values())
+
+    @property
+    def bits(self) -> float:
+        """A weight, scales and filling included."""
+        return 8 * sum(c.nbytes for c in self.chosen.values()) / self.numel
+
+    @property
+    def ratio(self) -> float | None:
+        """The gap expected, as a share of the uniform recipe's: by the law's power of an error."""
+        if self.uniform is None or not (all_alike := sum(c.cost for c in self.uniform)):
+            return None
+        power: float = load_law().values[POWER]
+        return (self.cost / all_alike) ** power
+
+
+@torch.no_grad()
+def tune(
+    run: Path,
+    bits: float,
+    name: str = "tuned",
+    among: Sequence[int] = BITS,
+    blocks: Sequence[int] = (64, 256, 2048),
+    tokens: int | None = None,
+    device: str = "auto",
+) -> Tuned:
+    """The recipe of least expected gap that sends at most `bits` a quantized weight on average,
+    scales and filling included, from the newest weights of `run`.
+
+    among, blocks: bits and block sizes to choose from. tokens: held-out tokens to measure on, in
+    place of the run's train.eval_tokens. What the run's recipe exempts stays raw. ValueError for
+    what is no run, for choices that no codec has, and for a budget below the smallest choice.
+    """
+    for value, there, what in ((among, BITS, "bits"), (blocks, BLOCK_SIZES, "block sizes")):
+        if not value or set(value) - set(there):
+            raise ValueError(f"{what} {list(value)}: choose among {', '.join(map(str, there))}")
+    config, saved = open_run(run)
+    if config.model.lora.on:
+        raise ValueError(f"{run} trained adapters: tune a run that trained whole weights")
+    bench = Bench.of(run, tokens, device, None)
+    model = bench.model(run, config, saved)
+    params = dict(model.named_parameters())
+    bench.fill(model, WireWeights(config, saved).source, config.seed)
+    loss = bench.loss(model)
+    wires = {
+        (b, n): WireWeights(config, saved, CodecConfig(bits=b, block_size=n))
+        for b, n in {*product(among, blocks), *((b, max(blocks)) for b in PROBES)}
+    }
+    by_pattern: dict[str, list[str]] = {}
+    for parameter in next(iter(wires.values())).quantized:
+        by_pattern.setdefault(_pattern(parameter), []).append(parameter)
+    classes = []
+    for pattern, names in by_pattern.items():
+        masters = {n: params[n].detach().clone() for n in names}
+        rises, nmse = [], {}
+        for (b, n), wire in wires.items():
+            rounded = {p: wire.decoded(p, bench.device) for p in names}
+            nmse[b, n] = _nmse(masters, rounded)
+            if b in PROBES and n == max(blocks):
+                _load(params, rounded)
+                rises.append((b, bench.loss(model) - loss))
+        _load(params, masters)
+        rises.sort(key=lambda r: PROBES.index(r[0]))
+        seen = sum(nmse[b, max(blocks)] for b in PROBES)
+        slope = max(0.0, sum(r for _, r in rises)) / seen if seen else 0.0
+        choices = tuple(
+            Choice(b, n, _nbytes(wires[b, n], names), nmse[b, n], slope * nmse[b, n])
+            for b, n in sorted(wires)
+            if b in among
+        )
+        numel = sum(t.numel() for t in masters.values())
+        classes.append(
+            Class(pattern, tuple(names), numel, tuple(r for _, r in rises), slope, choices)
+        )
+    if not classes:
+        raise ValueError(f"{run}: its recipe exempts all weights, so there is nothing to tune")
+    numel = sum(c.numel for c in classes)
+    budget = int(bits * numel / 8)
+    chosen = spend([c.choices for c in classes], budget)
+    if chosen is None:
+        least = sum(min(choice.nbytes for choice in c.choices) for c in classes)
+        raise ValueError(
+            f"{bits:g} bits a weight are too few: the smallest choices take "
+            f"{8 * least / numel:.2f}, scales and filling included; raise --bits, or allow fewer "
+            "bits or larger blocks"
+        )
+    picked = {c.pattern: choice for c, choice in zip(classes, chosen, strict=True)}
+    recipe = _recipe(name, config, classes, picked)
+    _check(recipe, config, saved.shapes, classes, picked)
+    alike = [tuple(options) for options in zip(*(c.choices for c in classes), strict=True)]
+    within = [u for u in alike if sum(c.nbytes for c in u) <= budget]
+    uniform = min(within, key=lambda u: sum(c.cost for c in u)) if within else None
+    return Tuned(recipe, picked, tuple(classes), budget, numel, uniform, loss, bench.count)
+
+
+def spend(choices: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | None:
+    """One of each class's choices: those of least cost that take at most `budget` bytes together;
+    of equal cost the smallest. None where not even the smallest fit."""
+    spare = [min(c.nbytes for c in own) for own in choices]
+    left = sum(spare)
+    best: list[tuple[int, float, tuple[Choice, ...]]] = [(0, 0.0, ())]
+    for own, least in zip(choices, spare, strict=True):
+        left -= least  # what the classes after this one take at least
+        more = [
+            (used + c.nbytes, cost + c.cost, (*bundle, c))
+            for used, cost, bundle in best
+            for c in own
+            if used + c.nbytes + left <= budget
+        ]
+        best, lowest = [], float("inf")
+        for bundle in sorted(more, key=lambda m: m[:2]):
+            if bundle[1] < lowest:  # dearer than all smaller ones: of no use
+                best.append(bundle)
+                lowest = bundle[1]
+    return list(best[-1][2]) if best else None
+
+
+def _pattern(parameter: str) -> str:
+    """Of its class: numbers between dots are a layer's, others (fc1 and fc2) part of a name."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", parameter)
+
+
+def _nmse(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> float:
+    error = sum(float((y[n].double() - x[n].double()).square().sum()) for n in x)
+    power = sum(float(x[n].double().square().sum()) for n in x)
+    return error / power if power else 0.0
+
+
+def _load(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        params[name].copy_(value)
+
+
+def _nbytes(wire: WireWeights, names: Sequence[str]) -> int:
+    return sum(wire.world * wire.codecs[n].nbytes(wire.shard_numel(n)) for n in names)
+
+
+def _recipe(
+    name: str, config: Config, classes: Sequence[Class], chosen: Mapping[str, Choice]
+) -> RecipeConfig:
+    """The choice that most weights have for all, and a rule for each class with another one. What
+    the run's recipe exempts, by rules too, stays exempt."""
+    held: dict[tuple[int, int], int] = {}
+    for c in classes:
+        key = chosen[c.pattern].bits, chosen[c.pattern].block_size
+        held[key] = held.get(key, 0) + c.numel
+    common = max(held, key=lambda key: held[key])
+    rules = [
+        {"name": pattern, "wires": GATHERS, "set": {"bits": c.bits, "block_size": c.block_size}}
+        for pattern, c in chosen.items()
+        if (c.bits, c.block_size) != common
+    ]
+    rules += [_exempting(r) for r in config.recipe.rules if r.exempt and GATHERS[0] in r.wires]
+    exempt = config.recipe.exempt
+    given = {"max_ndim": exempt.max_ndim, "names": exempt.names, "below_numel": exempt.below_numel}
+    values = {
+        "name": name,
+        "weights": {"bits": common[0], "block_size": common[1]},
+        "rules": rules,
+        **({} if exempt == type(exempt)() else {"exempt": given}),
+    }
+    return load(RecipeConfig, values)
+
+
+def _exempting(rule: RuleConfig) -> dict[str, Any]:
+    sizes = {"ndim": rule.ndim, "min_numel": rule.min_numel, "max_numel": rule.max_numel}
+    given = {k: v for k, v in sizes.items() if v}
+    return {"name": rule.name, "wires": GATHERS, **given, "exempt": True}
+
+
+def _check(
+    recipe: RecipeConfig,
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    classes: Sequence[Class],
+    chosen: Mapping[str, Choice],
+) -> None:
+    """ValueError unless every parameter gets what was chosen, and no other one a codec: a pattern
+    may reach into another class."""
+    cluster = config.cluster if config.cluster.world > 1 else ClusterConfig(1, 2)
+    made = Recipe(recipe, cluster)
+    wanted: dict[str, tuple[int, int] | None] = dict.fromkeys(shapes)
+    for c in classes:
+        choice = chosen[c.pattern]
+        wanted.update(dict.fromkeys(c.names, (choice.bits, choice.block_size)))
+    for name, shape in shapes.items():
+        codec = made.codec("weights_forward", Parameter(name, shape, cluster.world))
+        own = (codec.bits, codec.block_size) if isinstance(codec, BlockCodec) else None
+        if own != wanted[name]:
+            raise ValueError(
+                f"{name} would be sent by the rule of another class, since * in a rule's name "
+                "crosses dots: write a recipe's rules by hand for such names"
+            )
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def recipe_text(tuned: Tuned, source: Path) -> str:
+    """A file of conf/recipe/."""
+    recipe = tuned.recipe
+    values: dict[str, Any] = {"name": recipe.name, "weights": _given(recipe.weights)}
+    if recipe.exempt != type(recipe.exempt)():
+        values["exempt"] = {
+            "max_ndim": recipe.exempt.max_ndim,
+            "names": list(recipe.exempt.names),
+            "below_numel": recipe.exempt.below_numel,
+        }
+    values["rules"] = [
+        _exempting(r)
+        if r.exempt
+        else {"name": r.name, "wires": list(r.wires), "set": _given(r.set)}
+        for r in recipe.rules
+    ]
+    head = (
+        f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class: zpp-lab tune "
+        f"{source}\n"
+    )
+    text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100)
+    return head + text
+
+
+def _given(codec: CodecConfig) -> dict[str, int | None]:
+    return {"bits": codec.bits, "block_size": codec.block_size}
+
+
+def _title(name: str) -> str:
+    return f"# {name}: bits by class of weights"
+
+
+def page(tuned: Tuned, source: Path) -> str:
+    """What was chosen and why, as Markdown."""
+    ratio = tuned.ratio
+    lines = [
+        _title(tuned.recipe.name),
+        "",
+        f"Weights travel with {tuned.bits:.3f} bits on average, scales and filling included "
+        f"(at most {8 * tuned.budget / tuned.numel:.3f} were allowed).",
+    ]
+    if tuned.uniform is None:
+        lines.append("No one codec for all classes fits this budget.")
+    elif ratio is not None:
+        lines.append(
+            f"Of the recipes with one codec for all classes, the best within the same bytes has "
+            f"{tuned.uniform[0].text}. The gap is expected at {ratio:.2f} times that one's."
+        )
+    lines += [
+        "",
+        "| class | weights | loss with 4 bits | with 3 bits | nats for a unit of NMSE | chosen | "
+        "NMSE | share of the expected cost |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for c in sorted(tuned.classes, key=lambda c: -c.slope):
+        choice = tuned.chosen[c.pattern]
+        share = choice.cost / tuned.cost if tuned.cost else 0.0
+        four, three = (f"{rise:+.5f}" for rise in c.rises)
+        lines.append(
+            f"| `{c.pattern}` | {c.numel:,} | {four} | {three} | {c.slope:.3f} | {choice.text} | "
+            f"{choice.nmse:.1e} | {share:.0%} |"
+        )
+    unseen = [f"`{c.pattern}`" for c in tuned.classes if not c.slope]
+    lines += [
+        "",
+        f"How: the weights of `{source}` were rounded, a class at a time, and the loss measured "
+        f"on {tuned.tokens:,} held-out tokens (with all weights whole: {tuned.loss:.5f}). A "
+        "class's rises, divided by its errors, give what an error there costs. A choice costs "
+        "that times its own error. The choices with the least sum that fit the bytes are taken.",
+    ]
+    if unseen:
+        lines.append(
+            f"No rise was seen for {', '.join(unseen)}, so they got the fewest bytes: measure on "
+            "more tokens (--tokens) before trusting that."
+        )
+    lines += [
+        "",
+        "Limits: rounding a trained model stands in for training with such gathers. A study with "
+        "this recipe beside the uniform one is what tells.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def tune_command(
+    run: Path,
+    bits: float,
+    among: Sequence[int],
+    blocks: Sequence[int],
+    tokens: int | None,
+    device: str,
+    out: Path,
+) -> int:
+    """`zpp-lab tune`: a recipe, and a page beside it."""
+    if out.suffix != ".yaml":
+        raise ValueError(f"--out {out}: give a file that ends with .yaml, as in conf/recipe")
+    beside = out.with_suffix(".md")
+    if beside.is_file() and not beside.read_text().startswith(_title(out.stem)):
+        raise ValueError(
+            f"--out {out}: {beside} is there and no page of such a recipe; name another"
+        )
+    tuned = tune(run, bits, out.stem, among, blocks, tokens, device)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, recipe_text(tuned, run))
+    write_atomic(beside, page(tuned, run))
+    rows = [
+        [c.pattern, tuned.chosen[c.pattern].text, f"{c.numel:,}", f"{c.slope:.4f}"]
+        for c in tuned.classes
+    ]
+    print(text_table(["class", "chosen", "weights", "nats for a unit of NMSE"], rows, left=2))
+    expected = tuned.ratio
+    told = "" if expected is None else f"; gap expected at {expected:.2f} of the best uniform one's"
+    print(f"\n{tuned.bits:.3f} bits a weight{told}\nwritten: {out}, {beside}")
+    return 0
