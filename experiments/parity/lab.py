@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.engines.fsdp_parity import CASES
-from zpp_lab.collectives.choose import Choice, connect, gather_mode
+from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.load import load

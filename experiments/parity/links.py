@@ -48,7 +48,7 @@ GRACE = 25.0  # seconds after a limit: rank 0 asks again, hears the others and l
 BEFORE = 13  # steps before the fault, and so a checkpoint
 START = 240.0  # seconds until the first steps, on a busy machine
 FOREVER = 10_000.0
-WIRES = "weights_forward|weights_backward|grads_intra|grads_inter"
+WIRES = "weights_forward|weights_backward|grads_intra|grads_inter|weights_update"
 PLACE = rf"(?:{WIRES}) of unit \S+ \(\w+\)|losses and gradient norm \(world\)"
 LINE = re.compile(
     rf"rank (\d): ((?:{PLACE})(?: failed| has not finished after [\d.]+ s)?): rank (\d) "

@@ -256,7 +256,7 @@ class Rank:
         return f"{x.nbytes / MIB:.3g} MiB in {1000 * seconds:.1f} ms, {version}"
 
     def transport(self) -> str:
-        from zpp_lab.collectives.choose import _problems, connect, gather_mode
+        from zpp_lab.collectives.peer.choose import _problems, connect, gather_mode
         from zpp_lab.collectives.watchdog import Watchdog
 
         auto = connect(self.cluster, Watchdog(0.0), "auto", self.device)
@@ -268,7 +268,7 @@ class Rank:
 
     def symmetric(self) -> str:
         """Each rank of a node reads 64 MiB of each other one."""
-        from zpp_lab.collectives.choose import connect
+        from zpp_lab.collectives.peer.choose import connect
         from zpp_lab.collectives.watchdog import Watchdog
 
         self.peer = connect(self.cluster, Watchdog(0.0), "peer", self.device)
