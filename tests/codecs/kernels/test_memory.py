@@ -92,9 +92,7 @@ def test_resets_count_steps_from_the_start() -> None:
 def test_settings_of_a_wire_stand_over_its_short_hand() -> None:
     base = MemoryConfig(kind="residual", store="8bit", average=0.8, reset_every=1024)
     assert Memory.of(base) == Memory("8bit", 1.0, 0.8, 1024)
-    assert Memory.of(MemoryConfig(store="fp32").over(base)) == Memory(
-        "residual", "fp32", 1.0, 0.8, 1024
-    )
+    assert Memory.of(MemoryConfig(store="fp32").over(base)) == Memory("fp32", 1.0, 0.8, 1024)
     assert Memory.of(MemoryConfig(kind="none").over(base)) is None
     assert Memory.of(MemoryConfig()) is None
 
