@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TIMES = ("seconds",)
+from zpp_lab.runs.metrics import unmeasured
+
 RESULTS = ("steps", "loss", "heldout_loss", "heldout_loss_master", "tokens", "bytes")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in text]
+    return [unmeasured(json.loads(line)) for line in text]
 
 
 def differences(one: Path, other: Path) -> list[str]:

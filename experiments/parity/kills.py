@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from zpp_lab.runs.metrics import read  # noqa: E402
+from zpp_lab.runs.metrics import read, unmeasured  # noqa: E402
 from zpp_lab.runs.provenance import commit, machine_facts, versions  # noqa: E402
 
 SETTINGS = (
@@ -35,7 +35,7 @@ SETTINGS = (
     "train.batch_size=2", "train.eval_every=1000", "train.eval_tokens=64", "tracking.wandb=off",
     "tracking.telemetry_every=0", "cluster.nodes=1",
 )  # fmt: skip
-TIMES = ("seconds", "checkpoint_seconds", "start_up", "peak_memory_bytes", "peak_gib", "telemetry")
+TIMES = ("checkpoint_seconds", "start_up", "peak_memory_bytes", "peak_gib", "telemetry")
 KEPT = 2  # checkpoints of a run; the undisturbed one keeps all
 Files = dict[str, Any]
 
@@ -159,7 +159,7 @@ def outcome(folder: Path) -> Files:
 
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if k not in TIMES}
+    return {k: v for k, v in unmeasured(record).items() if k not in TIMES}
 
 
 def newest_alone(files: Files, steps: int, every: int) -> Files:

@@ -16,7 +16,7 @@ from tests.engines.fsdp_world import forks
 from tests.small_runs import contents, newest, small, tear
 from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.engines.base import NonFiniteError
-from zpp_lab.runs.metrics import read
+from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.tools.export.model import run_config as read_config
 from zpp_lab.train.evaluation import DivergedError
@@ -29,9 +29,7 @@ def last_checkpoint(folder: Path) -> dict[str, bytes]:
 
 
 def without_times(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")
-    ]
+    return [unmeasured(line) for line in read(folder / "metrics.jsonl")]
 
 
 def test_what_a_run_writes(tmp_path: Path) -> None:

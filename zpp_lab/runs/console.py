@@ -6,12 +6,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
 class Progress:
-    """Shows step, loss, held-out loss, speed and the time left.
+    """Shows step, loss, held-out loss, speed, what it is of the GPUs' peak, memory, how much of the
+    last step was waiting for data (from 1 % on), and the time left.
 
     On a terminal one line is rewritten, at most ten times a second. Elsewhere a
     plain line is printed at every evaluation, at the end, and otherwise when
@@ -72,7 +73,7 @@ class Progress:
         parts = [self.label, f"step {self._step}/{self.total}", f"loss {record['loss']:.4f}"]
         if self._heldout is not None:
             parts.append(f"held-out {self._heldout:.4f}")
-        parts += [self._speed(record["tokens"], now), self._eta(now)]
+        parts += [self._speed(record["tokens"], now), *_measured(record), self._eta(now)]
         return "  ".join(part for part in parts if part)
 
     def _speed(self, tokens: float, now: float) -> str:
@@ -86,6 +87,18 @@ class Progress:
         done = self._step - self._first
         left = (self.total - self._step) * (now - self._start) / done if done else 0.0
         return f"ETA {_duration(left)}" if done else ""
+
+
+def _measured(record: dict[str, Any]) -> Iterator[str]:
+    """Of the record's last step: MFU, the most memory so far, waiting for data."""
+    if "mfu" in record:
+        yield f"MFU {record['mfu']:.1%}"
+    memory = record.get("memory", {})
+    if memory:
+        yield f"{memory.get('gpu_gib', memory['host_gib']):.2f} GiB"
+    share = record.get("wait", {}).get("data", 0) * record.get("tokens_per_second", 0)
+    if share and (waited := share / record["tokens"] * record["step"]) >= 0.01:
+        yield f"waits for data {waited:.0%}"
 
 
 def _short(number: float) -> str:

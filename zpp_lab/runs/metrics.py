@@ -22,6 +22,9 @@ from zpp_lab.files import damaged, write_atomic
 
 Record = dict[str, Any]
 
+# What a step took, in this start on this machine: all of a record that a repeat does not share.
+MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "wait", "memory"})
+
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MARKS = (b'NaN"', b'Infinity"')  # a line without them, as nearly all, needs no second look
 
@@ -80,6 +83,11 @@ def _unspell(value: Any) -> Any:
     if isinstance(value, list):
         return [_unspell(item) for item in value]
     return _SPELLED.get(value, value) if isinstance(value, str) else value
+
+
+def unmeasured(record: Record) -> Record:
+    """What a repeat of the step shares with it, to the bit."""
+    return {key: value for key, value in record.items() if key not in MEASURED}
 
 
 def read(path: Path | str) -> list[Record]:

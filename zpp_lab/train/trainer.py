@@ -41,6 +41,7 @@ from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
 from zpp_lab.train.piece import UNFINISHED, Piece, writing_seconds
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
+from zpp_lab.train.speed import Meter
 
 Data = TokenData | PackedData
 
@@ -102,6 +103,7 @@ class Trainer:
             self.start_up.done("data")
             engine = build_engine(self.config, data.vocab_size, self.device)
             self.start_up.parted("engine", engine.built)
+            self.meter = Meter(engine.plan, self.config, self.device, data.vocab_size)
             self.step = resume(self.config, engine, self.checkpoints)
             self.saved = self.began = self.step
             self.start_up.done("checkpoint")
@@ -169,6 +171,7 @@ class Trainer:
         while self.step < self.train.steps and not self.piece.over(longest + self._saving(engine)):
             began = time.perf_counter()
             result = self._step(engine, data)
+            measured = self.meter.step(time.perf_counter() - began, result.seconds)
             self.step += 1
             if self.step == first:
                 self.start_up.parted("first step", result.seconds | self._compiled())
@@ -181,7 +184,7 @@ class Trainer:
             seconds += passed
             if self.step > first:  # the first step here compiles, and says nothing of the next
                 longest = max(longest, passed)
-            record["seconds"] = seconds
+            record |= {"seconds": seconds, **measured}
             if tracker is not None:
                 tracker.log(record)
             self._look_at_losses(record, result)
@@ -234,7 +237,7 @@ class Trainer:
         turns = (self.config.cluster.world, self.train.micro_steps)
         shape = (self.train.batch_size, self.config.data.seq_len)
         batches = data.step(self.config.seed, self.step, *turns, *shape)
-        return engine.step(self.step, lr, batches, telemetry)
+        return engine.step(self.step, lr, self.meter.timed(batches), telemetry)
 
     def _compiled(self) -> dict[str, float]:
         """Seconds that the compiler has taken so far, wherever they fell."""
@@ -314,6 +317,7 @@ class Trainer:
             else None,  # as `bytes`: {} is unknown
             "data": {"name": config.data.name, **_facts(data)},
             "peak_memory_bytes": self._peak_memory(),
+            "mfu": self.meter.facts(),
             "model_parameters": sum(p.numel for u in plan.units for p in u.unit.parameters),
             "cluster": asdict(config.cluster),
             "machine": machine_facts(),

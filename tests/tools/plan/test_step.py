@@ -11,8 +11,8 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.tools.plan.cost import machine as figures
-from zpp_lab.tools.plan.cost.model import block_work
 from zpp_lab.tools.plan.cost.step import predict
+from zpp_lab.train.speed import block_work
 
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16", "cluster=2x2"]
 RECIPES = ["zero3", "zero3_reordered", "w8", "w4", "w2", "zeropp", "qsdp", "g8_4_hadamard"]

@@ -22,7 +22,7 @@ import yaml
 from tests.small_runs import small
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.checkpoint.read import Saved
-from zpp_lab.runs.metrics import read
+from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.train.trainer import run
 
 LIMIT = 240.0  # seconds; only a failing test waits that long
@@ -101,10 +101,8 @@ def lines(folder: Path) -> int:
 
 
 def without_times(folder: Path, *more: str) -> list[dict]:
-    drop = ("seconds", *more)
-    return [
-        {k: v for k, v in line.items() if k not in drop} for line in read(folder / "metrics.jsonl")
-    ]
+    found = [unmeasured(line) for line in read(folder / "metrics.jsonl")]
+    return [{k: v for k, v in line.items() if k not in more} for line in found]
 
 
 def fsdp(folder: Path, *overrides: str) -> Config:

@@ -56,7 +56,7 @@ def curve(shapes: Sequence[Shape], mode: str, device: torch.device) -> Curve:
 
 
 def flops(shape: Shape) -> float:
-    """Of a forward, as `tools/plan/cost/model.py` counts them."""
+    """Of a forward, as `train/speed.py` counts them."""
     dim, ffn, _, tokens = shape
     weights = 4 * dim * dim + 3 * dim * ffn
     return 2.0 * weights * tokens + 2.0 * min(tokens, SEQUENCE) * dim * tokens

@@ -1,11 +1,8 @@
-"""What a prediction of time is made of: tasks on lanes that share resources, and a unit's FLOPs.
+"""What a prediction of time is made of: tasks on lanes that share resources.
 
 A lane is a stream: its tasks run in the order they were added. Lanes that use the same resource
 (the GPU, a link) take turns, the one that has been ready longest first. A task starts when those
 before it have ended, and is not interrupted. `Timeline` says when each runs.
-
-FLOPs count the matrix products of the built-in decoder: 2 for each weight and token, and causal
-attention as flash attention computes it, half of the square.
 """
 
 from __future__ import annotations
@@ -13,9 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-from zpp_lab.collectives.plan import UnitPlan
-from zpp_lab.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -96,36 +90,3 @@ class Timeline:
             if key(task) is not None:
                 found[key(task)] += task.seconds
         return dict(found)
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of a block, or of the head, on one rank and micro-step. `backward` has no
-    recomputation in it."""
-
-    forward: float
-    backward: float
-    recompute: float
-
-
-def block_work(unit: UnitPlan, config: Config) -> Work:
-    """Of a decoder block. Frozen weights need no gradients of their own, inputs
-    always do."""
-    tokens = config.train.batch_size * config.data.seq_len
-    matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
-    every = sum(p.numel for p in matrices)
-    trained = sum(p.numel for p in matrices if p.name in unit.unit.trainable)
-    attention = 2 * config.data.seq_len * config.model.dim * tokens
-    forward = 2.0 * every * tokens + attention
-    backward = 2.0 * (every + trained) * tokens + 2 * attention
-    return Work(forward, backward, forward if config.model.checkpoint_activations else 0.0)
-
-
-def head_work(root: UnitPlan, config: Config, vocab: int) -> Work:
-    """Of the last product. With model.loss_chunk, or a z-loss, its logits are made again in
-    backward."""
-    tokens = config.train.batch_size * config.data.seq_len
-    forward = 2.0 * vocab * config.model.dim * tokens
-    head = "embed.weight" if config.model.tied_head else "head.weight"
-    trained, again = head in root.unit.trainable, config.model.loss_chunk or config.model.z_loss
-    return Work(forward, forward * (1 + trained), forward if again else 0.0)

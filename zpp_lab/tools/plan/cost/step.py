@@ -24,8 +24,9 @@ from zpp_lab.config.schema import Config, Wire
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.cost.machine import Machine
-from zpp_lab.tools.plan.cost.model import Timeline, Work, block_work, head_work
+from zpp_lab.tools.plan.cost.model import Timeline
 from zpp_lab.tools.plan.cost.transfers import Collective, Transfers
+from zpp_lab.train.speed import Work, block_work, head_work
 
 # Bytes that the GPU's memory moves for an element of a rank's shards.
 NORM = 4  # gradients read once, by ours (engines/norm.py) and by torch's

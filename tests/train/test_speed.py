@@ -1,0 +1,71 @@
+"""What a record says of speed: MFU is a formula over a known peak, and is left out elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.small_runs import small
+from zpp_lab.config.compose import compose
+from zpp_lab.engines.build import plan_of
+from zpp_lab.models import build_model
+from zpp_lab.runs.metrics import MEASURED, read
+from zpp_lab.train import speed
+from zpp_lab.train.speed import Meter, peak_flops, step_flops
+from zpp_lab.train.trainer import run
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("more", [(), ("model.checkpoint_activations=true",)])
+def test_flops_are_those_that_torch_counts_without_what_is_done_again(more: tuple) -> None:
+    config = compose(["model=tiny", "cluster=1x2", "train.batch_size=2", "data.seq_len=32", *more])
+    own = step_flops(plan_of(config), config, 256)
+    model = build_model(config.model, 256, device="cpu", seed=1)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    counted = counter.get_total_flops()
+    if more:
+        assert own < 2 * counted
+        return
+    m = config.model
+    half = m.layers * 3 * 2 * 32 * m.dim * 2 * 32  # of attention's square, which torch counts whole
+    assert own == 2 * (counted - half)
+
+
+def test_peaks_are_of_whole_gpus_that_somebody_has_looked_up() -> None:
+    names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB")
+    assert [peak_flops(name) for name in names] == [989e12, 989e12, 756e12, 312e12]
+    unknown = ("", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H300", "AMD Instinct MI300X", "NVIDIA L400")
+    assert [peak_flops(name) for name in unknown] == [None] * 5
+
+
+def test_mfu_is_flops_over_seconds_gpus_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meter(*words: str) -> Meter:
+        config = compose(["model=tiny", "cluster=1x2", "train.param_dtype=bf16", *words])
+        return Meter(plan_of(config), config, CPU, 256)
+
+    assert meter().facts() is None
+    assert "mfu" not in meter().step(1.0, {})
+    monkeypatch.setattr(speed, "peak_flops", lambda gpu: 1e12)
+    one, two = meter(), meter("engine=fsdp")
+    assert (one.gpus, two.gpus) == (1, 2)  # the virtual engine plays all ranks on one
+    flops = one.facts()["flops_per_step"]
+    assert one.step(0.5, {})["mfu"] == 2 * two.step(0.5, {})["mfu"] == flops / 0.5 / 1e12
+    for without in ("train.param_dtype=fp32", "engine.share_gpus=mps"):
+        assert meter(without).facts() is None
+
+
+def test_every_step_tells_what_it_took(tmp_path: Path) -> None:
+    summary = run(small(tmp_path))
+    for line in read(tmp_path / "run" / "metrics.jsonl"):
+        assert MEASURED - set(line) == {"mfu"}  # no GPU
+        assert line["tokens_per_second"] > 0
+        assert 0 < line["wait"]["data"] < summary["seconds"]
+        assert line["memory"]["host_gib"] > 0.01
+    assert summary["mfu"] is None
