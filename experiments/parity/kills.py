@@ -1,6 +1,7 @@
 """Kills real trainings at random moments; each must end with the undisturbed run's files.
 
     python experiments/parity/kills.py --out results [--cpu] [--engines virtual fsdp]
+        [--recipes loco sdp4bit w8_then_w4 --nodes 2 --ranks 2]
 
 Several runs train side by side, each killed again and again: a random rank alone, or everything at
 once. After each kill every checkpoint that is there must be the undisturbed run's, byte by byte,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -31,9 +33,9 @@ from zpp_lab.runs.metrics import read, unmeasured  # noqa: E402
 from zpp_lab.runs.provenance import commit, machine_facts, versions  # noqa: E402
 
 SETTINGS = (
-    "recipe=zeropp", "model.dim=64", "model.layers=2", "model.ffn=128", "data.seq_len=32",
+    "model.dim=64", "model.layers=2", "model.ffn=128", "data.seq_len=32",
     "train.batch_size=2", "train.eval_every=1000", "train.eval_tokens=64", "tracking.wandb=off",
-    "tracking.telemetry_every=0", "cluster.nodes=1",
+    "tracking.telemetry_every=0",
 )  # fmt: skip
 TIMES = ("checkpoint_seconds", "start_up", "peak_memory_bytes", "peak_gib", "telemetry")
 KEPT = 2  # checkpoints of a run; the undisturbed one keeps all
@@ -45,7 +47,9 @@ class Chain:
     """One run of `steps` steps, killed `kills` times."""
 
     folder: Path
+    recipe: str
     engine: str
+    nodes: int
     ranks: int
     steps: int
     every: int
@@ -56,7 +60,9 @@ class Chain:
 
     def command(self) -> list[str]:
         settings = [*SETTINGS, f"run.dir={self.folder}", f"train.steps={self.steps}"]
-        settings += [f"engine={self.engine}", f"cluster.gpus_per_node={self.ranks}"]
+        settings += [f"recipe={self.recipe}", f"engine={self.engine}"]
+        cluster = {"nodes": self.nodes, "gpus_per_node": self.ranks // self.nodes}
+        settings += [f"cluster.{key}={value}" for key, value in cluster.items()]
         settings += [f"train.checkpoint_every={self.every}", f"train.keep_checkpoints={self.keep}"]
         settings += ["engine.device=cpu"] if self.cpu else []
         return [sys.executable, "-m", "zpp_lab.cli", "train", *settings]
@@ -73,7 +79,7 @@ class Chain:
     def run(self, undisturbed: Files | None = None) -> list[dict[str, Any]]:
         """All kills of this chain, then to the end; of each when, at which step and what was
         there."""
-        rng, done = random.Random(f"{self.engine} {self.seed}"), []
+        rng, done = random.Random(f"{self.recipe} {self.engine} {self.seed}"), []
         for number in range(1, self.kills + 1):
             process, began = self.start(), time.monotonic()
             now = self.lines()
@@ -175,10 +181,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", nargs="+", default=["fsdp"], choices=["virtual", "fsdp"])
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--recipes", nargs="+", default=["zeropp"])
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=4, help="of all nodes")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
-    parser.add_argument("--chains", type=int, default=10, help="runs of each engine")
+    parser.add_argument("--chains", type=int, default=10, help="runs of each recipe and engine")
     parser.add_argument("--kills", type=int, default=1, help="of each run")
     parser.add_argument("--beside", type=int, help="runs side by side; else all")
     parser.add_argument("--cpu", action="store_true")
@@ -188,36 +196,29 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="kills-"))
     chains, wanted = [], {}
-    for engine in args.engines:
-        whole = Chain(
-            work / f"{engine}-whole",
-            engine,
-            args.ranks,
-            args.steps,
-            args.every,
-            0,
-            0,
-            args.cpu,
-            9999,
-        )
+    for recipe, engine in itertools.product(args.recipes, args.engines):
+        folder = work / f"{recipe}-{engine}-whole"
+        size = args.nodes, args.ranks, args.steps, args.every
+        whole = Chain(folder, recipe, engine, *size, kills=0, seed=0, cpu=args.cpu, keep=9999)
         whole.run()
-        wanted[engine] = outcome(whole.folder)
+        wanted[recipe, engine] = outcome(whole.folder)
         for i in range(args.chains):
-            folder = work / f"{engine}-{i}"
+            folder = work / f"{recipe}-{engine}-{i}"
             chains.append(replace(whole, folder=folder, kills=args.kills, seed=i, keep=KEPT))
     with ThreadPoolExecutor(args.beside or len(chains)) as pool:
-        found = list(pool.map(lambda c: c.run(wanted[c.engine]), chains))
+        found = list(pool.map(lambda c: c.run(wanted[c.recipe, c.engine]), chains))
     results, count, half, equal = [], 0, 0, 0
     for chain, kills in zip(chains, found, strict=True):
         there = outcome(chain.folder)
-        expected = newest_alone(wanted[chain.engine], args.steps, args.every)
+        expected = newest_alone(wanted[chain.recipe, chain.engine], args.steps, args.every)
         names = sorted({*there, *expected})
         differ = [n for n in names if there.get(n) != expected.get(n)]
         torn = [k for k in kills if k["checkpoints that differ"]]
         print(f"{chain.folder.name}: {differ or 'equal'}", flush=True)
         count, half = count + len(kills), half + sum(k["half written"] for k in kills)
         equal += 0 if differ else len(kills) - len(torn)
-        results.append({"engine": chain.engine, "kills": kills, "files that differ": differ})
+        ran = {"recipe": chain.recipe, "engine": chain.engine}
+        results.append({**ran, "kills": kills, "files that differ": differ})
     said = {"kills": count, "amid a write": half, "equal file by file": equal}
     print(said)
     facts = {"machine": machine_facts(), "commit": commit(), "versions": versions()}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.transport import ProcessGroups
 from zpp_lab.collectives.watchdog import Watchdog
-from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
-from zpp_lab.engines.build import build_plan
+from zpp_lab.engines.build import build_plan, recipe_of
 from zpp_lab.engines.fsdp.engine import FsdpEngine
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.files import conf_dir
@@ -34,7 +34,8 @@ KEPT = {"sharding": {"weights": "node"}, "hops": 2}
 DIFFERENCES = {"sharding": {"weights": "node", "update": "differences"}, "hops": 2}
 
 # name → (recipe, train settings)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+PLAIN: Cases = {
     "zero3": ({}, {}),
     "zero3_bf16": ({}, BF16),
     "zero3_bf16_reduce": ({}, {**BF16, "reduce_dtype": "bf16"}),
@@ -134,12 +135,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def built(case: str, nodes: int) -> bool:
-    """Whether a cluster of so many nodes has every wire that the case asks for."""
-    sharding = configured(case, 2, 2).recipe.sharding
-    return nodes > 1 or sharding.weights != "node"
-
-
 def residual(**settings: Any) -> dict[str, Any]:
     return {"memory": {"kind": "residual", **settings}}
 
@@ -150,7 +145,7 @@ LOCO = {"store": "8bit", "average": 0.8, "reset_every": 2}
 TWICE = {"micro_steps": 2, "accumulate": "every"}
 # The same for wires that remember, on clusters of one and of two hops; what is set for one hop
 # of two (`HOPS_REMEMBER`) needs nodes of several ranks.
-REMEMBER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+REMEMBER: Cases = {
     "memory_fp32": ({"grads": {**Q2, **residual(store="fp32")}}, TWICE),
     "memory_bf16": ({"grads": {**Q2, **residual(decay=0.9)}}, {**BF16, "reduce_dtype": "bf16"}),
     "memory_8bit": ({"hops": 2, "grads": {**Q4, **residual(store="8bit")}}, TWICE),
@@ -185,7 +180,7 @@ REMEMBER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         BF16,
     ),
 }
-HOPS_REMEMBER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+HOPS_REMEMBER: Cases = {
     "memory_first": ({"hops": 2, "grads": Q4, "grads_intra": residual(store="8bit")}, TWICE),
     "memory_second": ({"hops": 2, "grads": S4, "grads_inter": residual(store="fp32")}, TWICE),
     "memory_second_raw_first": ({"hops": 2, "grads_inter": {**Q2, **residual()}}, BF16),
@@ -214,7 +209,7 @@ def after(steps: int, **changes: Any) -> dict[str, Any]:
 
 
 # Recipes that change on the way, in each of the steps that are compared.
-PHASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+PHASED: Cases = {
     "phases_raw_first": ({"phases": [after(1, grads=S4), after(2, grads=Q2)]}, {**BF16, **TWICE}),
     "phases_raw_last": (
         {**ZEROPP, "phases": [after(1, weights={**Q4, **STOCHASTIC}), after(2, weights={})]},
@@ -253,23 +248,42 @@ PHASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+CASES = PLAIN | REMEMBER | HOPS_REMEMBER | PHASED
 SHIPPED = sorted(p.stem for p in (conf_dir() / "recipe").glob("*.yaml") if p.stem != "base")
 
 
 def configured(case: str, nodes: int, local: int, **engine: Any) -> Config:
     """A case of the table, or a shipped recipe, whose blocks are as large as it says."""
     if case in SHIPPED and case not in CASES:
-        recipe = asdict(compose([f"recipe={case}"]).recipe)
+        recipe = yaml.safe_load((conf_dir() / "recipe" / f"{case}.yaml").read_text())
         train: dict[str, Any] = {**BF16, "micro_steps": 2}
     else:
-        recipe, train = (CASES | REMEMBER | HOPS_REMEMBER | PHASED)[case]
+        recipe, train = CASES[case]
     values = {
         "recipe": {"name": case} | recipe,
         "cluster": {"nodes": nodes, "gpus_per_node": local},
-        "train": {"lr": 1e-2, "clip": 0.5, **train},
+        "train": {"lr": 1e-2, "clip": 0.5, "steps": 10, **train},  # shares of them end early
         "engine": {"name": "fsdp", "device": "cpu", "ordered": True, **engine},
     }
     return load(Config, values)
+
+
+def lacks_a_wire(case: str, nodes: int, local: int) -> bool:
+    """Whether a cluster has not every wire that the case asks for."""
+    try:
+        for phase in configured(case, nodes, local).phases:
+            recipe_of(phase.config)
+    except ValueError as error:
+        if re.search("would (carry|remember) nothing", str(error)):
+            return True
+        raise
+    return False
+
+
+def beyond_zero3(case: str) -> bool:
+    """Whether it has memories, a partition of its own, or phases."""
+    recipe = configured(case, 2, 2).recipe
+    return recipe.remembers or bool(recipe.phases) or recipe.parts != ("world",) * 3
 
 
 def compare(cases: list[str], nodes: int, local: int, steps: int) -> dict[str, str]:
@@ -306,11 +320,18 @@ def kept(engine: Any) -> dict[str, Tensor]:
     state = engine.state_dict()
     every = {"weights": state["weights"], **state["optimizer"]}
     every |= {kind: state.get(kind, {}) for kind in ("kept", "memory")}
-    return {f"{key} of {n}": whole(t) for key, named in every.items() for n, t in named.items()}
+    return gathered({f"{key} of {n}": t for key, named in every.items() for n, t in named.items()})
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def gathered(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors whole, all that are cut in one exchange."""
+    cut = {n: t for n, t in named.items() if isinstance(t, DTensor)}
+    if cut:
+        assert all(t.placements == (Shard(0),) for t in cut.values())
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, {n: t.to_local().detach().clone() for n, t in cut.items()})
+        cut = {name: torch.cat([own[name] for own in every]) for name in cut}
+    return {n: cut[n] if n in cut else t.detach() for n, t in named.items()}
 
 
 def _run(engine: Any, steps: int) -> tuple[list[tuple[Any, ...]], list[float]]:
