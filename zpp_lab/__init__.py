@@ -1,17 +1,23 @@
 """Quantized collectives for sharded training, and what they do to learning.
 
 `zpp_lab.shard(model, recipe, cluster)` brings a recipe into any training loop; see `api.py`.
+`zpp_lab.load(folder)` reads runs as DataFrames; see `study/frames.py`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["init", "recipe", "shard"]
+if TYPE_CHECKING:
+    from zpp_lab.api import init, recipe, shard
+    from zpp_lab.study.frames import load
+
+__all__ = ["init", "load", "recipe", "shard"]
 
 
 def __getattr__(name: str) -> Any:
     """The public API, on first use: configs and studies import this package without torch."""
     if name not in __all__:
         raise AttributeError(f"module 'zpp_lab' has no attribute {name!r}")
-    from zpp_lab import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    home = import_module("zpp_lab.study.frames" if name == "load" else "zpp_lab.api")
+    return getattr(home, name)

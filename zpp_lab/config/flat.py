@@ -77,13 +77,13 @@ def is_free(key: str) -> bool:
     return key not in _BEGINS and any(key == name or key.startswith(name + ".") for name in FREE)
 
 
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(values: Any, prefix: str = "", join: str = ".") -> dict[str, Any]:
     """{"a": {"b": 1}} → {"a.b": 1}; lists are values."""
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}
     out: dict[str, Any] = {}
     for key, value in values.items():
-        out |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        out |= flatten(value, f"{prefix}{join}{key}" if prefix else str(key), join)
     return out
 
 
