@@ -8,6 +8,7 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise, noise_key, parameter_id
@@ -23,6 +24,7 @@ __all__ = [
     "SegmentNoise",
     "ShamCodec",
     "SignCodec",
+    "SketchCodec",
     "TopKCodec",
     "build_codec",
     "codec_names",

@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise
 from zpp_lab.codecs.packing import align
 
@@ -36,6 +35,18 @@ class SegmentNoise(NamedTuple):
         return torch.cat([self.noise.uniform(i, numel, device) for i in ids])
 
 
+class Domain(Protocol):
+    """A linear map, with what codecs ask of it: `hadamard.Rotation`, or a codec's own."""
+
+    def padded(self, numel: int) -> int:
+        """Elements of a mapped row."""
+        ...
+
+    def inverse(self, y: Tensor, numel: int) -> Tensor:
+        """fp32 [R, padded(numel)] → fp32 [R, numel]."""
+        ...
+
+
 @runtime_checkable
 class Codec(Protocol):
     """Encode, decode, decode-and-sum and an exact byte count.
@@ -46,7 +57,7 @@ class Codec(Protocol):
     """
 
     @property
-    def rotation(self) -> Rotation | None: ...
+    def rotation(self) -> Domain | None: ...
 
     @property
     def stochastic(self) -> bool:
@@ -84,7 +95,7 @@ class CodecBase:
     """Defaults for a codec without a rotation: subclasses give nbytes, encode and decode."""
 
     @property
-    def rotation(self) -> Rotation | None:
+    def rotation(self) -> Domain | None:
         return None
 
     @property

@@ -20,6 +20,7 @@ import torch
 
 from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.config.codec import CodecConfig
 
@@ -28,6 +29,7 @@ _registered: dict[str, Callable[..., Codec]] = {
     "block": BlockCodec,
     "sham": BlockCodec,
     "sign": SignCodec,
+    "sketch": SketchCodec,
     "topk": TopKCodec,
 }
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs import Noise, noise_key
-from zpp_lab.codecs.hadamard import Rotation
+from zpp_lab.codecs.base import Domain
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.config.schema import Wire
@@ -91,7 +91,7 @@ class RowMemory:
     memory: Memory
     rows: int
     numel: int
-    domain: Rotation | None = None  # of sums between hops that stay rotated
+    domain: Domain | None = None  # of sums between hops that stay rotated
 
     @property
     def shape(self) -> tuple[int, int]:

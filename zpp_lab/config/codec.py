@@ -15,6 +15,7 @@ MemoryStore = Literal["fp32", "bf16", "8bit"]
 BITS = (2, 3, 4, 6, 8)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
+SPARSE = ("topk", "sketch")  # codecs that leave elements out
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
 

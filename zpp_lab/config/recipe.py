@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
+from zpp_lab.config.codec import SPARSE, CodecConfig, ExemptConfig
 from zpp_lab.config.codec import STRICT as _STRICT
-from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
 
 Wire = Literal[
@@ -280,10 +280,16 @@ class RecipeConfig:
     def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
         kept = wire == "weights_update" and self.sharding.update == "differences"
         _need(
-            settings.codec != "topk" or wire.startswith("grads") or kept,
-            "codec=topk would make 0 of all weights but the kept ones: set it for recipe.grads, in "
-            "rules that name wires (recipe.rules[i].wires), or for recipe.weights_update with "
-            "recipe.sharding.update=differences",
+            settings.codec not in SPARSE
+            or wire.startswith("grads")
+            or (kept and settings.codec == "topk"),
+            f"codec={settings.codec} would make 0 of all weights but the kept ones: set it for "
+            "recipe.grads, in rules that name wires (recipe.rules[i].wires), or for "
+            "recipe.weights_update with recipe.sharding.update=differences (codec=topk)",
+        )
+        _need(
+            settings.codec != "sketch" or self.hops == 1,
+            "codec=sketch adds up over all ranks before it is decoded: set recipe.hops=1",
         )
 
 

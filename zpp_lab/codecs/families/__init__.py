@@ -1,1 +1,2 @@
-"""Our codecs, a file for each family: `block.py` rounds every element, `topk.py` keeps a few."""
+"""Our codecs, a file for each family: `block.py` rounds every element, `topk.py` keeps a few,
+`sketch.py` does as TAGC."""
