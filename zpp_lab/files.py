@@ -41,6 +41,7 @@ import yaml
 # What lies in a run's folder, and of a study's own
 CONFIG, SUMMARY, FAILURE = "config.yaml", "summary.json", "failure.json"
 METRICS, HELDOUT, LOG = "metrics.jsonl", "heldout.json", "log.txt"
+CONSOLE = "console.log"  # of a run by itself; a study keeps all that its process says in LOG
 STUDY_FILE = "study.yaml"
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file

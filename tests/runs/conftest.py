@@ -20,7 +20,8 @@ from zpp_lab.runs.wandb.run import forget
 
 
 class FakeWandb:
-    """`runs[id]` holds what was sent: its `lines` (JSON), `config`, `group`, `job_type`, `exit`.
+    """`runs[id]` holds what was sent: its `lines` (JSON), `console`, `config`, `group`, `job_type`
+    and `exit`.
 
     `fault` is None, "500s" (every answer), "drops" (the connection is cut at every attempt to
     send steps after the first `good`), "hangs" (so is it left without an answer) or "slow"
@@ -89,7 +90,7 @@ class FakeWandb:
 
     def _upsert(self, values: dict[str, Any]) -> dict[str, Any]:
         name, new = values["name"], values["name"] not in self.runs
-        run = self.runs.setdefault(name, {"lines": [], "summary": "{}"})
+        run = self.runs.setdefault(name, {"lines": [], "console": [], "summary": "{}"})
         for ours, theirs in (("config",) * 2, ("group", "groupName"), ("job_type", "jobType")):
             run[ours] = values.get(theirs) or run.get(ours)
         run["tags"] = values.get("tags") or run.get("tags")
@@ -102,6 +103,9 @@ class FakeWandb:
         history = body.get("files", {}).get("wandb-history.jsonl")
         if history:
             self.runs[name]["lines"][history["offset"] :] = history["content"]
+        said = body.get("files", {}).get("output.log")
+        if said:
+            self.runs[name]["console"][said["offset"] :] = said["content"]
         summary = body.get("files", {}).get("wandb-summary.json")
         if summary:
             self.runs[name]["summary"] = summary["content"][-1]
@@ -129,7 +133,7 @@ def _bucket(name: str, run: dict[str, Any]) -> dict[str, Any]:
         "displayName": run.get("display") or name,
         "summaryMetrics": run["summary"],
         "historyLineCount": len(run["lines"]),
-        "logLineCount": 0,
+        "logLineCount": len(run["console"]),
         "eventsLineCount": 0,
         "historyTail": json.dumps(run["lines"][-1:]),
         "eventsTail": "[]",

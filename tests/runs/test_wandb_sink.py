@@ -18,6 +18,7 @@ from tests.runs.conftest import FakeWandb
 from tests.runs.wandb_file import OfflineRun
 from zpp_lab.config.schema import Config, RunConfig, TrackingConfig, TrainConfig
 from zpp_lab.runs.metrics import read
+from zpp_lab.runs.provenance import note_commit
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import RunFolder
 from zpp_lab.runs.wandb.process import start_study_sink
@@ -86,6 +87,45 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert run.exit == 0
     assert state(tmp_path)["state"] == "complete"
     assert run.run.run_id == state(tmp_path)["id"]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_system_console_and_commit_are_there_unless_switched_off(
+    tmp_path: Path, on: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    switches = {"console": on, "system": on, "git": on}
+    before = sys.stdout
+    tracker = write_run(tmp_path, config(**switches), range(1, 3))
+    note_commit(tmp_path, 0, "c0ffee")
+    print("a word\rof the", "training")
+    print("and of its errors", file=sys.stderr)
+    if on:  # before the end: afterwards nobody can tell them
+        wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/run-*.wandb")))
+    finish(tracker)
+    assert sys.stdout is before
+    assert sent(tracker), (tmp_path / "wandb.log").read_text()
+    run = OfflineRun(tmp_path)
+    assert bool(run.system) == on
+    assert run.run.git.commit == ("c0ffee" if on else "")
+    said = {line for line in run.console.splitlines() if line}
+    assert said >= {"of the training", "and of its errors"} if on else not said
+    for metrics in run.system:  # of the training's process, not of the one that sends
+        assert metrics["proc.memory.rssMB"] > 0
+    assert "of the training" in capsys.readouterr().out
+    assert (tmp_path / "console.log").exists() == on
+
+
+def test_what_is_sent_later_has_the_console_once_and_no_system(
+    tmp_path: Path, fake_wandb: FakeWandb
+) -> None:
+    tracker = write_run(tmp_path, config(wandb="off"), range(1, 3))
+    print("a word")
+    tracker.fail({"outcome": "crashed", "error": "e", "traceback": "Traceback: it broke"})
+    for _ in range(2):
+        sync(tmp_path)
+        ((_, run),) = fake_wandb.runs.items()
+        text = "".join(run["console"])
+        assert [text.count(line) for line in ("a word", "Traceback: it broke")] == [1, 1]
 
 
 def test_runtime_is_how_long_the_run_took(tmp_path: Path, fake_wandb: FakeWandb) -> None:
@@ -218,10 +258,13 @@ def test_a_failed_attempt_is_made_again_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Run:
-        url, folder, last_step, gaps = None, "wandb", 20, 0
+        url, folder, last_step, gaps, console = None, "wandb", 20, 0, 0
 
-        def __init__(self, folder: RunFolder, mode: str) -> None:
+        def __init__(self, folder: RunFolder, mode: str, trainer: int | None) -> None:
             attempts.append(mode)
+
+        def say(self) -> None:
+            pass
 
         def log(self, records: list[dict[str, Any]]) -> None:
             pass

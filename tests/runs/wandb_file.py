@@ -31,8 +31,8 @@ def payloads(data: bytes) -> Iterator[bytes]:
 
 
 class OfflineRun:
-    """`history` (flat rows), `summary`, `config`, `metrics` (name or glob → definition), the
-    `run` record and the exit code."""
+    """`history` and `system` (flat rows), `summary`, `config`, `metrics` (name or glob →
+    definition), the `console`'s text, the `run` record and the exit code."""
 
     def __init__(self, run_dir: Path) -> None:
         from wandb.proto.wandb_internal_pb2 import Record
@@ -43,6 +43,8 @@ class OfflineRun:
         self.config: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
         self.artifacts: list[Any] = []
+        self.system: list[dict[str, Any]] = []
+        self.console = ""
         self.exit: int | None = None
         for payload in payloads(file.read_bytes()):
             record = Record()
@@ -62,6 +64,10 @@ class OfflineRun:
             self.config.update(_values(record.config.update))
         elif kind == "metric":
             self.metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "stats":
+            self.system.append(_values(record.stats.item))
+        elif kind == "output_logger":
+            self.console += record.output_logger.line
         elif kind == "artifact":
             self.artifacts.append(record.artifact)
         elif kind == "exit":
@@ -69,5 +75,7 @@ class OfflineRun:
 
 
 def _values(items: Any) -> dict[str, Any]:
-    named = ((item.key or "/".join(item.nested_key), item.value_json) for item in items)
+    named = (
+        (item.key or "/".join(getattr(item, "nested_key", ())), item.value_json) for item in items
+    )
     return {key: json.loads(value) for key, value in named}

@@ -267,6 +267,9 @@ class TrackingConfig:
     telemetry_every: int = 50  # 0 measures no codec errors
     timeout_seconds: float = 60.0  # for wandb's server to answer, at the start and at the end
     wait_seconds: float = 0.0  # at a run's end for wandb; a batch system may kill what stays behind
+    console: bool = True  # wandb's Logs: what rank 0 says (console.log)
+    system: bool = True  # wandb's system panels: rank 0 and its machine, while it trains
+    git: bool = True  # name the run's commit in wandb
 
     def __post_init__(self) -> None:
         every, timeout, wait = self.telemetry_every, self.timeout_seconds, self.wait_seconds

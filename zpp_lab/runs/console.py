@@ -1,12 +1,17 @@
-"""What a person sees of a run: one line that renews itself, or plain lines in a log."""
+"""What a person sees of a run: one line that renews itself, or plain lines in a log.
+
+`ConsoleLog` keeps all that a process says, whoever says it, as lines of a file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -87,6 +92,78 @@ class Progress:
         done = self._step - self._first
         left = (self.total - self._step) * (now - self._start) / done if done else 0.0
         return f"ETA {_duration(left)}" if done else ""
+
+
+class ConsoleLog:
+    """What Python writes to stdout and stderr until `close` goes to a file as well, line by line;
+    of a line that renews itself one state each `every_seconds`. A file that cannot be written is
+    said once and left."""
+
+    def __init__(self, path: Path, anew: bool, every_seconds: float = 10.0) -> None:
+        if anew:
+            path.unlink(missing_ok=True)
+        self._file: TextIO | None = path.open("a", encoding="utf-8")
+        self._every, self._kept = every_seconds, -every_seconds
+        self._own = [_Copied(sys.stdout, self), _Copied(sys.stderr, self)]
+        sys.stdout, sys.stderr = self._own  # type: ignore[assignment]
+
+    def keep(self, line: str) -> None:
+        """Add a line."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._file = None
+            self._own[1].stream.write(f"the console's log is left: {error}\n")
+
+    def renewed(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self._kept >= self._every:
+            self._kept = now
+            self.keep(line)
+
+    def close(self) -> None:
+        """stdout and stderr are again what they were, if nobody else has changed them since."""
+        for name, own in zip(("stdout", "stderr"), self._own, strict=True):
+            if getattr(sys, name) is own:
+                setattr(sys, name, own.stream)
+            own.end()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+class _Copied:
+    """A stream whose lines a log gets too."""
+
+    def __init__(self, stream: TextIO, log: ConsoleLog) -> None:
+        self.stream, self._log, self._open = stream, log, ""
+
+    def write(self, text: str) -> int:
+        written = self.stream.write(text)
+        *lines, self._open = (self._open + text).split("\n")
+        for line in lines:
+            self._log.keep(_plain(line))
+        if "\r" in self._open:
+            self._open = self._open[self._open.rfind("\r") :]
+            self._log.renewed(_plain(self._open))
+        return written
+
+    def end(self) -> None:
+        if self._open:
+            self._log.keep(_plain(self._open))
+            self._open = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _plain(line: str) -> str:
+    """What a terminal would show of it at last."""
+    return line.rstrip("\r").rpartition("\r")[2].removesuffix("\x1b[K")
 
 
 def _measured(record: dict[str, Any]) -> Iterator[str]:

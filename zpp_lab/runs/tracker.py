@@ -19,8 +19,17 @@ import yaml
 
 from zpp_lab.config.flat import run_name
 from zpp_lab.config.schema import Config
-from zpp_lab.files import CONFIG, FAILURE, METRICS, SUMMARY, is_full, remove_unwritten, write_atomic
-from zpp_lab.runs.console import Progress
+from zpp_lab.files import (
+    CONFIG,
+    CONSOLE,
+    FAILURE,
+    METRICS,
+    SUMMARY,
+    is_full,
+    remove_unwritten,
+    write_atomic,
+)
+from zpp_lab.runs.console import ConsoleLog, Progress
 from zpp_lab.runs.metrics import MetricsLog, Record, to_json
 from zpp_lab.runs.wandb.mode import Mode, resolve
 from zpp_lab.runs.wandb.process import SinkHandle, start_run_sink
@@ -51,6 +60,9 @@ class Tracker:
         self.last: Record | None = None  # the last step's record
         self.bytes: dict[str, dict[str, int]] = {}  # {wire: {hop: bytes}} of all steps so far
         self._restore(resume_step)
+        self._console: ConsoleLog | None = None
+        if config.tracking.console and not config.run.study:
+            self._console = ConsoleLog(self.folder / CONSOLE, anew=resume_step == 0)
         label = run_name(_values(config))
         self._progress = Progress(config.train.steps, label, first_step=resume_step)
         self._broken: set[str] = set()
@@ -90,6 +102,8 @@ class Tracker:
         except Exception as error:
             if not (full and is_full(error)):
                 _say(f"cannot write {self.folder / FAILURE}: {error}")
+        if self._console is not None:  # which nobody has printed yet
+            self._console.keep(str(info.get("traceback") or info.get("error") or "").rstrip())
         self._close()
 
     def _restore(self, resume_step: int) -> None:
@@ -121,6 +135,8 @@ class Tracker:
     def _close(self) -> None:
         self._metrics.close()
         self._guard("console", self._progress.close)
+        if self._console is not None:
+            self._console.close()
 
     def _guard(self, view: str, action: Callable[[], Any]) -> None:
         """Run a view's action; its first fault ends the view, not the training."""

@@ -15,11 +15,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.files import CONFIG, FAILURE, METRICS, SUMMARY, damaged, read_yaml, write_atomic
+from zpp_lab.files import (
+    CONFIG,
+    CONSOLE,
+    FAILURE,
+    LOG,
+    METRICS,
+    SUMMARY,
+    damaged,
+    read_yaml,
+    write_atomic,
+)
 from zpp_lab.runs.metrics import Record, read_object, to_json
+from zpp_lab.runs.provenance import FILE as COMMITS
 
 STATE = "wandb.json"
-LOG = "wandb.log"
+SAID = "wandb.log"
 
 
 class RunFolder:
@@ -44,6 +55,25 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError):
                 return read(self.path / name)
         return None
+
+    def watched(self, config: dict[str, Any]) -> bool:
+        """Whether system metrics are asked for while the run goes on."""
+        return bool((config.get("tracking") or {}).get("system", True))
+
+    def commit(self) -> str | None:
+        """The code of the last start, where it is known."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return json.loads((self.path / COMMITS).read_text())[-1]["commit"]
+        return None
+
+    def said(self, start: int) -> tuple[int, str]:
+        """Whole lines of the console after `start` bytes, and the byte that follows them; all
+        lines of one that was begun anew."""
+        files = [self.path / name for name in (CONSOLE, LOG) if (self.path / name).is_file()]
+        data = files[0].read_bytes() if files else b""
+        start = start if start <= len(data) else 0
+        end = max(start, data.rfind(b"\n") + 1)
+        return end, data[start:end].decode(errors="replace")
 
     def ended(self) -> str | None:
         """A mark of this ending, which a retried or resumed run does not share; None before it."""

@@ -179,9 +179,9 @@ def outcome_values(outcome: Mapping[str, Any], baseline: Baseline | None) -> dic
     theirs = baseline.folder.outcome() if baseline is not None else None
     if baseline is None or theirs is None:
         return values
-    if "heldout_loss" in outcome and "heldout_loss" in theirs:
-        gap = outcome["heldout_loss"] - theirs["heldout_loss"]
-        values[f"final/{baseline.prefix}"] = gap
+    own, other = (o.get("heldout_loss") for o in (outcome, theirs))
+    if own is not None and other is not None:
+        values[f"final/{baseline.prefix}"] = own - other
     for name, hops in (("bytes_share", ("intra", "inter")), ("bytes_share_inter", ("inter",))):
         own, other = (_bytes_of_a_step(o, hops) for o in (outcome, theirs))
         if own is not None and other:

@@ -11,7 +11,7 @@ from typing import IO
 
 import zpp_lab
 from zpp_lab.config.schema import TrackingConfig
-from zpp_lab.runs.wandb.folder import LOG
+from zpp_lab.runs.wandb.folder import SAID
 from zpp_lab.runs.wandb.mode import Mode, resolve
 
 SINK = "zpp_lab.runs.wandb.sink"
@@ -73,7 +73,7 @@ class SinkHandle:
 
 def start_run_sink(run_dir: Path, mode: Mode) -> SinkHandle:
     """Send one run beside its training. OSError when no process can be started."""
-    log = run_dir / LOG
+    log = run_dir / SAID
     if mode == "off":
         return SinkHandle(None, log, run_dir)
     process = start_process(SINK, [str(run_dir), "--mode", mode], log)
@@ -88,7 +88,7 @@ def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
     line on stderr, as a study does not depend on it.
     """
     root = Path(root).resolve()
-    log = root / LOG
+    log = root / SAID
     mode, why = resolve(cfg.wandb)
     if cfg.wandb == "auto":
         print(f"wandb: {mode} ({why})", flush=True)

@@ -1,7 +1,8 @@
 """One wandb run being written: the only file that talks to wandb's library.
 
-Everything wandb would gather by itself (code, git, console, packages, machine)
-is switched off: the run folder has it, and a study pays for it in every run.
+What wandb would gather by itself would be of the process that sends: its code, command, packages
+and console are switched off. The run folder has the commit and the console. System metrics are of
+the training's process, and only while it is followed: afterwards nobody can tell them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _MADE_WITH = (
     "commits",
     "data",
 )  # of the outcome: words, not results
+_SPEED = ("tokens_per_second", "mfu", "wait/*", "memory/*")
 _NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of the outcome: in the config already
 
 
@@ -43,14 +45,18 @@ class WandbRun:
     Raises wandb's errors and TimeoutError; `forget` must follow each of them.
     """
 
-    def __init__(self, folder: RunFolder, mode: Mode) -> None:
+    def __init__(self, folder: RunFolder, mode: Mode, trainer: int | None = None) -> None:
+        """trainer: the process that is still training."""
         shutil.rmtree(folder.path / "wandb", ignore_errors=True)  # of an earlier attempt
         config = folder.config()
+        tracking = config.get("tracking") or {}
         self._run = open_run(
             mode,
             str(folder.path),
-            float((config.get("tracking") or {}).get("timeout_seconds", 60.0)),
+            float(tracking.get("timeout_seconds", 60.0)),
             summarized=False,
+            trainer=trainer if folder.watched(config) else None,
+            commit=folder.commit() if tracking.get("git", True) else None,
             config=shown_config(config),
             **identity(folder, config),
         )
@@ -60,6 +66,9 @@ class WandbRun:
         self.url: str | None = self._run.url if mode == "online" else None
         self.folder = os.path.relpath(os.path.dirname(self._run.dir), folder.path)
         self._run_folder = folder
+        sent = int(folder.state().get("console", 0)) if mode == "online" else 0
+        self.console = sent  # bytes of the console that wandb has
+        self._shows_console = bool(tracking.get("console", True))
         self.gaps = int(folder.state().get("gaps", 0))  # gaps are there up to this step
         self._with_gap: set[int] = set()  # steps after it whose row has one
         self._baseline: Baseline | None = None
@@ -85,6 +94,14 @@ class WandbRun:
             latest |= self._whole(record)
         if latest:
             self._run.summary.update({**latest, "_step": self._counter, "_timestamp": time.time()})
+
+    def say(self) -> None:
+        """Send the lines that the training has said since the last call."""
+        if not self._shows_console:
+            return
+        self.console, text = self._run_folder.said(self.console)
+        if text:
+            self._run.write_logs(text)
 
     def _whole(self, record: Record) -> Record:
         """What a table shows of a run up to this step: least losses, and how long it has trained,
@@ -144,9 +161,18 @@ class WandbRun:
         self.gaps = min(missing, default=self.last_step + 1) - 1
 
 
-def open_run(mode: Mode, place: str, timeout: float, summarized: bool, **named: Any) -> Any:
+def open_run(
+    mode: Mode,
+    place: str,
+    timeout: float,
+    summarized: bool,
+    trainer: int | None = None,
+    commit: str | None = None,
+    **named: Any,
+) -> Any:
     """wandb.init with everything switched off that the run folder has already; `summarized`: by
-    wandb, which counts the seconds that sending takes as the run's."""
+    wandb, which counts the seconds that sending takes as the run's. trainer: the process of which
+    wandb gathers system metrics, None for none."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports to third parties
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
@@ -156,7 +182,7 @@ def open_run(mode: Mode, place: str, timeout: float, summarized: bool, **named: 
         mode="online" if mode == "online" else "offline",
         resume="allow" if mode == "online" else None,
         dir=place,
-        settings=_settings(timeout, summarized),
+        settings=_settings(timeout, summarized, trainer, commit),
     )
 
 
@@ -172,7 +198,7 @@ def _define(run: Any) -> None:
     run.define_metric("step", hidden=True)
     for name in ("loss", "heldout_loss"):
         run.define_metric(name, step_metric="step", summary="min,last")
-    for name in ("lr", "grad_norm", "tokens", "bytes/*", "telemetry/*"):
+    for name in ("lr", "grad_norm", "tokens", "seconds", *_SPEED, "bytes/*", "telemetry/*"):
         run.define_metric(name, step_metric="step")  # a table shows the last value
 
 
@@ -182,8 +208,10 @@ def _define_gap(run: Any, prefix: str) -> None:
     run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
 
-def _settings(timeout: float, summarized: bool) -> Any:
+def _settings(timeout: float, summarized: bool, trainer: int | None, commit: str | None) -> Any:
     import wandb
+
+    watched = {} if trainer is None else {"x_stats_pid": trainer}
 
     return wandb.Settings(
         init_timeout=timeout,
@@ -192,14 +220,16 @@ def _settings(timeout: float, summarized: bool) -> Any:
         console="off",
         save_code=False,
         disable_code=True,
-        disable_git=True,
+        disable_git=True,  # of the folder that the sender is in
+        git_commit=commit,
         disable_job_creation=True,
         silent=True,
         symlink=False,
         x_disable_meta=True,
-        x_disable_stats=True,
-        x_disable_machine_info=True,
+        x_disable_stats=trainer is None,
+        x_disable_machine_info=trainer is None,
         x_disable_viewer=True,
         x_save_requirements=False,
         x_server_side_derived_summary=not summarized,  # all that it does is: not here
+        **watched,
     )

@@ -10,8 +10,8 @@ has the others.
     python -m zpp_lab.runs.wandb.sink --study ROOT [--parent PID]
     python -m zpp_lab.runs.wandb.sink --sync DIR ...
 
-Online, the steps of a single run are sent as they come. Offline, nobody looks
-before the end, so the run is written once, whole, when it ends. A study starts
+The steps of a single run are sent as they come. Offline, without system metrics, nobody
+looks before the end, so the run is written once, whole, when it ends. A study starts
 one such process for all its runs, as importing wandb costs more than a run.
 `--parent` names the process that started this one: when it is gone, no more
 lines will come. Without it there is nothing to wait for.
@@ -85,27 +85,30 @@ def sync_all(paths: Sequence[Path | str]) -> int:
     return failures
 
 
-def follow(folder: RunFolder, mode: Mode, ended: Ended) -> bool:
-    """Send one run until it has ended. Returns whether wandb has all of it."""
+def follow(folder: RunFolder, mode: Mode, ended: Ended, trainer: int | None = None) -> bool:
+    """Send one run until it has ended. Returns whether wandb has all of it. trainer: its process,
+    while there is one."""
     with folder.lock(wait=True):
-        if mode == "offline":
+        if mode == "offline" and (trainer is None or not folder.watched(folder.config())):
             _wait(ended, None)
         while True:
             last = ended()
-            done = _attempt(folder, mode, ended)
+            done = _attempt(folder, mode, ended, None if last else trainer)
             if done or last:
                 return done
             _wait(ended, RETRY_SECONDS)
 
 
-def _attempt(folder: RunFolder, mode: Mode, ended: Ended) -> bool:
+def _attempt(folder: RunFolder, mode: Mode, ended: Ended, trainer: int | None = None) -> bool:
     """Open the wandb run, send what there is until the end, close it. False when it failed."""
     folder.note(mode=mode, state="sending", error=None)
     try:
-        run = WandbRun(folder, mode)
+        run = WandbRun(folder, mode, trainer)
         folder.note(url=run.url, folder=run.folder)
         mark = _send(run, folder, ended)
         folder.note(state="complete", sent_step=run.last_step, gaps=run.gaps, ended=mark)
+        if mode == "online":
+            folder.note(console=run.console)
         return True
     except Exception as error:  # whatever happens in wandb, the run can be sent again
         traceback.print_exc()
@@ -120,6 +123,7 @@ def _send(run: WandbRun, folder: RunFolder, ended: Ended) -> str | None:
     while True:
         last, mark = ended(), folder.ended()  # asked first, so that no line is missed
         run.log(tail.new())
+        run.say()
         if last:
             run.finish(folder.outcome())
             return mark
@@ -214,7 +218,7 @@ def _follow_all(folders: list[RunFolder], auto: Mode, parent: int | None) -> int
     for folder in folders:
         mode = _mode_of(folder, auto)
         if mode != "off":
-            failures += not follow(folder, mode, partial(_over, folder, parent))
+            failures += not follow(folder, mode, partial(_over, folder, parent), parent)
     return failures
 
 
