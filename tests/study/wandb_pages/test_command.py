@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.runs.conftest import FakeWandb
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import load_study
 from zpp_lab.study.wandb_pages import apply
@@ -72,6 +73,20 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(ValueError, match=r"zpp_lab\[dashboard\]"):
         apply.pages(make_spec(load_study("smoke"), project="p"), "e")
+
+
+def test_pages_have_axes_of_tokens_and_time_gaps_speed_and_a_line_a_run(
+    fake_wandb: FakeWandb,
+) -> None:
+    assert len(apply.apply(make_spec(load_study("smoke"), project="p", entity="e"))) == 2
+    for view in fake_wandb.views:
+        made = view["spec"].replace('\\"', '"')
+        for axis in ("tokens", "seconds", "step", "gap_vs_zero3/tokens"):
+            assert f'"xAxis":"{axis}"' in made.replace(": ", ":"), axis
+        for name in ("mfu", "memory/gpu_gib", "wait/data", "gap_vs_zero3/heldout_loss"):
+            assert f'"{name}"' in made
+        assert "config:wires.value.grads_inter" in made
+        assert "summary:final/gap_vs_zero3" in made
 
 
 def test_a_study_whose_nodes_keep_weights_shows_their_wire() -> None:

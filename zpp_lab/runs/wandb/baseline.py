@@ -40,13 +40,17 @@ class Baseline:
             self._losses[record["step"]] = {k: record[k] for k in LOSSES if k in record}
 
     def gap(self, record: Record) -> Record | None:
-        """{prefix/loss, prefix/heldout_loss, prefix/step} in nats; None while not known."""
+        """{prefix/loss, prefix/heldout_loss} in nats, at prefix/step and prefix/tokens; None while
+        not known."""
         theirs = self._losses.get(record["step"])
         if theirs is None:
             return None
         both = [name for name in LOSSES if name in theirs and name in record]
         gaps = {f"{self.prefix}/{name}": record[name] - theirs[name] for name in both}
-        return {**gaps, f"{self.prefix}/step": record["step"]}
+        where = {
+            f"{self.prefix}/{axis}": record[axis] for axis in ("step", "tokens") if axis in record
+        }
+        return {**gaps, **where}
 
 
 def find_baseline(run: RunFolder) -> Baseline | None:

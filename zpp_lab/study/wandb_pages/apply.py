@@ -98,18 +98,19 @@ def _colors(spec: Spec) -> dict[Any, Any]:
 
 
 def _filters(spec: Spec, runs: str) -> Any:
-    """`all` of the study, `arms` without the run of its report, `report` that one alone."""
+    """`all` of the study, `arms` and `runs` without the run of its report, `report` that alone."""
     from wandb_workspaces import expr
 
     kind, other = expr.Metric("JobType"), spec["runs"]["not_job_type"]
-    chosen = {"all": [], "arms": [kind != other], "report": [kind == other]}
+    arms = [kind != other]
+    chosen = {"all": [], "arms": arms, "runs": arms, "report": [kind == other]}
     return expr.And(expr.Metric("Group") == spec["runs"]["group"], *chosen[runs])
 
 
 def _panel(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    makers = {"line": _line, "bar": _bar, "scatter": _scatter}
+    makers = {"line": _line, "bar": _bar, "scatter": _scatter, "coordinates": _coordinates}
     if panel["kind"] == "table":
         return wr.WeavePanelSummaryTable(table_name=panel["name"], layout=wr.Layout(w=24, h=10))
     if panel["kind"] not in makers:
@@ -152,3 +153,12 @@ def _scatter(panel: Panel) -> Any:
 
     x, y = (wr.SummaryMetric(panel[axis].removeprefix("summary:")) for axis in ("x", "y"))
     return wr.ScatterPlot(title=panel["title"], x=x, y=y)
+
+
+def _coordinates(panel: Panel) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    kinds: dict[str, Any] = {"config": wr.Config, "summary": wr.SummaryMetric}
+    named = [column.partition(":") for column in panel["columns"]]
+    columns = [wr.ParallelCoordinatesPlotColumn(kinds[kind](name)) for kind, _, name in named]
+    return wr.ParallelCoordinatesPlot(title=panel["title"], columns=columns)

@@ -65,8 +65,11 @@ def make_spec(
             "columns": [*_COLUMNS, *(f"summary:final/{name}" for name in gaps)],
             "sections": [
                 {"name": "Verdicts", "panels": [_table("verdicts"), *_results(gaps)]},
+                {"name": "Settings and results", "panels": [_coordinates(gaps)]},
                 {"name": "Loss", "panels": _losses()},
                 {"name": "Gap", "panels": _gaps(gaps)},
+                {"name": "Tokens and time", "panels": _other_axes(gaps)},
+                {"name": "Speed and memory", "panels": _speed()},
                 {"name": "Bytes", "panels": _bytes(wires)},
                 {"name": "Errors", "panels": _telemetry(wires)},
             ],
@@ -124,6 +127,11 @@ def _blocks(
         {"kind": "panels", "runs": "report", "panels": [_table("verdicts")]},
         {"kind": "heading", "text": "Loss and gap"},
         {"kind": "panels", "runs": "arms", "panels": [*curves, *_results(gaps)]},
+        {"kind": "panels", "runs": "arms", "panels": _other_axes(gaps)},
+        {"kind": "heading", "text": "Settings and results"},
+        {"kind": "panels", "runs": "runs", "panels": [_coordinates(gaps)]},
+        {"kind": "heading", "text": "Speed and memory"},
+        {"kind": "panels", "runs": "arms", "panels": _speed()},
         {"kind": "heading", "text": "Bytes and errors"},
         {"kind": "panels", "runs": "arms", "panels": [*_bytes(wires), *_telemetry(wires)]},
     ]
@@ -157,6 +165,41 @@ def _gaps(names: list[str]) -> list[Panel]:
         for name in names
         for key, title in (("heldout_loss", "Held-out loss gap"), ("loss", "Training loss gap"))
     ]
+
+
+def _other_axes(gaps: list[str]) -> list[Panel]:
+    """Losses over tokens, as step sizes differ, and over training's seconds; gaps over tokens."""
+    losses = [
+        _line(f"Held-out loss over {said}", ["heldout_loss"], axis)
+        for axis, said in (("tokens", "tokens"), ("seconds", "seconds of training"))
+    ]
+    return losses + [
+        _line(
+            f"Held-out loss gap against {name.removeprefix('gap_vs_')} over tokens",
+            [f"{name}/heldout_loss"],
+            f"{name}/tokens",
+        )
+        for name in gaps
+    ]
+
+
+def _speed() -> list[Panel]:
+    return [
+        _line("Tokens a second, step by step", ["tokens_per_second"]),
+        _line("MFU", ["mfu"]),
+        _line("Seconds of a step that waited", ["wait/data", "wait/device"]),
+        _line("Most memory so far, GiB", ["memory/gpu_gib", "memory/reserved_gib"]),
+        _line("Most host memory so far, GiB", ["memory/host_gib"]),
+    ]
+
+
+def _coordinates(gaps: list[str]) -> Panel:
+    """A line a run: from what its wires carry to what came of it. wandb leaves out what lacks one
+    of the values, as the baseline does its gap."""
+    columns = [f"config:wires.{wire}" for wire in USUAL_WIRES]
+    columns += [f"summary:final/{name}" for name in ("bytes_share", "tokens_per_second")]
+    columns += ["summary:final/heldout_loss", *(f"summary:final/{name}" for name in gaps)]
+    return {"kind": "coordinates", "title": "One line a run", "columns": columns}
 
 
 def _results(gaps: list[str]) -> list[Panel]:
