@@ -9,11 +9,14 @@ from pydantic.dataclasses import dataclass
 
 from zpp_lab.config.codec import STRICT, need
 
+TURNS = "turns"  # in place of a template's file
+
 
 @dataclass(frozen=True, config=STRICT)
 class RecordConfig:
     """How records of a JSON-lines file become text to finetune on: names of their fields, the marks
-    around a chat's turns, and what fits a sequence.
+    around a chat's turns, and what fits a sequence. Chats go through the template of a tokenizer of
+    Hugging Face; of others, or where marks are given here, marks stand around turns.
 
     A record is `{"prompt": …, "completion": …}`, or `{"messages": [{"role": …, "content": …}, …]}`,
     under the names given here.
@@ -22,6 +25,7 @@ class RecordConfig:
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"  # where a record has it, it is a chat
+    template: str | None = None  # of chats: a Jinja file, `turns`, or None: the tokenizer's own
     turn_open: str = "<|{role}|>\n"  # before a turn's content; {role} is the turn's
     turn_close: str = "\n"  # after it; of an assistant's turn the loss counts it
     pack: bool = True  # several records in a sequence; they see those before them in it
@@ -33,6 +37,21 @@ class RecordConfig:
             raise ValueError(
                 "data.records: prompt, completion and messages must be three names of fields"
             )
+        if self.template not in (None, TURNS) and self._has_marks:
+            raise ValueError(
+                f"data.records.template={self.template}: turn_open and turn_close are for "
+                f"data.records.template={TURNS}; leave them out"
+            )
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether turn_open and turn_close stand around turns whatever the tokenizer has."""
+        return self.template == TURNS or (self.template is None and self._has_marks)
+
+    @property
+    def _has_marks(self) -> bool:
+        kind = type(self)
+        return (self.turn_open, self.turn_close) != (kind.turn_open, kind.turn_close)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -82,6 +101,10 @@ class DataConfig:
             (self.tokenizer == "hf") == bool(self.tokenizer_path),
             "data.tokenizer=hf and data.tokenizer_path (a tokenizer.json, or its folder) go "
             "together: set both or neither",
+        )
+        need(
+            self.tokenizer == "hf" or self.records.template in (None, TURNS),
+            f"data.records.template={self.records.template} needs data.tokenizer=hf",
         )
         need(
             self.tokenizer == "hf" or self.end_token is None,

@@ -14,12 +14,15 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from zpp_lab.config.data import DataConfig, RecordConfig
+from zpp_lab.data.chat import ChatTemplate, chat_template
 from zpp_lab.data.corpus import FileCorpus, text_corpus
 from zpp_lab.data.tokenizer import Tokenizer, token_dtype
 
@@ -31,11 +34,12 @@ SPLITS = ("train", "heldout")
 @dataclass(frozen=True)
 class Part:
     """A piece of a record that is encoded on its own. `counted`: a completion's. `marks`: special
-    tokens in it are what they say, not text."""
+    tokens in it are what they say, not text. `tokens`: what a chat template has made of it."""
 
     text: str
     counted: bool
     marks: bool = False
+    tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,17 @@ class RecordCorpus:
 
     files: FileCorpus
     fields: RecordConfig
+    template: ChatTemplate | None = None
 
     @property
     def count(self) -> None:
         return None
 
     def identity(self) -> dict[str, Any]:
-        unused = ("pack", "too_long")  # they decide how tokens are laid out, later
+        unused = ("pack", "too_long", "template")  # how tokens are laid out; a file's name
         fields = {k: v for k, v in asdict(self.fields).items() if k not in unused}
-        return self.files.identity() | {"fields": fields}
+        source = self.template.source if self.template else None
+        return self.files.identity() | {"fields": fields} | ({"chat": source} if source else {})
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
         """(file:line, the record's whole text): what a BPE learns from."""
@@ -68,7 +74,7 @@ class RecordCorpus:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{self.files.root / name}, line {number}"
-                    yield f"{name}:{number}", parts_of(line, self.fields, place)
+                    yield f"{name}:{number}", parts_of(line, self.fields, place, self.template)
 
 
 def record_corpus(cfg: DataConfig) -> RecordCorpus:
@@ -76,10 +82,13 @@ def record_corpus(cfg: DataConfig) -> RecordCorpus:
     assert cfg.path is not None, "DataConfig asks for a path"
     path = Path(cfg.path)
     suffix = _SUFFIX if path.expanduser().is_dir() else ""
-    return RecordCorpus(text_corpus(path, cfg.max_bytes, suffix), cfg.records)
+    files = text_corpus(path, cfg.max_bytes, suffix)
+    return RecordCorpus(files, cfg.records, chat_template(cfg))
 
 
-def parts_of(line: bytes, fields: RecordConfig, place: str) -> list[Part]:
+def parts_of(
+    line: bytes, fields: RecordConfig, place: str, template: ChatTemplate | None = None
+) -> list[Part]:
     """The parts of one record; ValueError, with `place`, for one that cannot be used."""
     try:
         record = json.loads(line)
@@ -88,7 +97,8 @@ def parts_of(line: bytes, fields: RecordConfig, place: str) -> list[Part]:
     if not isinstance(record, dict):
         raise ValueError(f"data: {place}: {type(record).__name__} is no record; use {{…}}")
     if fields.messages in record:
-        parts = _chat(record[fields.messages], fields, place)
+        turns = record[fields.messages]
+        parts = _chat(turns, fields, place)
     else:
         parts = _completion(record, fields, place)
     if not any(part.counted and not part.marks for part in parts):
@@ -97,6 +107,8 @@ def parts_of(line: bytes, fields: RecordConfig, place: str) -> list[Part]:
         )
     if any("\0" in part.text for part in parts):
         raise ValueError(f"data: {place}: a zero byte, so it is no text; repair or remove the line")
+    if template is not None and fields.messages in record:
+        return _rendered(turns, template, place)
     return parts
 
 
@@ -135,6 +147,17 @@ def _chat(turns: Any, fields: RecordConfig, place: str) -> list[Part]:
         parts.append(Part(content, counted=own))
         parts.append(Part(fields.turn_close, counted=own, marks=True))
     return _filled(parts)
+
+
+def _rendered(turns: Any, template: ChatTemplate, place: str) -> list[Part]:
+    try:
+        tokens, own = template.tokens(turns)
+    except ValueError as error:
+        raise ValueError(f"data: {place}: {error}") from None
+    if not any(own):
+        raise ValueError(f"data: {place}: the chat template leaves the assistant nothing to learn")
+    whole = groupby(zip(tokens, own, strict=True), key=itemgetter(1))
+    return [Part("", counted, tokens=tuple(t for t, _ in some)) for counted, some in whole]
 
 
 def _text(value: Any, name: str, place: str) -> str:
@@ -199,7 +222,7 @@ def encode_records(
             count += 1
             split = "train" if count % cfg.heldout_every else "heldout"
             tokens, counted = encoded(parts, tokenizer)
-            said = [[p.text, p.counted, p.marks] for p in parts]
+            said = [[p.tokens or p.text, p.counted, p.marks] for p in parts]
             digest.update(json.dumps([name, split, said]).encode())
             writers[split].add(tokens)
             masks[split].write(counted.data)
@@ -221,9 +244,20 @@ def encode_records(
 def encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [n], counted uint8 [n + 1]): the end marker, which the writer adds, has a mark too.
 
-    Parts are encoded one by one, as a prompt is before its completion is known.
+    Parts are encoded one by one, as a prompt is before its completion is known. After a chat
+    template the marker counts as the template's own at the end does, which it replaces.
     """
-    pieces = [tokenizer.encode(p.text.encode(errors="replace"), marks=p.marks) for p in parts]
-    counted = [np.full(len(t), p.counted, np.uint8) for p, t in zip(parts, pieces, strict=True)]
+    pieces = [
+        tokenizer.encode(p.text.encode(errors="replace"), marks=p.marks)
+        if p.tokens is None
+        else np.array(p.tokens)
+        for p in parts
+    ]
+    each = [np.full(len(t), p.counted, np.uint8) for p, t in zip(parts, pieces, strict=True)]
     tokens = np.concatenate(pieces).astype(token_dtype(tokenizer.vocab_size))
-    return tokens, np.append(np.concatenate(counted), np.uint8(parts[-1].counted))
+    counted = np.concatenate(each)
+    if parts[-1].tokens is None:
+        return tokens, np.append(counted, np.uint8(parts[-1].counted))
+    if tokens[-1] == tokenizer.end:
+        return tokens[:-1], counted
+    return tokens, np.append(counted, np.uint8(0))

@@ -21,7 +21,8 @@ _PIECE = 1 << 20  # bytes that a BPE encodes at once; bounds its memory for one 
 END = "<|end|>"
 _FILE = "tokenizer.json"
 _AGAIN = "set data.tokenizer_path to a tokenizer's, or save it again"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+TEMPLATE = "chat_template.jinja"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
@@ -245,13 +246,13 @@ def definition_file(path: Path) -> Path:
 
 def files_of(file: Path) -> list[Path]:
     """The tokenizer.json, and what lies beside it, that transformers reads."""
-    beside = [file.parent / name for name in _BESIDE]
+    beside = [file.parent / name for name in (*_SETTINGS, TEMPLATE)]
     return [file, *(path for path in beside if path.is_file())]
 
 
 def _end_of(file: Path) -> str | None:
-    for path in files_of(file)[1:]:
-        said = parse_json(path, _AGAIN)
+    for path in (file.parent / name for name in _SETTINGS):
+        said = parse_json(path, _AGAIN) if path.is_file() else {}
         token: Any = said.get("eos_token") if isinstance(said, dict) else None
         if isinstance(token, dict):
             token = token.get("content")

@@ -47,11 +47,13 @@ def test_the_run_has_its_bpe_and_one_that_is_gone_is_said(
 def test_one_of_hugging_face(tmp_path: Path) -> None:
     made = BpeTokenizer.train([CORPUS.encode()], 290).model
     whole = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    whole.chat_template = "{{ messages[0].content }}"
     whole.save_pretrained(tmp_path / "theirs")
     words = ["data.tokenizer=hf", f"data.tokenizer_path={tmp_path / 'theirs'}", "train.steps=2"]
     run(small(tmp_path, *words))
     export_hf(tmp_path / "run", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer(CORPUS).input_ids == whole(CORPUS).input_ids
+    assert tokenizer.chat_template == whole.chat_template
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.config.vocab_size, model.config.eos_token_id) == (290, 0)

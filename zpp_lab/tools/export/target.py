@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from zpp_lab.config.data import DataConfig
 from zpp_lab.config.schema import Config
+from zpp_lab.data.chat import chat_template
 from zpp_lab.data.prepare import TOKENIZER
-from zpp_lab.data.tokenizer import END, files_of, library, open_outside
+from zpp_lab.data.tokenizer import END, TEMPLATE, files_of, library, open_outside
 from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import hf_config, hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import SavedWeights
@@ -32,6 +33,8 @@ def write_tokenizer(run: Path, data: DataConfig, folder: Path) -> None:
     if data.tokenizer == "hf":
         for file in files_of(open_outside(data).file):
             shutil.copy(file, folder / file.name)
+        if (chats := chat_template(data)) and chats.source:
+            (folder / TEMPLATE).write_text(chats.source, encoding="utf-8")
     elif data.tokenizer == "bpe":
         _write_bpe(run / TOKENIZER, folder)
 
