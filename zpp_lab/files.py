@@ -47,6 +47,7 @@ STUDY_FILE = "study.yaml"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
 RESTORE = "restore it from a copy, or delete it"
 
+OWN_CONF = "ZPP_CONFIG_DIR"  # set by --config-dir, for the processes that a command starts too
 _PACKAGE = Path(__file__).resolve().parent
 _FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
 _SHOWN = 5  # names in a folder that are listed where none is similar
@@ -216,6 +217,12 @@ def _folder(name: str) -> Path:
 
 def conf_dir() -> Path:
     return _folder("conf")
+
+
+def conf_dirs() -> list[Path]:
+    """conf/, and the folder of one's own that --config-dir names."""
+    own = os.environ.get(OWN_CONF)
+    return [conf_dir(), *([Path(own)] if own else [])]
 
 
 def cuda_dir() -> Path:

@@ -99,7 +99,7 @@ train run.dir=runs/good => runs/good holds a run with other settings | Give anot
 train run.start_from=nope => run.start_from=nope | name one of a run's folder,
 train run.start_from=cut/step-00000003 => run.start_from=cut/step-00 | name one of a run's folder
 train +train.steps=3 => +train.steps: the setting is there already; leave out the +
-train ~train.steps => ~train.steps: no setting can be taken out; write name=value
+train ~nothing => nothing: no such setting. | Valid names at the top level
 train train.steps=1,2 => train.steps=1,2: add -m to run each value, or write a list in brackets
 train train.steps=[1,2 => 'train.steps=[1,2' cannot be read | write name=value, and quote a value wi
 train 'run.name="a' => 'run.name="a' cannot be read | write name=value, and quote a value with
@@ -107,7 +107,7 @@ train @file => '@file': write settings as name=value, such as train.steps=100
 train --fro 3m => unknown option --fro; see zpp-lab train --help
 train --for soon => --for soon: give a time above 0, such as 480, 480s, 8m or 1.5h
 train --for nan => --for nan: give a time above 0, such as 480, 480s, 8m or 1.5h
-train --dry-run -m seed=1,2 => --dry-run is for one run: leave out -m
+train -m --cfg job => --cfg is for one run: leave out -m, or give -m --dry-run
 train -m seed=1,x => seed='x': use a whole number
 train --dry-run --dry-run=3 => --dry-run: ignored explicit argument '3'; see zpp-lab train --help
 train hydra.run.dir=x => hydra.run.dir=x: settings of Hydra's own go with -m; leave it out

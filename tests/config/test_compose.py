@@ -79,7 +79,7 @@ def test_words_are_taken_as_hydra_takes_them(words: list[str]) -> None:
         ("model.rope_theta=0", "model.rope_theta=0.0: use more than 0"),
         ("recipe.weights.bits=none", "bits='none': use a whole number, or null"),
         ("recipe.exempt=norms", "set those: recipe.exempt.max_ndim, recipe.exempt.names"),
-        ("lroa=q4", "engine, experiment, lora, model"),
+        ("lroa=q4", "engine, experiment, hardware, hparams_search, lora, model"),
         ("experiment=smok", "Did you mean smoke"),
         ("engine.graph=maybe", "use true or false"),
         ("train.steps=1,2", "add -m to run each value"),

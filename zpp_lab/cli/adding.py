@@ -8,8 +8,10 @@ from collections.abc import Callable
 Call = Callable[[argparse.Namespace, list[str]], int]  # options, the other words → exit code
 SETTINGS = """Settings are written name=value, such as recipe=zeropp train.steps=100
 recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file of conf/,
-and experiment one with the settings of a whole run.
+experiment one with the settings of a whole run, and hardware what it runs on. As in Hydra
++name=value adds to a mapping and ~name takes out what files of conf/ say, back to the default.
 `zpp-lab train --dry-run` prints all of them with their values."""
+CONFIG_DIR = "files of your own beside those of conf/, such as DIR/recipe/mine.yaml for recipe=mine"
 REMOVED = {  # options that were, by command
     ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",
 }
@@ -48,6 +50,7 @@ def takes_settings(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "settings", nargs="*", default=[], metavar="setting=value", help="see below"
     )
+    command.add_argument("--config-dir", "-cd", metavar="DIR", help=CONFIG_DIR)
     command.epilog = SETTINGS
 
 
@@ -64,8 +67,7 @@ def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
     for word in words:
         if args.settings is None:
             raise ValueError(f"{word!r} is one word too many; see zpp-lab {args.command} --help")
-        if word.startswith("~"):
-            raise ValueError(f"{word}: no setting can be taken out; write name=value")
-        if "=" not in word.lstrip("+")[1:]:  # a name, then the sign
+        taken_out = word.startswith("~") and word != "~"
+        if "=" not in word.lstrip("+")[1:] and not taken_out:  # a name, then the sign
             raise ValueError(f"{word!r}: write settings as name=value, such as train.steps=100")
     return words

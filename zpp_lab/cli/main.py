@@ -6,7 +6,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from zpp_lab.cli.adding import Add, check_words
 from zpp_lab.cli.machine import add_machine
@@ -14,6 +15,7 @@ from zpp_lab.cli.results import add_results, report_advice
 from zpp_lab.cli.training import add_training
 from zpp_lab.cli.weights import add_weights
 from zpp_lab.config.parser import Parser
+from zpp_lab.files import OWN_CONF
 from zpp_lab.train.launch.cause import FULL_MEMORY, memory_is_full, mistake
 
 ABOUT = """Train with quantized collectives, judge what that costs, plan and measure runs.
@@ -23,7 +25,9 @@ ABOUT = """Train with quantized collectives, judge what that costs, plan and mea
     zpp-lab train -m recipe.weights.bits=2,4,8 seed=1,2  a sweep
     zpp-lab study first                                  arms, seeds, verdicts and a report
     zpp-lab plan model=13b cluster=1x4                   what a run will send and hold"""
-EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
+EXIT_CODES = """tab completion: eval "$(zpp-lab -sc install=bash)", or zsh or fish
+
+exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
 75 stopped by --for (0 of ranks that torchrun or srun started, which would take 75 for a failure);
 130 stopped by Ctrl-C (the same command goes on)"""
 
@@ -35,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser, add = _parser()
+    if words[:1] in (["-sc"], ["--shell-completion"]):
+        from zpp_lab.cli.completion import completion
+
+        try:
+            return completion(words[1:], parser)
+        except ValueError as error:
+            return _mistake("", str(error))
     if words and not words[0].startswith("-") and words[0] not in add.names:
         return _mistake("", _no_command(words[0], add.names))
     try:
@@ -65,7 +76,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Add]:
 
 def _call(args: argparse.Namespace, rest: list[str]) -> int:
     try:
-        return int(args.call(args, check_words(args, rest)) or 0)
+        with _own_files(getattr(args, "config_dir", None)):
+            return int(args.call(args, check_words(args, rest)) or 0)
     except ModuleNotFoundError as error:
         return _mistake(args.command, report_advice(error, "this again"))
     except BrokenPipeError:  # who read the output has enough of it
@@ -85,6 +97,21 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
         more = "; the same command goes on from here" if goes_on else ""
         print(f"\ninterrupted{more}", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _own_files(folder: str | None) -> Iterator[None]:
+    """--config-dir, told to the processes that the command starts too."""
+    before = os.environ.get(OWN_CONF)
+    if folder is not None:
+        os.environ[OWN_CONF] = os.path.abspath(os.path.expanduser(folder))
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[OWN_CONF] = before
+        elif folder is not None:
+            del os.environ[OWN_CONF]
 
 
 def _mistake(command: str, text: str) -> int:

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,13 @@ if TYPE_CHECKING:
     from zpp_lab.config.schema import Config
     from zpp_lab.config.study import StudyConfig
     from zpp_lab.study import Launch
+    from zpp_lab.tools.plan.dry_run import Machine
 
 ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
 PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
 PER_GPU = "that share a GPU; 0: as many as fit (default: the study's). See zpp-lab mps"
 MACHINE = "with --dry-run: predict seconds; a file of `bench calibrate`, or h200"
+INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 LINK = "with --machine: Gbit/s of a node's links (default: max, as inside a node)"
 TRAIN = """Into run.dir, or runs/RECIPE/seedN. The same command goes on with an interrupted run; a
 folder that holds a run with other settings is left alone.
@@ -55,7 +56,14 @@ def _add_train(add: Add) -> None:
         "-m", "--multirun", action="store_true", help="every combination of a=1,2 b=x,y"
     )
     train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
-    train.add_argument("--dry-run", action="store_true", help="print all settings, do not train")
+    train.add_argument("--dry-run", action="store_true", help="print settings and bytes only")
+    train.add_argument("--machine", metavar="FILE", help=MACHINE)
+    train.add_argument("--link-gbps", metavar="SPEED", help=LINK)
+    as_hydra = train.add_argument_group("as in Hydra, without training")
+    as_hydra.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="what it composes")
+    as_hydra.add_argument("--package", "-p", metavar="NAME", help="with --cfg: one part of it")
+    as_hydra.add_argument("--resolve", action="store_true", help="with --cfg: no ${...} is left")
+    as_hydra.add_argument("--info", nargs="?", const="all", choices=INFO, help="where it is from")
     takes_settings(train)
 
 
@@ -92,9 +100,18 @@ def _until(piece: str | None) -> float | None:
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     until = _until(args.piece)
+    _check_dry(args)
+    flags = _of_hydra(args)
+    if flags:
+        from zpp_lab.study.run.multirun import show
+
+        if args.multirun:
+            raise ValueError(f"{flags[0]} is for one run: leave out -m, or give -m --dry-run")
+        show(overrides, *flags)
+        return 0
     if args.multirun:
         if args.dry_run:
-            raise ValueError("--dry-run is for one run: leave out -m")
+            return _dry_sweep(overrides, args)
         if until is not None:
             raise ValueError("--for is for one run or a study: leave out -m, or write a study")
         return _sweep(overrides)
@@ -102,7 +119,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = compose([*overrides, *([] if until is None else [f"run.until={until!r}"])])
     if args.dry_run:
-        _show_settings(config)
+        _show_settings(config, args)
         return 0
     from zpp_lab.train.inputs import check_run
     from zpp_lab.train.launch.place import placed
@@ -127,14 +144,36 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     return PAUSED if paused else 0
 
 
-def _show_settings(config: Config) -> None:
-    """Every setting as YAML, and as its comment what of a step's bytes travels in bits."""
+def _of_hydra(args: argparse.Namespace) -> list[str]:
+    """The words of Hydra's own command that are asked for."""
+    if args.cfg is None and (args.package is not None or args.resolve):
+        raise ValueError("--package and --resolve go with --cfg, such as --cfg job")
+    flags = [] if args.cfg is None else ["--cfg", args.cfg]
+    flags += [] if args.package is None else ["--package", args.package]
+    return [*flags, *["--resolve"] * args.resolve, *(["--info", args.info] if args.info else [])]
+
+
+def _dry_sweep(overrides: list[str], args: argparse.Namespace) -> int:
+    from zpp_lab.study.run.multirun import planned_sweep
+    from zpp_lab.tools.plan.dry_run import dry_sweep
+
+    dry_sweep(planned_sweep(overrides), _machine(args))
+    return 0
+
+
+def _show_settings(config: Config, args: argparse.Namespace) -> None:
+    """Every setting as YAML, and as its comments what travels in bits, bytes, memory and time."""
+    from zpp_lab.config.flat import every_setting
     from zpp_lab.files import shares
     from zpp_lab.train.inputs import check_recipe, planned
 
     check_recipe(config)
     plans = planned(config)
-    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+    print(yaml.safe_dump(every_setting(config), sort_keys=False), end="")
+    if plans or config.engine.ranked or args.machine:  # of the rest nobody waits for torch
+        from zpp_lab.tools.plan.dry_run import told
+
+        print(f"# {told(config, _machine(args))}")
     for phase, (_, plan) in zip(config.phases, plans or (), strict=False):
         if config.engine.name != "deepspeed":
             weights, grads = shares(plan.quantized_share())
@@ -201,6 +240,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         show(root, study)
         return 0
     _check_launched(args)
+    _check_dry(args)
     study = heldout_default(study, root, compose, slurm=args.launcher == "slurm")
     launch = Launch(
         jobs=args.jobs or 0,
@@ -212,9 +252,6 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     )
     if args.dry_run:
         return _dry_run(study, root, args, launch)
-    for name in ("machine", "link_gbps"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
     outcome = run_study(study, root, launch, retry=args.retry)
     if not (outcome.unfinished or outcome.waiting or args.no_report):
         finish(root, study)
@@ -232,8 +269,20 @@ def _check_launched(args: argparse.Namespace) -> None:
 
 
 def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace, launch: Launch) -> int:
-    from zpp_lab.tools.plan.dry_run import Machine, dry_run
+    from zpp_lab.tools.plan.dry_run import dry_run
 
+    dry_run(study, root, launch, _machine(args))
+    return 0
+
+
+def _check_dry(args: argparse.Namespace) -> None:
+    for name in ("machine", "link_gbps"):
+        if getattr(args, name) is not None and not args.dry_run:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
+
+
+def _machine(args: argparse.Namespace) -> Machine | None:
+    """Whose figures predict seconds, where some are named."""
     link = None
     if args.link_gbps is not None:
         from zpp_lab.tools.plan.cost.show import links
@@ -243,9 +292,11 @@ def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace, launch: L
         (link, *more) = links(args.link_gbps)
         if more:
             raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
-    machine = None if args.machine is None else Machine(args.machine, link)
-    dry_run(study, root, launch, machine)
-    return 0
+    if args.machine is None:
+        return None
+    from zpp_lab.tools.plan.dry_run import Machine
+
+    return Machine(args.machine, link)
 
 
 def _numbers(text: str) -> list[int]:

@@ -18,6 +18,8 @@ CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
 SPARSE = ("topk", "sketch")  # codecs that leave elements out
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
+BUILT_IN = ("block", "sham", "sign", "topk")  # codecs that are no package's of its own
+_CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}  # where none is given
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -108,6 +110,26 @@ class CodecConfig:
         if self.codec not in (None, base.codec):
             merged["keep"] = self.keep
         return CodecConfig(**merged | {"memory": self.memory.over(base.memory)})
+
+    def resolved(self) -> dict[str, Any]:
+        """What is sent: the codec and every setting that it heeds, defaults written out."""
+        if self.raw:
+            return {"codec": "none"}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
+        own["codec"] = self.codec or "block"
+        usual: dict[str, Any] = {"block_size": BLOCK_SIZE} if own["codec"] in BUILT_IN else {}
+        if own["codec"] in ("block", "sham"):
+            usual |= {**_CODES, "hadamard": 0, "random_signs": False}
+        elif own["codec"] == "topk" and self.bits is not None:
+            usual |= _CODES
+        found = usual | {name: value for name, value in own.items() if value is not None}
+        found = {name: found[name] for name in own if name in found}
+        if self.memory.on:
+            remembered = {f.name: getattr(self.memory, f.name) for f in fields(self.memory)}
+            usual = {"store": "bf16", "decay": 1.0, "average": 0.0, "reset_every": 0}
+            kept = {k: v for k, v in remembered.items() if v is not None}
+            found["memory"] = {k: (usual | kept)[k] for k in remembered}
+        return found
 
     @property
     def raw(self) -> bool:

@@ -28,14 +28,25 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zpp_lab.config.factors import expand_arms
 from zpp_lab.config.flat import differing, flat_config
-from zpp_lab.config.load import load, readable, setting_of, unknown_key, valid_names
+from zpp_lab.config.load import load, quote, readable, setting_of, unknown_key, valid_names
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import check_name, conf_dir, missing, parse_yaml, read_yaml
+from zpp_lab.files import check_name, conf_dir, conf_dirs, missing, parse_yaml, read_yaml
 
 ConfigStore.instance().store("base_config", asdict(Config()), provider="zpp_lab")
 
-GROUPS = ("experiment", "lora")  # of conf/, whose settings lie elsewhere in `Config`
+GROUPS = (  # of conf/, whose settings lie elsewhere in `Config`
+    *("experiment", "hardware", "hparams_search", "lora"),
+)
+PLUGINS = {  # of Hydra, which extras of zpp_lab install → the extra
+    **{f"hydra/launcher/{name}": "slurm" for name in ("submitit_slurm", "submitit_local")},
+    "hydra/launcher/joblib": "joblib",
+    "hydra/sweeper/optuna": "optuna",
+}
+TOO_OLD = {  # plugins of Hydra whose newest version does not install beside what zpp_lab needs
+    "hydra/launcher/ray": "hydra-ray-launcher",
+    "hydra/sweeper/nevergrad": "hydra-nevergrad-sweeper",
+}
 _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
 _DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
@@ -64,7 +75,7 @@ def _composed(overrides: list[str]) -> DictConfig:
     """As Hydra composes: files first, then values in their order. Hydra reads all of its own files
     each time, in a tenth of a second, and the arms of a study mostly choose the same files. What
     is more than choices and values is left to Hydra whole, and so is every mistake."""
-    folder = str(conf_dir())
+    own, folder = own_files(), str(conf_dir())
     parsed = OverridesParser.create().parse_overrides(overrides)
     plain = all(
         o.type is OverrideType.CHANGE and o.package is None and not o.is_sweep_override()
@@ -72,7 +83,7 @@ def _composed(overrides: list[str]) -> DictConfig:
     )
     choices = [o for o in parsed if _is_group(o.key_or_group)]
     if plain and all(isinstance(choice.value(), str) for choice in choices):
-        composed = deepcopy(_files(folder, *(str(choice.input_line) for choice in choices)))
+        composed = deepcopy(_files(folder, *own, *(str(c.input_line) for c in choices)))
         try:
             for one in parsed:
                 if one not in choices:
@@ -80,7 +91,23 @@ def _composed(overrides: list[str]) -> DictConfig:
             return composed
         except OmegaConfBaseException:
             pass
-    return _by_hydra(folder, *overrides)
+    return _by_hydra(folder, *own, *overrides)
+
+
+def own_files() -> list[str]:
+    """The override by which Hydra reads the folder of --config-dir as well. ValueError where that
+    is none, or has a file that conf/ has, which Hydra would read in its place."""
+    for folder in conf_dirs()[1:]:
+        if not folder.is_dir():
+            raise ValueError(f"--config-dir {folder}: {missing(folder, 'folder')}; name a folder")
+        for path in sorted(folder.rglob("*.yaml")):
+            name = path.relative_to(folder)
+            if (conf_dir() / name).is_file():
+                raise ValueError(
+                    f"--config-dir {folder}: conf/ has {name} too, and would win: rename yours"
+                )
+        return [f"hydra.searchpath=[{quote(f'file://{folder.resolve()}')}]"]
+    return []
 
 
 def _by_hydra(folder: str, *overrides: str) -> DictConfig:
@@ -127,14 +154,20 @@ def explain(error: Exception, overrides: list[str]) -> str:
                 "commas or brackets, such as 'data.suffixes=[.h,.hpp]'"
             )
     key = _unknown_key(overrides)
-    if key is not None and "Could not override" in str(error):
+    if key is not None and re.search("Could not (override|delete)", str(error)):
+        if key.startswith("hydra"):
+            return f"{key}: no such setting of Hydra's; zpp-lab train --cfg hydra shows them"
         return unknown_key(Config, key, GROUPS)
     several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
     if several is not None:
         return f"{several[1]}: add -m to run each value, or write a list in brackets"
-    missing = re.search(r"Could not find '(\w+)/([^']*)'", str(error))
+    missing = re.search(r"Could not find '([\w/]+)/([^'/]*)'", str(error))
     if missing is not None:
         return _unknown_option(*missing.groups())
+    chosen = re.search(r"Multiple values for (\w+)\.|force-add of .*'\+\+(\w+)=", str(error))
+    if chosen is not None:
+        group = chosen[1] or chosen[2]
+        return f"{group}: the group is there already; choose a file of it with {group}=NAME, no +"
     for override in overrides:
         parsed = _parsed(override)
         if parsed is not None and parsed.value() is None and _is_group(parsed.key_or_group):
@@ -148,7 +181,16 @@ def explain(error: Exception, overrides: list[str]) -> str:
 
 def _unknown_option(group: str, name: str) -> str:
     """The message for a file that a group of conf/ does not have."""
-    there = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    if word := PLUGINS.get(f"{group}/{name}"):
+        return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
+    if word := TOO_OLD.get(f"{group}/{name}"):
+        return (
+            f"{group}={name}: the plugin {word} does not install beside the versions of "
+            f"constraints.txt; there are: {', '.join(sorted(PLUGINS))}"
+        )
+    there = sorted(path.stem for one in conf_dirs() for path in (one / group).glob("*.yaml"))
+    if group.startswith("hydra/"):
+        there = sorted({*there, *(p.rpartition("/")[2] for p in PLUGINS if p.startswith(group))})
     near = difflib.get_close_matches(name, there, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     other = "; any other: cluster.nodes=3 cluster.gpus_per_node=4" if group == "cluster" else ""
@@ -177,11 +219,11 @@ def _unknown_key(overrides: list[str]) -> str | None:
 
 def _is_group(key: str) -> bool:
     """Whether files of conf/ have the settings, as of lora."""
-    return (conf_dir() / key).is_dir()
+    return any((folder / key).is_dir() for folder in conf_dirs())
 
 
 def study_names() -> list[str]:
-    return sorted(p.stem for p in (conf_dir() / "study").glob("*.yaml"))
+    return sorted(p.stem for folder in conf_dirs() for p in (folder / "study").glob("*.yaml"))
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -267,7 +309,8 @@ def _study_path(name: str) -> Path:
         raise ValueError(
             f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )
-    return conf_dir() / "study" / f"{name}.yaml"
+    files = [folder / "study" / f"{name}.yaml" for folder in conf_dirs()]
+    return next(path for path in files if path.is_file())
 
 
 def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from zpp_lab.config.load import load, outdated
+from zpp_lab.config.load import DERIVED, load, outdated, written
 from zpp_lab.config.schema import USUAL_WIRES, WIRES, Config, RecipeConfig, RuleConfig
-from zpp_lab.files import conf_dir, read_yaml
+from zpp_lab.files import conf_dirs, read_yaml
 
 RAW = "raw"  # the tensor's own bytes
 _CODEC = (".bits", ".codec")  # a wire's settings that give it one
@@ -45,7 +45,8 @@ def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     it, is left out."""
     if isinstance(config, Config):
         return flatten(asdict(config))
-    stored = {k: v for k, v in flatten(dict(config)).items() if not outdated(k, v)}
+    given = {k: v for k, v in config.items() if k != DERIVED}
+    stored = {k: v for k, v in flatten(given).items() if not outdated(k, v)}
     if "recipe.sharding.weights" not in stored:  # of before there was a fifth wire
         stored |= {"recipe.rules": [_completed(r) for r in stored.get("recipe.rules") or ()]}
     return flatten(asdict(Config())) | stored
@@ -55,6 +56,28 @@ def _completed(rule: Mapping[str, Any]) -> dict[str, Any]:
     """A rule for every wire that there was is one for every wire that there is."""
     usual = list(rule.get("wires") or ()) == list(USUAL_WIRES)
     return {**rule, **({"wires": list(WIRES)} if usual else {})}
+
+
+def every_setting(config: Config) -> dict[str, Any]:
+    """A run's settings, and under `wires` what each wire carries in the end, short-hands and
+    defaults resolved: in a phase's turn where there are several. A record; nothing reads it."""
+    phases = [(phase.first, phase.config.recipe) for phase in config.phases]
+    wires = {
+        (f"after {first}" if first else ""): {w: recipe.wire(w).resolved() for w in recipe.wires}
+        for first, recipe in phases
+    }
+    return {**asdict(config), DERIVED: wires.pop("") | wires}
+
+
+def carried(config: Config) -> str:
+    """What the wires carry, in a line: alike ones together, raw ones left out."""
+    groups: dict[str, list[str]] = {}
+    for wire in config.recipe.wires:
+        found = flatten(config.recipe.wire(wire).resolved())
+        text = " ".join(f"{name}={written(value)}" for name, value in found.items())
+        if found["codec"] != "none":
+            groups.setdefault(text, []).append(wire)
+    return "; ".join(f"{', '.join(wires)} {text}" for text, wires in groups.items())
 
 
 def quantizes(flat: Mapping[str, Any]) -> bool:
@@ -183,8 +206,9 @@ def _plain() -> dict[str, Any]:
 @cache
 def as_written(recipe: str) -> dict[str, Any]:
     """The settings of conf/recipe/NAME.yaml; {} for a recipe that has no file."""
-    file = conf_dir() / "recipe" / f"{recipe}.yaml"
-    if not file.is_file():
+    files = [folder / "recipe" / f"{recipe}.yaml" for folder in conf_dirs()]
+    file = next((path for path in files if path.is_file()), None)
+    if file is None:
         return {}
     values = read_yaml(file)
     values.pop("defaults", None)  # what a recipe does not say is RecipeConfig's default

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
-from zpp_lab.config.flat import run_name
+from zpp_lab.config.flat import every_setting, run_name
 from zpp_lab.config.schema import Config
 from zpp_lab.files import (
     CONFIG,
@@ -54,7 +54,7 @@ class Tracker:
         for name in (SUMMARY, FAILURE):
             (self.folder / name).unlink(missing_ok=True)
         remove_unwritten(self.folder)
-        text = yaml.safe_dump(_values(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(every_setting(config), sort_keys=False, allow_unicode=True)
         write_atomic(self.folder / CONFIG, text)
         self._metrics = MetricsLog(self.folder / METRICS)
         self.last: Record | None = None  # the last step's record
@@ -63,7 +63,7 @@ class Tracker:
         self._console: ConsoleLog | None = None
         if config.tracking.console and not config.run.study:
             self._console = ConsoleLog(self.folder / CONSOLE, anew=resume_step == 0)
-        label = run_name(_values(config))
+        label = run_name(dataclasses.asdict(config))
         self._progress = Progress(config.train.steps, label, first_step=resume_step)
         self._broken: set[str] = set()
         self._sink: SinkHandle | None = None
@@ -155,10 +155,6 @@ def _wandb_mode(config: Config) -> tuple[Mode, str]:
         return "off", ""
     mode, why = resolve(config.tracking.wandb)
     return mode, why if config.tracking.wandb == "auto" else ""
-
-
-def _values(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(cast(Any, config))
 
 
 def _say(line: str) -> None:

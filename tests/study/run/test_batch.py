@@ -212,7 +212,7 @@ def test_what_a_run_asks_of_slurm(overrides: list[str], expected: tuple[int, int
             "leave it out, these follow from the",
         ),
         (["+hydra.launcher.additional_parameters.distribution=cyclic"], "leave it out, or begin"),
-        (["hydra.launcher.partitoin=x"], "has no such setting"),
+        (["hydra.launcher.partitoin=x"], "no such setting"),
         (["hydra.sweep.dir=x"], "only hydra.launcher"),
     ],
 )

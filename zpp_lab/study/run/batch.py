@@ -28,7 +28,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from zpp_lab.config.compose import to_config
+from zpp_lab.config.compose import PLUGINS, explain, own_files, to_config
 from zpp_lab.config.load import quote, setting_of, written
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.config.study import StudyConfig
@@ -310,7 +310,19 @@ def _hydra() -> Iterator[Any]:
 
 
 def _words_of(name: str, root: Path, settings: Sequence[str]) -> list[str]:
-    return [f"hydra/launcher={name}", f"hydra.sweep.dir={quote(str(root))}", *settings]
+    place = f"hydra.sweep.dir={quote(str(root))}"
+    return [*own_files(), f"hydra/launcher={name}", place, *settings]
+
+
+def hydra_settings(words: Sequence[str]) -> DictConfig:
+    """Hydra's own settings of a multirun with these words: its launcher, sweeper and what they are
+    told. ValueError as `compose`'s."""
+    with _hydra() as main:
+        try:
+            composed = main.compose_config("config", list(words), run_mode=RunMode.MULTIRUN)
+        except HydraException as error:
+            raise ValueError(explain(error, list(words))) from None
+    return composed.hydra
 
 
 def _composed(name: str, root: Path, settings: Sequence[str]) -> DictConfig:
@@ -334,9 +346,11 @@ def _instance(
     except (HydraException, ImportError) as error:
         if settings and "Could not override" in str(error):
             raise ValueError(_unknown(name, settings, error)) from None
+        extras = {"slurm": "slurm"} | {k.rpartition("/")[2]: v for k, v in PLUGINS.items()}
+        fix = f": pip install 'zpp_lab[{extras[name]}]'" if name in extras else ""
         raise ValueError(
-            f"Hydra's launcher {name!r} cannot start; is its package installed "
-            f"(slurm: pip install 'zpp_lab[slurm]')? {_reason(error)}"
+            f"Hydra's launcher {name!r} cannot start; is its package installed{fix}? "
+            f"{_reason(error)}"
         ) from None
     return launcher, config
 

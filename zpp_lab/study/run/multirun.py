@@ -11,8 +11,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -23,20 +24,25 @@ from hydra.core.override_parser.types import Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
-from zpp_lab.config.compose import check_recipe_name, compose, explain, has_ended, to_config
+from zpp_lab.config.compose import (
+    check_recipe_name,
+    compose,
+    explain,
+    has_ended,
+    own_files,
+    to_config,
+)
 from zpp_lab.config.flat import arm_name, differing, flat_config
 from zpp_lab.config.load import readable, setting_of, written
+from zpp_lab.config.schema import Config
 from zpp_lab.files import conf_dir
+from zpp_lab.study.run.batch import check_sbatch, hydra_settings, jobs_of
 
 
 def multirun(overrides: list[str]) -> int:
     """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised: ValueError
     with the valid names where it is an override."""
-    folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
-    if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
-        # Written out, because a job elsewhere has no such variable.
-        overrides = [*overrides, f"hydra.sweep.dir={folder}"]
-    overrides = [readable(word) for word in overrides]
+    overrides = _placed(overrides)
     varying = _check_each(overrides)
 
     def job(composed: DictConfig) -> float:
@@ -48,9 +54,7 @@ def multirun(overrides: list[str]) -> int:
         fixed = [o.split("=")[0].lstrip("+~") for o in overrides if not _swept(o)]
         exclude = ",".join(["seed", "run.dir", *fixed])
         named = f"hydra.job.config.override_dirname.exclude_keys=[{exclude}]"
-        with _command_line("--multirun", *overrides, named):
-            task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
-            task(job)()
+        by_hydra(job, "--multirun", *overrides, named)
     except HydraException as error:
         raise ValueError(explain(error, overrides)) from None
     except BaseException:
@@ -60,14 +64,77 @@ def multirun(overrides: list[str]) -> int:
     return 0
 
 
+def by_hydra(
+    task: Callable[[DictConfig], object], *words: str, program: str = "zpp-lab train"
+) -> None:
+    """Hydra's own command with these words, its flags among them, and the files of --config-dir."""
+    with _command_line(program, *words, *own_files()):
+        main = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+        main(task)()
+
+
+def show(overrides: list[str], *flags: str) -> None:
+    """What Hydra's own --cfg and --info print of these settings."""
+    compose(overrides)  # a mistake in our words
+    by_hydra(lambda _: None, *flags, *map(readable, overrides))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `zpp-lab train -m` would start. drawn: by which sweeper, and how many, where that draws
+    them as it goes, so that no run is known before; launcher: of Hydra, with its settings."""
+
+    folder: Path
+    runs: Sequence[Config]
+    drawn: str | None = None
+    launcher: str | None = None
+    settings: Sequence[str] = ()
+
+
+def planned_sweep(overrides: list[str]) -> Sweep:
+    """The runs of `zpp-lab train -m`, in their order. ValueError for what that refuses before its
+    first run; nothing is started or written."""
+    overrides = _placed(overrides)
+    varying = _check_each(overrides)
+    _check_names(overrides)
+    by = hydra_settings([*own_files(), *overrides])
+    sweeper, launcher = (by.runtime.choices[f"hydra/{name}"] for name in ("sweeper", "launcher"))
+    own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
+    own = [*(f"{name}={value}" for name, value in (by.sweeper.get("params") or {}).items()), *own]
+    parsed = [OverridesParser.create().parse_override(word) for word in own]
+    drawn = sweeper != "basic"
+    if drawn:
+        jobs = [[word for of in map(_values, own) for word in of[:1]]]
+    else:
+        (jobs,) = BasicSweeper.split_arguments(parsed, None)
+    fixed = {setting_of(word) for word in own if not _swept(word)}
+    folder, runs = Path(_sweep_dir(overrides)), []
+    for job in jobs:
+        config = compose(list(job))
+        swept = sorted(word for word in job if setting_of(word) not in {"seed", "run.dir", *fixed})
+        name = ",".join(swept).replace("/", "_") or config.recipe.name
+        place = config.run.dir or str(folder / name / f"seed{config.seed}")
+        arm = config.run.arm or arm_name(config, varying)
+        runs.append(replace(config, run=replace(config.run, dir=place, arm=arm)))
+    told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
+    drawing = f"{sweeper}, {by.sweeper.get('n_trials', '?')} runs" if drawn else None
+    return Sweep(folder, runs, drawing, None if launcher == "basic" else launcher, told)
+
+
+def _placed(overrides: list[str]) -> list[str]:
+    """With the sweep's folder, written out because a job elsewhere has no such variable."""
+    folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
+    if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
+        overrides = [*overrides, f"hydra.sweep.dir={folder}"]
+    return [readable(word) for word in overrides]
+
+
 def _slurm_words(overrides: list[str]) -> list[str]:
     """What Slurm's launcher is told of the jobs' nodes, GPUs and memory; [] for other launchers.
     ValueError where jobs need different things: a launcher is told once."""
-    chosen = [word.partition("=")[2] for word in overrides if setting_of(word) == "hydra/launcher"]
-    if not chosen:
+    chosen = hydra_settings([*own_files(), *overrides]).runtime.choices["hydra/launcher"]
+    if chosen == "basic":
         return []
-    from zpp_lab.study.run.batch import check_sbatch, jobs_of
-
     told = [word for word in overrides if setting_of(word).startswith("hydra.launcher.")]
     own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
     parsed = [OverridesParser.create().parse_override(word) for word in own]
@@ -75,7 +142,7 @@ def _slurm_words(overrides: list[str]) -> list[str]:
     (jobs,) = BasicSweeper.split_arguments(known, None)
     kinds = dict.fromkeys(tuple(w for w in job if setting_of(w) != "seed") for job in jobs)
     runs = [(" ".join(job), compose(list(job))) for job in kinds]
-    groups = jobs_of(chosen[-1], Path(_sweep_dir(overrides)), told, runs)
+    groups = jobs_of(chosen, Path(_sweep_dir(overrides)), told, runs)
     if len(groups) > 1:
         one, other = (runs[group.places[0]][0] for group in groups[:2])
         raise ValueError(
@@ -83,7 +150,7 @@ def _slurm_words(overrides: list[str]) -> list[str]:
             "them in commands of their own, or write a study"
         )
     if groups[0].words:
-        check_sbatch(f"hydra/launcher={chosen[-1]}")
+        check_sbatch(f"hydra/launcher={chosen}")
     return list(groups[0].words)
 
 
@@ -143,7 +210,7 @@ def _say_how_to_go_on(folder: Path) -> None:
 @contextmanager
 def _command_line(*words: str) -> Iterator[None]:
     """sys.argv as Hydra reads it; errors are raised here and do not take Hydra's own way out."""
-    argv, sys.argv = sys.argv, ["zpp-lab train", *words]
+    argv, sys.argv = sys.argv, [*words]
     full = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

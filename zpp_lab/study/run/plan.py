@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from zpp_lab.config.flat import differing, flat_config, is_free
+from zpp_lab.config.flat import differing, every_setting, flat_config, is_free
 from zpp_lab.config.load import quote, setting_of
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import STUDY_HELDOUT, Config, TrainConfig
@@ -254,7 +254,7 @@ def write_config(run: PlannedRun) -> None:
     """Write config.yaml where a run died too early to do it."""
     path = run.dir / CONFIG
     if not path.exists():
-        write_atomic(path, yaml.safe_dump(asdict(run.config), sort_keys=False))
+        write_atomic(path, yaml.safe_dump(every_setting(run.config), sort_keys=False))
 
 
 def check_folder(study: StudyConfig, root: Path) -> None:

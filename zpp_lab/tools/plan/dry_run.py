@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from zpp_lab.config.flat import arm_of, carried, differing, flat_config
+from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import CONFIG, shares
@@ -22,7 +25,11 @@ from zpp_lab.study.run import attempts
 from zpp_lab.study.run.launch import Launch, hydra_compose
 from zpp_lab.study.run.plan import Compose, PlannedRun, Planner, check_runs, notes, to_do
 from zpp_lab.study.run.progress import duration
+from zpp_lab.train.inputs import check_recipe
 from zpp_lab.train.memory.forecast import Foreseen, foresee
+
+if TYPE_CHECKING:
+    from zpp_lab.study.run.multirun import Sweep
 
 ENDED = ("finished", "diverged")
 BITS = "Quantized: of a step's bytes of weights and of gradients; a/b: of their two wires."
@@ -114,15 +121,78 @@ def dry_run(
         console.print(LEAST)
     if machine is not None:
         _print_times(study, found, console)
+    for arm in study.arms:
+        config = next((f.run.config for f in found if f.run.arm == arm.name), None)
+        if config is not None and (text := carried(config)):
+            console.print(f"{arm.name}: {text}", soft_wrap=True, markup=False, highlight=False)
     for whose, header in headers:
-        told = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
-        console.print(told, soft_wrap=True, markup=False, highlight=False)
+        said = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
+        console.print(said, soft_wrap=True, markup=False, highlight=False)
     console.print(_summary(study, found, launch.jobs, machine), soft_wrap=True)
     if study.max_seeds > len(study.seeds) and not (launch.arms or launch.seeds):
         console.print(
             f"Arms of undecided or open size get more seeds, up to {study.max_seeds} each."
         )
     return found
+
+
+def dry_sweep(sweep: Sweep, machine: Machine | None = None, console: Console | None = None) -> None:
+    """Print every run of a sweep: its folder, what it sets apart from the others and what its wires
+    carry, with bytes, memory and, of `machine`, seconds. Nothing is started or written."""
+    console = console or Console()
+    runs = [PlannedRun(arm_of(asdict(c)), c.seed, Path(c.run.dir or ""), c) for c in sweep.runs]
+    headers: list[tuple[list[str], str]] = []
+    if sweep.launcher is not None:
+        from zpp_lab.study.run.batch import check_launcher  # Hydra is slow to import
+
+        headers = check_launcher(sweep.launcher, sweep.folder, sweep.settings, runs)
+    for run in runs:
+        check_recipe(run.config)
+    flat = [flat_config(run.config) for run in runs]
+    varying = sorted({key for other in flat for key in differing(flat[0], other)})
+    usual, own_place = flat_config(Config()), (*varying, "run.dir", "run.arm")
+    shared = {k: v for k, v in flat[0].items() if k not in own_place and v != usual.get(k)}
+    console.print(
+        f"Sweep {sweep.folder}: {_several(len(runs), 'run')}"
+        + (f", as an example: {sweep.drawn} are drawn on the way." if sweep.drawn else "."),
+        soft_wrap=True,
+    )
+    said = " ".join(f"{key}={written(value)}" for key, value in shared.items())
+    said = f"In all, apart from defaults: {said}"
+    console.print(said, soft_wrap=True, markup=False, highlight=False)
+    for one, own in zip(forecast(runs, machine), flat, strict=True):
+        config = one.run.config
+        apart = " ".join(f"{key}={written(own.get(key))}" for key in varying)
+        lines = [f"{one.run.dir}, {one.state}: {apart or 'the settings above'}"]
+        lines += [f"carries {text}" for text in [carried(config)] if text]
+        lines.append(_told(config, one.foreseen, one.step_seconds, one.reason))
+        console.print("\n  ".join(lines), soft_wrap=True, markup=False, highlight=False)
+    for whose, header in headers:
+        said = f"Slurm's jobs of {', '.join(whose)}:\n{header}"
+        console.print(said, soft_wrap=True, markup=False, highlight=False)
+
+
+def told(config: Config, machine: Machine | None = None) -> str:
+    """Bytes, memory and, of `machine`, seconds of one run, in a line."""
+    (one,) = forecast([PlannedRun("", config.seed, Path(config.run.dir or "."), config)], machine)
+    return _told(config, one.foreseen, one.step_seconds, one.reason)
+
+
+def _told(config: Config, need: Foreseen, step_seconds: float | None, reason: str) -> str:
+    steps, sent = config.train.steps, need.step_bytes
+    each = "unknown" if sent is None else amount(sent)
+    whole = "" if sent is None else f", {amount(steps * sent)} in {_several(steps, 'step')}"
+    parts = [f"the ranks send {each} a step{whole}"]
+    if need.memory is not None:
+        least = "≥ " if need.memory.at_least else ""
+        who = "each GPU holds" if need.memory.each else "the process holds"
+        parts.append(f"{who} {least}{amount(need.memory.nbytes)} at its peak")
+    parts.append(f"{config.tokens_per_step:,} tokens a step")
+    if step_seconds is not None:
+        parts.append(f"≥ {duration(steps * step_seconds)} of {step_seconds:.3g} s a step")
+    elif reason:
+        parts.append(f"time unknown: {reason}")
+    return "; ".join(parts)
 
 
 def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list[Forecast]:
@@ -134,7 +204,7 @@ def forecast(runs: Sequence[PlannedRun], machine: Machine | None = None) -> list
     seen: dict[tuple[str, bool], tuple[Foreseen, float | None, str]] = {}
     found = []
     for run in runs:
-        who = (run.arm, run.prepares)
+        who = (run.arm, run.prepares)  # runs of an arm differ in their seed alone
         if who not in seen:
             seen[who] = (foresee(run.config), *_predicted(run, machine))
         state = read_run(run.dir).outcome if (run.dir / CONFIG).exists() else "unfinished"

@@ -1,0 +1,168 @@
+"""What users of Hydra know: its flags, + and ~, files of one's own, sweepers, tab completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.small_runs import SHAPE, corpus
+from zpp_lab.cli.main import main
+from zpp_lab.config.compose import PLUGINS, compose, explain
+from zpp_lab.config.flat import every_setting, flat_config
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import Config, TrainConfig
+from zpp_lab.runs.reader import find_runs
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def said(capsys: Said, *words: str, code: int = 0) -> str:
+    assert main([*words]) == code
+    out, err = capsys.readouterr()
+    return err if code else out
+
+
+def test_cfg_and_info_show_what_hydra_composes(capsys: Said) -> None:
+    smoke = ["train", "experiment=smoke", "recipe=w4"]
+    job = yaml.safe_load(said(capsys, *smoke, "--cfg", "job", "--resolve"))
+    assert load(Config, job) == compose(smoke[1:])
+    assert yaml.safe_load(said(capsys, *smoke, "--cfg", "job", "-p", "train"))["steps"] == 40
+    assert "launcher:" in said(capsys, *smoke, "--cfg", "hydra")
+    assert "experiment: smoke" in said(capsys, *smoke, "--info", "defaults-tree")
+    assert "Did you mean smoke" in said(capsys, "train", "experiment=smok", "--cfg=job", code=2)
+    assert "--resolve go with --cfg" in said(capsys, "train", "--resolve", code=2)
+
+
+def test_plus_adds_and_tilde_takes_out() -> None:
+    words = ["recipe.weights.codec=none", "+recipe.weights.options.radius=2"]
+    assert compose(words).recipe.weights.options == {"radius": 2}
+    steps = compose(["experiment=smoke", "~train.steps"]).train.steps
+    assert steps == TrainConfig.steps != compose(["experiment=smoke"]).train.steps
+    assert compose(["recipe=w4", "~recipe"]).recipe.name == "zero3"
+    assert compose(["~experiment"]) == compose([])
+    for word in ("+recipe=w4", "++recipe=w4"):
+        with pytest.raises(ValueError, match=r"^recipe: .* choose a file of it with recipe=NAME"):
+            compose([word])
+
+
+def test_files_of_ones_own(tmp_path: Path, capsys: Said) -> None:
+    own = tmp_path / "mine"
+    files = {"recipe/six": "name: six\nweights: {bits: 6}", "experiment/short": SHORT}
+    for name, text in {**files, "study/both": BOTH}.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / f"{name}.yaml").write_text(text)
+    words = ["--config-dir", str(own)]
+    found = yaml.safe_load(said(capsys, "train", *words, "experiment=short", "--dry-run"))
+    assert (found["recipe"]["name"], found["train"]["steps"]) == ("six", 7)
+    assert "six: weights_forward" in said(capsys, "study", "both", *words, "--dry-run")
+    sweep = ["train", "-m", *words, "recipe=six,w4", "--dry-run"]
+    assert "recipe=six/seed1" in said(capsys, *sweep)
+    assert "no such recipe" in said(capsys, "train", "recipe=six", code=2)  # told once
+    (own / "recipe" / "w4.yaml").write_text("name: other")
+    assert "conf/ has recipe/w4.yaml too" in said(capsys, *sweep, code=2)
+    assert "no such folder" in said(capsys, "train", "--config-dir", "nowhere", code=2)
+
+
+SHORT = "# @package _global_\ndefaults: [override /recipe: six]\ntrain: {steps: 7}\n"
+BOTH = """extends: smoke
+name: both
+only: [zero3, six]
+arms: [{name: six, overrides: [recipe=six]}]
+"""
+
+
+def test_a_sweeps_dry_run_lists_every_run_and_starts_none(capsys: Said) -> None:
+    words = ["recipe=zero3,w4", "model=1m", "engine=fsdp", "train.param_dtype=bf16", "seed=1,2"]
+    words += ["train.warmup_steps=5", "train.reduce_dtype=bf16"]
+    text = said(capsys, "train", "-m", *words, "--dry-run", "--machine", "h200")
+    for recipe in ("zero3", "w4"):
+        for seed in (1, 2):
+            assert f"recipe={recipe}/seed{seed}, unfinished: recipe.name={recipe}" in text
+    assert text.count("bits=4 block_size=256 symmetric=true rounding=nearest") == 2
+    assert text.count("the ranks send") == text.count(" s a step") == 4
+    assert "train.warmup_steps=5" in text
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words += ["hydra/launcher=slurm", "hydra.launcher.partition=gpu"]
+    assert "#SBATCH --partition=gpu" in said(capsys, "train", "-m", *words, "--dry-run")
+    assert not list(Path().iterdir())
+
+
+def test_what_wires_carry_is_written_out(tmp_path: Path) -> None:
+    """In a run's config.yaml, and so in wandb; it is no setting, and no run differs by it."""
+    config = compose(["recipe=zeropp", "recipe.weights.hadamard=64"])
+    written = every_setting(config)
+    wires = written["wires"]
+    assert wires["weights_forward"]["block_size"] == 256
+    assert wires["weights_forward"]["hadamard"] == 64
+    assert wires["grads_inter"]["rounding"] == "nearest"
+    assert load(Config, written) == config
+    assert flat_config(written) == flat_config(config)
+    phased = every_setting(compose(["recipe=w8_then_w4", "train.steps=100"]))["wires"]
+    assert phased["weights_forward"]["bits"] == 8
+    assert phased["after 10"]["weights_forward"]["bits"] == 4
+    raw = every_setting(compose([]))["wires"]
+    assert all(wire == {"codec": "none"} for wire in raw.values())
+    memory = every_setting(compose(["recipe=g2_ef"]))["wires"]["grads_inter"]["memory"]
+    assert memory == {"kind": "residual", "store": "bf16", "decay": 1.0} | {
+        "average": 0.0,
+        "reset_every": 0,
+    }
+
+
+def test_a_plugin_that_is_not_there_is_named() -> None:
+    for name, extra in PLUGINS.items():
+        group, _, plugin = name.rpartition("/")
+        error = ValueError(f"Could not find '{name}'")
+        assert f"pip install 'zpp_lab[{extra}]'" in explain(error, [f"{group}={plugin}"])
+    with pytest.raises(ValueError, match=r"hydra-ray-launcher does not install beside"):
+        compose_sweep("hydra/launcher=ray")
+    with pytest.raises(ValueError, match=r"no such hydra/launcher\. There are: joblib, slurm"):
+        compose_sweep("hydra/launcher=nothing")
+
+
+def compose_sweep(*words: str) -> None:
+    from zpp_lab.study.run.multirun import planned_sweep
+
+    planned_sweep([*words, "seed=1,2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["hydra/sweeper=optuna", "hparams_search=optuna"])
+def test_optuna_draws_runs(word: str, tmp_path: Path, capsys: Said) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    own = [*SHAPE, "train.steps=2", "train.warmup_steps=1", f"data.path={corpus(tmp_path)}"]
+    own += ["train.warmup_steps=choice(1,2)", "train.lr=interval(0.001,0.01)"]
+    own += [word, "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=drawn"]
+    assert "optuna, 2 runs are drawn on the way" in said(capsys, "train", "-m", *own, "--dry-run")
+    assert not Path("drawn").exists()
+    said(capsys, "train", "-m", *own)
+    rates = {run.config["train"]["lr"] for run in find_runs(Path("drawn"))}
+    assert len(rates) == 2
+    assert all(0.001 <= rate <= 0.01 for rate in rates)
+
+
+@pytest.mark.parametrize(
+    ("line", "among"),
+    [
+        ("zpp-lab stu", ["study"]),
+        ("zpp-lab study fir", ["first"]),
+        ("zpp-lab train --dry", ["--dry-run"]),
+        ("zpp-lab train recipe=zer", ["recipe=zero3", "recipe=zero3_reordered", "recipe=zeropp"]),
+        ("zpp-lab train experiment=smoke train.warm", ["train.warmup_steps="]),
+        ("zpp-lab doctor x", []),
+    ],
+)
+def test_tab_completion(
+    line: str, among: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert said(capsys, "-sc", "query=bash").split() == among
+    assert "hydra_bash_completion zpp-lab" in said(capsys, "-sc", "install=bash")
+    assert "bash, zsh and fish" in said(capsys, "-sc", "install=csh", code=2)
