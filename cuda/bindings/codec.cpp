@@ -95,6 +95,41 @@ void encode_sums(Tensor sums, Tensor table, int64_t key,
   });
 }
 
+// encode, or encode_sums where `sums` is the one source, of what memories make of the sources.
+void encode_remembering(std::vector<Tensor> sources, bool sums, Tensor table, int64_t key,
+                        std::optional<Tensor> noise_rows, Tensor out, Tensor settings,
+                        std::vector<Tensor> from, std::vector<Tensor> to) {
+  Call const call = begin(out, "out", table);
+  int64_t const rows = out.size(0);
+  check_payload(out, 2, "out", call, false);
+  if (!sums) check_count(sources, call, "sources");
+  if (sums) check_sums(sources.at(0), call, rows);
+  check_count(from, call, "from"), check_count(to, call, "to");
+  STD_TORCH_CHECK(settings.is_cpu() && settings.scalar_type() == ScalarType::Long &&
+                      settings.is_contiguous() && settings.numel() == 3 * call.segments,
+                  "settings: must be a contiguous int64 host tensor [segments, 3]");
+  RememberPlan plan = {};
+  set_output(plan, out);
+  set_noise(plan, {key, noise_rows}, rows, call);
+  plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;  // decoded again
+  run(plan, call, rows, [&](int64_t s, Segment& seg) {
+    Dtype dtype = Dtype::fp32;
+    if (sums) {
+      seg.from = matrix_view(sources[0], dtype, call.at(s, SUM_OFFSET));
+    } else {
+      seg.from = parameter_view(sources[s], call, seg.numel, rows, "sources", dtype);
+      seg.from_len = seg.numel;
+    }
+    seg.from_dtype = uint8_t(dtype);
+    view_raw_output(plan, call, s, seg);
+    seg.copy = seg.to_codec.raw && same_floats(seg) && !seg.inverse;
+    Memory& memory = plan.memory[plan.segments];
+    memory = memory_at(settings, from[s], to[s], s, rows, seg, call);
+    STD_TORCH_CHECK(memory.store == Store::none || !(seg.to_codec.raw || seg.inverse),
+                    "memory: of raw segments, or in a domain that is left, there is none");
+  }, [](RememberPlan& p, Flags, void* stream) { return launch_encode_remembering(p, stream); });
+}
+
 void finish_sums(Tensor sums, Tensor table, Tensor out) {
   Call const call = begin(sums, "sums", table);
   check_width(sums, width_of(call, SUM_OFFSET, FROM_CODED), "sums");
@@ -141,6 +176,9 @@ STABLE_TORCH_LIBRARY(zpp_lab, m) {
   m.def("reduce(Tensor payload, Tensor table, Tensor(a!) out) -> ()");
   m.def("encode_sums(Tensor sums, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out) "
         "-> ()");
+  m.def("encode_remembering(Tensor[] sources, bool sums, Tensor table, int key, "
+        "Tensor? noise_rows, Tensor(a!) out, Tensor settings, Tensor[] before, "
+        "Tensor(b!)[] after) -> ()");
   m.def("finish_sums(Tensor sums, Tensor table, Tensor(a!) out) -> ()");
   m.def("decode_sum_encode(Tensor payload, Tensor table, int key, Tensor? noise_rows, "
         "Tensor(a!) out) -> ()");
@@ -152,6 +190,7 @@ STABLE_TORCH_LIBRARY_IMPL(zpp_lab, CUDA, m) {
   m.impl("decode_sum", TORCH_BOX(&zpp::decode_sum));
   m.impl("reduce", TORCH_BOX(&zpp::reduce));
   m.impl("encode_sums", TORCH_BOX(&zpp::encode_sums));
+  m.impl("encode_remembering", TORCH_BOX(&zpp::encode_remembering));
   m.impl("finish_sums", TORCH_BOX(&zpp::finish_sums));
   m.impl("decode_sum_encode", TORCH_BOX(&zpp::decode_sum_encode));
 }

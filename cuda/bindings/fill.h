@@ -227,12 +227,12 @@ inline void set_bulk(Segment& seg) {
 }
 
 // Fills plans with segments, MAX_SEGMENTS at a time, and launches each when it is full.
-template <typename Fill, typename Launch>
-void run(Plan& plan, Call const& call, int64_t rows, Fill fill, Launch launch,
+template <typename P, typename Fill, typename Launch>
+void run(P& plan, Call const& call, int64_t rows, Fill fill, Launch launch,
          std::optional<Tensor> const& errors = std::nullopt) {
   DeviceGuard const guard(call.device);
   void* const stream = stream_of(call.device);
-  std::vector<Plan> plans;  // all checks first: nothing is launched when one fails
+  std::vector<P> plans;  // all checks first: nothing is launched when one fails
   std::vector<Flags> flags;
   int64_t tiles = 0, all = 0;
   auto const close = [&](Flags f) {
@@ -298,6 +298,28 @@ inline void set_errors(Plan& plan, std::optional<Tensor> const& errors, Call con
                   "errors: must be contiguous float64 [tiles, ", int(ERROR_SUMS), "]");
   plan.errors = static_cast<double*>(errors->mutable_data_ptr());
   plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;  // decoded again
+}
+
+// Row `s` of `settings`, int64 on the host: Store, and the bits of average and weight. Rows that are
+// remembered now and next: [rows, elements of the store], the first one perhaps empty.
+inline Memory memory_at(Tensor const& settings, Tensor const& from, Tensor const& to, int64_t s,
+                        int64_t rows, Segment const& seg, Call const& call) {
+  int64_t const* row = static_cast<int64_t const*>(settings.const_data_ptr()) + 3 * s;
+  Memory m = {};
+  m.store = Store(row[0]);
+  if (m.store == Store::none) return m;
+  std::memcpy(&m.average, row + 1, 4), std::memcpy(&m.weight, row + 2, 4);
+  m.planes = planes_of(0, {0, 8, 8, 1, 0, 0, 0, 0}, seg.from_len);
+  bool const codes = m.store == Store::eight, wide = m.store == Store::fp32;
+  int64_t const scales = (seg.from_len + 255) / 256 * 4;
+  int64_t const width = codes ? m.planes.scales + (scales + 15) / 16 * 16 : seg.from_len;
+  auto const type = codes ? ScalarType::Byte : wide ? ScalarType::Float : ScalarType::BFloat16;
+  m.to = static_cast<char*>(checked(to, type, rows * width, call.device, "memory"));
+  if (from.numel()) {
+    m.from = static_cast<char*>(checked(from, type, rows * width, call.device, "memory"));
+  }
+  m.bytes = width * (codes ? 1 : wide ? 4 : 2);
+  return m;
 }
 
 inline bool same_floats(Segment const& s) { return s.from_dtype == s.to_dtype; }

@@ -15,15 +15,6 @@ struct Sums {
   int zeroed = 0, saturated = 0;
 };
 
-// The segment as a decoder of what was just written sees it.
-__device__ Segment written(Segment const& s) {
-  Segment back = s;
-  back.from_codec = s.to_codec, back.from_planes = s.to_planes;
-  back.from = s.to, back.from_dtype = s.to_dtype, back.from_len = s.to_len;
-  back.inverse = s.forward, back.forward = 0;
-  return back;
-}
-
 // A tile's values as they decode, still rotated; counts codes at either end of the range.
 struct DecodeCounted {
   template <int BITS, bool SYM, bool BF16>

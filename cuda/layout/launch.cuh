@@ -31,12 +31,12 @@ uint32_t resident_blocks(int shared_bytes) {
 
 // Starts as many blocks of `KERNEL` as stay on the chip, no more than there are tiles. Returns a
 // cudaError_t. Where the kernels are compiled for the host, tests/cuda runs them its own way.
-template <auto KERNEL>
-int start(Plan const& plan, void* stream, int shared_bytes);
+template <auto KERNEL, class P>
+int start(P const& plan, void* stream, int shared_bytes);
 
 #if defined(__CUDACC__)
-template <auto KERNEL>
-int start(Plan const& plan, void* stream, int shared_bytes) {
+template <auto KERNEL, class P>
+int start(P const& plan, void* stream, int shared_bytes) {
   uint32_t const blocks = std::min(plan.tiles, resident_blocks<KERNEL>(shared_bytes));
   KERNEL<<<blocks, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
   return cudaGetLastError();

@@ -65,9 +65,27 @@ struct Plan {
 };
 static_assert(sizeof(Plan) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
 
+// What the encoder of one segment remembers; zpp_lab/codecs/kernels/memory.py has the arithmetic.
+enum class Store : int32_t { none = 0, fp32 = 1, bf16 = 2, eight = 3 };  // eight bits: codes
+
+struct Memory {
+  Store store;
+  float average, weight;
+  char const* from;  // rows of `bytes` each; null stands for zeros
+  char* to;          // may be `from`
+  int64_t bytes;
+  Planes planes;     // of a row of codes
+};
+
+// Over 4 KiB: drivers for CUDA 12.1 and later accept 32.
+struct RememberPlan : Plan {
+  Memory memory[MAX_SEGMENTS];
+};
+
 // One a kernel family; `stream` is a cudaStream_t. Return a cudaError_t.
 int launch_encode(Plan&, bool stochastic, bool rotated, void* stream);
 int launch_encode_errors(Plan&, void* stream);
+int launch_encode_remembering(RememberPlan&, void* stream);
 int launch_decode(Plan&, bool rotated, void* stream);
 int launch_decode_sum(Plan&, void* stream);
 int launch_reduce(Plan&, bool rotated, void* stream);

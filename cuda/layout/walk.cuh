@@ -58,9 +58,9 @@ __device__ __forceinline__ bool enter(Plan const& plan, int i, uint32_t& tile, P
 
 // A body has `BLOCKS`, how many are to fit on a multiprocessor; `begin`, once a block; and
 // `segment`, for a block's tiles of one segment.
-template <class Body>
+template <class Body, class P>
 __global__ void __launch_bounds__(THREADS, Body::BLOCKS)
-    tile_kernel(__grid_constant__ Plan const plan) {
+    tile_kernel(__grid_constant__ P const plan) {
   Body body;
   body.begin(plan);
   uint32_t tile = blockIdx.x;
@@ -76,15 +76,16 @@ template <class Body>
 struct EachTile {
   __device__ __forceinline__ void begin(Plan const&) {}
 
-  __device__ __forceinline__ static void segment(Plan const& plan, Place at, Stride const& stride) {
+  template <class P>
+  __device__ __forceinline__ static void segment(P const& plan, Place at, Stride const& stride) {
 #pragma unroll 1
     for (; at.row < plan.rows; at = stride.after(at)) Body::tile(plan, at);
   }
 };
 
-template <class Body>
-int launch(Plan const& plan, void* stream, int shared_bytes = 0) {
-  return plan.tiles ? start<tile_kernel<Body>>(plan, stream, shared_bytes) : cudaSuccess;
+template <class Body, class P>
+int launch(P const& plan, void* stream, int shared_bytes = 0) {
+  return plan.tiles ? start<tile_kernel<Body, P>>(plan, stream, shared_bytes) : cudaSuccess;
 }
 
 }  // namespace zpp

@@ -127,8 +127,8 @@ void run_block() {
 
 namespace zpp {
 
-template <auto KERNEL>
-int start(Plan const& plan, void*, int) {
+template <auto KERNEL, class P>
+int start(P const& plan, void*, int) {
   kernel = [&] { KERNEL(plan); };
   gridDim = dim3(min(plan.tiles, BLOCKS));
   for (blockIdx = {0, 0, 0}; blockIdx.x < gridDim.x; ++blockIdx.x) run_block();
@@ -142,6 +142,7 @@ thread_local char memory[1];  // stages of tiles: for the bulk copy engine, whic
 #include "codec/decode.cu"
 #include "codec/encode.cu"
 #include "codec/errors.cu"
+#include "codec/memory.cu"
 #include "codec/reduce.cu"
 #include "codec/reencode.cu"
 

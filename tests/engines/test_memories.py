@@ -109,7 +109,7 @@ def write(made: Memories, name: str, value: float) -> None:
     for rank in range(4):
         wire = made.of("grads_intra", [rank])
         assert wire is not None
-        wire.save(name, torch.full((2, 3), value + rank))
+        wire.save(name, wire.room(name, torch.device("cpu")).fill_(value + rank))
 
 
 def test_a_memory_lasts_until_its_parameter_is_reduced_again_or_reset() -> None:
@@ -124,7 +124,7 @@ def test_a_memory_lasts_until_its_parameter_is_reduced_again_or_reset() -> None:
     made.start(3)
     wire = made.of("grads_intra", [1, 2])
     assert wire is not None
-    assert not wire.load("a", torch.device("cpu")).any()
+    assert wire.stored("a") is None
     write(made, "a", 30.0)
     made.commit()
     assert made.state().keys() == {"grads_intra.a"}, "b's would come back a step later"
@@ -135,11 +135,17 @@ def test_rows_of_several_ranks_lie_row_by_row() -> None:
     wire = made.of("grads_intra", [2, 3])
     assert wire is not None
     rows = torch.arange(12.0).view(4, 3)  # row 0 of ranks 2 and 3, then row 1 of both
-    wire.save("a", rows)
-    assert torch.equal(wire.load("a", torch.device("cpu")), rows)
+    assert wire.stored("a") is None
+    wire.save("a", wire.room("a", torch.device("cpu")).copy_(rows))
+    stored = wire.stored("a")
+    assert stored is not None
+    assert torch.equal(stored, rows)
     alone = made.of("grads_intra", [3])
     assert alone is not None
-    assert torch.equal(alone.load("a", torch.device("cpu")), rows[1::2])
+    stored = alone.stored("a")
+    assert stored is not None
+    assert torch.equal(stored, rows[1::2])
+    assert alone.room("a", torch.device("cpu")).data_ptr() == stored.data_ptr(), "written in place"
 
 
 def test_a_later_micro_step_adds_what_the_one_before_has_lost() -> None:

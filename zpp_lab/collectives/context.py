@@ -189,19 +189,24 @@ class RankMemories:
     def settings(self) -> Mapping[str, Memory]:
         return self.memories.settings[self.wire]
 
-    def load(self, name: str, device: torch.device) -> Tensor:
-        key = self.wire, name
-        own = self.memories.planned[key]
-        parts = [self.memories.part(key, rank) for rank in self.ranks]
+    def stored(self, name: str) -> Tensor | None:
+        parts = [self.memories.part((self.wire, name), rank) for rank in self.ranks]
         there = [part for part in parts if part is not None]
         if not there:
-            return torch.zeros(own.rows * len(parts), own.numel, device=device)
+            return None
         assert len(there) == len(parts), "ranks of a node remember together"
-        stored = torch.stack(there, dim=1).flatten(0, 1) if len(there) > 1 else there[0]
-        return own.memory.unpack(stored, own.numel)
+        return torch.stack(there, dim=1).flatten(0, 1) if len(there) > 1 else there[0]
 
-    def save(self, name: str, m: Tensor) -> None:
+    def room(self, name: str, device: torch.device) -> Tensor:
         key = self.wire, name
-        stored = self.memories.planned[key].memory.pack(m)
-        for i, rank in enumerate(self.ranks):
-            self.memories.room(key, rank, m.device).copy_(stored[i :: len(self.ranks)])
+        if len(self.ranks) == 1:
+            return self.memories.room(key, self.ranks[0], device)
+        rows, width = self.memories.planned[key].shape
+        dtype = self.memories.planned[key].memory.dtype
+        return torch.empty(rows * len(self.ranks), width, dtype=dtype, device=device)
+
+    def save(self, name: str, room: Tensor) -> None:
+        if len(self.ranks) > 1:
+            for i, rank in enumerate(self.ranks):
+                place = self.memories.room((self.wire, name), rank, room.device)
+                place.copy_(room[i :: len(self.ranks)])

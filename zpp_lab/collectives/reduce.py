@@ -124,7 +124,8 @@ class Reduce:
         if kept is None:
             kernels.encode(layout, grads, noise, room, errors)
         else:
-            grads = memory.encode(layout, grads, noise, room, errors, kept)
+            looked = observer is not None and observer.looks
+            grads = memory.encode(layout, grads, noise, room, errors, kept, looked)
         if observer is None:
             return
         observer.encoded(wire, layout, errors)
@@ -148,7 +149,8 @@ class Reduce:
             sums = torch.zeros(len(shards), first.coded_numel, device=room.device)
             kernels.decode_sum(first, rows, sums)
         if kept is not None:
-            sums = memory.encode_sums(first, second, sums, noise, room, kept)
+            looked = self.clock.observer is not None
+            sums = memory.encode_sums(first, second, sums, noise, room, kept, looked)
             first = memory.between(first, second)
         if self.clock.observer is not None:
             flat = kernels.finish_sums(first, sums)

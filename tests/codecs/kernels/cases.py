@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
 from zpp_lab.codecs.errors import SUMS
-from zpp_lab.codecs.kernels import reference
+from zpp_lab.codecs.kernels import configure, cuda, memory, reference, status
+from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Layout
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +152,34 @@ def random_noise(draw: random.Random, rows: int) -> Noise:
     return Noise(draw.getrandbits(64), ranks, tuple(draw.randrange(64) for _ in range(rows)))
 
 
+@dataclass
+class Held:
+    """Memories of one payload's rows."""
+
+    settings: dict[str, Memory]
+    rows: dict[str, Tensor]  # as they are stored
+    numels: dict[str, int]
+    count: int
+
+    def stored(self, name: str) -> Tensor | None:
+        return self.rows.get(name)
+
+    def room(self, name: str, device: torch.device) -> Tensor:
+        own = self.settings[name]
+        shape = self.count, own.width(self.numels[name])
+        return torch.full(shape, 7, dtype=own.dtype, device=device)
+
+    def save(self, name: str, room: Tensor) -> None:
+        self.rows[name] = room
+
+
+class InPlace(Held):
+    """What is remembered next takes the place of what is now."""
+
+    def room(self, name: str, device: torch.device) -> Tensor:
+        return self.rows[name] if name in self.rows else super().room(name, device)
+
+
 def poisoned(*shape: int, device: str = "cpu") -> Tensor:
     return torch.full(shape, 0xA5, dtype=torch.uint8, device=device)
 
@@ -202,6 +231,8 @@ def check_case(case: Case, kernels: object, device: str = "cuda") -> None:
     try:
         _check_encode(case, kernels, device)
         _check_sums(case, kernels, device)
+        if device == "cuda" or kernels is cuda:  # the reference has no other way
+            _check_memory(case, device)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{case}") from error
 
@@ -264,3 +295,51 @@ def _check_sums(case: Case, ops: object, device: str) -> None:
         getattr(reference, name)(before, after, args[0], noise, want)
         getattr(ops, name)(before, after, args[1], noise, got)
         same_payload(name, after, got, want)
+
+
+def _check_memory(case: Case, device: str) -> None:
+    """Both hops with memories, for two steps and a second micro-step: payloads, and what stays."""
+    draw = random.Random(case.seed + 3)
+    before, after = case.before, case.after
+    held = memory.between(before, after)
+    first, second = (
+        [s for s in layout.segments if s.numel and not isinstance(s.codec, RawCodec)]
+        for layout in (before, after)
+    )
+    settings = {
+        s.name: Memory(
+            draw.choice(("fp32", "bf16", "8bit")),
+            draw.choice((1.0, 0.9)),
+            draw.choice((0.0, 0.8)),
+        )
+        for s in before.segments
+        if draw.random() < 0.8
+    }
+    kinds = Held, draw.choice((Held, InPlace))
+    truth, mine = (kind({}, {}, {s.name: s.numel for s in first}, case.rows) for kind in kinds)
+    for own in (truth, mine):
+        own.settings = {s.name: settings[s.name] for s in first if s.name in settings}
+    truths, sums = (
+        kind({}, {}, {s.name: s.coded_numel for s in held.segments}, case.rows) for kind in kinds
+    )
+    for own in (truths, sums):
+        own.settings = {s.name: settings[s.name] for s in second if s.name in settings}
+    for _ in range(3):
+        noise = random_noise(draw, case.rows)
+        host, there = sources_of(draw, before, case.rows, device)
+        want, got = (poisoned(case.rows, before.nbytes, device=d) for d in ("cpu", device))
+        total = torch.randn(case.rows, held.coded_numel) * draw.choice((1e-20, 1.0))
+        again, same_again = (poisoned(case.rows, after.nbytes, device=d) for d in ("cpu", device))
+        backend = status()["backend"]
+        configure("reference")
+        memory.encode(before, host, noise, want, None, truth)
+        memory.encode_sums(held, after, total, noise, again, truths)
+        configure(backend)  # type: ignore[arg-type]
+        memory.encode_in_one_pass(None, before, there, noise, got, mine)
+        memory.encode_in_one_pass(held, after, [total.to(device)], noise, same_again, sums)
+        same_payload("encode with memories", before, got, want)
+        same_payload("encode_sums with memories", after, same_again, again)
+        for name, a, b in (
+            (n, own, t) for own, t in ((mine, truth), (sums, truths)) for n in t.rows
+        ):
+            same(f"memory of {name}, {a.settings[name]}", a.rows[name], b.rows[name])

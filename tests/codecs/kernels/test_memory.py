@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.codecs.kernels.cases import Held
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec, SignCodec, encode, kernels
 from zpp_lab.codecs.kernels import memory as remembering
 from zpp_lab.codecs.kernels.memory import Memory, between
@@ -97,20 +97,6 @@ def test_settings_of_a_wire_stand_over_its_short_hand() -> None:
     assert Memory.of(MemoryConfig()) is None
 
 
-@dataclass
-class Held:
-    """Memories of one payload, in fp32."""
-
-    settings: dict[str, Memory]
-    tensors: dict[str, Tensor]
-
-    def load(self, name: str, device: torch.device) -> Tensor:
-        return self.tensors[name].to(device)
-
-    def save(self, name: str, m: Tensor) -> None:
-        self.tensors[name] = m
-
-
 def two_hops(device: str) -> list[Tensor]:
     """Payloads and memories of both hops, step by step: raw segments, two rotations, a codec that
     the kernels do not know."""
@@ -120,13 +106,10 @@ def two_hops(device: str) -> list[Tensor]:
     names, numels = ["a", "b", "c", "d"], [1000, 333, 257, 40]
     first, second = (Layout.build(names, numels, own) for own in (codecs, after))
     held = between(first, second)
-    rows, memory = 3, Memory(average=0.5)
+    rows, memory = 3, Memory("fp32", average=0.5)
     widths = [numels, [s.coded_numel for s in held.segments]]
     mine, sums = (
-        Held(
-            dict.fromkeys("abc", memory),
-            {n: torch.zeros(rows, w) for n, w in zip(names, own, strict=True)},
-        )
+        Held(dict.fromkeys("abc", memory), {}, dict(zip(names, own, strict=True)), rows)
         for own in widths
     )
     found = []
@@ -140,7 +123,7 @@ def two_hops(device: str) -> list[Tensor]:
         kernels.decode_sum(first, out[None], total)
         again = torch.empty(rows, second.nbytes, dtype=torch.uint8, device=device)
         given = remembering.encode_sums(first, second, total, noise, again, sums)
-        kept = [own.tensors[n] for own in (mine, sums) for n in "abc"]
+        kept = [own.rows[n] for own in (mine, sums) for n in "abc"]
         found += [t.cpu() for t in (out, again, given, *kept)]
     return found
 

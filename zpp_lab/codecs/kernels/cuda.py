@@ -23,6 +23,7 @@ NAMES = (
     "decode_sum",
     "reduce",
     "encode_sums",
+    "encode_remembering",
     "finish_sums",
     "decode_sum_encode",
     "adamw",
@@ -97,6 +98,38 @@ def encode_sums(
     for i in table.others:
         old, new = _alone(before, i), _alone(layout, i)
         reference.encode_sums(old, new, _sums(before, i, sums), noise, _bytes(layout, i, out))
+
+
+def encode_remembering(
+    before: Layout | None,
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    settings: Tensor,
+    kept: Sequence[Tensor],
+    rooms: Sequence[Tensor],
+) -> None:
+    """`encode` of whole parameters, or, with the layout of the hop `before`, `encode_sums` of one
+    tensor of sums, with memories, in one pass; `memory.encode` and `memory.encode_sums` say what
+    that is. All segments are the kernels' own.
+
+    settings: int64 [segments, 3] on the host, see memory_at in cuda/bindings/fill.h. kept, rooms:
+    what is remembered now (empty: zeros) and the place of what is next, a segment each.
+    """
+    table = outgoing(layout) if before is None else hop(before, layout)
+    assert not table.others
+    own = [s.contiguous() for s in sources] if before is None else list(sources)
+    torch.ops.zpp_lab.encode_remembering.default(
+        own,
+        before is not None,
+        table.rows,
+        *_noise(noise, layout, out),
+        out,
+        settings,
+        list(kept),
+        list(rooms),
+    )
 
 
 def finish_sums(layout: Layout, sums: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ remembered in the domain in which they are encoded: rotated, where both codecs s
 
 Stores, a row: fp32; bf16, rounded to nearest even; 8bit, symmetric codes of the block codec rounded
 to nearest, with an fp32 scale for each block of 256.
+
+On a GPU one kernel loads, adds, encodes, decodes and remembers (cuda/codec/memory.cu). What
+telemetry looks at, and codecs that the kernels do not know, take torch's operations: equal bits.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec, kernels
+from zpp_lab.codecs.kernels import cuda
+from zpp_lab.codecs.kernels.backend import use_kernels
+from zpp_lab.codecs.kernels.table import has_kernel
 from zpp_lab.codecs.layout import Layout, Segment
 from zpp_lab.config.codec import BLOCK_SIZE, MemoryConfig, MemoryStore
 
@@ -117,17 +123,22 @@ def _rows(numel: int) -> Layout:
 
 
 class Remembered(Protocol):
-    """The memories of a payload's rows, by parameter; parameters without one are left out."""
+    """The memories of a payload's rows, by parameter; parameters without one are left out.
+    Rows are as `Memory.pack` stores them."""
 
     @property
     def settings(self) -> Mapping[str, Memory]: ...
 
-    def load(self, name: str, device: torch.device) -> Tensor:
-        """fp32 [R, n]; zeros where nothing is remembered."""
+    def stored(self, name: str) -> Tensor | None:
+        """What is remembered now; None stands for zeros."""
         ...
 
-    def save(self, name: str, m: Tensor) -> None:
-        """What `Memory.after` gave, fp32 [R, n]."""
+    def room(self, name: str, device: torch.device) -> Tensor:
+        """Where what is remembered next is to be written, maybe the place of what is now."""
+        ...
+
+    def save(self, name: str, room: Tensor) -> None:
+        """The room is written."""
         ...
 
 
@@ -138,15 +149,19 @@ def encode(
     out: Tensor,
     errors: Tensor | None,
     kept: Remembered,
+    looked: bool = True,
 ) -> list[Tensor]:
-    """`kernels.encode` of what the memories make of the sources; returns that: a parameter with
-    one as fp32 [R, n], the others as they came. `errors` are of it too."""
+    """`kernels.encode` of what the memories make of the sources; returns that where it is `looked`
+    at: a parameter with one as fp32 [R, n], the others as they came. `errors` are of it too."""
+    if errors is None and not looked and _in_one_pass(None, layout, kept, out):
+        encode_in_one_pass(None, layout, sources, noise, out, kept)
+        return []
     given, rows = list(sources), len(out)
     chosen = [i for i, s in enumerate(layout.segments) if s.name in kept.settings]
     for i in chosen:
         segment = layout.segments[i]
         x = kernels.padded_rows(sources[i], rows, segment.numel).to(torch.float32)
-        m = kept.load(segment.name, out.device)
+        m = _load(kept, segment.name, x)
         given[i] = kept.settings[segment.name].before(x, m)
     kernels.encode(layout, given, noise, out, errors)
     for i in chosen:
@@ -164,15 +179,21 @@ def encode_sums(
     noise: Noise | None,
     out: Tensor,
     kept: Remembered,
+    looked: bool = True,
 ) -> Tensor:
-    """`kernels.encode_sums` of what the memories make of the sums; returns that, fp32 [R, n] with
-    the segments of `between(before, layout)`, each of whose memories is in its domain there."""
+    """`kernels.encode_sums` of what the memories make of the sums; returns that where it is
+    `looked` at, fp32 [R, n] with the segments of `between(before, layout)`, each of whose memories
+    is in its domain there."""
     held = between(before, layout)
-    given = _in_domain(before, held, sums).clone()
+    given = _in_domain(before, held, sums)
+    if not looked and _in_one_pass(held, layout, kept, out):
+        encode_in_one_pass(held, layout, [given], noise, out, kept)
+        return given
+    given = given.clone()
     for segment in held.segments:
         if segment.name in kept.settings:
             part = _columns(given, segment)
-            m = kept.load(segment.name, out.device)
+            m = _load(kept, segment.name, part)
             part.copy_(kept.settings[segment.name].before(part, m))
     kernels.encode_sums(held, layout, given, noise, out)
     decoded = torch.zeros(len(out), layout.coded_numel, device=out.device)
@@ -216,10 +237,69 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def _load(kept: Remembered, name: str, like: Tensor) -> Tensor:
+    """What is remembered, fp32 of the shape of `like`."""
+    stored = kept.stored(name)
+    if stored is None:
+        return torch.zeros_like(like)
+    return kept.settings[name].unpack(stored, like.shape[1])
+
+
 def _keep(kept: Remembered, name: str, y: Tensor, d: Tensor) -> None:
     memory = kept.settings[name]
-    m = kept.load(name, y.device) if memory.average else d  # not looked at
-    kept.save(name, memory.after(y, d, m))
+    m = _load(kept, name, y) if memory.average else d  # not looked at
+    room = kept.room(name, y.device)
+    room.copy_(memory.pack(memory.after(y, d, m)))
+    kept.save(name, room)
+
+
+def _in_one_pass(held: Layout | None, layout: Layout, kept: Remembered, out: Tensor) -> bool:
+    """Whether the kernels do it: they know all codecs, and no raw segment remembers."""
+    if not use_kernels(out):
+        return False
+    known = [s.codec for own in (held, layout) if own is not None for s in own.segments]
+    raw = {s.name for s in layout.segments if isinstance(s.codec, RawCodec)}
+    return all(map(has_kernel, known)) and raw.isdisjoint(kept.settings)
+
+
+def encode_in_one_pass(
+    held: Layout | None,
+    layout: Layout,
+    sources: Sequence[Tensor],
+    noise: Noise | None,
+    out: Tensor,
+    kept: Remembered,
+) -> None:
+    """One kernel for both sides of the memories."""
+    named = tuple((s.name, kept.settings.get(s.name)) for s in layout.segments)
+    none = out.new_empty(0)
+    now, rooms = [none] * len(named), [none] * len(named)
+    for i, (name, memory) in enumerate(named):
+        if memory is not None:
+            stored = kept.stored(name)
+            now[i] = none if stored is None else stored
+            rooms[i] = kept.room(name, out.device)
+    table = _settings(tuple(memory for _, memory in named))
+    cuda.encode_remembering(held, layout, sources, noise, out, table, now, rooms)
+    for (name, memory), room in zip(named, rooms, strict=True):
+        if memory is not None:
+            kept.save(name, room)
+
+
+@lru_cache(maxsize=256)
+def _settings(memories: tuple[Memory | None, ...]) -> Tensor:
+    """As cuda/bindings/fill.h reads them: int64 [segments, 3]."""
+    stores = {"fp32": 1, "bf16": 2, "8bit": 3}
+    rows = [
+        (stores[m.store], *_bits(m.average, (1.0 - m.average) * m.decay)) if m else (0, 0, 0)
+        for m in memories
+    ]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
+
+
+def _bits(*factors: float) -> list[int]:
+    """Of fp32."""
+    return [int(bits) for bits in torch.tensor(factors).view(torch.int32).tolist()]
 
 
 def _columns(sums: Tensor, segment: Segment) -> Tensor:

@@ -110,7 +110,7 @@ class Reduction:
         if kept is None:
             kernels.encode(layout, grads, noise, payload, errors)
         else:
-            memory.encode(layout, grads, noise, payload, errors, kept)
+            memory.encode(layout, grads, noise, payload, errors, kept, looked=False)
         self.watch.encoded(wire, self.key[2], [rank] * world, layout, errors)
         self._check(wire, layout, payload, rank)
 
@@ -125,7 +125,8 @@ class Reduction:
             kernels.encode_sums(first, second, sums, self._noise(wire, senders), payload)
         else:
             noise = self._noise(wire, senders)
-            sums = memory.encode_sums(first, second, sums, noise, payload, kept)
+            looked = self.watch.looks
+            sums = memory.encode_sums(first, second, sums, noise, payload, kept, looked)
             first = memory.between(first, second)
         if self.watch.looks:
             rows = list(_columns(first, kernels.finish_sums(first, sums)).values())
