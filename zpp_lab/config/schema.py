@@ -260,6 +260,7 @@ class TrainConfig:
 @dataclass(frozen=True, config=_STRICT)
 class TrackingConfig:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: offline without a key
+    tensorboard: bool = False  # event files in the run's folder; tracking=tensorboard
     project: str = "zpp_lab"
     entity: str | None = None
     group: str | None = None

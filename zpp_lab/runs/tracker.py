@@ -1,8 +1,8 @@
 """Everything that is written down about a run while it trains.
 
 The metrics file and the run's summary are the truth: if they cannot be written,
-the run stops. The console and wandb are views of them: if one fails, it says
-so once on stderr and training goes on without it.
+the run stops. The console, wandb and TensorBoard are views of them: if one fails, it
+says so once on stderr and training goes on without it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -33,6 +33,9 @@ from zpp_lab.runs.console import ConsoleLog, Progress
 from zpp_lab.runs.metrics import MetricsLog, Record, to_json
 from zpp_lab.runs.wandb.mode import Mode, resolve
 from zpp_lab.runs.wandb.process import SinkHandle, start_run_sink
+
+if TYPE_CHECKING:
+    from zpp_lab.runs.tensorboard import EventFiles
 
 
 class Tracker:
@@ -69,12 +72,17 @@ class Tracker:
         self._sink: SinkHandle | None = None
         self._guard("console", lambda: self._announce(why and f"wandb: {mode} ({why})"))
         self._guard("wandb", lambda: self._start_sink(mode))
+        self._events: EventFiles | None = None
+        if config.tracking.tensorboard:
+            self._guard("tensorboard", lambda: self._open_events(resume_step))
 
     def log(self, record: Record) -> None:
         """Write one step. OSError when metrics.jsonl cannot be written."""
         self._metrics.append(record)
         self._count(record)
         self._guard("console", lambda: self._progress.update(record))
+        if self._events is not None:
+            self._guard("tensorboard", partial(self._events.log, record))
 
     def sync(self) -> None:
         """Put the metrics on the disk; call it before a checkpoint counts as written."""
@@ -84,7 +92,7 @@ class Tracker:
         """Write summary.json, the last file of a run that reached its end."""
         self._metrics.sync()
         write_atomic(self.folder / SUMMARY, to_json(summary, indent=1) + "\n")
-        self._close()
+        self._close(summary)
         seconds = self.config.tracking.wait_seconds
         if self._sink is not None:
             self._guard("wandb", partial(self._sink.end, seconds))
@@ -132,8 +140,15 @@ class Tracker:
     def _start_sink(self, mode: Mode) -> None:
         self._sink = start_run_sink(self.folder, mode)
 
-    def _close(self) -> None:
+    def _open_events(self, done: int) -> None:
+        from zpp_lab.runs.tensorboard import EventFiles
+
+        self._events = EventFiles(self.folder, done)
+
+    def _close(self, outcome: dict[str, Any] | None = None) -> None:
         self._metrics.close()
+        if self._events is not None:
+            self._guard("tensorboard", partial(self._events.close, outcome))
         self._guard("console", self._progress.close)
         if self._console is not None:
             self._console.close()

@@ -160,11 +160,15 @@ def _data_path(cfg: DataConfig, text: str) -> None:
 
 def check_run(config: Config, tracked: bool = True) -> None:
     """ValueError for what would end the run before, or in, its first step: files that are not
-    there, a wandb mode that this machine cannot do, a recipe that the cluster or this model does
+    there, tracking that this machine cannot do, a recipe that the cluster or this model does
     not allow. tracked: this process writes the run down; of several ranks one does."""
     check_inputs(config)
     if tracked and not config.run.study:  # a study sends its runs itself
         resolve(config.tracking.wandb)
+    if tracked and config.tracking.tensorboard:
+        from zpp_lab.runs.tensorboard import check_installed
+
+        check_installed()
     check_recipe(config)
     planned(config)
 

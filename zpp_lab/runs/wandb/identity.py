@@ -8,7 +8,7 @@ tables. All are plain mappings, as folders of older versions are sent too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +23,11 @@ from zpp_lab.runs.wandb.folder import RunFolder
 _TAG = 64  # characters that a tag may have, in wandb
 _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched changes no numbers
 _EVERY = {"name": "*", "ndim": None, "min_numel": 0, "max_numel": None}  # a rule for all of them
+MADE_WITH = ("machine", "versions", "commit", "commits", "data")  # of an outcome: words
+_NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of an outcome: in the config already
 HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
+Histogram = Callable[[list[float], list[float]], Any]  # of counts and edges
+Spread = Callable[[list[float]], Any]  # of values
 _CLASSES_MEASURE = "nmse"  # shown over the parameter classes of a wire
 
 
@@ -146,27 +150,40 @@ def _without_nothing(value: Any) -> Any:
     return {key: item for key, item in kept.items() if item not in (None, {}, [])}
 
 
-def row(record: Record) -> dict[str, Any]:
+def row(
+    record: Record, counted: Histogram | None = None, spread: Spread | None = None
+) -> dict[str, Any]:
     """A step's record with names such as bytes/weights_forward/inter.
 
-    Telemetry's {"counts": [...], "edges": [...]} become wandb histograms, and for each wire
-    telemetry/<wire>/nmse_by_class is the histogram of log10(nmse) over parameter classes.
+    Telemetry's {"counts": [...], "edges": [...]} become histograms, and for each wire
+    telemetry/<wire>/nmse_by_class is the histogram of log10(nmse) over parameter classes. These
+    are wandb's, unless `counted` and `spread` make others of counts and of values.
     """
-    values = dict(flat(record))
+    values = dict(flat(record, counted=counted))
     for wire, kinds in (record.get("telemetry") or {}).items():
-        spread = _spread(kinds)
-        if len(spread) > 1:
-            values[f"telemetry/{wire}/{_CLASSES_MEASURE}_by_class"] = _histogram(spread)
+        errors = _spread(kinds)
+        if len(errors) > 1:
+            made = (spread or _histogram)(errors)
+            values[f"telemetry/{wire}/{_CLASSES_MEASURE}_by_class"] = made
     return values
 
 
-def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def results(outcome: Mapping[str, Any], counted: Histogram | None = None) -> dict[str, Any]:
+    """What a run came to, below final/: plain names are the last step's."""
+    known = (*MADE_WITH, *_NAMES)
+    left = {key: value for key, value in outcome.items() if key not in known}
+    return dict(flat(left, "final/", counted))
+
+
+def flat(
+    record: Mapping[str, Any], prefix: str = "", counted: Histogram | None = None
+) -> Iterator[tuple[str, Any]]:
     """Nested names joined by slashes."""
     for key, value in record.items():
         if isinstance(value, Mapping) and set(value) == HISTOGRAM:
-            yield f"{prefix}{key}", _counted(value["counts"], value["edges"])
+            yield f"{prefix}{key}", (counted or _counted)(value["counts"], value["edges"])
         elif isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}/")
+            yield from flat(value, f"{prefix}{key}/", counted)
         else:
             yield f"{prefix}{key}", value
 

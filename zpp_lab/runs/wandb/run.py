@@ -18,18 +18,17 @@ from typing import Any
 from zpp_lab.runs.metrics import Record, read
 from zpp_lab.runs.wandb.baseline import LOSSES, Baseline, find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import flat, identity, outcome_values, row, shown_config
+from zpp_lab.runs.wandb.identity import (
+    MADE_WITH,
+    identity,
+    outcome_values,
+    results,
+    row,
+    shown_config,
+)
 from zpp_lab.runs.wandb.mode import Mode
 
-_MADE_WITH = (
-    "machine",
-    "versions",
-    "commit",
-    "commits",
-    "data",
-)  # of the outcome: words, not results
 _SPEED = ("tokens_per_second", "mfu", "wait/*", "memory/*")
-_NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of the outcome: in the config already
 
 
 class WandbRun:
@@ -128,11 +127,9 @@ class WandbRun:
         if finished:  # a run that may go on must not have rows after its last step
             self._send_late_gaps()
         if outcome is not None:
-            made_with = {key: outcome[key] for key in _MADE_WITH if key in outcome}
+            made_with = {key: outcome[key] for key in MADE_WITH if key in outcome}
             self._run.config.update(made_with, allow_val_change=True)
-            known = (*_MADE_WITH, *_NAMES)
-            results = {key: value for key, value in outcome.items() if key not in known}
-            self._run.summary.update(dict(flat(results, "final/")))
+            self._run.summary.update(results(outcome))
             self._run.summary.update(outcome_values(outcome, self._baseline))
         self._run.finish(exit_code=0 if finished else 1)
 
