@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.small_runs import small
 from zpp_lab.config.compose import compose
 from zpp_lab.engines.build import plan_of
 from zpp_lab.models import build_model
-from zpp_lab.runs.metrics import MEASURED, read
+from zpp_lab.runs.metrics import MEASURED, read, unmeasured
 from zpp_lab.train import speed
+from zpp_lab.train.launch.launcher import launch
 from zpp_lab.train.speed import Meter, peak_flops, step_flops
 from zpp_lab.train.trainer import run
 
@@ -59,6 +61,35 @@ def test_mfu_is_flops_over_seconds_gpus_and_peak(monkeypatch: pytest.MonkeyPatch
     assert one.step(0.5, {})["mfu"] == 2 * two.step(0.5, {})["mfu"] == flops / 0.5 / 1e12
     for without in ("train.param_dtype=fp32", "engine.share_gpus=mps"):
         assert meter(without).facts() is None
+
+
+@pytest.mark.parametrize("engine", ["virtual", "fsdp"])
+def test_a_profile_is_a_trace_of_each_process_and_changes_no_bit(
+    tmp_path: Path, engine: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"engine={engine}", "cluster=1x2", "train.steps=5", "train.eval_every=5"]
+    launch(small(tmp_path, *words, f"run.dir={tmp_path / 'plain'}"))
+    launch(small(tmp_path, *words, "train.profile=2:3"))
+    plain, traced = (
+        [unmeasured(line) for line in read(tmp_path / name / "metrics.jsonl")]
+        for name in ("plain", "run")
+    )
+    assert plain == traced
+    files = sorted((tmp_path / "run" / "profile").iterdir())
+    assert [f.name for f in files] == [f"rank{r}.json" for r in range(len(files))]
+    assert len(files) == (1 if engine == "virtual" else 2)
+    for file in files:
+        named = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+        assert named >= {"step 2", "step 3", "aten::mm"}
+        assert not named & {"step 1", "step 4"}
+    said = capfd.readouterr().out
+    assert said.count("profile of steps 2 to 3") == said.count("snapshot is there on GPUs") == 1
+
+
+@pytest.mark.parametrize("steps", ["10", "3:2", "0:2", "2:13", "a:b"])
+def test_a_range_of_steps_that_is_none_is_named(steps: str) -> None:
+    with pytest.raises(ValueError, match=f"train.profile={steps}: use FIRST:LAST"):
+        compose([f"train.profile='{steps}'", "train.steps=12"])
 
 
 def test_every_step_tells_what_it_took(tmp_path: Path) -> None:

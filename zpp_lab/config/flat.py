@@ -32,6 +32,7 @@ FREE = (
     "train.checkpoint_staging_mib",
     "train.checkpoint_full_disk",
     "train.optimizer_place",
+    "train.profile",
     "engine.timeout_seconds",
     "engine.silence_seconds",
 )

@@ -159,6 +159,7 @@ class TrainConfig:
     checkpoint_staging_mib: int = 64  # a rank's buffers on the way to the disk; more is not used
     checkpoint_full_disk: Literal["stop", "skip"] = "stop"  # skip: train on without a checkpoint
     diverge_above: float = 3.0  # nats over the best smoothed loss so far; 0 is off
+    profile: str | None = None  # steps to trace, such as 10:13: the 10th to the 13th
     diverge_steps: int = 50  # so many steps in a row above it end the run as diverged
 
     def __post_init__(self) -> None:
@@ -201,6 +202,11 @@ class TrainConfig:
             "mean is over the last steps of the run, so set fewer",
         )
         self._check_decay()
+        _need(
+            self.profile is None or 1 <= self.profiled.start < self.profiled.stop <= self.steps + 1,
+            f"train.profile={self.profile}: use FIRST:LAST, such as 10:13, two steps of 1 to "
+            f"train.steps={self.steps} (in a YAML file in quotes)",
+        )
         half_life = self.beta2_tokens
         _need(
             half_life is None or half_life > 0,
@@ -233,6 +239,15 @@ class TrainConfig:
             f"train.warmup_steps={self.warmup_steps} leave {max(0, least)}: set a shorter "
             "train.decay_steps (or decay_share) or train.warmup_steps, or more train.steps",
         )
+
+    @property
+    def profiled(self) -> range:
+        """The steps that train.profile names, counted from 1."""
+        if self.profile is None:
+            return range(0)
+        first, _, last = self.profile.partition(":")
+        digits = first.isdigit() and last.isdigit()
+        return range(int(first), int(last) + 1) if digits else range(0)
 
     @property
     def decay(self) -> int:

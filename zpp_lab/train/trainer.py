@@ -40,6 +40,7 @@ from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retrie
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
 from zpp_lab.train.piece import UNFINISHED, Piece, writing_seconds
+from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
 from zpp_lab.train.speed import Meter
 
@@ -117,7 +118,8 @@ class Trainer:
                 self.made = note_commit(self.folder, self.step, self.commit)
             self.heldout = open_heldout(self.config, data)
             self._warn_of_few()
-            with settled():
+            self.profile = Profile(self.train.profiled, self.folder, self.rank, self.device)
+            with settled(), self.profile:
                 last = self._loop(engine, data, tracker)
             if self.step < self.train.steps:
                 return self._pause(tracker)
@@ -169,10 +171,12 @@ class Trainer:
         record: Record = (tracker.last if tracker else None) or {}
         seconds, longest, first = float(record.get("seconds", 0.0)), 0.0, self.step + 1
         while self.step < self.train.steps and not self.piece.over(longest + self._saving(engine)):
+            self.profile.before(self.step + 1)
             began = time.perf_counter()
             result = self._step(engine, data)
             measured = self.meter.step(time.perf_counter() - began, result.seconds)
             self.step += 1
+            self.profile.after(self.step)
             if self.step == first:
                 self.start_up.parted("first step", result.seconds | self._compiled())
                 if tracker is not None:
