@@ -12,7 +12,9 @@ from torch import Tensor
 
 from zpp_lab.codecs import (
     BlockCodec,
+    MaskCodec,
     Noise,
+    Places,
     RawCodec,
     SegmentNoise,
     TopKCodec,
@@ -201,6 +203,7 @@ def test_it_is_built_by_name() -> None:
     ("said", "fix"),
     [
         ({"codec": "topk"}, "codec=topk needs keep"),
+        ({"codec": "mask"}, "codec=mask needs keep"),
         ({"codec": "topk", "keep": 0}, "keep=0 of each block_size=256: use 1 to 256"),
         ({"codec": "topk", "keep": 65, "block_size": 64}, "use 1 to 64, or larger blocks"),
         ({"codec": "topk", "keep": 8, "block_size": 100}, "block_size=100: use a power of two"),
@@ -229,6 +232,8 @@ def test_weights_are_refused_unless_they_travel_as_differences() -> None:
             RecipeConfig(**weights)
     with pytest.raises(ValueError, match=refused):
         RecipeConfig(rules=[RuleConfig(set=SPARSE)])
+    with pytest.raises(ValueError, match="codec=mask would make 0"):
+        RecipeConfig(weights=CodecConfig(codec="mask", keep=8))
     kept = ShardingConfig(weights="node")
     with pytest.raises(ValueError, match=r"weights_update: .* or for recipe.weights_update with"):
         RecipeConfig(sharding=kept, weights_update=SPARSE)
@@ -249,3 +254,39 @@ def test_another_codec_does_not_take_keep_over() -> None:
     own = recipe.wire("grads_intra")
     built = [build_codec(rule.set.over(own), FP32) for rule in rules]
     assert built == [BlockCodec(8), RawCodec(FP32), TopKCodec(FP32, 8, 64)]
+
+
+# ---------------------------------------------------------------------- mask
+
+
+@given(codecs(), st.integers(1, 600), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_a_mask_sends_values_at_given_places_and_sums_stay_there(
+    codec: TopKCodec, numel: int, seed: int
+) -> None:
+    """Also through a second hop, whose values are encoded from sums that were never spread out."""
+    x = torch.randn(2, 3, numel, generator=torch.Generator().manual_seed(seed))
+    shared = Places()
+    mask = MaskCodec(**vars(codec) | {"rounding": "nearest"}, shared=shared)
+    owners = mask.chooser
+    shared.rows[3] = places = owners.places(encode(owners, x[1]), numel)
+    assert places.tolist() == [sorted(greatest(row.tolist(), codec)) for row in x[1]]
+    assert mask.nbytes(numel) == mask.values.nbytes(codec.kept(numel))
+    sent = torch.stack([encode(mask, row) for row in x])
+    values = [mask.values.decode(row, places.shape[1]) for row in sent]
+    want = torch.zeros(3, numel).scatter(1, places, 0 + values[0] + values[1])
+    assert torch.equal(mask.decode_sum(sent, numel), want)
+    sums = mask.decode_sum(sent, numel, rotated=True)
+    again = torch.empty(3, mask.nbytes(numel), dtype=torch.uint8)
+    mask.encode(sums, None, again, rotated=True)
+    assert torch.equal(again, encode(mask, want))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_mask_hides_no_fault_that_it_leaves_out(bad: float) -> None:
+    shared, x = Places(), torch.ones(1, 40)
+    mask = MaskCodec(BF16, 2, 16, shared=shared)
+    shared.rows[1] = torch.tensor([[0, 1, 16, 17, 32]])
+    x[0, 25] = bad
+    y = mask.decode(encode(mask, x), 40)[0]
+    assert y.isnan().tolist() == [False] * 16 + [True] * 16 + [False] * 8

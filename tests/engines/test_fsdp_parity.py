@@ -41,7 +41,7 @@ QUICK = {
         "zero3_reordered",
         *("amsp_node", "w4_diff", "sdp4bit", "loco", "sparse", "differences_sparse"),
         *("memory_rules", "memory_first", "memory_second", "memory_hadamard_mixed"),
-        "memory_topk_bits",
+        *("memory_topk_bits", "mask_ef", "mask_bits"),
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
     (2, 1): ["host_states", "residual_rate", "weights3", "kept", "differences", "memory_8bit"],

@@ -21,12 +21,13 @@ import torch
 from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
-from zpp_lab.codecs.families.topk import TopKCodec
+from zpp_lab.codecs.families.topk import MaskCodec, TopKCodec
 from zpp_lab.config.codec import CodecConfig
 
 # a sham has the settings of the codec that it stands for
 _registered: dict[str, Callable[..., Codec]] = {
     "block": BlockCodec,
+    "mask": MaskCodec,
     "sham": BlockCodec,
     "sign": SignCodec,
     "sketch": SketchCodec,
@@ -46,10 +47,10 @@ def codec_names() -> list[str]:
 
 
 def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
-    """The codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`.
+    """The codec that `config` names; `none`, `sham`, `topk` and `mask` send `raw_dtype`.
 
     ValueError for an unknown name, a setting that the codec does not have, bits on `none`, a `sham`
-    without bits, or a `topk` that keeps nothing.
+    without bits, or a `topk` or `mask` that keeps nothing.
     """
     name = config.codec or "block"
     settings = {
@@ -63,16 +64,17 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     if name == "none" or (name == "block" and "bits" not in settings):
         return RawCodec(raw_dtype)
     factory = _factory(name)
-    if name == "topk":
+    if name in ("topk", "mask"):
         config.check()
-        factory = partial(TopKCodec, raw_dtype)
+        factory = partial(TopKCodec if name == "topk" else MaskCodec, raw_dtype)
         settings = {k: v for k, v in settings.items() if k not in ("hadamard", "random_signs")}
     _check_settings(name, factory, settings)
     if name == "sham":
         config.check()
         return ShamCodec(raw_dtype, BlockCodec(**settings))
     codec = factory(**settings)
-    return codec if name in ("block", "topk") else _checked(name, codec, factory(**settings))
+    ours = name in ("block", "mask", "topk")
+    return codec if ours else _checked(name, codec, factory(**settings))
 
 
 def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str, Any]) -> None:

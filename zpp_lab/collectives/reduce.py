@@ -14,7 +14,7 @@ and to sums in the domain in which they are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,8 +58,9 @@ class Reduce:
         memories: Memories | None = None,
     ) -> None:
         """`memories`: of this rank; None: it remembers nothing."""
-        self.spec, self.transport, self.ledger, self.clock = spec, transport, ledger, clock
+        self.transport, self.ledger, self.clock = transport, ledger, clock
         self.memories = memories or Memories({}, ())
+        self.spec = replace(spec, layouts=tuple(map(self.memories.bound, spec.layouts)))
         self.cluster, self.rank = transport.cluster, transport.rank
         self.hops = spec.hops
         self.chosen: dict[Names, Chosen] = {}

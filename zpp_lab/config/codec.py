@@ -15,7 +15,7 @@ MemoryStore = Literal["fp32", "bf16", "8bit"]
 BITS = (2, 3, 4, 6, 8)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
-SPARSE = ("topk", "sketch")  # codecs that leave elements out
+SPARSE = ("topk", "mask", "sketch")  # codecs that leave elements out
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
 BUILT_IN = ("block", "sham", "sign", "topk")  # codecs that are no package's of its own
@@ -86,7 +86,8 @@ class CodecConfig:
     means that the tensor's own bytes are sent. `sham`, a control, sends them
     with noise added, as large as the error of the block codec with the same
     settings. `topk` sends the `keep` greatest elements of each `block_size`,
-    with `bits` in so many, else as they are. `options` goes to codecs of other
+    with `bits` in so many, else as they are, and `mask` as many at places
+    that the owners choose for all ranks. `options` goes to codecs of other
     packages as keyword arguments.
     """
 
@@ -140,7 +141,7 @@ class CodecConfig:
         """ValueError for what `topk`, the family `block` and its `sham` do not have, also where
         bits=None leaves it unused. Codecs of other packages check their own when they are built."""
         self.memory.check()
-        if self.codec == "topk":
+        if self.codec in ("topk", "mask"):
             self._check_topk()
         need(
             self.keep is None or self.codec not in (None, "none", "block", "sham"),
@@ -161,21 +162,22 @@ class CodecConfig:
     def _check_topk(self) -> None:
         need(
             self.keep is not None,
-            "codec=topk needs keep, how many elements of each block_size are sent: set keep=8",
+            f"codec={self.codec} needs keep, how many elements of each block_size are sent: set "
+            "keep=8",
         )
         size = BLOCK_SIZE if self.block_size is None else self.block_size
         check_topk(self.keep or 0, size, self.bits)
         need(
             not self.hadamard and not self.random_signs,
-            "codec=topk with hadamard: a rotation makes all elements alike, so that none is worth "
-            "keeping; set hadamard=0 and leave random_signs out",
+            f"codec={self.codec} with hadamard: a rotation makes all elements alike, so that none "
+            "is worth keeping; set hadamard=0 and leave random_signs out",
         )
         codes = ("rounding", "symmetric", "scale_dtype")
         given = [name for name in codes if getattr(self, name) is not None]
         need(
             self.bits is not None or not given,
-            f"codec=topk with {' and '.join(given)}, but what it keeps is sent as it is: set bits, "
-            "or leave that out",
+            f"codec={self.codec} with {' and '.join(given)}, but what it keeps is sent as it is: "
+            "set bits, or leave that out",
         )
 
 

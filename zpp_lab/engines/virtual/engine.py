@@ -166,6 +166,7 @@ class VirtualEngine(Engine):
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
         """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
         self.memories.start(step)
+        self._share_masks()
         self._gather_both(step, watch)
         shape = (self.plan.micro_steps, self.cluster.world)
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -242,6 +243,18 @@ class VirtualEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------------ weights
+
+    def _share_masks(self) -> None:
+        """Of every shard its owner's choice."""
+        ranks, device = range(self.cluster.world), self.device
+        for layout in (unit.masks for unit in self.plan.units if unit.masks.segments):
+            rows = [
+                torch.cat([self.memories.owned(s.name, rank, device) for rank in ranks])
+                for s in layout.segments
+            ]
+            payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=device)
+            kernels.encode(layout, rows, None, payload)
+            self.memories.mask(layout, payload, ())
 
     def _gather_both(self, step: int, watch: Watch) -> None:
         """Load the forward's weights. Where backward's differ, keep both of them."""
@@ -332,6 +345,9 @@ class VirtualEngine(Engine):
                 sent = update_traffic(self.cluster, unit.update.nbytes)
                 self.ledger.add("weights_update", sent)
             self.ledger.add("weights_forward", whole * forwards)
+            if unit.masks.segments:
+                sent = gather_traffic(self.cluster, unit.masks.nbytes, unit.hierarchical)
+                self.ledger.add("weights_forward", sent)
             if unit.gathers_backward and self.plan.recipe.config.secondary:
                 whole = secondary_traffic(self.cluster, row)
             elif unit.gathers_backward and self.plan.recipe.kept:

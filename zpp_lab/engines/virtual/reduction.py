@@ -93,7 +93,7 @@ class Reduction:
             return
         world, chosen = self.cluster.world, set(names)
         self.names = names
-        self.layouts = tuple(layout.select(chosen) for layout in self.plan.hops)
+        self.layouts = tuple(self.memories.bound(lay).select(chosen) for lay in self.plan.hops)
         self.sums = [
             torch.zeros(world, lay.coded_numel, device=self.device) for lay in self.layouts
         ]
