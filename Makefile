@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/.ready
-	$(PIP) -e '.[dev]'
+	DS_BUILD_OPS=0 $(PIP) -e '.[dev]'
 	touch $@
 
 # The convergence study: trains every arm of conf/study/$(STUDY).yaml and writes runs/$(STUDY)/report.html

@@ -78,3 +78,9 @@ def test_sizes() -> None:
     for path in SOURCES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         assert path.read_text().count("\n") >= 60 or imports[name] != 1, path
+
+
+def test_no_test_is_skipped_for_a_missing_package() -> None:
+    """The extra `dev` has what tests import: a skip would look like a pass."""
+    skip = "import" + "orskip"
+    assert [p for p in (ROOT / "tests").rglob("*.py") if skip in p.read_text()] == []

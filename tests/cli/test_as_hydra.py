@@ -88,7 +88,6 @@ def test_a_sweeps_dry_run_lists_every_run_and_starts_none(capsys: Said) -> None:
     assert text.count("bits=4 block_size=256 symmetric=true rounding=nearest") == 2
     assert text.count("the ranks send") == text.count(" s a step") == 4
     assert "train.warmup_steps=5" in text
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words += ["hydra/launcher=slurm", "hydra.launcher.partition=gpu"]
     assert "#SBATCH --partition=gpu" in said(capsys, "train", "-m", *words, "--dry-run")
     assert not list(Path().iterdir())
@@ -136,7 +135,6 @@ def compose_sweep(*words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["hydra/sweeper=optuna", "hparams_search=optuna"])
 def test_optuna_draws_runs(word: str, tmp_path: Path, capsys: Said) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     own = [*SHAPE, "train.steps=2", "train.warmup_steps=1", f"data.path={corpus(tmp_path)}"]
     own += ["train.warmup_steps=choice(1,2)", "train.lr=interval(0.001,0.01)"]
     own += [word, "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=drawn"]

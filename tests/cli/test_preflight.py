@@ -132,7 +132,6 @@ def test_a_study_refuses_what_its_runs_would(
 def test_wandb_without_a_key_is_refused_first(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("wandb")
     own = settings("tracking.wandb=online")
     assert "needs an API key" in refused(capsys, "train", *own)
 
@@ -167,7 +166,6 @@ def test_what_is_quantized_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_default_exemptions_serve_every_family(kind: str) -> None:
     """Of a frozen base the embeddings and heads, whatever they are called, though no family has all
     of the default's names; a list of one's own must match name by name."""
-    pytest.importorskip("transformers")
     q4 = LoraConfig(rank=2, base_codec=CodecConfig(bits=4))
     config = replace(Config(), model=hf_settings(kind, {"vocab_size": 256}, lora=q4, start="a"))
     units = plan_of(config).units

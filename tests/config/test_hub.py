@@ -62,7 +62,6 @@ class Library:
 def test_names_stay_possible_and_the_cache_serves_without_a_network(
     online: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers")
     from zpp_lab.models.hf import _config_at
 
     monkeypatch.setattr(files, "reachable", lambda: online)
@@ -75,7 +74,6 @@ def test_names_stay_possible_and_the_cache_serves_without_a_network(
 
 
 def test_folders_are_never_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
     monkeypatch.setattr(files, "reachable", lambda: pytest.fail("the Hub was asked"))
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text("{")

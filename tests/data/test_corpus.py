@@ -179,3 +179,11 @@ class TestHub:
         corpus = open_corpus(DataConfig(name="hf", path="some/set"))
         with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
             list(corpus.documents())
+
+    def test_the_package_itself_reads_a_folder(self, tmp_path):
+        fill(tmp_path, {"train.jsonl": b'{"text": "first"}\n{"text": "second"}\n'})
+        corpus = open_corpus(DataConfig(name="hf", path=str(tmp_path)))
+        assert list(corpus.documents()) == [("row 0", b"first"), ("row 1", b"second")]
+        corpus = open_corpus(DataConfig(name="hf", path=str(tmp_path), split="nothing"))
+        with pytest.raises(ValueError, match=r"data\.split=nothing\) cannot be read"):
+            list(corpus.documents())

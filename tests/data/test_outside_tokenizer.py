@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 
 from tests.small_runs import CORPUS, small
 from zpp_lab.config.data import DataConfig
@@ -18,7 +19,6 @@ from zpp_lab.data.prepare import prepared
 from zpp_lab.data.tokenizer import OutsideTokenizer
 from zpp_lab.models import build_model
 
-transformers = pytest.importorskip("transformers")
 END = "</s>"
 
 

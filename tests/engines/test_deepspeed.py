@@ -9,7 +9,6 @@ import pytest
 from tests.engines.deepspeed_jobs import run_jobs
 from tests.engines.fsdp_world import run_world
 
-pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow  # its import alone takes ten seconds of a core
 
 

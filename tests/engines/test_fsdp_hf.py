@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.engines.fsdp_jobs import asked
@@ -19,8 +18,6 @@ from zpp_lab.config.model import ModelConfig
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_engine
 from zpp_lab.models import build_model
-
-pytest.importorskip("transformers")
 
 
 def both(case: str, model: ModelConfig) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.engines.fsdp_jobs import asked
@@ -84,7 +85,6 @@ OTHERS = [kind for kind in FAMILIES if kind not in QUICK]
     "names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["ours", "others"]
 )
 def test_engines_agree_to_the_bit(tmp_path: Path, names: list[str]) -> None:
-    transformers = pytest.importorskip("transformers")
     for kind in set(names) & set(FAMILIES):
         config = build_model(settings(kind), VOCAB, "meta").config
         plain = transformers.AutoModelForCausalLM.from_config(config)

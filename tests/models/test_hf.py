@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, VOCAB, settings
@@ -19,7 +20,6 @@ from zpp_lab.models.start import places
 from zpp_lab.runs.checkpoint.tensor_file import read_layout
 from zpp_lab.train.trainer import run
 
-transformers = pytest.importorskip("transformers")
 KINDS = [*CASES, *NAMED_OTHERWISE]
 
 

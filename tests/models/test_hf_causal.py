@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.models.hf_cases import CASES, NAMED_OTHERWISE, SMALL, VOCAB, settings
 from tests.small_runs import SHAPE, corpus
@@ -15,7 +16,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.model import LoraConfig, ModelConfig
 from zpp_lab.models import build_model
 
-transformers = pytest.importorskip("transformers")
 NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 ENCODER = {**SMALL, "intermediate_size": 24, "pad_token_id": 1, **NO_DROPOUT}
 ENCODERS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,6 @@ from tests.models.hf_cases import CASES, VOCAB, settings
 from tests.models.test_hf import saved
 from zpp_lab.models import build_model
 
-pytest.importorskip("transformers")
 LEFT = {  # tensors that published folders hold beside the model's own
     "llama": "model.layers.0.self_attn.rotary_emb.inv_freq",
     "gpt_neox": "gpt_neox.layers.1.attention.rotary_emb.inv_freq",

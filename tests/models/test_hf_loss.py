@@ -14,7 +14,6 @@ from zpp_lab.data.packed import IGNORED
 from zpp_lab.models import build_model
 from zpp_lab.models.loss import token_losses
 
-pytest.importorskip("transformers")
 CHUNK = 5
 
 

@@ -27,7 +27,6 @@ from zpp_lab.train.memory.buffers import Estimate
 from zpp_lab.train.memory.estimate import estimate
 from zpp_lab.train.memory.trace import Traced, TracedActivations, trace
 
-pytest.importorskip("transformers")
 KINDS = [*CASES, *NAMED_OTHERWISE]
 SHAPE = (3, 30)
 TOKENS = SHAPE[0] * SHAPE[1]

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import to_halves, to_pairs
-
-transformers = pytest.importorskip("transformers")
 
 VOCAB = 37
 OURS = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24}

@@ -16,8 +16,6 @@ from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.identity import flat
 from zpp_lab.train.trainer import run
 
-pytest.importorskip("tensorboard")
-
 
 def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

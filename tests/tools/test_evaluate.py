@@ -19,7 +19,6 @@ from zpp_lab.train.trainer import run
 
 
 def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("compressed_tensors")
     summary = run(small(tmp_path, "recipe=qsdp", "train.param_dtype=bf16"))
     own, packed, whole = (str(tmp_path / n) for n in ("run", "packed", "whole"))
     words = ["export", own, "--to", "hf", "--out"]
@@ -45,7 +44,6 @@ def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_bf16_run_s_masters_are_its_folder_in_bf16(tmp_path: Path) -> None:
     """It computes with masters rounded to bf16; the fp32 folder has them whole."""
-    pytest.importorskip("transformers")
     leave(small(tmp_path, "recipe=w4", "train.param_dtype=bf16"))
     own, near, whole = (tmp_path / n for n in ("run", "bf16", "fp32"))
     export_hf(own, near, dtype="bf16")
@@ -56,7 +54,6 @@ def test_a_bf16_run_s_masters_are_its_folder_in_bf16(tmp_path: Path) -> None:
 
 
 def test_models_with_buffers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     config = small(tmp_path, "recipe=w4", "train.steps=3")
     summary = run(replace(config, model=settings("gpt_neox", {"vocab_size": 256})))
     master, wire = evaluate([tmp_path / "run"])
@@ -110,7 +107,6 @@ def test_only_tokens_that_count_are_counted(tmp_path: Path) -> None:
 
 
 def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     leave(small(tmp_path))
     own, folder = tmp_path / "run", tmp_path / "folder"
     export_hf(own, folder)
@@ -125,7 +121,6 @@ def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:
 
 def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     """transformers would draw them at random and give a loss for that."""
-    pytest.importorskip("transformers")
     from safetensors.torch import load_file, save_file
 
     leave(small(tmp_path))

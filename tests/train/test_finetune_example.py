@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
 
 from tests.models.hf_cases import SMALL
 from zpp_lab.cli.main import main
@@ -31,8 +33,6 @@ def commands() -> tuple[str, list[str]]:
 
 def write_model(folder: Path) -> None:
     """A Llama of two layers with a tokenizer of single letters."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
     words = {letter: i for i, letter in enumerate(["<end>", "<odd>", *LETTERS])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<odd>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")

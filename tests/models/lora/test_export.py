@@ -76,7 +76,6 @@ def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
 
 
 def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     config = llama(tmp_path, "q4", "recipe=w4")
     summary = run(config)
     assert summary["heldout_loss"] != summary["heldout_loss_master"]
@@ -123,7 +122,8 @@ def test_peft_files_on_the_base_are_the_run(tmp_path: Path) -> None:
 
 
 def test_peft_itself(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft  # takes seconds
+
     for kind in ("llama", "gpt2"):
         folder = tmp_path / kind
         folder.mkdir()

@@ -36,7 +36,6 @@ def test_the_decoder_from_a_folder_agrees_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_models_of_transformers_agree_to_the_bit(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     bases = {
         "qwen2": replace(save_hf(tmp_path / "qwen2", "qwen2"), checkpoint_activations=True),
         "gpt2": replace(save_hf(tmp_path / "gpt2", "gpt2"), loss_chunk=8),

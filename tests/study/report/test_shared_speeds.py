@@ -39,7 +39,6 @@ def test_shared_and_whole_gpus_are_never_compared(tmp_path: Path) -> None:
 
 
 def test_the_page_says_which_gpus_were_shared_and_what_it_means(tmp_path: Path) -> None:
-    pytest.importorskip("altair")
     made = build_speed_report(both(tmp_path))
     text = made.markdown.read_text()
     assert "| zeropp | 1_3b, 2 × 2, 2 ranks a GPU | 12 Gb/s |" in text

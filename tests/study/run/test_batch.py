@@ -224,7 +224,6 @@ def test_what_contradicts_a_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one line, before anything is written: of studies and of sweeps."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     monkeypatch.chdir(tmp_path)
     file = mixed(tmp_path, "cluster=2x8", "engine.device=cuda")
     real = ["engine=fsdp", "cluster=2x8", "seed=1,2"]
@@ -242,7 +241,6 @@ def test_what_contradicts_a_run_is_refused(
 def test_gpus_for_a_run_without_any_are_refused_however_they_are_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     monkeypatch.chdir(tmp_path)
     for word in ("gpus_per_node=4", "gres='gpu:4'"):
         words = ["engine.device=cpu", "seed=1,2", f"hydra.launcher.{word}"]
@@ -253,7 +251,6 @@ def test_gpus_for_a_run_without_any_are_refused_however_they_are_asked_for(
 def test_a_distribution_in_blocks_is_the_users_choice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["--launcher", "slurm", "--dry-run"]
     words.append("+hydra.launcher.additional_parameters.distribution=block:cyclic")
     assert main(["study", str(mixed(tmp_path, "cluster=2x8", "engine.device=cuda")), *words]) == 0
@@ -263,7 +260,6 @@ def test_a_distribution_in_blocks_is_the_users_choice(
 def test_jobs_of_a_sweep_that_ask_for_different_things_are_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     monkeypatch.chdir(tmp_path)
     words = ["engine=fsdp", "cluster=1x4,2x4", "seed=1,2"]
     assert main(["train", "-m", "hydra/launcher=slurm", *words]) == 2

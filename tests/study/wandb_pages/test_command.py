@@ -14,7 +14,6 @@ from zpp_lab.config.compose import load_study
 from zpp_lab.study.wandb_pages import apply
 from zpp_lab.study.wandb_pages.spec import make_spec, read_spec
 
-pytest.importorskip("wandb_workspaces")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.models.hf_cases import settings
@@ -23,9 +24,6 @@ from zpp_lab.tools.export.loaded import load_folder
 from zpp_lab.tools.export.model import open_run
 from zpp_lab.tools.export.packed import codes_with_zero_points
 from zpp_lab.tools.export.wire import WireWeights
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
 
 BF16 = "train.param_dtype=bf16"
 TWO_WIDTHS = "recipe.rules=[{name: '*mlp*', set: {bits: 8}}]"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
 
 from tests.models.hf_cases import settings
 from tests.small_runs import small
@@ -13,7 +15,6 @@ from zpp_lab.models import build_model
 from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_hf
 
-transformers = pytest.importorskip("transformers")
 BPE = ("data.tokenizer=bpe", "data.vocab_size=280")
 
 
@@ -40,7 +41,6 @@ def test_another_tokenizer(tmp_path: Path) -> None:
 
 
 def _tokenizer(vocabulary: dict[str, int], folder: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.BPE(vocab=vocabulary, merges=[])
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.engines.fsdp_world import run_world
 from tests.models.hf_cases import settings
@@ -18,8 +19,6 @@ from zpp_lab.data import open_data
 from zpp_lab.tools.export import export_hf
 from zpp_lab.train.evaluation import open_heldout
 from zpp_lab.train.trainer import run
-
-transformers = pytest.importorskip("transformers")
 
 LLAMAS = {
     "plain": ["model.kv_heads=2"],

@@ -79,7 +79,6 @@ def test_integer_zero_points(bits: int, scale_dtype: str) -> None:
 
 
 def test_the_library_unpacks_what_is_stored() -> None:
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.engines.fsdp_world import run_world
@@ -25,9 +26,6 @@ from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_quantized
 from zpp_lab.tools.export.wire import parse_codec
 from zpp_lab.train.trainer import run
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
 
 CODECS = {
     "4 bits over several rows": ["recipe=w4"],

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.small_runs import CORPUS, small
 from zpp_lab.data import open_data
@@ -13,7 +14,6 @@ from zpp_lab.data.tokenizer import BpeTokenizer
 from zpp_lab.tools.export import export_hf
 from zpp_lab.train.trainer import run
 
-transformers = pytest.importorskip("transformers")
 BPE = ("data.tokenizer=bpe", "data.vocab_size=280", "train.steps=2")
 
 
