@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from examples.molecules import MoleculeEncoder, molecules, train
 from tests.engines.fsdp_world import run_world
-from zpp_lab.api import init, recipe, shard
+from zpp_lab.api import _named, _recipe, init, recipe, shard
 from zpp_lab.config.schema import ClusterConfig
+from zpp_lab.engines.fsdp.mesh import Ranks
+from zpp_lab.files import conf_dir
 
 
 def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:
@@ -32,11 +38,6 @@ def test_ranks_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="start the script with torchrun or srun"):
         init("gloo")
-
-
-def test_a_loop_that_tells_no_norm_has_no_memories() -> None:
-    with pytest.raises(ValueError, match=r"recipe g2_ef: memory\.kind=residual needs to know"):
-        shard(_model(), "g2_ef", ClusterConfig(nodes=2, gpus_per_node=2), gather="flat")
 
 
 def _model() -> MoleculeEncoder:
@@ -145,6 +146,8 @@ def every_job() -> dict[str, Any]:
         "evaluated": eval_between(),
         "divided": divided(),
         "landed": landed(),
+        "wrong": wrong_meshes(),
+        "cut": cut(),
     }
 
 
@@ -188,6 +191,74 @@ def test_fsdp2s_own_settings_of_the_reduction_hold(answers: dict[str, Any]) -> N
 
 def test_plain_gradients_are_fsdp2s_own_wherever_they_lie(answers: dict[str, Any]) -> None:
     assert set(answers["landed"]) == {"LandedReduce", True}
+
+
+def wrong_meshes() -> list[str]:
+    """What `shard` says to each."""
+    said = []
+    cluster = ClusterConfig(nodes=4, gpus_per_node=1)
+    for names, shape, given in (
+        (("a", "b"), (2, 2), None),
+        (("nodes", "gpus", "dp"), (2, 2, 1), None),
+        (("gpus", "nodes"), (2, 2), None),
+        (("nodes", "gpus"), (2, 2), cluster),
+        (("dp", "tp"), (2, 2), cluster),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        try:
+            shard(_model(), "zero3", given, mesh=mesh)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def cut() -> list[list[int]]:
+    """Nodes × GPUs of one dimension, as torchrun lies it over hosts, and as it is asked for."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for local in ("4", "2", "1"):
+        os.environ["LOCAL_WORLD_SIZE"] = local
+        found += [Ranks.pick(m, None).cluster for m in (None, mesh, mesh["tp"])]
+    del os.environ["LOCAL_WORLD_SIZE"]
+    found.append(Ranks.pick(mesh, ClusterConfig(nodes=2, gpus_per_node=1)).cluster)
+    return [[c.nodes, c.gpus_per_node] for c in found]
+
+
+def test_a_mesh_says_which_ranks(answers: dict[str, Any]) -> None:
+    one, two = [1, 2], [2, 1]
+    assert answers["cut"] == [[1, 4], one, one, [2, 2], two, one, [4, 1], two, two, two]
+
+
+def test_a_wrong_mesh_is_told_how_to_write_it(answers: dict[str, Any]) -> None:
+    fixes = [
+        'init_device_mesh(DEVICE, (NODES, GPUS), mesh_dim_names=("nodes", "gpus"))',
+        "name either nodes and gpus, or dp",
+        "nodes come before gpus",
+        "leave cluster out",
+        "give a cluster of 2",
+    ]
+    for fix, said in zip(fixes, answers["wrong"], strict=True):
+        assert fix in said
+
+
+def test_a_recipe_is_a_name_a_file_or_settings(tmp_path: Path) -> None:
+    file = conf_dir() / "recipe" / "zeropp.yaml"
+    found = [
+        _recipe(given) for given in ("zeropp", file, str(file), yaml.safe_load(file.read_text()))
+    ]
+    assert found == [recipe("zeropp")] * 4
+    with pytest.raises(ValueError, match="no such file"):
+        _recipe(tmp_path / "no.yaml")
+    with pytest.raises(ValueError, match=r"weights\.bit: no such setting. Did you mean bits"):
+        _recipe({"weights": {"bit": 8}})
+
+
+def test_units_are_found() -> None:
+    """Every module of a class that a list repeats, of lists in lists the outer one's."""
+    assert [name for name, _ in _named(_model(), None)] == ["layers.0", "layers.1"]
+    inner = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in "ab"))
+    assert [name for name, _ in _named(nn.ModuleDict({"x": inner}), None)] == ["x.0", "x.1"]
+    assert _named(nn.Linear(2, 2), None) == []
 
 
 def test_mistakes_name_the_fix() -> None:

@@ -1,6 +1,6 @@
 """Quantized collectives for sharded training, and what they do to learning.
 
-`zpp_lab.shard(model, recipe, cluster)` brings a recipe into any training loop; see `api.py`.
+`zpp_lab.shard(model, recipe, mesh=mesh)` brings a recipe into any training loop; see `api.py`.
 `zpp_lab.load(folder)` reads runs as DataFrames; see `study/frames.py`.
 """
 

@@ -1,7 +1,7 @@
 """Quantized collectives in somebody else's training loop.
 
-    zpp_lab.init()                                        # or torch's own init_process_group
-    sharded = zpp_lab.shard(model, "zeropp", units=list(model.blocks))
+    zpp_lab.init()                              # or torch's own init_process_group
+    sharded = zpp_lab.shard(model, "zeropp")    # or mesh=mesh, a DeviceMesh
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for batch in loader:
         loss = model(batch)
@@ -17,27 +17,35 @@ The model stays an ordinary module: its parameters are DTensors, its forward tak
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zpp_lab.codecs.numerics import clip_factor, total_norm
+from zpp_lab.codecs.numerics import clip_factor
 from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
 from zpp_lab.collectives.plan import Bytes, Plan, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
-from zpp_lab.collectives.transport import all_gather
+from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.codec import Dtype
 from zpp_lab.config.compose import compose
-from zpp_lab.config.schema import ClusterConfig, RecipeConfig
+from zpp_lab.config.load import load
+from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig
+from zpp_lab.engines.fsdp.loop import Loop
+from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
-from zpp_lab.engines.norm import squares
+from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import Block, cut_units
+from zpp_lab.files import missing, read_yaml
 from zpp_lab.train.launch.place import enter, placed
 
 
@@ -63,13 +71,6 @@ def init(backend: str | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def this_cluster() -> ClusterConfig:
-    """The ranks that are there: torchrun says how many share a node, else all do."""
-    world = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    return ClusterConfig(nodes=world // local, gpus_per_node=local)
-
-
 @dataclass(frozen=True)
 class Sharded:
     """A model whose collectives follow a recipe."""
@@ -78,6 +79,8 @@ class Sharded:
     plan: Plan
     wrapped: Wrapped
     watchdog: Watchdog
+    loop: Loop
+    whole: bool  # whether it is cut over all ranks
 
     @property
     def bytes(self) -> Bytes:
@@ -94,32 +97,39 @@ class Sharded:
 
     @torch.no_grad()
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Clip to `limit`; returns the norm, fp64. Sums in rank order, the same in every run."""
-        grads = {
-            name: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        }
-        device = next(iter(grads.values())).device
-        own = squares(grads, self.plan, device).view(1)
-        every = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
-        all_gather(every, own)
-        norm = total_norm(every[: self.plan.recipe.shards])
+        """Clip to `limit`; returns the norm, fp64. Sums in rank order, the same in every run.
+        Beside other dimensions of a mesh torch's own clips, over all of them."""
+        if not self.whole:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self.loop.norm()
         factor = clip_factor(norm, limit)
-        for grad in grads.values():
-            grad.mul_(factor)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                local(p.grad).mul_(factor.to(local(p.grad).device))
         return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Beside the model's and the optimizer's: the step, memories and kept weights, so that
+        training goes on with the same bits. torch.distributed.checkpoint takes this object."""
+        return self.loop.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Once the model has its weights."""
+        self.loop.load(state)
 
 
 def shard(
     model: nn.Module,
-    recipe: RecipeConfig | str = "zeropp",
+    recipe: RecipeConfig | Mapping[str, Any] | Path | str = "zeropp",
     cluster: ClusterConfig | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     units: Sequence[nn.Module] | None = None,
     param_dtype: Dtype = "fp32",
     reduce_dtype: Dtype = "fp32",
-    seed: int = 0,
+    seed: int = Config.seed,
+    steps: int | None = None,
     ordered: bool = False,
     gather: Literal["auto", "flat", "hierarchical"] = "auto",
     timeout_seconds: float = 300.0,
@@ -127,75 +137,118 @@ def shard(
 ) -> Sharded:
     """Shard `model` in place; every rank of the default process group calls this alike.
 
+    The model may be on the meta device: then `to_empty` it and give it weights, as with FSDP2.
+
+    recipe: a recipe's name, its YAML file, its settings.
+    mesh: over which ranks: its dimensions `nodes` and `gpus`, or one `dp`; others are left alone.
+        Without a mesh all ranks.
+    cluster: how one dimension lies in nodes; without it as torchrun says, else in one node.
     units: the modules whose parameters travel together, each used in forward as a whole;
-        without any, `model.units()` is asked, else all parameters are one unit.
-    recipe: a recipe's settings, or its name.
+        without any, `model.units()` is asked, else every module of a class that a list repeats.
+    seed: of noise; `zpp-lab train` takes its run's.
+    steps: of the run, for a recipe whose phases begin after a share of them.
     transport: how bytes get to other ranks (engine.transport).
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
-    config = compose([f"recipe={recipe}"]).recipe if isinstance(recipe, str) else recipe
-    cluster = cluster or this_cluster()
+    config = _recipe(recipe)
+    picked = Ranks.pick(mesh, cluster)
     blocks = _named(model, units)
-    if config.phases:
+    sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
+    phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
+    checked = phases[0]
+    cut = cut_units(model, blocks, checked.shards)
+    plan = Plan.build(cut, checked, gather=gather_mode(gather))
+    plans = {first: plan.under(each) if first else plan for first, each in phases.items()}
+    if not picked.whole and any(each.memories for each in plans.values()):
         raise ValueError(
-            f"recipe {config.name}: recipe.phases follow a run's steps, which zpp_lab.shard is not "
-            "told: leave them out, or train with `zpp-lab train`"
+            f"recipe {config.name}: memory.kind=residual needs a mesh of all ranks without other "
+            "dimensions: leave it out, or shard over all of them"
         )
-    checked = Recipe(config, cluster, DTYPES[param_dtype], DTYPES[reduce_dtype])
-    if checked.kept:
-        raise ValueError(
-            f"recipe {config.name}: where nodes keep weights the new ones travel after the update, "
-            "of which a loop of your own says nothing: use recipe.sharding.weights=world here, or "
-            "`zpp-lab train`"
-        )
-    plan = Plan.build(cut_units(model, blocks, checked.shards), checked, gather=gather_mode(gather))
-    if plan.memories:
-        raise ValueError(
-            f"recipe {config.name}: memory.kind=residual needs to know whether a step was finite, "
-            "which zpp_lab.shard is not told: leave it out, or train with `zpp-lab train`"
-        )
-    device = _device(model)
+    device = _device(model, mesh)
     watchdog = Watchdog(timeout_seconds)
-    ranks = connect(cluster, watchdog, transport, device)
+    ranks = _connect(picked, watchdog, transport, device)
+    group = None if picked.whole else ranks.gathers["world"]  # type: ignore[attr-defined]
     wrapped = wrap(
-        model, blocks, [plan], ranks, device, seed=seed, ordered=ordered, cast_inputs=True
+        model,
+        blocks,
+        list(plans.values()),
+        ranks,
+        device,
+        seed=seed,
+        ordered=ordered,
+        cast_inputs=True,
+        ranks=picked,
     )
-    follow(model, wrapped)
-    return Sharded(model, plan, wrapped, watchdog)
+    return Sharded(
+        model, plan, wrapped, watchdog, Loop(model, wrapped, plans, device, group), picked.whole
+    )
 
 
-def follow(model: nn.Module, wrapped: Wrapped) -> None:
-    """Move the clock with the model's forwards: each with gradients is a moment of its own."""
-    clock = wrapped.clock
+def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfig:
+    """ValueError for one that is not there, or that names no setting."""
+    if isinstance(given, RecipeConfig):
+        return given
+    if isinstance(given, Mapping):
+        return load(RecipeConfig, {"name": "given", **given})
+    path = Path(given)
+    if isinstance(given, str) and path.suffix not in (".yaml", ".yml"):
+        return recipe(given)
+    if not path.is_file():
+        raise ValueError(f"recipe {path}: {missing(path, 'file')}")
+    return load(RecipeConfig, {"name": path.stem, **read_yaml(path)})
 
-    def before(*_: Any) -> None:
-        clock.grad = torch.is_grad_enabled()
-        clock.step += clock.grad
-        for unit in wrapped.installed:
-            unit.present.taken = []  # nobody here asks which gradients were reduced
 
-    def after(*_: Any) -> None:
-        wrapped.fallbacks.check(allowed=False)
-        if not torch.is_grad_enabled():
-            wrapped.reshard()  # an optimizer may step before the next forward
+def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeConfig]]:
+    shares = [phase.after for phase in config.phases if isinstance(phase.after, float)]
+    if shares and steps is None:
+        raise ValueError(
+            f"recipe {config.name}: recipe.phases begin after a share of the run's steps "
+            f"({shares[0]}): say how many there are, zpp_lab.shard(..., steps=N), or write steps "
+            "in place of the share"
+        )
+    return config.phased(sys.maxsize if steps is None else steps)
 
-    model.register_forward_pre_hook(before, prepend=True)
-    model.register_forward_hook(after)
+
+def _connect(picked: Ranks, watchdog: Watchdog, choice: Choice, device: torch.device) -> Transport:
+    if picked.whole:
+        return connect(picked.cluster, watchdog, choice, device)
+    if choice == "peer":
+        raise ValueError(
+            "transport=peer is for all ranks of the world, and the mesh has other dimensions: "
+            "use auto or groups"
+        )
+    return picked.groups(watchdog)
 
 
 def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
+    names = {id(m): n for n, m in model.named_modules()}
     if units is None:
         own = getattr(model, "units", None)
-        return list(own()) if callable(own) else []
-    names = {id(m): n for n, m in model.named_modules()}
+        if callable(own):
+            return list(own())
+        units = _repeated(model)
     unknown = [m for m in units if id(m) not in names]
     if unknown:
         raise ValueError(f"unit {type(unknown[0]).__name__} is no module of the model")
     return [(names[id(m)], m) for m in units]
 
 
-def _device(model: nn.Module) -> torch.device:
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    """Every module of a class that a list has more than once; of lists in lists the outer one's."""
+    found: list[nn.Module] = []
+    kinds = Counter(type(m) for m in module.children() if any(True for _ in m.parameters()))
+    for child in module.children():
+        listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        found += [child] if listed and kinds[type(child)] > 1 else _repeated(child)
+    return found
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     device = next(model.parameters()).device
-    if device.type == "meta":
-        raise ValueError("the model is on the meta device: give it weights before shard()")
-    return device
+    if device.type != "meta":
+        return device
+    if mesh is None:
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    else:
+        on_gpu = mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

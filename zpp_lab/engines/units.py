@@ -13,6 +13,7 @@ from torch import nn
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, Unit
 from zpp_lab.collectives.recipe import quantizes_any
+from zpp_lab.engines.optim.shards import local
 
 ROOT = "root"
 Block = tuple[str, nn.Module]  # its name in the model
@@ -49,7 +50,8 @@ def cut_units(
 def _unit(
     name: str, own: dict[str, nn.Parameter], world: int, stored: Set[str], reshard: bool
 ) -> Unit:
-    parameters = tuple(Parameter(n, tuple(p.shape), world) for n, p in own.items())
+    # of a parameter that others have cut already, this rank's part is ours to cut
+    parameters = tuple(Parameter(n, tuple(local(p).shape), world) for n, p in own.items())
     trainable = frozenset(n for n, p in own.items() if p.requires_grad)
     return Unit(name, parameters, trainable, reshard, frozenset(stored & own.keys()))
 

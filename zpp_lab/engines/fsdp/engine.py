@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.errors import ErrorSums, Telemetry
 from zpp_lab.codecs.numerics import clip_factor, fold_sum, total_norm
@@ -33,7 +33,7 @@ from zpp_lab.engines.build import plans_by_step
 from zpp_lab.engines.frozen import check_marks
 from zpp_lab.engines.fsdp.base import FrozenBase, own_rows
 from zpp_lab.engines.fsdp.comm import check_unit
-from zpp_lab.engines.fsdp.kept import Kept
+from zpp_lab.engines.fsdp.kept import Kept, on_ranks
 from zpp_lab.engines.fsdp.prefetch import InVain, Laps, Prefetch, Usage
 from zpp_lab.engines.fsdp.watch import Finding, RankWatch, merged_telemetry
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
@@ -346,20 +346,13 @@ class FsdpEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
+        memories = self.memories.state()
         return {
             "weights": {n: p.detach() for n, p in self.parameters.items()},
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             **({"base": dict(self.base.marks)} if self.base.marks else {}),
             **({"kept": kept} if (kept := self.kept.state()) else {}),
-            **({"memory": self._remembered()} if self.memories.old else {}),
-        }
-
-    def _remembered(self) -> dict[str, DTensor]:
-        """Of all ranks by WIRE.PARAMETER, [W, rows, width], a row a rank."""
-        mesh = next(p.device_mesh for p in self.parameters.values() if isinstance(p, DTensor))
-        return {
-            name: DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-            for name, own in self.memories.state().items()
+            **({"memory": on_ranks(memories, self.parameters)} if memories else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

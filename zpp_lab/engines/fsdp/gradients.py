@@ -39,6 +39,7 @@ from torch.utils import deterministic
 
 from zpp_lab.collectives.reduce import Names
 from zpp_lab.collectives.transport import reduce_scatter
+from zpp_lab.engines.optim.shards import local
 
 # of a reduction: ids of who was seen, in their order, and who that is, in FSDP2's; their shapes
 Found = tuple[tuple[int, ...], Names, list[torch.Size]]
@@ -80,7 +81,7 @@ class Present:
         self.seen.clear()
         if seen != self.last[0]:  # the hooked parameters stay, and so do their ids
             given = self._given(seen)
-            shapes = [parameter.shape for _, parameter in given]
+            shapes = [local(parameter).shape for _, parameter in given]
             self.last = seen, tuple(name for name, _ in given), shapes
         _, names, shapes = self.last
         self.taken.append(names)

@@ -10,10 +10,12 @@ difference moves both of them alike: before they are saved, their marks are comp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from zpp_lab.collectives.context import Observer
 from zpp_lab.collectives.plan import Bytes, add_bytes
@@ -30,8 +32,14 @@ class Kept:
     parameters: the model's by name, DTensors. Every rank makes every call alike.
     """
 
-    def __init__(self, units: Sequence[Installed], parameters: Mapping[str, nn.Parameter]) -> None:
-        self.units, self.parameters = units, parameters
+    def __init__(
+        self,
+        units: Sequence[Installed],
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group`: of all ranks of the cluster, where the world has more."""
+        self.units, self.parameters, self.group = units, parameters, group
         self.updates: list[Update] = [u.update for u in units if u.update is not None]
         self.stale = bool(self.updates)  # whether the weights have still to be kept
 
@@ -62,11 +70,14 @@ class Kept:
     def state(self) -> dict[str, DTensor]:
         """What is remembered, sharded as the masters are; it shares memory with what is kept.
         RuntimeError on all ranks where nodes hold other bits."""
+        if any(update.plan.remembered for update in self.updates):
+            self.start(0)  # before a first step: the weights as they are
+            self._compare()
+        return self.remembered()
+
+    def remembered(self) -> dict[str, DTensor]:
+        """The same, as it is at the moment."""
         found: dict[str, DTensor] = {}
-        if not any(update.plan.remembered for update in self.updates):
-            return found
-        self.start(0)  # before a first step: the weights as they are
-        self._compare()
         for update in self.updates:
             for name in update.plan.remembered:
                 p = self.parameters[name]
@@ -86,7 +97,7 @@ class Kept:
         cluster = self.updates[0].cluster
         shape = cluster.nodes, cluster.gpus_per_node, len(names)
         every = torch.empty(shape, dtype=own.dtype, device=own.device)
-        all_gather(every.view(-1), own)
+        all_gather(every.view(-1), own, group=self.group)
         apart = (every != every[0]).any(1).cpu()
         for node, differs in enumerate(apart):
             if bool(differs.any()):
@@ -102,3 +113,13 @@ class Kept:
         self.stale = bool(self.updates) and not own
         if own:
             self._start(0, own)
+
+
+def on_ranks(rows: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """What this rank's encoders remember, [1, rows, width] by WIRE.PARAMETER → of all ranks,
+    DTensors [W, rows, width]."""
+    if not rows:
+        return {}
+    mesh = next(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
+    make = DTensor.from_local
+    return {name: make(own, mesh, [Shard(0)], run_check=False) for name, own in rows.items()}

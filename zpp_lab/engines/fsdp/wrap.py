@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,10 +17,10 @@ from torch.distributed.fsdp import (
 
 from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.plan import Plan
-from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp.comm import Installed, install, install_later, land
+from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.packed import Fallbacks
 from zpp_lab.engines.units import ROOT, Block, is_untouched, with_root
 
@@ -53,14 +52,6 @@ class Wrapped:
             new.follow(old)
 
 
-def _mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
-    """All ranks; or nodes × ranks of a node, where FSDP2 shards inside and copies across."""
-    if not recipe.config.copied:
-        return init_device_mesh(device.type, (recipe.cluster.world,), mesh_dim_names=("ranks",))
-    shape = (recipe.cluster.nodes, recipe.cluster.gpus_per_node)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
-
-
 def wrap(
     model: nn.Module,
     blocks: Sequence[Block],
@@ -72,14 +63,16 @@ def wrap(
     ordered: bool,
     cast_inputs: bool = False,
     offload: bool = False,
+    ranks: Ranks | None = None,
 ) -> Wrapped:
     """`fully_shard` each unit and the root, then install the collectives of the first plan; those
     of later phases are at hand. FSDP2 is left untouched where all plans allow it.
 
-    `blocks`: the units' modules, without the root; parameters are sharded in place.
+    `blocks`: the units' modules, without the root; parameters are sharded in place. `ranks`: over
+    which, all where there are none.
     """
     plan, recipe = plans[0], plans[0].recipe
-    mesh = _mesh(recipe, device)
+    mesh = (ranks or Ranks.pick(None, recipe.cluster)).mesh(recipe.config.copied, device.type)
     in_param_dtype(model, plan.stored, recipe.weights_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=recipe.weights_dtype,

@@ -1,0 +1,138 @@
+"""Over which ranks a model in a foreign loop is cut, and how these lie in nodes.
+
+A DeviceMesh says so: by its dimensions `nodes` and `gpus`, or by one `dp`. Other dimensions are
+other people's: the ranks along them hold other parts of the model, or other parts of a sequence,
+and each has collectives of its own over the ranks picked here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from zpp_lab.collectives.transport import Collectives, Group, Link, ProcessGroups, members
+from zpp_lab.collectives.watchdog import Watchdog
+from zpp_lab.config.schema import ClusterConfig
+
+NODES, GPUS, DP = "nodes", "gpus", "dp"
+_FIX = (
+    'init_device_mesh(DEVICE, (NODES, GPUS), mesh_dim_names=("nodes", "gpus")), or one dimension '
+    'named "dp"; a part of a larger mesh can be handed over as mesh["NAME"]'
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """ranks: of the default group, in the order in which shards lie. flat: they as one dimension;
+    nested: as nodes × gpus; None where a mesh of the whole world can be made."""
+
+    cluster: ClusterConfig
+    ranks: tuple[int, ...]
+    flat: DeviceMesh | None = None
+    nested: DeviceMesh | None = None
+
+    @classmethod
+    def pick(cls, mesh: DeviceMesh | None, cluster: ClusterConfig | None) -> Ranks:
+        """The ranks of `mesh` that the recipe is for; None: all. cluster: how one dimension is cut
+        into nodes; None: as torchrun says. ValueError names how to write the mesh."""
+        if mesh is None:
+            cluster = cluster or _in_nodes(range(dist.get_world_size()))
+            return cls(cluster, tuple(range(cluster.world)))
+        names, shape = mesh.mesh_dim_names or (), mesh.shape
+        said = f"mesh of {tuple(shape)} with dimensions {', '.join(names) or 'without names'}"
+        two = NODES in names and GPUS in names
+        if two == (DP in names) and (two or mesh.ndim > 1):
+            why = "name either nodes and gpus, or dp" if two else "which of them hold shards?"
+            raise ValueError(f"{said}: {why}; make it {_FIX}")
+        if two:
+            nested = mesh[NODES, GPUS] if mesh.ndim > 2 else mesh
+            if nested.mesh_dim_names != (NODES, GPUS):
+                raise ValueError(f"{said}: nodes come before gpus; make it {_FIX}")
+            own = ClusterConfig(nodes=nested.shape[0], gpus_per_node=nested.shape[1])
+            if cluster not in (None, own):
+                raise ValueError(
+                    f"{said}: cluster={cluster.nodes} × {cluster.gpus_per_node} says otherwise: "
+                    "leave cluster out"
+                )
+            ranks = tuple(nested.mesh.flatten().tolist())
+            return cls(own, _rising(ranks, said), nested._flatten("zpp_lab"), nested)
+        flat = mesh[DP] if mesh.ndim > 1 else mesh
+        ranks = _rising(tuple(flat.mesh.tolist()), said)
+        cluster = cluster or _in_nodes(ranks)
+        if cluster.world != len(ranks):
+            raise ValueError(
+                f"{said}: {len(ranks)} ranks are not {cluster.nodes} nodes × "
+                f"{cluster.gpus_per_node}; give a cluster of {len(ranks)}, or leave it out"
+            )
+        return cls(cluster, ranks, flat)
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are all ranks, in order."""
+        return self.ranks == tuple(range(dist.get_world_size()))
+
+    def mesh(self, nested: bool, device_type: str) -> DeviceMesh:
+        """What FSDP2 cuts over; nested: inside nodes, with copies across."""
+        given = self.nested if nested else self.flat
+        if given is not None:
+            return given
+        if not self.whole:
+            raise ValueError(f"nodes that hold copies need a mesh of both: {_FIX}")
+        shape = (self.cluster.nodes, self.cluster.gpus_per_node)
+        if nested:
+            return init_device_mesh(device_type, shape, mesh_dim_names=("nodes", "ranks"))
+        return init_device_mesh(device_type, (self.cluster.world,), mesh_dim_names=("ranks",))
+
+    def groups(self, watchdog: Watchdog) -> ProcessGroups:
+        """Process groups among them alone, in their order."""
+        return _MeshGroups(self.cluster, self.ranks, watchdog)
+
+
+class _MeshGroups(ProcessGroups):
+    """`ProcessGroups` of some ranks of the world. Members alone make a group."""
+
+    def __init__(self, cluster: ClusterConfig, ranks: Sequence[int], watchdog: Watchdog) -> None:
+        Collectives.__init__(self, cluster, ranks.index(dist.get_rank()))
+        self.watchdog, self.all = watchdog, ranks
+        self.gather_options, self.exchange_options = AllgatherOptions(), AllToAllOptions()
+        self.gather_options.asyncOp = self.exchange_options.asyncOp = False
+        self.gathers = self._groups(self._group(range(cluster.world)))
+        self.reductions = self.gathers
+        if torch.cuda.is_available():
+            self.reductions = self._groups(self._group(range(cluster.world)))
+
+    def _split(self, link: Link, firsts: range, world: Group) -> Group:
+        places = members(self.cluster, link, self.rank)
+        if len(places) in (1, self.cluster.world):
+            return world if len(places) > 1 else None
+        return self._group(places)
+
+    def _group(self, places: Sequence[int]) -> Group:
+        own = [self.all[place] for place in places]
+        return dist.new_group(own, use_local_synchronization=True) if len(own) > 1 else None
+
+
+def _rising(ranks: tuple[int, ...], said: str) -> tuple[int, ...]:
+    """As torch orders the ranks of a group."""
+    if list(ranks) != sorted(ranks):
+        raise ValueError(f"{said}: ranks {list(ranks)} do not rise; make it {_FIX}")
+    return ranks
+
+
+def _in_nodes(ranks: Sequence[int]) -> ClusterConfig:
+    """torchrun says how many ranks share a node, else all do."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    nodes = [rank // local for rank in ranks]
+    each = nodes.count(nodes[0])
+    if nodes != [node for node in dict.fromkeys(nodes) for _ in range(each)]:
+        raise ValueError(
+            f"ranks {list(ranks)} with LOCAL_WORLD_SIZE={local} do not lie node by node, as many "
+            "in each: give shard a cluster, or a mesh with the dimensions nodes and gpus"
+        )
+    return ClusterConfig(nodes=len(nodes) // each, gpus_per_node=each)
