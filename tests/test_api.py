@@ -28,7 +28,7 @@ def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:
     model = _model()
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
     named = recipe_name if recipe_name == "zero3" else _small(recipe_name)
-    losses, sharded = train(model, named, cluster, steps=6)
+    losses, sharded = train(model, named, cluster, steps=4)
     sent = {wire: list(t) for wire, t in sharded.bytes.items()}
     return [losses, sent, len(sharded.wrapped.installed)]
 
@@ -50,7 +50,7 @@ def hand_written() -> list[float]:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for step in range(6):
+    for step in range(4):
         loss = model(molecules(step, dist.get_rank()))
         loss.backward()
         for p in model.parameters():

@@ -70,7 +70,7 @@ def test_every_case_can_be_built_where_its_wires_are() -> None:
 
 def test_recipes_in_phases() -> None:
     """Across two borders, evaluated beside both."""
-    agree(sorted(PHASED), 2, 2, steps=4)
+    agree(sorted(PHASED), 2, 2, steps=3)
 
 
 def test_every_shipped_recipe_is_quick_on_one_cluster() -> None:

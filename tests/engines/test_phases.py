@@ -75,25 +75,32 @@ def test_memories_go_on_where_a_phase_remembers_alike() -> None:
     assert wires == {"grads_intra"}, "the second hop has another store from here on"
 
 
-def goes_on(case: str, folder: str, last: int) -> list[Any]:
-    made = engine_of(case, 2, 2)
-    saved = next(shared(folder).newest_first())
-    made.enter(saved.step)
-    made.load_checkpoint(saved)
-    results: list[Any] = train(made, saved.step, last)
-    sums = {n: float(t.double().sum()) for n, t in whole(made.state_dict()["weights"]).items()}
-    return [results, sums]
+def goes_on(folder: str, *cases: str) -> dict[str, Any]:
+    found = {}
+    for case in cases:
+        made = engine_of(case, 2, 2)
+        saved = next(shared(f"{folder}/{case}").newest_first())
+        made.enter(saved.step)
+        made.load_checkpoint(saved)
+        results = train(made, saved.step, STEPS)
+        found[case] = [results, sums(whole(made.state_dict()["weights"]))]
+    return found
 
 
-@pytest.mark.parametrize("case", ["phases_kept", "phases_memory", "phases_differences"])
-def test_real_ranks_go_on_from_a_state_at_a_border(case: str, tmp_path: Path) -> None:
-    """Written by the virtual engine, which then runs on; again and evaluated before it goes on."""
-    made = virtual_of(case, 2, 2)
-    train(made, 0, 2)
-    written(tmp_path, 2, made)
-    results = train(made, 2, STEPS)
-    sums = {n: float(t.double().sum()) for n, t in made.state_dict()["weights"].items()}
-    assert run_world(4, goes_on, case, str(tmp_path), STEPS) == [results, sums]
+def sums(weights: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(weight.double().sum()) for name, weight in weights.items()}
+
+
+def test_real_ranks_go_on_from_a_state_at_a_border(tmp_path: Path) -> None:
+    """Written by the virtual engine, which then runs on."""
+    wanted = {}
+    for case in ("phases_kept", "phases_memory", "phases_differences"):
+        made = virtual_of(case, 2, 2)
+        train(made, 0, 2)
+        written(tmp_path / case, 2, made)
+        results = train(made, 2, STEPS)
+        wanted[case] = [results, sums(made.state_dict()["weights"])]
+    assert run_world(4, goes_on, str(tmp_path), *wanted) == wanted
 
 
 # ---------------------------------------------------------------------- runs

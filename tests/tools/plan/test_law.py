@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,11 @@ def made(errors: law.Errors, parameters: float, tokens: float, noise: float = 0.
     return law.Cell("", errors, parameters, tokens, gap * (1 + 0.03 * noise), 2e-4)
 
 
+@cache
+def fitted(seed: int) -> law.Law:
+    return law.fit(grid(seed))
+
+
 def grid(seed: int = 0) -> list[law.Cell]:
     draw = np.random.default_rng(seed)
     errors = [law.Errors(w, 0.0) for w in (1e-3, 1e-2, 0.1, 0.6)]
@@ -42,7 +48,7 @@ def test_fits_find_the_law_that_made_the_cells() -> None:
     """Within two of the errors that they claim, in about as many of 28 values as normal ones."""
     near = []
     for seed in range(4):
-        found = law.fit(grid(seed))
+        found = fitted(seed)
         errors = np.sqrt(np.diag(found.covariance))
         off = np.array(found.values) - np.array([TRUE[name] for name in law.NAMES])
         near += list(np.abs(off) < 2 * errors)
@@ -55,7 +61,7 @@ def test_intervals_hold_cells_that_were_not_fitted() -> None:
     what chance takes: 300 cells."""
     inside = total = 0
     for seed in range(6):
-        found, draw = law.fit(grid(seed)), np.random.default_rng(1000 + seed)
+        found, draw = fitted(seed), np.random.default_rng(1000 + seed)
         for _ in range(50):
             errors = law.Errors(10 ** draw.uniform(-2.5, -0.3), 10 ** draw.uniform(-1.6, -0.6))
             cell = made(errors, 1.3e8, 5e7, draw.standard_normal())

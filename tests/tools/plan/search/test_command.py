@@ -40,12 +40,12 @@ def test_without_evidence_the_bits_stay_mild(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights at 8 bits or more and gradients at 4, whatever would be faster or the user has."""
-    bits = (None, 8, 4, 2)
+    bits = (None, 8, 2)
     monkeypatch.setattr(fastest, "Space", lambda b, extra, studied, _: Space(b, extra, False, bits))
     found = planned(capsys, "recipe=w2")
     recipe = compose(found["chosen"]["overrides"]).recipe
     assert {recipe.wire(w).bits for w in USUAL_WIRES[:2]} == {8}
-    assert {recipe.wire(w).bits for w in USUAL_WIRES[2:]} <= {None, 8, 4}
+    assert {recipe.wire(w).bits for w in USUAL_WIRES[2:]} <= {None, 8}
     (said,) = [note for note in found["notes"] if "--allow untested" in note]
     assert "weights keep 8 bits or more and gradients 4" in said
     fewer = [row for row in found["rows"] if row["kind"] == "not measured"]
