@@ -39,6 +39,9 @@ def _add_export(add: Add) -> None:
     out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
     out.add_argument(
+        "--license", metavar="NAME", help="hf, peft: for the card (default: the base model's)"
+    )
+    out.add_argument(
         "--quantized", action="store_true", help="hf: the weights as the wire brings them, packed"
     )
     out.add_argument(
@@ -137,6 +140,7 @@ def _export(args: argparse.Namespace, _: list[str]) -> int:
     if args.to == "peft":
         return _export_peft(args)
     _refuse(args, ("dtype",), "--to hf")
+    _refuse(args, ("license",), "--to hf and --to peft")
     from zpp_lab.study.report.export import export
 
     print(f"{export(args.dirs, args.out, args.steps)} rows: {args.out}")
@@ -156,7 +160,7 @@ def _export_hf(args: argparse.Namespace) -> int:
     _refuse(args, _OF_QUANTIZED, "--quantized")
     from zpp_lab.tools.export import export_hf
 
-    made = export_hf(args.dir, args.out, args.dtype or "fp32")
+    made = export_hf(args.dir, args.out, args.dtype or "fp32", license=args.license)
     print(f"step {made.step}: {made.tensors} tensors, {made.nbytes:,} bytes: {args.out}")
     return 0
 
@@ -173,6 +177,7 @@ def _export_quantized(args: argparse.Namespace) -> int:
         unfit="requantize" if args.requantize else "dense" if args.dense else "refuse",
         group=args.group_size,
         dtype=args.dtype,
+        license=args.license,
     )
     print(
         f"step {made.step}: {made.packed} weights packed ({made.requantized} of them rounded "
@@ -186,7 +191,7 @@ def _export_peft(args: argparse.Namespace) -> int:
         raise ValueError("--to peft takes no --steps and no --dtype: adapters stay in fp32")
     from zpp_lab.tools.export import export_peft
 
-    made = export_peft(args.dir, args.out)
+    made = export_peft(args.dir, args.out, args.license)
     print(f"step {made.step}: {made.tensors} adapters, {made.nbytes:,} bytes: {args.out}")
     return 0
 

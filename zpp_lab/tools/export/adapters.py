@@ -23,13 +23,14 @@ from zpp_lab.models import build_model
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.models.lora import A, inputs_first, is_adapter
 from zpp_lab.runs.checkpoint.read import SavedWeights, newest
+from zpp_lab.tools.export.card import adapter_text, write_readme
 from zpp_lab.tools.export.model import Exported, new_folder, run_config
 from zpp_lab.tools.export.shards import write_safetensors
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
-def export_peft(run: Path, out: Path) -> Exported:
+def export_peft(run: Path, out: Path, license: str | None = None) -> Exported:
     """Write the newest adapters of the run in `run` to the new folder `out`, in fp32.
 
     ValueError when there is no run or checkpoint, no adapters, or `out` is there already.
@@ -47,6 +48,7 @@ def export_peft(run: Path, out: Path) -> Exported:
         (folder / "model.safetensors").rename(folder / WEIGHTS)
         text = json.dumps(_settings(config, saved, sorted(names)), indent=2, sort_keys=True)
         (folder / SETTINGS).write_text(text + "\n")
+        write_readme(folder, config, adapter_text(config, saved.step), license, library="peft")
     return Exported(saved.step, len(names), nbytes)
 
 

@@ -1,6 +1,8 @@
-"""What a quantized folder says of itself: README.md for people, zpp_lab.json for programs.
+"""What an exported folder says of itself: README.md for people, and of quantized weights
+zpp_lab.json for programs.
 
-Whoever finds the folder must see whether its numbers are those that training computed with, and
+A card names the base that training started from and its licence, whose text comes along. Whoever
+finds quantized weights must see whether its numbers are those that training computed with, and
 how to load it so that they are. transformers unpacks a weight in the dtype of its scales, which a
 `dtype=` changes first; training in bf16 decodes in fp32 and rounds what comes out. So the way
 depends on both dtypes.
@@ -9,6 +11,8 @@ depends on both dtypes.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +20,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
+from zpp_lab.files import CONFIG, read_yaml
 from zpp_lab.tools.export.packed import Grid
 from zpp_lab.tools.export.wire import codec_text
 
@@ -67,6 +75,9 @@ _ARITHMETIC = (
     "with the very same weights its loss was off by 2e-5 to 4e-4 nats in models of 0.4M "
     "parameters. `zpp-lab evaluate RUN FOLDER --dtype fp32` leaves that out."
 )
+_RANDOM = "Training began with random weights."
+_UNKNOWN = "No licence is known: `zpp-lab export --license NAME` states one."
+_TERMS = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)", re.IGNORECASE)
 RECORD = "zpp_lab.json"
 
 
@@ -133,7 +144,7 @@ class Card:
 
     def text(self) -> str:
         made = [self._origin(), self._storage(), *self._changes(), self._loading()]
-        return "\n\n".join(["---\nlibrary_name: transformers\n---", *made]) + "\n"
+        return "\n\n".join(made)
 
     def _origin(self) -> str:
         of = f"recipe `{self.config.recipe.name}`, seed {self.config.seed}, step {self.step}"
@@ -188,6 +199,69 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield package, version(package)
 
 
-def write_card(folder: Path, card: Card) -> None:
+def write_card(folder: Path, card: Card, license: str | None = None) -> None:
     (folder / RECORD).write_text(json.dumps(card.record(), indent=1) + "\n")
-    (folder / "README.md").write_text(card.text())
+    write_readme(folder, card.config, card.text(), license)
+
+
+def plain_text(config: Config, step: int, dtype: str, merged: bool) -> str:
+    """Of weights as the optimizer has them."""
+    of = f"recipe `{config.recipe.name}`, seed {config.seed}, step {step}"
+    added = " The adapters are added to the frozen base that they were trained on." * merged
+    model = config.model
+    said = instructions(dtype, config.train.param_dtype, 0, model.name == "llama")
+    return f"# Trained weights\n\nThe master weights of {of}, in {dtype}.{added}\n\n{said}"
+
+
+def adapter_text(config: Config, step: int) -> str:
+    lora, of = config.model.lora, f"recipe `{config.recipe.name}`, seed {config.seed}, step {step}"
+    return (
+        f"# Adapters\n\nLow-rank adapters of {of}: rank {lora.rank}, alpha {lora.alpha:g}.\n\n"
+        "```python\nfrom peft import PeftModel\n\nmodel = PeftModel.from_pretrained(BASE, FOLDER)\n"
+        "```\n\nBASE is the model, loaded from the base."
+    )
+
+
+def write_readme(
+    folder: Path, config: Config, text: str, license: str | None, library: str = "transformers"
+) -> None:
+    """README.md with the Hub's metadata. license: what the user says; None: the base's own."""
+    base = base_of(config)
+    own = license or (base and _license(base)) or "unknown"
+    facts = {"library_name": library, "license": own}
+    facts |= {"base_model": _name(base)} if base else {}
+    began = f"Training began with the weights of {_name(base)}." if base else _RANDOM
+    said = f"{began} Licence: {own}." if own != "unknown" else f"{began} {_UNKNOWN}"
+    front = yaml.safe_dump(facts, sort_keys=False)
+    (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{said}\n")
+    for path in [p for p in base.glob("*") if p.is_file() and _TERMS.match(p.name)] if base else []:
+        shutil.copy(path, folder / path.name)
+
+
+def base_of(config: Config) -> Path | None:
+    """The folder of the pretrained weights that training began with, through the runs that it went
+    on from; None of random weights, or where such a run is gone."""
+    model = config.model
+    if model.start is None:
+        pretrained = model.path if model.weights == "pretrained" else None
+        return Path(pretrained).expanduser() if pretrained else None
+    start = Path(model.start).expanduser()
+    run = next((p for p in (start, *start.parents) if (p / CONFIG).is_file()), None)
+    return base_of(load(Config, read_yaml(run / CONFIG))) if run else None
+
+
+def _name(base: Path) -> str:
+    """OWNER/NAME of a folder in the Hub's cache, else the folder's own name."""
+    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{base.resolve()}/")
+    return "/".join(cached.groups()) if cached else base.resolve().name
+
+
+def _license(base: Path) -> str | None:
+    """What the base's own card says."""
+    try:
+        found = re.match(r"---\n(.*?)^---$", (base / "README.md").read_text("utf-8"), re.M | re.S)
+        said = yaml.safe_load(found[1]) if found else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    own = said.get("license") if isinstance(said, dict) else None
+    return own if isinstance(own, str) else None

@@ -35,6 +35,7 @@ from zpp_lab.models import build_model
 from zpp_lab.models.lora import adapters_of, inputs_first, merged
 from zpp_lab.models.start import whole
 from zpp_lab.runs.checkpoint.read import SavedWeights, newest
+from zpp_lab.tools.export.card import plain_text, write_readme
 from zpp_lab.tools.export.shards import LIMIT, write_safetensors
 from zpp_lab.tools.export.target import Target, target_of, write_tokenizer
 from zpp_lab.tools.export.wire import WireWeights
@@ -132,11 +133,13 @@ class Exported:
     nbytes: int
 
 
-def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> Exported:
+def export_hf(
+    run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT, license: str | None = None
+) -> Exported:
     """Write the newest weights of the run in `run` to the new folder `out`.
 
     dtype: fp32, bf16 or fp16; limit: bytes of one file. The folder appears when it is whole.
-    Adapters are added to their frozen base.
+    Adapters are added to their frozen base. license: for the card; None: the base's.
     ValueError when there is no run or checkpoint, or `out` is there already.
     """
     with new_folder(out) as folder:
@@ -148,6 +151,8 @@ def export_hf(run: Path, out: Path, dtype: str = "fp32", limit: int = LIMIT) -> 
         nbytes = write_safetensors(folder, shapes, lambda n: read[n](), EXPORT_DTYPES[dtype], limit)
         write_config(folder, target.config, dtype)
         write_tokenizer(run, config.data, folder)
+        text = plain_text(config, saved.step, dtype, isinstance(saved, MergedWeights))
+        write_readme(folder, config, text, license)
     return Exported(saved.step, len(shapes), nbytes)
 
 

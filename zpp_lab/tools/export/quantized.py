@@ -66,6 +66,7 @@ def export_quantized(
     group: int | None = None,
     dtype: str | None = None,
     limit: int = LIMIT,
+    license: str | None = None,
 ) -> QuantizedExported:
     """Write the run's newest weights, quantized, to the new folder `out`.
 
@@ -74,7 +75,7 @@ def export_quantized(
         rounds them to nearest on the format's grid with as many bits; dense stores them decoded.
     group: elements of a row that share a scale; None: as many as the blocks and rows allow.
     dtype: fp32, bf16 or fp16 of scales and of all that is not packed; None: what keeps the
-        numbers as they are.
+        numbers as they are. license: for the card; None: the base's.
     ValueError when there is no run or checkpoint, nothing is quantized, or a codec does not fit;
     without a codec also for a run with adapters, whose sum with the base was never quantized.
     """
@@ -93,7 +94,7 @@ def export_quantized(
         nbytes = write_safetensors(folder, shapes, lambda n: read[n](), dtypes, limit)
         write_config(folder, made.config(), kind)
         write_tokenizer(run, config.data, folder)
-        write_card(folder, made.card(kind))
+        write_card(folder, made.card(kind), license)
     counts = {way: len(made.named(way)) for way in ("packed", "requantized", "decoded")}
     packed = counts["packed"] + counts["requantized"]
     return QuantizedExported(
