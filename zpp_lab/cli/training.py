@@ -34,6 +34,8 @@ folder that holds a run with other settings is left alone.
     zpp-lab train recipe=zeropp train.steps=100
     zpp-lab train recipe.name=mine recipe.weights.bits=4 recipe.weights.block_size=64
     zpp-lab train -m recipe.weights.bits=null,4 seed=1,2     # into runs/sweep-DATE"""
+DEEPSPEED = """Prints the command line of the same training, what DeepSpeed would do without a word,
+and every key of the file that was not carried over. Nothing is trained."""
 STUDY = """Trains every arm with every seed, prints the verdicts and writes report.html into --dir.
 Finished runs are not repeated. Settings are for all arms.
 
@@ -45,9 +47,24 @@ Finished runs are not repeated. Settings are for all arms.
 def add_training(add: Add) -> None:
     _add_train(add)
     _add_study(add)
+    _add_deepspeed(add)
     tokens = add("prepare", "make a study's token files before its runs need them", _prepare)
     tokens.add_argument("name", help="a study's name, or the path of a YAML file")
     takes_settings(tokens)
+
+
+def _add_deepspeed(add: Add) -> None:
+    told = add("from-deepspeed", "say what a DeepSpeed config is here", _from_deepspeed, DEEPSPEED)
+    told.add_argument("file", type=Path, help="DeepSpeed's config, a JSON file")
+    told.add_argument("--nodes", type=whole(1), help="of the cluster, if the file leaves it open")
+    told.add_argument("--gpus-per-node", type=whole(1), help="of the cluster, likewise")
+
+
+def _from_deepspeed(args: argparse.Namespace, _: list[str]) -> int:
+    from zpp_lab.engines.deepspeed.translate import translate
+
+    print(translate(args.file, args.nodes, args.gpus_per_node).text())
+    return 0
 
 
 def _add_train(add: Add) -> None:

@@ -1,0 +1,135 @@
+"""`zpp-lab from-deepspeed`: settings that mean the same, and not a key lost on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zpp_lab.cli.main import main
+from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import USUAL_WIRES
+from zpp_lab.engines.deepspeed.settings import deepspeed_settings
+from zpp_lab.engines.deepspeed.translate import Translation, translate
+
+ZEROPP = {
+    "stage": 3,
+    "zero_quantized_weights": True,
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_gradients": True,
+}
+BASE: dict[str, Any] = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 4}
+
+
+def told(folder: Path, values: Any, nodes: int | None = 2, gpus: int | None = 2) -> Translation:
+    file = folder / "ds.json"
+    file.write_text(json.dumps(values))
+    return translate(file, nodes, gpus)
+
+
+def said(lines: list[str], words: str) -> bool:
+    return any(words in line for line in lines)
+
+
+@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_its_switches_come_back_as_they_were(
+    tmp_path: Path, weights: bool, grads: bool, hpz: int
+) -> None:
+    zero = {
+        "stage": 3,
+        "zero_quantized_weights": weights,
+        "zero_hpz_partition_size": hpz,
+        "zero_quantized_gradients": grads,
+    }
+    settings = told(tmp_path, {**BASE, "zero_optimization": zero}).settings
+    config = compose(settings)
+    assert config.engine.name == "fsdp"
+    checked = Recipe(config.recipe, config.cluster)
+    bits = [checked.wire(wire).bits for wire in USUAL_WIRES]
+    assert bits == [8 if weights else None] * 2 + [4 if grads else None] * 2
+    again = [word.replace("engine=fsdp", "engine=deepspeed") for word in settings]
+    made = deepspeed_settings(compose(again))
+    assert {key: made["zero_optimization"][key] for key in zero} == zero
+    assert (made["train_micro_batch_size_per_gpu"], made["gradient_clipping"]) == (4, 0)
+
+
+def test_training_is_the_same(tmp_path: Path) -> None:
+    values = {
+        "train_batch_size": 128,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 90, "warmup_num_steps": 9, "warmup_type": "linear"},
+        },
+        "zero_optimization": {**ZEROPP, "offload_optimizer": {"device": "cpu"}},
+        "tensorboard": {"enabled": True},
+    }
+    config = compose(told(tmp_path, values, None, None).settings)
+    train, cluster = config.train, config.cluster
+    assert (cluster.nodes, cluster.gpus_per_node) == (8, 2)  # 128 / (4 · 2), by hpZ's 2 a node
+    assert (train.batch_size, train.micro_steps, train.steps) == (4, 2, 90)
+    assert (train.lr, train.beta2, train.weight_decay, train.clip) == (3e-4, 0.95, 0.0, 0.5)
+    assert (train.param_dtype, train.reduce_dtype) == ("bf16", "fp32")
+    assert (train.schedule, train.warmup_steps, train.min_lr_ratio) == ("cosine", 9, 1e-4)
+    assert config.engine.offload
+    assert config.tracking.tensorboard
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "words"),
+    [
+        ({}, "silent", "read bf16 gradients as fp16"),
+        ({"bf16": {}}, "silent", "read fp32 gradients as fp16"),
+        ({"zero_optimization": {**ZEROPP, "stage": 2}}, "silent", "only stage 3 reads them"),
+        ({"optimizer": {"type": "Adam", "params": {}}}, "silent", "take Adam for AdamW"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "left", "along a logarithm"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "left", "scheduler.type=OneCycle"),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1}}}, "left", "optimizer.params.lr=1"),
+        ({"fp16": {"enabled": True}, "bf16": {}}, "left", "bf16 takes its place"),
+        ({"gradient_clipping": "auto"}, "left", "gradient_clipping=auto"),
+        ({"a": {"b": {"c": 7}}}, "left", "a.b.c=7: no such setting"),
+        ({"zero_optimization": {**ZEROPP, "mics_shard_size": 8}}, "left", "mics_shard_size=8"),
+        ({"steps_per_print": 5}, "notes", "steps_per_print"),
+    ],
+)
+def test_what_is_silent_there_or_missing_here_is_said(
+    tmp_path: Path, values: dict[str, Any], where: str, words: str
+) -> None:
+    made = told(tmp_path, {**BASE, "zero_optimization": ZEROPP, **values})
+    assert said(getattr(made, where), words), made.text()
+    compose(made.settings)
+
+
+def test_loco_is_the_recipe_of_that_name(tmp_path: Path) -> None:
+    zero = {**ZEROPP, "zeropp_loco_param": {"err_beta": 0.9, "reset_T": 512}}
+    made = told(tmp_path, {**BASE, "zero_optimization": zero})
+    recipe = compose(made.settings).recipe
+    memory = recipe.wire("grads_inter").memory
+    assert (memory.average, memory.reset_every, recipe.secondary) == (0.9, 512, True)
+    assert recipe.wire("weights_forward").bits == 8
+    assert said(made.notes, "0.19.8 has removed it")
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(values: Any) -> str:
+        file = tmp_path / "ds.json"
+        file.write_text(values if isinstance(values, str) else json.dumps(values))
+        assert main(["from-deepspeed", str(file), "--nodes=2", "--gpus-per-node=2"]) == 2
+        return capsys.readouterr().err
+
+    assert "is not 4 × 2 × 4 ranks" in refused({**BASE, "train_batch_size": 40})
+    assert "bf16 and fp16 are both enabled" in refused({**BASE, "fp16": {"enabled": True}})
+    assert "gradient_clipping='x': use a number" in refused({"gradient_clipping": "x"})
+    assert "a DeepSpeed config is a mapping" in refused([1])
+    assert "name a DeepSpeed config file" in refused("{")
+    assert main(["from-deepspeed", str(tmp_path / "none.json")]) == 2
