@@ -68,7 +68,7 @@ def test_a_difference_of_arms() -> None:
 def test_reports_have_a_row_of_it() -> None:
     found = judged({"w4_32": [0.02, 0.021, 0.022], "w4_64": [0.02, 0.021, 0.02], "w8": [0, 0, 0]})
     row = verdict_table(found).rows[-1].texts
-    assert row[:3] == ["all_w4", "worse", "+0.0207 ± 0.0014"]
+    assert row[:3] == ["all_w4", "worse", "+0.0207 ± 0.0030"]
     assert row[-1] == "every arm of 4 bits"
     assert "3 of 3" in row
     assert p_value_rows(found)[-1][0] == "all_w4"

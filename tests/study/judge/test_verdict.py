@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
-from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study
+from zpp_lab.study.judge.claims import INSIDE, ON_PAR, UNDECIDED
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, pairwise
 from zpp_lab.study.run.launch import next_seeds
 
 STUDY = StudyConfig(
@@ -209,3 +211,53 @@ def test_arms_and_seeds_outside_the_study_are_left_out() -> None:
     result, arm = judged(*shifted(0.0, 0.0, 0.0), run("other", 1, 9.0), run("arm", 9, 9.0))
     assert sorted(arm.gaps) == [1, 2, 3]
     assert result.notes == ["Arm other is no arm of the study; left out."]
+
+
+def shows(arm: ArmResult) -> tuple[bool, bool, bool]:
+    """What the interval beside a verdict says: without 0, inside the margin, beyond it."""
+    assert arm.gap is not None
+    assert arm.gap.deciding is not None
+    (low, high), margin = arm.gap.deciding, arm.margin or 0.0
+    inside = -margin < low and high < margin
+    return low > 0 or high < 0, inside, low > margin or high < -margin
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_an_interval_agrees_with_the_verdict_beside_it(seeds: int) -> None:
+    """Whatever the corrections make of the levels; against the baseline and between arms."""
+    seen: set[str] = set()
+    arms = [ArmConfig("zero3"), *(ArmConfig(f"arm{i}") for i in range(6))]
+    study = replace(STUDY, arms=arms, seeds=list(range(1, seeds + 1)))
+    for key in range(60):
+        rng = np.random.default_rng([3, key])
+        losses = 2.4 + rng.normal(0, 0.02, seeds)
+        runs = [run("zero3", s, loss) for s, loss in enumerate(losses, 1)]
+        for arm in arms[1:]:
+            gaps = rng.normal(rng.normal(0, 0.006), rng.choice([0.0005, 0.002]), seeds)
+            runs += [run(arm.name, s, x) for s, x in enumerate(losses + gaps, 1)]
+        found = judge_study(study, runs)
+        for one in (*found.arms[1:], *(pair for _, _, pair in pairwise(found))):
+            differs, inside, beyond = shows(one)
+            seen.add(one.verdict)
+            assert beyond == (one.verdict in ("worse", "better")), one.verdict
+            assert inside == (one.verdict in INSIDE), one.verdict
+            if one.verdict != ON_PAR:  # its test has one side, that of 0 two
+                assert differs == (one.verdict != UNDECIDED), one.verdict
+    assert len(seen) == 8
+
+
+def test_pairs_are_a_family_of_their_own() -> None:
+    """A control is in none; an arm without a verdict neither."""
+    names = ("zero3", "w8", "w4", "w2", "broken")
+    arms = [ArmConfig(name) for name in names]
+    arms[-1] = replace(arms[-1], role="negative_control")
+    gaps = {"zero3": 0.0, "w8": 0.0, "w4": 0.02, "broken": 1.0}
+    rng = np.random.default_rng(1)
+    runs = [
+        run(name, s, BASE[s] + gap + rng.normal(0, 1e-4))
+        for name, gap in gaps.items()
+        for s in BASE
+    ]
+    ((one, other, apart),) = pairwise(judge_study(replace(STUDY, arms=arms), runs))
+    assert (one, other, apart.verdict) == ("w8", "w4", "better")
+    assert apart.tests.differs == apart.tests.differs_corrected  # of one pair

@@ -23,9 +23,47 @@ PATHS = """charts => charts.map(chart => [chart.id,
     [...chart.querySelectorAll("svg .mark-line path, svg .mark-symbol path")]
         .map(path => path.getAttribute("d") || "")])"""
 
-OPACITIES = """legend => [...legend.closest(".chart").querySelectorAll(
-    "svg .mark-line path, svg .mark-symbol:not(.role-legend-symbol) path")]
-    .map(path => path.getAttribute("opacity") || "1")"""
+TEXTS = """chart => [...chart.querySelectorAll("svg text")].map(t => {
+    const r = t.getBoundingClientRect();
+    return [t.textContent, r.left, r.top, r.right, r.bottom]; }).filter(t => t[0].trim())"""
+CUT = """[...document.querySelectorAll("body *")].filter(e => {
+    const r = e.getBoundingClientRect();
+    if (!r.width || !e.checkVisibility() || r.right <= innerWidth + 1 && r.left >= -1) return false;
+    return !e.closest(".wide, pre") || e.matches(".wide, .chart, .chart svg"); })
+    .map(e => e.outerHTML.slice(0, 90))"""
+CLICKS = """async () => {
+  const rest = () => new Promise(done => setTimeout(done, 12));
+  const opacities = chart => [...chart.querySelectorAll(
+      "svg .mark-line path, svg .mark-symbol:not(.role-legend-symbol) path")]
+    .map(path => path.getAttribute("opacity") || "1");
+  async function click(x, y, chart, before) {  // waits for what is drawn, a second at most
+    const at = {clientX: x, clientY: y, bubbles: true, view: window};
+    const hit = document.elementFromPoint(x, y);
+    for (const kind of ["mousedown", "mouseup", "click"])
+      hit.dispatchEvent(new MouseEvent(kind, at));
+    for (let i = 0; i < 80 && String(opacities(chart)) === String(before); i++) await rest();
+    return hit;
+  }
+  document.querySelectorAll("main details").forEach(fold => fold.open = true);
+  const found = [];
+  for (const legend of document.querySelectorAll(".chart .role-legend")) {
+    const chart = legend.closest(".chart"), entries = [];
+    const first = opacities(chart);
+    let before = first;
+    for (const text of legend.querySelectorAll(".role-legend-label text")) {
+      text.scrollIntoView({block: "center"});
+      const r = text.getBoundingClientRect();
+      const hit = await click((r.left + r.right) / 2, (r.top + r.bottom) / 2, chart, before);
+      const seen = opacities(chart);
+      entries.push([text.textContent, legend.contains(hit), seen]);
+      before = seen;
+    }
+    chart.scrollIntoView({block: "end"});
+    const edge = chart.querySelector("svg").getBoundingClientRect();
+    await click(edge.left + 2, edge.bottom - 2, chart, before);
+    found.push([chart.id, first, entries, opacities(chart)]);
+  }
+  return found; }"""
 
 
 @contextmanager
@@ -65,52 +103,70 @@ def opened(browser: Any, file: Path, width: int, charts: int) -> Iterator[Any]:
     page.close()
 
 
-def resize(page: Any, width: int, charts: int) -> None:
-    """The page anew, in a window of this width."""
-    page.set_viewport_size({"width": width, "height": 900})
+def resize(page: Any, width: int, charts: int, height: int = 900) -> None:
+    """The page anew, where its window is not of this size."""
+    if page.viewport_size == {"width": width, "height": height}:
+        return
+    page.set_viewport_size({"width": width, "height": height})
     page.reload()
     drawn(page, charts)
+    page.evaluate("scrollTo(0, 0)")  # a reader's place is kept
 
 
 def drawn(page: Any, charts: int) -> None:
-    """Returns when all charts are there, more than so many."""
-    page.wait_for_function(f"[...views.values()].every(Boolean) && views.size > {charts}")
+    """Returns when all charts are there, more than so many, those in folds too."""
+    page.wait_for_function(
+        "n => [...views.values()].every(Boolean) && views.size > n && "
+        "views.size === document.querySelectorAll('.chart').length",
+        arg=charts,
+    )
 
 
 def fits(page: Any) -> None:
-    """Neither the page nor a chart is wider than the window."""
+    """Nothing is wider than the window, but for what a scroll region of its own holds; folds are
+    open or not."""
     room = page.evaluate("document.documentElement.clientWidth")
     assert page.evaluate("document.documentElement.scrollWidth") == room
-    wide = "cs => cs.filter(c => c.scrollWidth > c.clientWidth + 1).map(c => c.id)"
-    assert page.eval_on_selector_all(".chart", wide) == []
+    assert page.evaluate(CUT) == []
+
+
+def first_screen(page: Any) -> None:
+    """The answer and the figure of gaps lie in it, without scrolling, each verdict by its arm."""
+    for place in ("#answer > p", "#chart-gap svg"):
+        box = page.locator(place).bounding_box()
+        size = page.viewport_size
+        assert 0 <= box["y"] < box["y"] + box["height"] <= size["height"], place
+        assert box["x"] + box["width"] <= size["width"], place
+    rows = page.locator("#chart-gap .role-axis-label text").all_text_contents()
+    words = page.locator("#chart-gap .mark-text.role-mark text").all_text_contents()
+    arms = page.locator("#verdicts tbody th").all_text_contents()[1:]
+    assert [name.rstrip("…") for name in rows if name.rstrip("…") in "\n".join(arms)][-len(arms) :]
+    assert len(words) in (len(arms), 2 * len(arms))  # with the numbers on a desktop
+    apart(page, "gap")
+
+
+def apart(page: Any, chart: str) -> None:
+    """No two texts of a chart overlap."""
+    texts = page.locator(f"#chart-{chart}").evaluate(TEXTS)
+    assert len(texts) > 5
+    for i, (one, left, top, right, bottom) in enumerate(texts):
+        for other, x0, y0, x1, y1 in texts[:i]:
+            free = left >= x1 - 1 or x0 >= right - 1 or top >= y1 - 1 or y0 >= bottom - 1
+            assert free, (chart, one, other)
 
 
 def legends_answer(page: Any) -> int:
-    """Clicks the ends of every legend, as a hand would: each singles out marks of its chart, which
-    stay bright, and others fade; a click beside the panels takes it back. Returns how many
+    """Clicks every entry of every legend where a hand would: each singles out marks of its chart,
+    which stay bright, and others fade; a click beside the panels takes it back. Returns how many
     legends there are."""
-    legends = page.locator(".chart .role-legend")
-    for legend in legends.all():
-        every = legend.locator(".role-legend-label text").all()
-        assert every
-        entries = [every[0], *every[1:][-1:]]
-        first = before = legend.evaluate(OPACITIES)
-        for entry in entries:
-            entry.evaluate("text => text.scrollIntoView({block: 'center'})")
-            box = entry.bounding_box()
-            page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-            page.wait_for_function(
-                f"([legend, before]) => String(({OPACITIES})(legend)) !== String(before)",
-                arg=[legend.element_handle(), before],
-            )
-            before = legend.evaluate(OPACITIES)
-            if len(entries) > 1:
-                assert {"1"} < set(before), entry.text_content()
-        legend.evaluate("legend => legend.closest('svg').scrollIntoView({block: 'end'})")
-        edge = legend.locator("xpath=ancestor::*[name()='svg'][last()]").bounding_box()
-        page.mouse.click(edge["x"] + 2, edge["y"] + edge["height"] - 2)
-        page.wait_for_function(
-            f"([legend, first]) => String(({OPACITIES})(legend)) === String(first)",
-            arg=[legend.element_handle(), first],
-        )
-    return legends.count()
+    legends = page.evaluate(CLICKS)
+    for chart, first, entries, last in legends:
+        assert entries, chart
+        before = first
+        for entry, hit, seen in entries:
+            assert hit, (chart, entry, "lies under something else")
+            assert seen != before, (chart, entry)
+            assert len(entries) == 1 or "1" in seen, (chart, entry)
+            before = seen
+        assert last == first, chart
+    return len(legends)

@@ -30,21 +30,60 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 @pytest.fixture(scope="module")
 def page(report: Report, browser: Any) -> Iterator[Any]:
     """The page on a desktop, loaded once for all tests, which leave it as a reader might."""
-    with chromium.opened(browser, report.html, 1280, 5) as page:
+    with chromium.opened(browser, report.html, 1400, 5) as page:
         yield page
 
 
-@chromium.widths
-def test_every_chart_has_marks_and_fits(page: Any, width: int) -> None:
-    chromium.resize(page, width, 5)
-    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
-    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)], ids=["desktop", "phone"])
+def test_answer_first_then_every_chart_and_legend(page: Any, width: int, height: int) -> None:
+    chromium.resize(page, width, 5, height)
+    chromium.first_screen(page)
+    assert page.locator("#contents details").evaluate("fold => fold.open") == (width > 1000)
+    assert page.evaluate("document.documentElement.scrollHeight") < (3600, 5600)[width < 1000]
+    page.locator("#unfold").evaluate("button => button.click()")
+    assert page.locator("main details:not([open])").count() == 0
     charts = page.locator(".chart")
     assert charts.count() == 12
     for name, drawn in charts.evaluate_all(chromium.PATHS):
         assert any(len(d) > 20 for d in drawn), name
         assert not any("NaN" in d for d in drawn), name
     chromium.fits(page)
+    # two of bytes, three of pairs, one of each over training
+    assert chromium.legends_answer(page) == 13
+    page.locator("#unfold").evaluate("button => button.click()")
+    assert page.locator("main details[open]").count() == 0
+
+
+def test_contents_lead_into_folds_and_mark_where_one_is(page: Any) -> None:
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.locator("#contents a", has_text="How sure").click()
+    page.wait_for_function("document.querySelector('#certain details').open")
+    here = page.locator("#contents a[aria-current]")
+    here.and_(page.get_by_text("How sure")).wait_for()
+    assert here.count() == 1
+    told = page.evaluate("document.body.innerText")
+    assert "`" not in told
+
+
+def test_dark_pages_have_dark_charts(page: Any) -> None:
+    """Nothing that was dark on white stays so, and nothing is drawn anew."""
+    shown = """() => [document.body, document.querySelector("#chart-gap svg")]
+        .map(e => getComputedStyle(e).backgroundColor)
+        .concat([...document.querySelectorAll("#chart-gap svg :is(text, .mark-symbol path)")]
+        .map(e => getComputedStyle(e).fill))"""
+
+    def light(color: str) -> float:
+        return sum(map(int, re.findall(r"\d+", color)[:3])) / 765
+
+    day = page.evaluate(shown)
+    page.emulate_media(color_scheme="dark")
+    night = page.evaluate(shown)
+    page.emulate_media(color_scheme="light")
+    assert len(day) == len(night) > 30
+    assert (light(day[0]), light(night[0]) < 0.1) == (1.0, True)
+    assert night[1].endswith(", 0)")  # see-through
+    inks = [(light(a), light(b)) for a, b in zip(day[2:], night[2:], strict=True)]
+    assert all(0.35 < dark != ink for ink, dark in inks if ink < 0.6)
 
 
 def test_the_filter_hides_rows_and_curves(page: Any) -> None:
@@ -89,16 +128,13 @@ def test_tables_are_sorted_by_keyboard(page: Any) -> None:
     assert page.locator("#verdicts th[aria-sort]").count() == 1
 
 
-def test_every_legend_singles_out_what_is_clicked(page: Any) -> None:
-    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
-    page.wait_for_function("[...views.values()].every(Boolean) && views.size > 8")
-    # two of bytes, three of pairs, one of each over training
-    assert chromium.legends_answer(page) == 13
-
-
 def test_it_prints_without_cut_tables(page: Any, tmp_path: Path) -> None:
     page.emulate_media(media="print")
     page.set_viewport_size({"width": 703, "height": 1000})  # A4 between its margins
+    folded = page.locator("main details:not([open])")
+    assert folded.count() > 8
+    hidden = "fs => fs.filter(f => !f.lastElementChild.checkVisibility()).length"
+    assert folded.evaluate_all(hidden) == 0
     cut = "ts => ts.filter(t => t.getBoundingClientRect().right > innerWidth + 1).map(t => t.id)"
     assert page.eval_on_selector_all("table", cut) == []
     assert page.eval_on_selector_all(".chart svg", cut) == []

@@ -56,9 +56,16 @@ def report(study: StudyConfig, tmp_path_factory: pytest.TempPathFactory) -> Repo
     root = tmp_path_factory.mktemp("runs")
     write_study_runs(root, study)
     write_study(root, study)
+    for seed, url in ((1, "https://wandb.ai/me/run"), (2, "javascript:alert()")):
+        (root / "w4" / f"seed{seed}" / "wandb.json").write_text(json.dumps({"url": url}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return build_report(root)
+
+
+def without_links(markup: str) -> str:
+    """A page without what readers may click on, which asks for nothing by itself."""
+    return re.sub(r'<a href="(?!javascript)[^"]*"', "<a", markup)
 
 
 def test_page_is_one_file_that_asks_for_nothing(report: Report) -> None:
@@ -66,7 +73,9 @@ def test_page_is_one_file_that_asks_for_nothing(report: Report) -> None:
     assert len(html.encode()) < 3e6
     assert "default-src 'none'" in html
     markup = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
-    assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(""", markup)
+    links = set(re.findall(r'<a href="([^"]*)"', markup))
+    assert {"#answer", "w4/seed1/", "https://wandb.ai/me/run"} <= links
+    assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(""", without_links(markup))
     assert "<script" not in markup  # each one is closed where it should be
     names = re.findall(r'<script type="application/json" id="spec-(\w+)">', html)
     assert set(names) == FIGURES
@@ -78,9 +87,14 @@ def test_page_is_one_file_that_asks_for_nothing(report: Report) -> None:
 
 def test_page_opens_with_question_rule_and_verdicts(report: Report, study: StudyConfig) -> None:
     html = report.html.read_text()
-    first = [study.question, "Baseline", "Margin", "Stopping rule", "Controls", "as it must be"]
-    order = [*first, 'id="verdicts"', "What to use", RULES[0], 'id="chart-gap"', "Appendix"]
-    places = [html.index(text) for text in order]
+    said = (
+        "of the held-out loss of zero3, with 78.3% of its bytes between nodes; w4 and w2 are worse;"
+    )
+    first = [study.question, said, 'id="chart-gap"', 'id="verdicts"', 'id="pairs"', RULES[0]]
+    terms = [f"<dt>{what}" for what in ("Baseline", "Margin", "Stopping rule", "Controls")]
+    order = [*first, *terms, 'id="chart-loss"', "<h2>How sure", "<h2>Run it again"]
+    markup = html[html.index("<header>") :]
+    places = [markup.index(text) for text in order]
     assert places == sorted(places)
     facts = ("0123456789abcdef", "5f1a5f1a", "Some CPU", "recipe.weights.bits: 4 (baseline: –)")
     commands = ("zpp-lab train model=tiny train.steps=300 recipe=w4", "Every setting of zero3")
@@ -130,16 +144,23 @@ def test_markdown_has_the_same_verdicts(report: Report) -> None:
     assert broken.endswith("| 3 of 3 | negative control: 2 bits everywhere |")
     assert "![Held-out loss gap](figures/gap.svg)" in text
     assert "two one-sided paired tests" in text
+    said = "with 78.3% of its bytes between nodes; w4 and w2 are worse;"
+    assert said in text.split("![")[0]
+    assert "| w4 | w2 | better | −0.5861 ±" in text
+    assert "corrected for these 15 pairs (Holm)" in text
+    assert "](w4/seed1/)" not in text  # a published page has no runs beside it
 
 
 def test_what_was_quantized_stands_beside_the_bytes(report: Report) -> None:
     """Of an arm's weights and gradients; older runs, which do not tell it, have no such column."""
     assert "Quantized (weights, gradients)" in report.html.read_text()
-    head, _, *rows = (
+    lines = [
         [cell.strip() for cell in line.split("|")]
         for line in report.markdown.read_text().splitlines()
         if line.startswith("| ")
-    )
+    ]
+    (start,) = [i for i, line in enumerate(lines) if "Perplexity" in line]
+    head, _, *rows = lines[start:]
     at = head.index("Quantized (weights, gradients)")
     assert {row[1]: row[at] for row in rows[:9]}["w4"] == "98.7%, 0%"
     assert (

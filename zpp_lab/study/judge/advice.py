@@ -9,17 +9,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from zpp_lab.study.judge.claims import BELOW_OPEN, BETTER, GOOD, ON_PAR, OPEN, WORSE
-from zpp_lab.study.judge.noise import one_seed
+from zpp_lab.study.judge.claims import (
+    ABOVE_OPEN,
+    BELOW_OPEN,
+    BETTER,
+    GOOD,
+    INSIDE,
+    ON_PAR,
+    OPEN,
+    UNDECIDED,
+    WORSE,
+)
+from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.speed.speeds import FASTER
-from zpp_lab.study.report.table import gap_text, percent
+from zpp_lab.study.report.table import gap_text, margin_nats, percent
 
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
 _TO = {ON_PAR: "with", BETTER: "than", BELOW_OPEN: "against"}  # a verdict's word to its baseline
 _QUICK, _SEEDS = 180, 8  # seconds of a run; seeds where it takes no more
 _LISTED = 8  # arms named in one sentence
+_NAMED, _TOGETHER = 60, 3  # letters of arms, and composites, that the answer names
 RULES = (
     "If a control came out wrong, nothing is advised; while one has no answer, that is said.",
     "Candidates are the arms whose gap is shown to be inside the margin or below 0. Controls never "
@@ -47,6 +58,69 @@ class Advice:
     rule: int
 
 
+def answer(result: StudyResult) -> str:
+    """What the study found, in one sentence."""
+    base, arms = result.study.baseline, _candidates(result)
+    if result.margin is None:
+        return f"No answer yet: the baseline {base} has no finished run to compare with."
+    if wrong := [c.arm for c in result.controls if c.wrong]:
+        return f"No answer: {_some(wrong)} did not come out as a control must."
+    if one_seed(result):
+        return _lone_answer(result, arms)
+    inside = _of(arms, INSIDE)
+    near = f"within {margin_nats(result)} of the held-out loss of {result.compared_with}"
+    text = f"{_some(inside, len(arms)) or 'No arm'} {_do(inside, 'is', 'are')} shown to be {near}"
+    best = _cheapest([arm for arm in arms if arm.verdict in GOOD])
+    said, seen = [text], [*inside]
+    if best is not None and best.name in inside:
+        where = "" if best.bytes_inter is None else " between nodes"
+        share = f"{percent(cost(best))} of its bytes{where}"
+        several = f"{best.name} with the fewest bytes, {percent(cost(best))}{where}"
+        said[0] += f", {several if len(inside) > 1 else f'with {share}'}"
+    told = {"better": (BETTER,), "below zero": (BELOW_OPEN,), "worse": (WORSE,)}
+    told |= {"undecided": (UNDECIDED,), "above zero, of open size": (ABOVE_OPEN,)}
+    told |= {"lost, as training diverged": ("diverged",)}
+    for word, verdicts in told.items():
+        if names := _of(arms, verdicts):
+            said.append(f"{_some(names, len(arms))} {_do(names, 'is', 'are')} {word}")
+            seen += names
+    if without := [arm.name for arm in arms if arm.name not in seen]:
+        said.append(f"{_some(without, len(arms))} {_do(without, 'has', 'have')} no verdict yet")
+    said += [f"together, {one.name} is {one.verdict}" for one in result.composites[:_TOGETHER]]
+    waiting = [control.arm for control in result.controls if control.waiting]
+    begin = f"Provisional, as {_some(waiting)} must still come out: " if waiting else ""
+    return f"{begin}{'; '.join(said)}."
+
+
+def _lone_answer(result: StudyResult, arms: Sequence[ArmResult]) -> str:
+    places = {arm.name: beside(result, arm, noise_bands(result)) for arm in arms}
+    above = [name for name, place in places.items() if place and place.side == "above"]
+    text = "No answer yet: with one seed an arm nothing is tested"
+    if not any(places.values()):
+        return f"{text}."
+    lie = _do(above, "lies", "lie")
+    return f"{text}; {_some(above, len(arms)) or 'no arm'} {lie} above the noise band."
+
+
+def _candidates(result: StudyResult) -> list[ArmResult]:
+    return [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict != "baseline"]
+
+
+def _of(arms: Sequence[ArmResult], verdicts: Sequence[str]) -> list[str]:
+    return [arm.name for arm in arms if arm.verdict in verdicts]
+
+
+def _do(names: Sequence[str], one: str, several: str) -> str:
+    return several if len(names) > 1 else one
+
+
+def _some(names: Sequence[str], of: int = 0) -> str:
+    """The names as words; where they are many, their number. "" for none."""
+    if len(names) > 1 and len("".join(names)) > _NAMED:
+        return f"{len(names)} of {of} arms" if of else f"{len(names)} arms"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
     """The paragraph, sentence by sentence. `speeds`: measured tokens/s by bandwidth and arm."""
     if result.margin is None:
@@ -54,7 +128,7 @@ def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
     wrong = [c.arm for c in result.controls if c.wrong]
     if wrong:
         return [Advice(f"Nothing: {', '.join(wrong)} did not come out as a control must.", 1)]
-    arms = [a for a in result.arms if a.arm.role == "arm" and a.verdict != "baseline"]
+    arms = _candidates(result)
     if one_seed(result):
         open_arms = [*_open(result, arms, None), *_more_seeds(result)]
         return [_untested(result), *_provisional(result), *open_arms, *_bad(arms)]

@@ -18,12 +18,15 @@ from zpp_lab.study.judge.noise import (
     one_seed,
     quiet_parts,
 )
-from zpp_lab.study.judge.stats import t_interval
+from zpp_lab.study.judge.stats import Gap, t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.table import NOTHING, P_VALUE_COLUMNS, p_value_rows, signed
 
 COLUMNS = (
     *P_VALUE_COLUMNS,
+    "Gap, as decided",
+    "Level",
+    "Gap, alone",
     "Gap, other documents",
     "Gap, other seeds",
     "Gap, quiet part",
@@ -73,8 +76,18 @@ class Certainty:
                 f"{', …' if len(self.apart) > NAMED else ''}. `zpp-lab batch RUN STEP` shows the "
                 "text."
             )
-        told = self._on_documents()
-        return [told, *noise] if told else noise
+        return [*filter(None, [self._on_documents(), self._on_deciding()]), *noise]
+
+    def _on_deciding(self) -> str:
+        """What the first intervals are; "" where nothing is tested."""
+        if not any(arm.gap and arm.gap.deciding for arm in self.result.every):
+            return ""
+        return (
+            "As decided: the interval that stands beside the verdict. Its level is that of the "
+            "test behind it, after the corrections: of the test beyond the margin for better and "
+            "worse, of that inside it, which has one side, else of that of 0. Alone: the "
+            f"{self.result.study.confidence:.0%} interval, as if no other arm were tested."
+        )
 
     def _on_documents(self) -> str:
         """What the two intervals are; "" where no run tells its losses by document."""
@@ -94,11 +107,15 @@ class Certainty:
             )
         return f"{text} Other seeds: had the seeds been others, for these very documents."
 
-    def _intervals(self, arm: ArmResult) -> tuple[str, str]:
+    def _intervals(self, arm: ArmResult) -> tuple[str, ...]:
         study = self.result.study
         level = nominal_level(1 - study.confidence, look_sizes(study), 2)
         gaps, texts = list(arm.gaps.values()), arm.documents
+        gap = arm.gap or Gap(0, 0.0)
         return (
+            _range(gap.deciding),
+            NOTHING if gap.level is None else f"{1 - gap.level:.2%}",
+            _range(gap.interval),
             _range(texts.interval(study.confidence) if texts else None),
             _range(t_interval(gaps, 1 - level) if texts and len(gaps) > 1 else None),
         )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from zpp_lab.runs.reader import NO_ANSWER
 from zpp_lab.study.judge.families import PValues
+from zpp_lab.study.judge.stats import Gap
 
 ON_PAR = "on par"
 ABOVE_INSIDE = "above zero but inside the margin"
@@ -55,6 +56,29 @@ def verdict_of(mean: float, tests: PValues, confidence: float = 0.95) -> str:
     if differs:
         return ABOVE_OPEN if above else BELOW_OPEN
     return UNDECIDED
+
+
+def deciding_level(verdict: str, gap: Gap, tests: PValues) -> float | None:
+    """The level of the interval that shows what a verdict claims: that of the claim's own test
+    after all corrections, which for "inside" is twice as large, as its test has one side.
+
+    Where the interval would also show what is not claimed, as tests differ in their levels, another
+    test's takes its place, or the one at which it just reaches 0 or the margin. None without tests.
+    """
+    if not tests.levels or gap.p_differs is None or gap.p_equal is None or gap.p_beyond is None:
+        return None
+    differs, inside, beyond = tests.levels[0], 2 * tests.levels[1], tests.levels[2]
+    claimed = [
+        (gap.p_differs, verdict not in (ON_PAR, UNDECIDED)),
+        (2 * gap.p_equal, verdict in INSIDE),
+        (gap.p_beyond, verdict in (WORSE, BETTER)),
+    ]
+    first = beyond if verdict in (WORSE, BETTER) else inside if verdict in INSIDE else differs
+    reached = 0.999 * min((p for p, made in claimed if not made), default=1.0)
+    for level in (first, differs, inside, beyond, reached):
+        if all((p < level) == made for p, made in claimed):
+            return min(level, 1.0)
+    return first
 
 
 @dataclass(frozen=True)

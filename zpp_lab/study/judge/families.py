@@ -63,6 +63,17 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
     return {name: None if p is None else float(c) for (name, p), c in pairs}
 
 
+def turns(p_values: Mapping[str, float | None], alpha: float) -> dict[str, int]:
+    """By how much Holm's method divides `alpha` when it comes to each name: by those that are left
+    until one is not below its share, then by those left there for all others. A p-value is below
+    alpha over its turn exactly when the corrected one is below alpha."""
+    found, left = {}, len(p_values)
+    for name, p in sorted(p_values.items(), key=lambda item: 1.0 if item[1] is None else item[1]):
+        found[name] = left
+        left -= p is not None and p * left < alpha
+    return found
+
+
 def planned_seeds(study: StudyConfig) -> list[int]:
     """All seeds that the study may run, in the order in which they are added.
 
@@ -147,7 +158,9 @@ class PValues:
     """An arm's p-values of the three claims, as they are and corrected. None: too few seeds.
 
     The plain ones are the smallest over the looks so far, of differs and beyond over those since
-    the mean last changed its side; `looks` says how many there were.
+    the mean last changed its side; `looks` says how many there were. `levels`: what the plain ones
+    are compared with, after both corrections: a corrected one is below alpha where the plain one is
+    below its level.
     """
 
     differs: float | None = None
@@ -157,6 +170,7 @@ class PValues:
     equal_corrected: float | None = None
     beyond_corrected: float | None = None
     looks: int = 0
+    levels: tuple[float, ...] = ()
 
     def decided(self, alpha: float) -> bool:
         """Whether the gap is known to be inside or beyond the margin, at level `alpha`."""
@@ -183,7 +197,7 @@ def replay(study: StudyConfig, entries: Mapping[str, Entry]) -> Replay:
     sizes, seeds, alpha = look_sizes(study), planned_seeds(study), 1 - study.confidence
     open_arms = {name: entry for name, entry in entries.items() if entry.judged}
     history = {name: _History() for name in entries}
-    tests = _corrected(entries, history, sizes)
+    tests = _corrected(entries, history, sizes, alpha)
     for look, size in enumerate(sizes):
         lacking = {n: [s for s in seeds[:size] if s not in e.ended] for n, e in open_arms.items()}
         missing = {n: left for n, left in lacking.items() if left and entries[n].asks}
@@ -192,7 +206,7 @@ def replay(study: StudyConfig, entries: Mapping[str, Entry]) -> Replay:
         for name, entry in open_arms.items():
             if look == 0 or not lacking[name]:
                 history[name].look(entry, seeds[:size])
-        tests = _corrected(entries, history, sizes)
+        tests = _corrected(entries, history, sizes, alpha)
         if missing:
             return Replay(tests, missing)
         open_arms = {n: e for n, e in open_arms.items() if not tests[n].decided(alpha)}
@@ -235,17 +249,31 @@ class _History:
             return [min(1.0, p * len(sizes)) for p in self.tests]
         return [ever_below(p, sizes, sides) for p, sides in zip(self.tests, _SIDES, strict=True)]
 
+    def level(self, alpha: float, sizes: tuple[int, ...], sides: Sides) -> float:
+        """What a plain p-value must be below, so that the one over looks is below `alpha`."""
+        return nominal_level(alpha, sizes, sides) if self.as_planned else alpha / len(sizes)
+
 
 def _corrected(
-    entries: Mapping[str, Entry], history: Mapping[str, _History], sizes: tuple[int, ...]
+    entries: Mapping[str, Entry],
+    history: Mapping[str, _History],
+    sizes: tuple[int, ...],
+    alpha: float,
 ) -> dict[str, PValues]:
     over_looks = {name: h.over_looks(sizes) for name, h in history.items()}
     families = [{name: found[i] for name, found in over_looks.items()} for i in range(len(_SIDES))]
+    divided: list[dict[str, int]] = []
     for family in families:
-        family |= holm({name: family[name] for name, entry in entries.items() if entry.member})
+        members = {name: family[name] for name, entry in entries.items() if entry.member}
+        divided.append(turns(members, alpha))
+        family |= holm(members)
     found = {}
     for name, h in history.items():
         differs, equal, beyond = (family[name] for family in families)
+        shares = [alpha / by.get(name, 1) for by in divided]
+        levels = [h.level(a, sizes, sides) for a, sides in zip(shares, _SIDES, strict=True)]
         plain = h.tests or _UNKNOWN
-        found[name] = PValues(plain[0], plain[1], plain[2], differs, equal, beyond, h.looks)
+        found[name] = PValues(
+            plain[0], plain[1], plain[2], differs, equal, beyond, h.looks, tuple(levels)
+        )
     return found

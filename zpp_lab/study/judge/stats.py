@@ -54,6 +54,13 @@ class Gap:
     p_differs: float | None = None  # of the two-sided test of a mean gap of 0
     p_beyond: float | None = None  # of the two-sided test of a gap at the nearer edge of ±margin
     documents: Part | None = None  # of the variance, what the choice of held-out documents makes
+    deciding: tuple[float, float] | None = None  # as `interval`, at the level of the verdict's test
+    level: float | None = None  # 1 − the confidence of `deciding`
+
+    @property
+    def shown(self) -> tuple[float, float] | None:
+        """The interval beside a verdict."""
+        return self.deciding or self.interval
 
 
 class Tests(NamedTuple):

@@ -25,8 +25,11 @@ verdict, gap, mean or share of bytes; only curves over training show it.
 "Corrected" is for the planned looks of a study that adds seeds, then for the number of arms by
 Holm's method, separately for each kind of claim; `families.py` says why this keeps the chance of
 any false claim of a kind below alpha. Controls, arms whose verdict is known before the study runs,
-are corrected for looks only. An interval is corrected for looks, so that it covers whenever the
-study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number of arms.
+are corrected for looks only. `Gap.interval` is corrected for looks, so that it covers whenever the
+study stops (Jennison & Turnbull 1989, J. R. Stat. Soc. B 51), and not for the number of arms. What
+stands beside a verdict is `Gap.deciding`, at the level of the test that the verdict goes by.
+
+`pairwise` judges arms against each other in the same way, as a family of its own.
 
 Tests and intervals are over seeds and held-out documents together (`stats.py`, `documents.py`).
 Where runs do not tell their losses by document they are over seeds alone, which reports say.
@@ -41,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -60,7 +63,15 @@ from zpp_lab.runs.reader import (
 )
 from zpp_lab.study.judge import stats
 from zpp_lab.study.judge.arms import study_of
-from zpp_lab.study.judge.claims import EXPECTED, OPEN, UNDECIDED, VERDICTS, Control, verdict_of
+from zpp_lab.study.judge.claims import (
+    EXPECTED,
+    OPEN,
+    UNDECIDED,
+    VERDICTS,
+    Control,
+    deciding_level,
+    verdict_of,
+)
 from zpp_lab.study.judge.documents import DocumentGaps, Reader, combined
 from zpp_lab.study.judge.families import Entry, PValues, look_sizes, nominal_level, planned_seeds
 from zpp_lab.study.judge.families import replay as replay_looks
@@ -203,9 +214,11 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
             unknown.add(run.arm)
         elif run.seed in seeds:
             by_arm[run.arm].setdefault(run.seed, run)
-    reader = Reader()
+    reader, asked = Reader(), study.composites
     arms = [_gather(study, arm, by_arm, reader) for arm in study.arms]
-    composites = [_composite(study, one, arms) for one in study.composites]
+    by_name = {arm.name: arm for arm in arms}
+    sides = [[[by_name[a.name] for a in side] for side in study.members(c)] for c in asked]
+    composites = [_composite(study, c, *side) for c, side in zip(asked, sides, strict=True)]
     tests = replay_looks(study, entries(study, arms, composites)).tests
     judged = [_decide(study, a, tests.get(a.name, PValues())) for a in (*arms, *composites)]
     judged = _noted(study, judged)
@@ -217,6 +230,23 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
     for result in arms:
         notes += seed_notes(study, result)
     return StudyResult(study, arms, _margin(study, arms), notes, composites)
+
+
+def pairwise(result: StudyResult) -> list[tuple[str, str, ArmResult]]:
+    """Every two arms with one baseline: their names, and the first one's gap to the second, judged
+    as gaps to the baseline are, corrected for the number of pairs. Controls are in none."""
+    study, known = result.study, entries(result.study, result.arms, [])
+    arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict in VERDICTS]
+    pairs, family = [], {}
+    for one, other in combinations(arms, 2):
+        if one.arm.against == other.arm.against:
+            name = f"{one.name} less {other.name}"
+            undecided = [replace(arm, verdict=UNDECIDED) for arm in (one, other)]
+            apart = _composite(study, CompositeConfig(name, [one.name]), *([a] for a in undecided))
+            pairs.append((one.name, other.name, apart))
+            family[name] = _entry(apart, [known[one.name], known[other.name]])
+    tests = replay_looks(study, family).tests
+    return [(one, other, _decide(study, arm, tests[arm.name])) for one, other, arm in pairs]
 
 
 def _margin(study: StudyConfig, arms: Sequence[ArmResult]) -> float | None:
@@ -243,12 +273,15 @@ def entries(
                 arm.gaps, frozenset(ended), arm.margin, member, judged, arm.documents
             )
     for one, config in zip(composites, study.composites, strict=True):
-        members = [found[arm.name] for arm in chain(*study.members(config))]
-        shared = frozenset.intersection(*(member.ended for member in members))
-        found[one.name] = Entry(
-            one.gaps, shared, one.margin, True, one.verdict in VERDICTS, one.documents, asks=False
-        )
+        found[one.name] = _entry(one, [found[arm.name] for arm in chain(*study.members(config))])
     return found
+
+
+def _entry(composite: ArmResult, members: Sequence[Entry]) -> Entry:
+    shared = frozenset.intersection(*(member.ended for member in members))
+    judged = composite.verdict in VERDICTS
+    gaps, margin = composite.gaps, composite.margin
+    return Entry(gaps, shared, margin, True, judged, composite.documents, asks=False)
 
 
 def is_baseline(study: StudyConfig, arm: ArmConfig) -> bool:
@@ -286,11 +319,14 @@ def _gather(
     )
 
 
-def _composite(study: StudyConfig, config: CompositeConfig, arms: Sequence[ArmResult]) -> ArmResult:
+def _composite(
+    study: StudyConfig,
+    config: CompositeConfig,
+    added: Sequence[ArmResult],
+    taken_off: Sequence[ArmResult],
+) -> ArmResult:
     """What its arms' gaps are together, of the seeds that all have; nothing while an arm has none,
     or cannot be judged."""
-    by_name = {arm.name: arm for arm in arms}
-    added, taken_off = ([by_name[a.name] for a in side] for side in study.members(config))
     members = [*added, *taken_off]
     less = f" less that of {', '.join(config.minus)}" if config.minus else ""
     describe = config.describe or f"mean gap of {', '.join(config.arms)}{less}"
@@ -387,7 +423,12 @@ def _lone_gap(arm: ArmResult) -> float | None:
 def _decide(study: StudyConfig, arm: ArmResult, tests: PValues) -> ArmResult:
     if arm.verdict != UNDECIDED or arm.gap is None:
         return replace(arm, tests=tests)
-    return replace(arm, tests=tests, verdict=verdict_of(arm.gap.mean, tests, study.confidence))
+    verdict = verdict_of(arm.gap.mean, tests, study.confidence)
+    gap, level = arm.gap, deciding_level(verdict, arm.gap, tests)
+    if level is not None:
+        deciding = stats.t_interval(list(arm.gaps.values()), 1 - level, gap.documents)
+        gap = replace(gap, deciding=deciding, level=level)
+    return replace(arm, tests=tests, verdict=verdict, gap=gap)
 
 
 def _noted(study: StudyConfig, arms: Sequence[ArmResult]) -> list[ArmResult]:

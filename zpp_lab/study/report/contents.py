@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from zpp_lab.config.schema import LEAST_HELDOUT
 from zpp_lab.runs.reader import Run, cause, state
-from zpp_lab.study.judge.advice import RULES, Advice, advise
+from zpp_lab.runs.wandb.folder import STATE, read_state
+from zpp_lab.study.judge.advice import RULES, Advice, advise, answer
 from zpp_lab.study.judge.certainty import COLUMNS as CERTAINTY_COLUMNS
 from zpp_lab.study.judge.certainty import Certainty, certainty
 from zpp_lab.study.judge.effects import (
@@ -20,8 +23,9 @@ from zpp_lab.study.judge.effects import (
     level_text,
     main_effects,
 )
+from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import one_seed
-from zpp_lab.study.judge.verdict import ArmResult, StudyResult
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult, pairwise
 from zpp_lab.study.report.appendix import Appendix, facts, one_commit
 from zpp_lab.study.report.figures.curves import MEASURES, StudyCurves, study_curves
 from zpp_lab.study.report.figures.curves import Row as CurveRow
@@ -34,6 +38,7 @@ from zpp_lab.study.report.sections import (
     Document,
     Figure,
     Fold,
+    Links,
     Row,
     Section,
     Table,
@@ -58,7 +63,9 @@ from zpp_lab.study.report.speed.speeds import StudySpeeds, study_speeds
 from zpp_lab.study.report.style import Look, Style, arm_looks, study_looks
 from zpp_lab.study.report.table import (
     NOTHING,
+    P_VALUE_COLUMNS,
     band_widths,
+    gap_text,
     interval_line,
     margin_line,
     margin_nats,
@@ -72,7 +79,8 @@ from zpp_lab.study.report.table import (
 _MIB = 2**20
 _ESTIMATE = ("From", "To", "Seeds", "Groups")
 _BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
-_FOLDED = "telemetry_"  # figures behind a fold: more of the same
+_SHOWN = ("gap_vs_bytes", "gap_vs_speed")  # the other figures are behind folds
+_RULES = Text(RULES, "numbered")
 _IN_CSV = Text(["The same numbers, with the bytes of every wire, are in `results.csv`."], soft=True)
 
 
@@ -89,6 +97,7 @@ class Findings:
     advice: Sequence[Advice]
     certainty: Certainty
     appendix: Appendix
+    root: Path  # of the page
 
 
 def find_out(root: Path, result: StudyResult, predict: Predict | None = None) -> Findings:
@@ -106,6 +115,7 @@ def find_out(root: Path, result: StudyResult, predict: Predict | None = None) ->
         advise(result, speeds.by_place if speeds else None),
         certainty(result),
         Appendix(result),
+        root,
     )
 
 
@@ -139,51 +149,70 @@ def _speed_style(found: Findings) -> Style:
 
 def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
     """The whole report; figures: those of `draw`."""
-    result, certain = found.result, certainty_table(found.certainty)
-    tested = any(name.startswith("p ") for name in certain.names)
+    result, tests = found.result, p_value_table(found.certainty)
     advice = " ".join(f"{said.text} (rule {said.rule})" for said in found.advice)
-    told = Text([margin_line(result)], soft=True)
+    certain: list[Content] = [
+        Text(found.certainty.lines()),
+        interval_table(found.certainty),
+        tests,
+        Text([p_value_line(result)] if tests.rows else [], soft=True),
+    ]
+    runs: list[Content] = [runs_table(result, found.root), _IN_CSV]
+    lead: list[Content] = [Text([answer(result)])]
+    lead += [figure for figure in figures if figure.name == "gap"]
+    others = [figure for figure in figures if figure.name != "gap"]
     sections = [
-        Section("", "opening", [opening(result)]),
-        Section("Verdicts", "arms", [verdict_table(result), told]),
-        Section("What to use", "advice", [Text([advice, "The rules:"]), Text(RULES, "numbered")]),
-        Section("How it is decided", "decision", [Text(decision(result))]),
-        Section(
-            "How sure",
-            "certain",
-            [
-                certain,
-                Text([p_value_line(result)] if tested else [], soft=True),
-                Text(found.certainty.lines()),
-            ],
-        ),
+        Section("Answer", "answer", lead),
+        Section("Verdicts", "arms", _verdicts(found)),
+        Section("What to use", "advice", [Text([advice]), Fold("The rules", [_RULES])]),
+        Section("What was compared", "opening", [opening(result)]),
         Section("Notes", "notes", [Text(result.notes, "list")]),
-        Section("Figures", "figures", _figures(found, figures)),
-        Section("Measured speed", "speed", _speed(found)),
-        Section("Appendix: run it again", "again", _again(found)),
-        Section("Machine, data and versions", "machine", [facts_table(result)]),
-        Section("Runs", "every-run", [runs_table(result), _IN_CSV], page_only=True),
+        Section("Figures", "figures", _figures(found, others)),
+        Section("Measured speed", "speed", _speed(found), folded=True),
+        Section("How it is decided", "decision", [Text(decision(result))], folded=True),
+        Section("How sure", "certain", certain, folded=True),
+        Section("Run it again", "again", _again(found), folded=True),
+        Section("Machine, data and versions", "machine", [facts_table(result)], folded=True),
+        Section("Runs", "every-run", runs, page_only=True, folded=True),
     ]
     return Document("zpp_lab study", result.study.name, result.study.question, sections)
+
+
+def _verdicts(found: Findings) -> list[Content]:
+    result, whole = found.result, verdict_table(found.result)
+    links = [_run_links(found.root, arm.runs) for arm in result.every]
+    pages = [Row([*row.cells, one], row.arm) for row, one in zip(whole.rows, links, strict=True)]
+    whole = replace(whole, columns=[*whole.columns, Column("Runs", "links")], rows=pages)
+    pairs = pair_table(result)
+    told = (
+        f"Each is judged as arms are against {result.compared_with}: the same seeds paired, the "
+        f"same margin and tests, corrected for these {len(pairs.rows)} pairs (Holm) as a family of "
+        "their own. Worse: the first one's loss is higher."
+    )
+    return [
+        answer_table(result),
+        Text([margin_line(result)], soft=True),
+        Fold("All columns, with links to the runs", [whole]),
+        Fold("Arms against each other", [Text([told] if pairs else [], soft=True), pairs]),
+    ]
 
 
 def _figures(found: Findings, figures: Sequence[Figure]) -> list[Content]:
     """Each with what belongs to it, then all measures of the codecs' errors."""
     told = left_out(found.result, found.curves)
-    content: list[Content] = [] if figures else [Text(["No run has anything to draw yet."])]
+    content: list[Content] = [] if figures else [Text(["No run has more to draw yet."])]
     content.append(Text(told, soft=True))
-    beside: dict[str, list[Content]] = {
+    beside: dict[str, list[Text | Table]] = {
         "gap_vs_speed": [Text(_measured_on(found), soft=True)],
         "main_effects": [
             Text(effect_notes(found.effects), soft=True),
-            Fold("Main effects as a table", [effects_table(found.effects)]),
+            effects_table(found.effects),
         ],
-        "interactions": [Fold("Interactions as a table", [interactions_table(found.pairs)])],
+        "interactions": [interactions_table(found.pairs)],
     }
     for figure in figures:
-        folded = figure.name.startswith(_FOLDED)
-        content.append(Fold(figure.title, [figure]) if folded else figure)
-        content += beside.get(figure.name, [])
+        shown = [figure, *beside.get(figure.name, [])]
+        content += shown if figure.name in _SHOWN else [Fold(figure.title, shown)]
     measures = [telemetry_table(found.curves.telemetry)]
     return [*content, Fold("Codec error: all measures as a table", measures, page_only=True)]
 
@@ -230,6 +259,30 @@ def _again(found: Findings) -> list[Content]:
 # --------------------------------------------------------------------- tables
 
 
+def answer_table(result: StudyResult) -> Table:
+    """What a reader needs of each arm: its gap, its verdict, and what it sends."""
+    inter = any(arm.bytes_inter is not None for arm in result.arms)
+    sent = "Bytes between nodes" if inter else "Bytes"
+    columns = [*words("Arm"), *numbers("Gap (nats)"), *words("Verdict"), *numbers(sent)]
+    rows = [
+        Row([cells["Arm"], cells["Gap (nats)"], Badge(arm.verdict, arm.verdict), cells[sent]], name)
+        for arm, cells in zip(result.every, verdict_rows(result), strict=True)
+        for name in [arm.name]
+    ]
+    return Table("verdicts", f"Every arm against {result.compared_with}", columns, rows)
+
+
+def pair_table(result: StudyResult) -> Table:
+    """Arms against each other; none with one seed, which has no test."""
+    rows = [
+        Row([one, other, Badge(apart.verdict, apart.verdict), gap_text(apart)], one)
+        for one, other, apart in pairwise(result)
+        if apart.gap is not None and apart.gap.interval is not None
+    ]
+    columns = [*words("Arm", "Against", "Verdict"), *numbers("Gap (nats)")]
+    return Table("pairs", "Every two arms", columns, rows)
+
+
 def verdict_table(result: StudyResult) -> Table:
     """One row an arm. What it does comes last, so that a narrow screen shows the verdict."""
     told = verdict_rows(result)
@@ -243,7 +296,7 @@ def verdict_table(result: StudyResult) -> Table:
     ]
     first, verdict, *others = told[0]
     columns = [*words(first, verdict), *numbers(*others), *words(*["What it does"] * describe)]
-    return Table("verdicts", f"Every arm against {result.compared_with}", columns, rows)
+    return Table("whole", f"Every arm against {result.compared_with}, in full", columns, rows)
 
 
 def _badged(cells: dict[str, str], arm: ArmResult) -> list[str | Badge]:
@@ -309,17 +362,25 @@ def commands_table(result: StudyResult, appendix: Appendix) -> Table:
     return Table("commands", "One seed of an arm", columns, rows, sortable=False)
 
 
-def certainty_table(certainty: Certainty) -> Table:
-    """p-values and intervals over documents, one row an arm; no column without a value."""
+def p_value_table(certainty: Certainty) -> Table:
+    looks = len(look_sizes(certainty.result.study)) > 1
+    columns = [i for i in range(1, len(P_VALUE_COLUMNS)) if looks or P_VALUE_COLUMNS[i] != "Looks"]
+    return _certain(certainty, "p-values", "p-values of each gap", columns)
+
+
+def interval_table(certainty: Certainty) -> Table:
+    columns = range(len(P_VALUE_COLUMNS), len(CERTAINTY_COLUMNS))
+    return _certain(certainty, "intervals", "Intervals of each gap", columns)
+
+
+def _certain(certainty: Certainty, name: str, caption: str, columns: Sequence[int]) -> Table:
+    """Some columns of what is known, one row an arm; none without a value."""
     rows = certainty.rows()
-    told = [i for i in range(len(CERTAINTY_COLUMNS)) if any(row[i] != NOTHING for row in rows)]
-    told = told or [0]
-    if not any(CERTAINTY_COLUMNS[i].startswith("p ") for i in told):  # looks are those of tests
-        told = [i for i in told if CERTAINTY_COLUMNS[i] != "Looks"]
-    arm, *others = (CERTAINTY_COLUMNS[i] for i in told)
-    kept = [Row([row[i] for i in told], row[0]) for row in rows]
-    columns = [*words(arm), *numbers(*others)]
-    return Table("certainty", "How sure each gap is", columns, kept)
+    told = [i for i in columns if any(row[i] != NOTHING for row in rows)]
+    tested = any(CERTAINTY_COLUMNS[i] != "Looks" for i in told)
+    heads = [*words("Arm"), *numbers(*(CERTAINTY_COLUMNS[i] for i in told))]
+    kept = [Row([row[0], *(row[i] for i in told)], row[0]) for row in rows if tested]
+    return Table(name, caption, heads, kept)
 
 
 def facts_table(result: StudyResult) -> Table:
@@ -327,13 +388,13 @@ def facts_table(result: StudyResult) -> Table:
     return Table("facts", "Of the finished runs", words("What", "Value"), rows, sortable=False)
 
 
-def runs_table(result: StudyResult) -> Table:
-    """One row a run of the study, begun or not."""
-    columns = [*words("Arm"), *numbers("Seed"), *words("State")]
+def runs_table(result: StudyResult, root: Path) -> Table:
+    """One row a run of the study, begun or not, with links to its folder and to wandb."""
+    columns = [*words("Arm"), Column("Seed", "links"), *words("State")]
     columns += numbers("Steps", "Held-out loss", "Perplexity", "Loss of the fp32 masters")
     columns += [*numbers("Gap (nats)", "MiB per step", "Seconds"), *words("Cause")]
     rows = [
-        _run_row(arm, seed, arm.runs.get(seed))
+        _run_row(arm, seed, arm.runs.get(seed), root)
         for arm in result.arms
         for seed in sorted({*result.study.seeds, *arm.runs})
     ]
@@ -346,13 +407,24 @@ def _estimate(e: Estimate) -> list[str]:
     return [signed(e.mean), signed(e.low), signed(e.high), str(e.seeds)]
 
 
-def _run_row(arm: ArmResult, seed: int, run: Run | None) -> Row:
+def _run_links(root: Path, runs: Mapping[int, Run]) -> Links:
+    """Each run's folder, seen from `root`, and its page in wandb where it has one."""
+    pairs = []
+    for seed, run in sorted(runs.items()):
+        folder = Path(os.path.relpath(run.dir, root)).as_posix()
+        pairs.append((f"{seed}", f"{quote(folder)}/"))
+        url = str(read_state(run.dir / STATE).get("url") or "")
+        pairs += [(f"{seed} in wandb", url)] if url.startswith(("https://", "http://")) else []
+    return Links(pairs)
+
+
+def _run_row(arm: ArmResult, seed: int, run: Run | None, root: Path) -> Row:
     summary = (run.summary if run else None) or {}
     sent, loss = (run.bytes_per_step(), run.heldout_loss) if run else (None, None)
     gap = arm.gaps.get(seed)
     cells = [
         arm.name,
-        str(seed),
+        _run_links(root, {seed: run}) if run else str(seed),
         state(run),
         _steps(run),
         number(loss, ".4f"),
@@ -457,8 +529,10 @@ def decision(result: StudyResult) -> list[str]:
         "Above or below zero: the two-sided paired test excludes 0. Worse or better: that test "
         "excludes all up to the margin. On par: inside the margin, and 0 is not excluded. Size "
         "open: 0 is excluded, and the gap is shown neither inside nor beyond. Undecided: nothing "
-        "is shown. More seeds would tell. Intervals are not corrected for the number of arms; the "
-        "tests are.",
+        "is shown. More seeds would tell. The interval beside a verdict has the level of the test "
+        "behind it, after the corrections for looks and arms: wholly beyond the margin where an "
+        "arm is worse or better, wholly inside it where it is on par or inside, without 0 where 0 "
+        "is excluded. Where one level would say more than the verdict it is widened.",
         "Tests and intervals ask what other seeds and other held-out documents would have given: "
         "the variance of a mean gap has a part of the seeds and one of the documents, which all "
         "seeds share. Where runs do not tell their losses by document it is that of the seeds "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import markupsafe
 
 from zpp_lab.study.report.sections import (
     Badge,
+    Column,
     Content,
     Document,
     Figure,
     Fold,
+    Links,
     Table,
     Terms,
     Text,
@@ -43,16 +45,31 @@ def html(document: Document) -> str:
     environment.filters |= {"breakable": _breakable, "code": _code}
     environment.tests |= {
         kind.__name__.lower(): lambda item, kind=kind: isinstance(item, kind)
-        for kind in (Text, Terms, Table, Figure, Fold, Badge)
+        for kind in (Text, Terms, Table, Figure, Fold, Badge, Links)
     }
     figures = document.figures
+    specs = {figure.name: _json_in_html(figure.spec) for figure in figures}
     return environment.get_template("page.html.j2").render(
         document=document,
-        specs={figure.name: _json_in_html(figure.spec) for figure in figures},
+        specs=specs,
         bundle=vega_bundle() if figures else "",
-        style=(_TEMPLATES / "report.css").read_text(),
+        style=(_TEMPLATES / "report.css").read_text() + _dark_charts(specs.values()),
         script=(_TEMPLATES / "report.js").read_text(),
     )
+
+
+def _dark_charts(specs: Iterable[str]) -> str:
+    """The rules that give every colour of the charts its dark one, where the reader has dark
+    pages: whatever is drawn later, or is already there, follows."""
+    from zpp_lab.study.report.style import dark
+
+    colors = sorted({color for spec in specs for color in re.findall(r'"(#[0-9a-fA-F]{6})"', spec)})
+    rules = [
+        f'.chart svg [{part}="{color}"] {{ {part}: {dark(color)}; }}'
+        for color in colors
+        for part in ("fill", "stroke")
+    ]
+    return "\n".join(["@media screen and (prefers-color-scheme: dark) {", *rules, "}"])
 
 
 def markdown(document: Document) -> str:
@@ -88,11 +105,18 @@ def _in_markdown(item: Content) -> list[str]:
 
 
 def table_markdown(table: Table) -> str:
-    rows = []
-    for row in table.rows:
-        told = zip(table.columns, row.texts, strict=True)
-        rows.append([_lines_of_code(t) if column.kind == "code" else t for column, t in told])
-    return markdown_table(table.names, rows)
+    columns, texts = _for_paper(table)
+    rows = [
+        [_lines_of_code(t) if c.kind == "code" else t for c, t in zip(columns, row, strict=True)]
+        for row in texts
+    ]
+    return markdown_table([column.name for column in columns], rows)
+
+
+def _for_paper(table: Table) -> tuple[list[Column], list[list[str]]]:
+    """A table's columns and texts without links."""
+    kept = [i for i, column in enumerate(table.columns) if column.kind != "links"]
+    return [table.columns[i] for i in kept], [[row.texts[i] for i in kept] for row in table.rows]
 
 
 def _lines_of_code(text: str) -> str:
@@ -109,10 +133,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def latex(table: Table, caption: str, label: str) -> str:
     """A table environment, for a paper: `input` it where the package booktabs is loaded."""
-    align = "".join("r" if column.kind == "number" else "l" for column in table.columns)
+    columns, texts = _for_paper(table)
+    align = "".join("r" if column.kind == "number" else "l" for column in columns)
     head, *rows = (
         " & ".join(map(_in_latex, cells)) + " \\\\"
-        for cells in (table.names, *(row.texts for row in table.rows))
+        for cells in ([column.name for column in columns], *texts)
     )
     lines = ["\\begin{table}[tb]", "\\centering", f"\\caption{{{_in_latex(caption)}}}"]
     lines += [f"\\label{{tab:{label}}}", f"\\begin{{tabular}}{{{align}}}", "\\toprule", head]
@@ -133,8 +158,8 @@ def _breakable(text: Any) -> markupsafe.Markup:
     return escaped
 
 
-def _code(text: str) -> markupsafe.Markup:
-    """A sentence's words in backticks as code."""
+def _code(text: Any) -> markupsafe.Markup:
+    """A text's words in backticks as code."""
     return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(text))))
 
 

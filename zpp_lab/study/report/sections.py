@@ -36,10 +36,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column. Numbers stand right; code is a command or a setting a line."""
+    """A table's column. Numbers stand right; code is a command or a setting a line; links are for
+    the page alone."""
 
     name: str
-    kind: Literal["words", "number", "code"] = "words"
+    kind: Literal["words", "number", "code", "links"] = "words"
 
 
 def words(*names: str) -> list[Column]:
@@ -63,10 +64,20 @@ class Badge:
 
 
 @dataclass(frozen=True)
+class Links:
+    """(text, address) pairs; an address is one of the web, or a path from the page on."""
+
+    pairs: Sequence[tuple[str, str]]
+
+    def __str__(self) -> str:
+        return ", ".join(text for text, _ in self.pairs)
+
+
+@dataclass(frozen=True)
 class Row:
     """arm: whose it is, for the page's filter."""
 
-    cells: Sequence[str | Badge]
+    cells: Sequence[str | Badge | Links]
     arm: str = ""
 
     @property
@@ -108,7 +119,7 @@ class Fold:
     """What the page shows when it is asked to. page_only: Markdown leaves it out."""
 
     title: str
-    content: Sequence[Text | Table | Figure]
+    content: Sequence[Text | Terms | Table | Figure]
     page_only: bool = False
 
     def __bool__(self) -> bool:
@@ -120,12 +131,14 @@ Content = Text | Terms | Table | Figure | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """title: "" for what stands right below the report's own. page_only: Markdown leaves it out."""
+    """title: "" for what stands right below the report's own. page_only: Markdown leaves it out.
+    folded: the page shows it when it is asked to."""
 
     title: str
     anchor: str
     content: Sequence[Content]
     page_only: bool = False
+    folded: bool = False
 
     def __bool__(self) -> bool:
         return any(self.content)

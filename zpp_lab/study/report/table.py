@@ -182,7 +182,7 @@ def correction_line(result: StudyResult) -> str:
     text += "of known verdict stand apart), separately for the claims that gaps differ from 0, "
     text += "that they are inside the margin and that they lie beyond it"
     if looks > 1:
-        text += f", and for up to {looks} looks at the data, which the intervals allow for too"
+        text += f", and for up to {looks} looks at the data"
     return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."
 
 
@@ -198,16 +198,16 @@ def p_value_line(result: StudyResult) -> str:
 
 
 def gap_text(arm: ArmResult) -> str:
-    """Mean gap ± half of its interval, in nats."""
+    """Mean gap ± half of the interval that decides, in nats."""
     return _gap_cell(None if arm.verdict == "baseline" else arm.gap)
 
 
 def _gap_cell(gap: Gap | None) -> str:
     if gap is None:
         return NOTHING
-    if gap.interval is None:
+    if gap.shown is None:
         return signed(gap.mean)
-    half = (gap.interval[1] - gap.interval[0]) / 2
+    half = (gap.shown[1] - gap.shown[0]) / 2
     return f"{signed(gap.mean)} ± {half:.4f}"
 
 
@@ -248,9 +248,9 @@ def margin_line(result: StudyResult) -> str:
         return f"{_one_seed_line(result)}{_readout_line(result)}"
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
-        f"of the {study.confidence:.0%} interval {interval_line(result)}. Margin: "
-        f"{margin_nats(result)} ({study.margin:.2%} of the baseline's loss). "
-        f"{correction_line(result)}"
+        f"of the interval by which its verdict goes, {interval_line(result)}, at the level of the "
+        f"test behind the verdict after all corrections. Margin: {margin_nats(result)} "
+        f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
         f"{_readout_line(result)}"
     )
 

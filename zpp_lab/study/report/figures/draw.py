@@ -42,6 +42,7 @@ from zpp_lab.study.report.figures.training import (
 )
 from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.style import OTHERS, TOLD, Style, study_looks
+from zpp_lab.study.report.table import margin_nats
 
 _BAND = "Darker, with a dashed edge: the noise band, ± the largest gap of {controls}"
 TITLES = {
@@ -65,15 +66,15 @@ SUFFIXES = (".svg", ".pdf")
 # Texts are measured here with one font and shown with the reader's, which may be wider.
 ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
 _TEXTS = {
-    "gap": "Point: mean over the seeds. Thin line: {confidence} interval. Thick line: the interval "
-    "that the equivalence test compares with the margin (shaded). Ticks: single seeds. The axis is "
-    "linear around 0 and logarithmic beyond the margin.",
+    "gap": "Point: mean over the seeds. Line: the interval that decides the verdict, corrected for "
+    "the number of arms. Ticks, where there is room: single seeds. Shaded: the margin, {margin}. "
+    "The axis is linear around 0 and logarithmic beyond the margin.",
     "gap_vs_bytes": "Bytes of a training step over all ranks, as a share of what {baseline} sends. "
     "Dashed: the Pareto front, which no arm beats in both (controls are left out of it). Lines: "
-    "{confidence} interval; shaded: the margin.",
+    "the intervals that decide the verdicts; shaded: the margin.",
     "gap_vs_speed": "Measured tokens per second, one panel a bandwidth between nodes; further "
     "right is faster. An arm has the speed of a measurement whose recipe has the same settings. "
-    "Dashed: the Pareto front. Lines: {confidence} interval; shaded: the margin.",
+    "Dashed: the Pareto front. Lines: the intervals that decide the verdicts; shaded: the margin.",
     "main_effects": "Grey: arms, joined where they are alike in every other factor. Thick: the "
     "mean over the groups that have all of its levels, with its {confidence} interval over the "
     "seeds. Shaded: the margin.",
@@ -119,7 +120,7 @@ _APART = (
     "largest of the last few steps (a fiftieth of the run); where an arm equals its baseline in "
     "every digit it has no line"
 )
-_COLORED = ("gap", "gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves", "gap_steps")
+_COLORED = ("gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves", "gap_steps")
 
 
 def caption(name: str, result: StudyResult) -> str:
@@ -129,6 +130,7 @@ def caption(name: str, result: StudyResult) -> str:
     text = text.format(
         baseline=result.compared_with,
         confidence=f"{result.study.confidence:.0%}",
+        margin=margin_nats(result) if result.margin else "",
         darker=" Darker, with a dashed edge: the noise band." if lone_bands(result) else "",
         apart=_APART,
     )

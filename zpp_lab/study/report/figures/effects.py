@@ -15,6 +15,10 @@ from zpp_lab.study.report.style import GapAxis, beside, chart, finish, legend_pi
 MOST_PAIRS = 6
 _SIZE = {"width": 225, "height": 220}
 _INK = "#332288"
+_STEPS = (  # of the scheme viridis
+    *("#440154", "#482878", "#3E4A89", "#31688E", "#26828E", "#1F9E89"),
+    *("#35B779", "#6DCD59", "#B4DE2C", "#FDE725"),
+)
 
 
 def main_effects_figure(
@@ -78,7 +82,8 @@ def _grid_panel(number: int, one: Interaction, gaps: GapAxis, short: Mapping[str
     )
     x, y = _axes(first, order, gaps)
     legend = alt.Legend(orient="bottom", columns=4, symbolType="stroke", symbolStrokeWidth=3)
-    scale = alt.Scale(domain=lines, scheme="viridis")
+    picked = [_STEPS[i * (len(_STEPS) - 1) // max(1, len(lines) - 1)] for i in range(len(lines))]
+    scale = alt.Scale(domain=lines, range=picked)
     line = f"line{number}"  # legends of one field would all hear a click on one of them
     color = alt.Color(f"{line}:O", title=second, sort=lines, scale=scale, legend=legend)
     shape = alt.Shape(f"{line}:N", sort=lines, legend=None)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import altair as alt
 
+from zpp_lab.study.judge import claims
 from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row
@@ -30,10 +31,18 @@ _SHARES = {
     "bytes_inter": ("bytes between nodes", ".1%"),
 }
 PANEL = (355, 340)  # pixels of a panel of the cost figures
-_WIDTH, _ON_PHONE = 520, 210  # pixels of the gap figure
-_MANY = 24  # arms from which their rows are lower
+_WIDTH, _PHONE = 600, 335  # pixels of the gap figure's panel, and of all of it on a phone
+_WORDS = 132  # pixels from the rows to their verdicts; the gaps stand between
+_ROWS, _PHONE_ROWS = 500, 440  # pixels of all of its rows, so that it lies within a first screen
+_ROW, _SEEDS = (14, 32), 24  # pixels of a row, least and most; from where on seeds have room in it
+_PHONE_ROW = (11, 34)
 _NAME = 260  # pixels of an arm's name, at most
-_ARMS = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME)
+_SHORT = {  # verdicts beside the rows on a phone
+    claims.ABOVE_INSIDE: "above 0, inside",
+    claims.BELOW_INSIDE: "below 0, inside",
+    claims.ABOVE_OPEN: "above 0, open",
+    claims.BELOW_OPEN: "below 0, open",
+}
 
 
 def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
@@ -71,8 +80,7 @@ def lone_bands(result: StudyResult) -> dict[str, float]:
 
 def _gap_row(arm: ArmResult, at: Beside | None) -> Row:
     assert arm.gap is not None
-    low, high = arm.gap.interval or (arm.gap.mean, arm.gap.mean)
-    inner_low, inner_high = arm.gap.inner or (arm.gap.mean, arm.gap.mean)
+    low, high = arm.gap.shown or (arm.gap.mean, arm.gap.mean)
     margin = arm.margin or 0.0
     return {
         "arm": arm.name,
@@ -80,14 +88,14 @@ def _gap_row(arm: ArmResult, at: Beside | None) -> Row:
         "mean": arm.gap.mean,
         "low": low,
         "high": high,
-        "inner_low": inner_low,
-        "inner_high": inner_high,
         "from": -margin,
         "to": margin,
         "bytes_total": arm.bytes_total,
         "bytes_inter": arm.bytes_inter,
         "seeds": arm.gap.n,
-        "label": f"{gap_text(arm)}  {arm.verdict if at is None else _placed(arm, at)}",
+        "gap": gap_text(arm),
+        "label": arm.verdict if at is None else _placed(arm, at),
+        "short": _SHORT.get(arm.verdict, arm.verdict) if at is None else at.text,
     } | ({} if at is None else {"noise_from": -at.noise, "noise_to": at.noise})
 
 
@@ -173,24 +181,42 @@ def _spread(items: Sequence[str], count: int) -> list[str]:
 
 
 def gap_figure(result: StudyResult, style: Style) -> Spec:
-    """Every arm's mean gap with its intervals, its seeds and its margin; with one seed, which has
-    no intervals, the noise band."""
+    """Every arm's mean gap with the interval that decides, its seeds, its margin and its verdict,
+    whose colour it has; with one seed, which has no intervals, the noise band."""
     assert result.margin is not None
     rows = style.dress(gap_rows(result))
     gaps = GapAxis.around(result.margin, *ends(rows))
-    y = alt.Y("arm:N", sort=[arm.name for arm in result.every], title=None, axis=_ARMS)
+    row, on_phone = (
+        max(least, min(most, whole // len(rows)))
+        for whole, (least, most) in ((_ROWS, _ROW), (_PHONE_ROWS, _PHONE_ROW))
+    )
+    axis = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME, labelOverlap=False)
+    y = alt.Y("arm:N", sort=[arm.name for arm in result.every], title=None, axis=axis)
     x: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(_WIDTH, across=True)}
     x["title"] = f"Held-out loss gap to {result.compared_with} (nats per token)"
-    many, lone = len(rows) > _MANY, all(row["seeds"] == 1 for row in rows)
-    layers = [*_below(rows, y, x), *_marks(rows, style, y, x, not many and not lone)]
-    made = alt.layer(*layers).properties(width=_WIDTH, height=alt.Step(20 if many else 38))
-    marks = {} if many or lone else {"seeds": style.dress(seed_rows(result))}
+    seeds = row >= _SEEDS and any(one["seeds"] > 1 for one in rows)
+    layers = [*_below(rows, y, x), *_marks(rows, style, y, x, seeds)]
+    made = alt.layer(*layers).properties(width=_WIDTH, height=alt.Step(row))
+    marks = {"seeds": _colored(seed_rows(result), rows)} if seeds else {}
     data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
     longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
-    beside = max(210, 20 + 6 * max(len(row["label"]) for row in rows))
+    beside = _WORDS + 16 + 6 * max(len(row["label"]) for row in rows)
     spec = finish(made, data, side=30 + longest, legend=beside)
-    spec["usermeta"]["narrow"] = gaps.ticks(_ON_PHONE, across=True)
+    font = 11 if on_phone > 13 else 9
+    names, words = (
+        round(16 + 0.57 * font * max(len(row[key]) for row in rows)) for key in ("arm", "short")
+    )
+    names = min(names, 16 + _NAME // 2)
+    ticks = gaps.ticks(_PHONE - names - words, across=True)
+    phone = {"side": names, "beside": words, "ticks": ticks, "row": on_phone, "font": font}
+    spec["usermeta"]["phone"] = phone
     return spec
+
+
+def _colored(seeds: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """Rows of seeds with their arms' verdicts."""
+    verdicts = {row["arm"]: row["verdict"] for row in rows}
+    return [seed | {"verdict": verdicts[seed["arm"]]} for seed in seeds]
 
 
 def _below(rows: Sequence[Row], y: alt.Y, x: Mapping[str, Any]) -> list[Any]:
@@ -222,23 +248,19 @@ def _marks(
     rows: Sequence[Row], style: Style, y: alt.Y, x: Mapping[str, Any], seeds: bool
 ) -> list[Any]:
     """Intervals, single seeds, means and the words beside them."""
-    color = style.color(rows, legend=None)
+    verdicts = [row["verdict"] for row in rows]
+    color = style.verdict(verdicts)
     base = chart("arms").encode(y=y, color=color, tooltip=gap_tooltip())
-    outer = base.mark_rule(strokeWidth=2, clip=True)
-    inner = base.mark_rule(strokeWidth=6, opacity=0.55, clip=True)
+    outer = base.mark_rule(strokeWidth=2.5, clip=True)
     point = base.mark_point(size=90, filled=True, opacity=1, stroke="white", strokeWidth=1)
-    ticks = chart("seeds").mark_tick(thickness=1.2, size=7, opacity=0.9, yOffset=10, clip=True)
+    ticks = chart("seeds").mark_tick(thickness=1.2, size=6, opacity=0.9, yOffset=9, clip=True)
     text = base.mark_text(align="left", fontSize=11)
     return [
         outer.encode(x=alt.X("low:Q", **x), x2="high:Q"),
-        inner.encode(x=alt.X("inner_low:Q", **x), x2="inner_high:Q"),
         *([ticks.encode(x=alt.X("gap:Q", **x), y=y, color=color)] if seeds else []),
-        point.encode(
-            x=alt.X("mean:Q", **x), shape=style.shape([r["verdict"] for r in rows], False)
-        ),
-        text.encode(
-            x=alt.value(_WIDTH + 12), text="label:N", color=alt.value("#111827")
-        ).properties(name="beside"),
+        point.encode(x=alt.X("mean:Q", **x), shape=style.shape(verdicts, False)),
+        text.encode(x=alt.value(_WIDTH + 12), text="gap:N").properties(name="numbers"),
+        text.encode(x=alt.value(_WIDTH + _WORDS), text="label:N").properties(name="words"),
     ]
 
 

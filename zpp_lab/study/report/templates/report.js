@@ -8,7 +8,7 @@ function fit(spec, room) {
   const most = spec.concat ? Math.min(spec.columns || 1, panels.length) : spec.facet ? spec.columns : 1;
   const width = panels[0].width;
   const fixed = spec.facet ? side : 0;  // facets share the axes of their first column
-  const each = spec.facet ? 12 : side;
+  let each = spec.facet ? 12 : side;
   if (room >= most * (width + each) + fixed + legend + 24) return spec;
   const least = spec.facet ? 110 : width;
   const columns = Math.max(1, Math.min(most, Math.floor((room - 24 - fixed) / (least + each))));
@@ -17,16 +17,27 @@ function fit(spec, room) {
     spec.config.legend = { ...spec.config.legend, orient: "bottom", direction: "vertical",
       columns: Math.max(1, Math.floor(room / Math.max(130, legend))) };
   }
-  const left = room - 24 - fixed - (beside ? legend : 0);
+  const phone = beside ? null : spec.usermeta.phone;  // of the figure with words beside its rows
+  const left = room - 24 - fixed - (beside ? legend : phone ? phone.beside : 0);
+  if (phone) {
+    panels[0].height.step = phone.row;
+    each = phone.side;
+    spec.config.axisY = { labelFontSize: phone.font, labelLimit: phone.side - 14 };
+    panels[0].layer = panels[0].layer.filter(layer => layer.name !== "numbers");
+  }
   if (spec.concat || spec.facet) spec.columns = columns;
   for (const panel of panels) {
     panel.width = Math.min(panel.width, Math.floor(left / columns) - each);
-    if (!beside && panel.layer) panel.layer = panel.layer.filter(layer => layer.name !== "beside");
     for (const layer of panel.layer || []) {
-      if (layer.name === "beside") layer.encoding.x.value = panel.width + 12;
+      if (layer.name === "numbers" || layer.name === "words") layer.encoding.x.value += panel.width - width;
+      if (layer.name === "words" && phone) {
+        layer.encoding.x.value = panel.width + 8;
+        layer.encoding.text.field = "short";
+        layer.mark.fontSize = phone.font;
+      }
       const axis = layer.encoding.x && layer.encoding.x.axis;
       if (axis && axis.values && panel.width < 400) {
-        if (spec.usermeta.narrow) axis.values = spec.usermeta.narrow;
+        if (phone) axis.values = phone.ticks;
         else Object.assign(axis, { labelOverlap: "greedy", labelSeparation: 8 });
       }
       const title = layer.encoding.x && layer.encoding.x.title;
@@ -44,7 +55,8 @@ async function draw(name) {
   const spec = JSON.parse(document.getElementById("spec-" + name).textContent);
   views.set(name, null);
   try {
-    const made = await vegaEmbed(place, fit(spec, place.clientWidth), { renderer: "svg", actions: false });
+    const room = place.clientWidth || document.querySelector("main").clientWidth;
+    const made = await vegaEmbed(place, fit(spec, room), { renderer: "svg", actions: false });
     views.set(name, made.view);
     document.querySelector(`.save[data-figure="${name}"]`).hidden = false;
     if (hidden.length) made.view.signal("hidden", hidden).runAsync();
@@ -121,9 +133,58 @@ for (const button of document.querySelectorAll(".save")) {
   button.addEventListener("click", () => save(button.dataset.figure));
 }
 
-for (const place of document.querySelectorAll(".chart")) {
-  const name = place.id.slice("chart-".length);
-  const fold = place.closest("details");
-  if (fold) fold.addEventListener("toggle", () => fold.open && draw(name));
-  else draw(name);
+// Folds: links and printing open them; their charts are drawn once those in sight are.
+const folds = [...document.querySelectorAll("main details")];
+const contents = document.querySelector("#contents details");
+const unfold = document.getElementById("unfold");
+const desktop = matchMedia("(min-width: 1120px)");
+const links = [...contents.querySelectorAll("a")];
+let opened = [];
+
+function reveal() {
+  const place = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+  const fold = place && (place.closest("details") || place.querySelector(":scope > details"));
+  if (fold) fold.open = true;
 }
+
+function mark() {
+  const top = link => document.querySelector(link.hash).getBoundingClientRect().top;
+  const asked = links.find(link =>
+    link.hash === location.hash && top(link) >= -1 && top(link) < innerHeight);
+  const here = asked || links.filter(link => top(link) < innerHeight / 3).pop() || links[0];
+  for (const link of links) link.toggleAttribute("aria-current", link === here);
+}
+
+function layout() { contents.open = desktop.matches; }
+
+unfold.addEventListener("click", () => {
+  const open = folds.some(fold => !fold.open);
+  for (const fold of folds) fold.open = open;
+  unfold.textContent = open ? "Fold all" : "Unfold all";
+});
+for (const link of links) link.addEventListener("click", () => { layout(); setTimeout(reveal); });
+desktop.addEventListener("change", layout);
+addEventListener("hashchange", () => { reveal(); mark(); });
+addEventListener("scroll", mark, { passive: true });
+addEventListener("beforeprint", () => {
+  opened = folds.filter(fold => !fold.open);
+  for (const fold of opened) fold.open = true;
+});
+addEventListener("afterprint", () => { for (const fold of opened) fold.open = false; });
+layout();
+reveal();
+mark();
+
+const charts = [...document.querySelectorAll(".chart")];
+const folded = charts.filter(place => place.closest("details"));
+const named = place => place.id.slice("chart-".length);
+for (const place of folded) {
+  place.closest("details").addEventListener("toggle", () => draw(named(place)));
+}
+Promise.all(charts.filter(place => !folded.includes(place)).map(place => draw(named(place))))
+  .then(async () => {
+    for (const place of folded) {
+      await new Promise(later => setTimeout(later));
+      await draw(named(place));
+    }
+  });
