@@ -63,7 +63,9 @@ def deciding_level(verdict: str, gap: Gap, tests: PValues) -> float | None:
     after all corrections, which for "inside" is twice as large, as its test has one side.
 
     Where the interval would also show what is not claimed, as tests differ in their levels, another
-    test's takes its place, or the one at which it just reaches 0 or the margin. None without tests.
+    test's takes its place, or the one at which it just reaches 0 or the margin. Where none shows
+    just what is claimed (one test has one side, others two) the claim's own stays. None without
+    tests.
     """
     if not tests.levels or gap.p_differs is None or gap.p_equal is None or gap.p_beyond is None:
         return None
