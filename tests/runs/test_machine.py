@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
 from zpp_lab.runs import provenance
 from zpp_lab.tools import doctor
@@ -74,3 +76,18 @@ def test_what_is_no_commit_is_refused_before_anything_starts(
     assert (row.state, "or unset ZPP_COMMIT" in row.fix) == ("broken", True)
     monkeypatch.delenv(provenance.COMMIT)
     check_inputs(Config())
+
+
+def test_a_wheel_knows_its_commit_and_the_version_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a checkout without tags too; ZPP_COMMIT says more."""
+    wheel = tmp_path / "wheel"
+    (wheel / "zpp_lab").mkdir(parents=True)
+    (wheel / "zpp_lab" / "commit.txt").write_text("a" * 40 + "\n")
+    assert LOOK(wheel / "zpp_lab") == "a" * 40
+    monkeypatch.setattr(provenance, "commit", lambda: LOOK(wheel / "zpp_lab"))
+    assert main(["--version"]) == 0
+    assert re.fullmatch(rf"zpp_lab \S+, commit {'a' * 40}, torch \S+\n", capsys.readouterr().out)
+    monkeypatch.setenv(provenance.COMMIT, "b" * 40)
+    assert LOOK(wheel / "zpp_lab") == "b" * 40

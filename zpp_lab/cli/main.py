@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         known, rest = parser.parse_known_args(words)
     except ValueError as error:
         return _mistake(words[0], str(error))
+    if known.command is None and known.version:
+        from zpp_lab.runs.provenance import version_text
+
+        print(version_text())
+        return 0
     if known.command is None:
         if rest:
             return _mistake("", f"unknown option {rest[0]}; see zpp-lab --help")
@@ -68,6 +73,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Add]:
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="version and commit, then exit")
     add = Add(parser)
     for more in (add_training, add_results, add_weights, add_machine):
         more(add)

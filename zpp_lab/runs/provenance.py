@@ -26,6 +26,7 @@ from zpp_lab.files import damaged, parse_json, write_atomic
 FILE = "commits.json"
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMIT = "ZPP_COMMIT"  # the commit of a copy that has no .git, set by who made it
+_BUILT = "commit.txt"  # the commit of a wheel, in the package; hatch_build.py writes it
 
 
 def note_commit(folder: Path, step: int, commit: str | None) -> list[dict[str, Any]]:
@@ -139,14 +140,15 @@ def commit(package: Path = PACKAGE) -> str | None:
     """The git commit that the package is checked out from, with "-dirty" when it was changed.
 
     Of a package that no checkout has (a copy without its .git, an installed one, even inside
-    another project's checkout) what ZPP_COMMIT says, and None without it. ValueError when that is
-    no commit. The first answer is kept: it is that of the code which runs.
+    another project's checkout) what ZPP_COMMIT says, else what its wheel was built at, else None.
+    ValueError when ZPP_COMMIT is no commit. The first answer is kept: it is that of the code which
+    runs.
     """
     # A container may show the checkout as another user's, of which git would not speak; what it
     # then might run for that user is nothing beside importing the package.
     git = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", str(package)]
     if output([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
-        return _told_commit()
+        return _told_commit(package / _BUILT)
     head = output([*git, "rev-parse", "HEAD"])
     if head is None:
         return None
@@ -161,8 +163,17 @@ def check_commit() -> None:
         commit()
 
 
-def _told_commit() -> str | None:
+def version_text() -> str:
+    """Version, commit and torch's version, as `zpp-lab --version` prints them."""
+    found, at = versions(), commit()
+    own = (found["zpp_lab"] or "(not installed)") + (f", commit {at}" if at else "")
+    return f"zpp_lab {own}, torch {found['torch'] or '(not installed)'}"
+
+
+def _told_commit(built: Path) -> str | None:
     told = os.environ.get(COMMIT)
+    if told is None and built.is_file():
+        return built.read_text().strip()
     if told is not None and not re.fullmatch("[0-9a-f]{40}(-dirty)?", told):
         raise ValueError(
             f"{COMMIT}={told!r} is no commit: give the 40 digits that `git rev-parse HEAD` prints "
