@@ -155,10 +155,11 @@ def contents_of(files: Files, checkpoint: str) -> Files:
 
 
 def outcome(folder: Path) -> Files:
-    """Every file of a run: bytes, or what they say without times. config.yaml names its folder."""
+    """Every file of a run: bytes, or what they say without times. config.yaml names its folder, and
+    console.log has what each start has said."""
     files = contents(folder)
-    for name in ("config.yaml", ".lock"):
-        files.pop(name)
+    for name in ("config.yaml", "console.log", ".lock"):
+        files.pop(name, None)
     files["metrics.jsonl"] = [timeless(line) for line in read(folder / "metrics.jsonl")]
     files["summary.json"] = timeless(json.loads(files["summary.json"]))
     return files
