@@ -104,6 +104,8 @@ class Loop:
         elif clock.grad:
             self.begun, clock.micro = True, 0
             self.wrapped.memories.start(clock.step)
+            for unit in self.wrapped.installed:
+                unit.share_masks(self.wrapped.memories, self.device)
 
     def _after(self, *_: Any) -> None:
         self.wrapped.fallbacks.check(allowed=False)
