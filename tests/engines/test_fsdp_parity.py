@@ -48,7 +48,7 @@ def agree(cases: list[str], nodes: int, local: int, steps: int) -> None:
 
 def test_every_case_can_be_built_where_its_wires_are() -> None:
     """All of the table on several nodes of several ranks, and most of it on others."""
-    for cluster in CLUSTERS:
+    for cluster in ((1, 4), (3, 2), (4, 1)):
         cases = [case for case in TABLE if not lacks_a_wire(case, *cluster)]
         assert cases == TABLE or min(cluster) == 1
         assert sum(map(beyond_zero3, cases)) >= 25
