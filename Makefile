@@ -9,7 +9,7 @@ STUDY ?= first
 # of torch, which makes the start of each two to three times as long.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-dev study test test-slow test-all lint clean
+.PHONY: setup setup-dev study test test-slow test-all lint site clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -47,6 +47,11 @@ test-slow: setup-dev
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The pages and the Python API as a site in build/site; a warning is an error
+site: setup
+	$(PIP) -e '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
