@@ -36,6 +36,17 @@ def test_a_log_gets_lines_now_and_then_and_at_evaluations() -> None:
     assert "\r" not in out.getvalue()
 
 
+def test_a_long_step_of_many_ranks_says_how_far_it_is() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(2, "zero3", stream=out, every_seconds=10.0, clock=clock)
+    for done in range(1, 385):
+        clock.now += 0.125
+        progress.passing(done, 384)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "zero3  step 1/2  forward and backward 80 of 384"
+    assert len(lines) == 4
+
+
 def test_a_line_tells_what_was_measured_and_only_that() -> None:
     out, clock = io.StringIO(), Clock()
     progress = Progress(2, "w4", stream=out, every_seconds=0.0, clock=clock)

@@ -58,6 +58,14 @@ class Progress:
             self._shown = now
             self._show(self._line(record, now))
 
+    def passing(self, done: int, passes: int) -> None:
+        """A step of many simulated ranks is under way: `done` of its passes have begun."""
+        now = self._clock()
+        if now - self._shown >= self.interval:
+            self._shown = now
+            step = f"step {self._step + 1}/{self.total}"
+            self._show(f"{self.label}  {step}  forward and backward {done} of {passes}")
+
     def close(self) -> None:
         """End the renewed line, so that what is printed next stands on its own."""
         if self._open:

@@ -84,6 +84,10 @@ class Tracker:
         if self._events is not None:
             self._guard("tensorboard", partial(self._events.log, record))
 
+    def passing(self, done: int, passes: int) -> None:
+        """So many of a step's passes have begun."""
+        self._guard("console", lambda: self._progress.passing(done, passes))
+
     def sync(self) -> None:
         """Put the metrics on the disk; call it before a checkpoint counts as written."""
         self._metrics.sync()

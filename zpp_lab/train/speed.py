@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -109,14 +110,17 @@ class Meter:
             "gpus": self.gpus,
         }
 
-    def timed(self, batches: Batches) -> Batches:
-        """The same batches; the seconds that they take to come are added up for `step`."""
-        self.data = 0.0
+    def timed(self, batches: Batches, begun: Callable[[int], None]) -> Batches:
+        """The same batches; the seconds that they take to come are added up for `step`. `begun` is
+        told how many have come."""
+        self.data, count = 0.0, 0
 
         def batch(rank: int, micro: int) -> Batch:
-            began = time.perf_counter()
+            nonlocal count
+            began, count = time.perf_counter(), count + 1
             made = batches(rank, micro)
             self.data += time.perf_counter() - began
+            begun(count)
             return made
 
         return batch

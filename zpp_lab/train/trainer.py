@@ -45,6 +45,7 @@ from zpp_lab.train.resume import check_same_data, check_start, note_data, open_s
 from zpp_lab.train.speed import Meter
 
 Data = TokenData | PackedData
+MANY = 64  # passes of a step from which on it is said that there are so many
 
 
 def run(
@@ -157,6 +158,9 @@ class Trainer:
             check_start(Path(self.config.model.start), data)
         for note in (*data.notes, *self.train.notes) if self.rank == 0 else ():
             print(note, file=sys.stderr)
+        passes = self.config.cluster.world * self.train.micro_steps
+        if not self.config.engine.ranked and passes >= MANY:
+            print(f"each step: {passes} ranks' forward and backward, in turn", flush=True)
 
     def _warn_of_few(self) -> None:
         """Where the text holds fewer tokens than `train.eval_tokens` asks for."""
@@ -173,7 +177,7 @@ class Trainer:
         while self.step < self.train.steps and not self.piece.over(longest + self._saving(engine)):
             self.profile.before(self.step + 1)
             began = time.perf_counter()
-            result = self._step(engine, data)
+            result = self._step(engine, data, tracker)
             measured = self.meter.step(time.perf_counter() - began, result.seconds)
             self.step += 1
             self.profile.after(self.step)
@@ -234,14 +238,19 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.train.steps or (every > 0 and self.step % every == 0)
 
-    def _step(self, engine: Engine, data: Data) -> StepResult:
+    def _step(self, engine: Engine, data: Data, tracker: Tracker | None) -> StepResult:
         every = self.config.tracking.telemetry_every
         telemetry = every > 0 and (self.step == 0 or (self.step + 1) % every == 0)
         lr = learning_rate(self.step, self.train)
         turns = (self.config.cluster.world, self.train.micro_steps)
         shape = (self.train.batch_size, self.config.data.seq_len)
         batches = data.step(self.config.seed, self.step, *turns, *shape)
-        return engine.step(self.step, lr, self.meter.timed(batches), telemetry)
+
+        def begun(count: int) -> None:
+            if tracker is not None and not self.config.engine.ranked:
+                tracker.passing(count, math.prod(turns))
+
+        return engine.step(self.step, lr, self.meter.timed(batches, begun), telemetry)
 
     def _compiled(self) -> dict[str, float]:
         """Seconds that the compiler has taken so far, wherever they fell."""
