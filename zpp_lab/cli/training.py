@@ -118,6 +118,10 @@ def _until(piece: str | None) -> float | None:
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     until = _until(args.piece)
     _check_dry(args)
+    if any(word.startswith("hardware=slurm") for word in overrides) and not (
+        args.multirun or args.dry_run or args.cfg or args.info
+    ):
+        raise ValueError("hardware=slurm submits jobs: add -m, as for a sweep of one run or more")
     flags = _of_hydra(args)
     if flags:
         from zpp_lab.study.run.multirun import show
@@ -132,9 +136,11 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         if until is not None:
             raise ValueError("--for is for one run or a study: leave out -m, or write a study")
         return _sweep(overrides)
-    from zpp_lab.config.compose import compose, has_ended, run_dir
+    from zpp_lab.config.compose import bare_model, compose, has_ended, run_dir
 
     config = compose([*overrides, *([] if until is None else [f"run.until={until!r}"])])
+    if note := bare_model(overrides):
+        print(note, file=sys.stderr)
     if args.dry_run:
         _show_settings(config, args)
         return 0
@@ -241,7 +247,7 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.runs_per_gpu is not None:
         changes["runs_per_gpu"] = args.runs_per_gpu
     hydra = [word for word in overrides if setting_of(word).startswith(("hydra.", "hydra/"))]
-    if hydra and args.launcher is None:
+    if hydra and args.launcher is None and "hardware=slurm" not in overrides:
         raise ValueError(f"{hydra[0]}: Hydra's settings go with --launcher, such as slurm")
     study = load_study(args.name, changes, [word for word in overrides if word not in hydra])
     if args.alone and not args.arms:
@@ -251,6 +257,8 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
     if patterns and not args.alone:
         study = some_arms(study, patterns)
     root = args.dir or Path("runs") / study.name
+    if "hardware=slurm" in study.overrides:
+        args.launcher = args.launcher or "slurm"
     if args.watch:
         from zpp_lab.study.run.progress import show
 

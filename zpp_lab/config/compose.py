@@ -38,6 +38,12 @@ ConfigStore.instance().store("base_config", asdict(Config()), provider="zpp_lab"
 GROUPS = (  # of conf/, whose settings lie elsewhere in `Config`
     *("experiment", "hardware", "hparams_search", "lora"),
 )
+EXPERIMENTS = {  # models that nobody trains with the settings of a tiny run → a whole one
+    "1_3b": "pretrain_1b",
+    "6_7b": "pretrain_7b",
+    "13b": "pretrain_13b",
+    "32_5b": "finetune_30b",
+}
 PLUGINS = {  # of Hydra, which extras of zpp_lab install → the extra
     **{f"hydra/launcher/{name}": "slurm" for name in ("submitit_slurm", "submitit_local")},
     "hydra/launcher/joblib": "joblib",
@@ -55,6 +61,37 @@ OWNERS = {  # settings that only this engine or model heeds; of others `Config` 
     "deepspeed": ("engine", ("emulate_nodes",)),
     "llama": ("model", (*_SHAPE, *_DETAILS)),
 }
+
+
+def _micro_steps(tokens: int, *, _root_: DictConfig) -> int:
+    """${micro_steps:TOKENS} of an experiment: the micro-steps by which a step has so many tokens,
+    whatever the cluster and the batch of a GPU are."""
+    cluster, train = _root_.cluster, _root_.train
+    ranks = cluster.nodes * cluster.gpus_per_node
+    each = ranks * train.batch_size * _root_.data.seq_len
+    if tokens % each:
+        raise ValueError(
+            f"{ranks} ranks of train.batch_size={train.batch_size} sequences of "
+            f"data.seq_len={_root_.data.seq_len} have {each:,} tokens, of which no number of "
+            f"micro-steps makes the experiment's {tokens:,} a step: set train.micro_steps, or "
+            "another train.batch_size"
+        )
+    return int(tokens // each)
+
+
+OmegaConf.register_new_resolver("micro_steps", _micro_steps, replace=True)
+
+
+def bare_model(overrides: Sequence[str]) -> str:
+    """What to tell of a large model's shape alone, without an experiment; "" else."""
+    words = {setting_of(word): word.partition("=")[2] for word in overrides}
+    whole = EXPERIMENTS.get(words.get("model", ""))
+    if whole is None or "experiment" in words or any(key.startswith("train.") for key in words):
+        return ""
+    return (
+        f"model={words['model']} is a shape, not an experiment: batch, rate and steps are those "
+        f"of a tiny run; experiment={whole} sets all of them"
+    )
 
 
 def compose(overrides: list[str]) -> Config:
@@ -123,6 +160,9 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
     beside its half-life. Behind ++ one of another engine is taken, so that several engines can be
     given the same words."""
     given = {word.partition("=")[0] for word in overrides}
+    place = [name for name in given if re.fullmatch(r"cluster(\..+)?", name)]
+    if "hardware" in given and place:
+        raise ValueError(f"{place[0]}: hardware sets the cluster too: leave one of them out")
     if "train.beta2" in given and composed.train.beta2_tokens is not None:
         raise ValueError(
             "train.beta2 and train.beta2_tokens both set beta2: leave one of them out, or set "
@@ -141,7 +181,11 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
 
 def to_config(composed: DictConfig) -> Config:
     """A composed Hydra config as a validated `Config`."""
-    values: Any = OmegaConf.to_container(composed, resolve=True)
+    try:
+        values: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(reason.partition("resolving interpolation: ")[2] or reason) from None
     return load(Config, values)
 
 
