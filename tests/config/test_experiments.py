@@ -70,7 +70,6 @@ def test_the_walk_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands that look are run; those that start a study are run as its dry run."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "GUIDE.md").read_text().partition("## 13B on Slurm")[2].partition("\n## ")[0]
     lines = re.findall(r"^zpp-lab (.*?)(?:\s+#.*)?$", page, re.M)
