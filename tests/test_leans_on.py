@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from zpp_lab.collectives.peer import symmetric
 from zpp_lab.collectives.transport import STARTS
 from zpp_lab.engines import compile
-from zpp_lab.engines.fsdp import comm, packed
+from zpp_lab.engines.fsdp import comm, mesh, packed
 
 PACKAGE = Path(__file__).parents[1] / "zpp_lab"
-TABLES = (comm.LEANS_ON, symmetric.LEANS_ON, compile.LEANS_ON)
+TABLES = (comm.LEANS_ON, mesh.LEANS_ON, symmetric.LEANS_ON, compile.LEANS_ON)
 
 
 def spelled_out() -> list[str]:

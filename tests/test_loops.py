@@ -354,8 +354,8 @@ def not_finite(chosen: Config) -> list[bool]:
     return moved
 
 
-def every_job(folder: str) -> dict[str, Any]:
-    """One start of ranks serves all tests."""
+def own_jobs(folder: str) -> dict[str, Any]:
+    """One start of ranks serves all tests of loops without a framework."""
     place, found = Path(folder), {}
     for name in RECIPES:
         chosen = config(place, name)
@@ -366,6 +366,12 @@ def every_job(folder: str) -> dict[str, Any]:
     found["accumulated"] = [trained(chosen), accumulated(chosen)]
     found["tp"] = beside_tensor_parallel()
     found["not finite"] = not_finite(config(place, "loco"))
+    return found
+
+
+def foreign_jobs(folder: str) -> dict[str, Any]:
+    """Of frameworks, which take seconds to import."""
+    place, found = Path(folder), {}
     more = ["model=hf", f"model.path={place / 'hf'}", "model.weights=pretrained"]
     chosen = config(place, "zeropp", *more)
     found["hf"] = {"train": trained(chosen), **hugging_face(chosen)}
@@ -379,12 +385,20 @@ def every_job(folder: str) -> dict[str, Any]:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("loops")
     corpus(folder)
+    found: dict[str, Any] = run_world(4, own_jobs, str(folder))
+    return found
+
+
+@pytest.fixture(scope="module")
+def frameworks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("frameworks")
+    corpus(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256}
     made = transformers.LlamaConfig(**shape, **heads)
     transformers.LlamaForCausalLM(made).save_pretrained(folder / "hf")
-    found: dict[str, Any] = run_world(4, every_job, str(folder))
+    found: dict[str, Any] = run_world(4, foreign_jobs, str(folder))
     return found
 
 
@@ -396,17 +410,19 @@ def test_a_loop_of_ones_own_has_zpp_lab_trains_losses(case: str, answers: dict[s
     assert others == [ours] * len(others)
 
 
-def test_accelerate_and_the_trainer_have_them_too(answers: dict[str, Any]) -> None:
-    ours = answers["hf"]
+@pytest.mark.slow
+def test_accelerate_and_the_trainer_have_them_too(frameworks: dict[str, Any]) -> None:
+    ours = frameworks["hf"]
     assert ours["accelerate"] == ours["train"]
     assert ours["trainer"] == ours["unclipped"] != ours["train"]
     # torch takes the norm in fp32 and in another order, so weights may differ in their last bits
     assert ours["clipped"] == pytest.approx(ours["train"], rel=1e-6)
 
 
-def test_torchtitan_has_them(answers: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_torchtitan_has_them(frameworks: dict[str, Any]) -> None:
     """Its ranks are one dimension, cut into nodes as torchrun says."""
-    ours, theirs = answers["torchtitan"]
+    ours, theirs = frameworks["torchtitan"]
     assert ours == theirs
 
 

@@ -20,6 +20,7 @@ from zpp_lab.collectives.transport import Collectives, Group, Link, ProcessGroup
 from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.schema import ClusterConfig
 
+LEANS_ON = {"torch.distributed.device_mesh.DeviceMesh": ("_flatten",)}  # a test looks for it
 NODES, GPUS, DP = "nodes", "gpus", "dp"
 _FIX = (
     'init_device_mesh(DEVICE, (NODES, GPUS), mesh_dim_names=("nodes", "gpus")), or one dimension '
