@@ -51,13 +51,13 @@ train recipe.weights.random_signs=true recipe.weights.bits=4 => recipe zero3, we
 train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weights_forward | block, none
 train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2 keeps the weights
 train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node contradicts reci
-train recipe.sharding.grads=node => weights=world, grads=node, optimizer=world is not built
+train recipe.sharding.grads=node => is no point of the grid | weights=node, grads=node, optimizer=w
 train recipe.weights_update.bits=4 => recipe.weights_update and | set recipe.sharding.weights=node
 train recipe=w4_diff cluster=1x2 => recipe w4_diff: on one node | would carry nothing; take a clust
 train recipe=w4_diff cluster=2x1 => recipe w4_diff: with one GPU a node | set recipe.weights_update
 train recipe=amsp_node recipe.sharding.update=differences => needs a codec | recipe.weights_update.
 train recipe=amsp_node recipe.secondary=true => all weights are in the node anyway
-train recipe.shard=node recipe.hops=2 => recipe.shard=node does not go with recip
+train recipe.shard=node cluster=1x4 => recipe.shard=node needs several nodes | use recipe.shard=w
 train recipe.name= run.dir=null => recipe.name='' | use letters, digits and _ . , + = -, no dot
 train recipe.name=../up run.dir=null => recipe.name='../up' | use letters, digits and _ . , + = -, n
 train recipe.rules=3 => recipe.rules=3: use a list, such as [a,b]

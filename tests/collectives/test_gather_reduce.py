@@ -96,68 +96,96 @@ def coded(codec: Codec, numels: list[int], rank: int) -> Tensor:
     return torch.cat(parts)
 
 
-@given(clusters, lengths, st.sampled_from(CODECS), st.sampled_from(CODECS), st.booleans(), kinds)
-@settings(max_examples=40, deadline=None)
+@given(
+    clusters,
+    st.sampled_from(["world", "node", "none"]),
+    lengths,
+    st.sampled_from(CODECS),
+    st.sampled_from(CODECS),
+    st.booleans(),
+    kinds,
+)
+@settings(max_examples=60, deadline=None)
 def test_reduce(
     shape: tuple[int, int],
+    optimizer: str,
     numels: list[int],
     codec: Codec,
     second: Codec,
     reversed_order: bool,
     kind: str,
 ) -> None:
-    """Sums in rank order, as a plain loop over encoded rows gives them."""
+    """Sums in rank order, as a plain loop over encoded rows gives them: each rank those of its
+    part, or of its copy's part, or all of them."""
     cluster = ClusterConfig(nodes=shape[0], gpus_per_node=shape[1])
     hops: tuple[Wire, ...] = ("grads_intra", "grads_inter") if min(shape) > 1 else ("grads_intra",)
-    layouts = tuple(layout_of(c, numels) for c in (codec, second)[: len(hops)])
-    spec = ReduceSpec("u", hops, layouts, reversed_order)
+    hops += ("grads_intra",) if optimizer == "none" and len(hops) == 2 else ()
+    layouts = tuple(layout_of(c, numels) for c in (codec, second, codec)[: len(hops)])
+    cut = cluster.world if optimizer == "world" or len(hops) == 1 else cluster.gpus_per_node
+    spec = ReduceSpec("u", hops, layouts, reversed_order, cut)
     names = tuple(s.name for s in layouts[0].segments)
 
     def job(transport: ThreadTransport) -> tuple[Tensor, Ledger]:
-        ledger, out = Ledger(), torch.empty(sum(numels))
+        ledger, out = Ledger(), torch.empty(sum(numels) * (cut if len(hops) == 3 else 1))
         reduce = Reduce(spec, transport, ledger, Clock(3))
-        reduce.run(names, values(numels, transport.rank, cluster.world), out)
+        reduce.run(names, values(numels, transport.rank, cut), out)
         return out, ledger
 
     results = on_ranks(cluster, job, transport_of(kind))
     for rank, (out, _) in enumerate(results):
-        assert torch.equal(out, by_hand(cluster, spec, numels, rank))
+        sums = [by_hand(cluster, spec, numels, part) for part in range(cut)]
+        parts = [kernels.finish_sums(layouts[-1], s)[0] for s in sums]
+        assert torch.equal(out, returned(spec, sums) if len(hops) == 3 else parts[rank % cut])
     total: dict[Wire, Traffic] = {"grads_intra": Traffic(0, 0), "grads_inter": Traffic(0, 0)}
     for _, ledger in results:
         for wire in total:
             total[wire] += ledger.step[wire]
-    assert total == hop_traffic(cluster, hops, [layout.nbytes for layout in layouts])
+    for wire, traffic in hop_traffic(cluster, hops, [x.nbytes for x in layouts], cut):
+        total[wire] += traffic * -1
+    assert not any(map(any, total.values()))
 
 
-def by_hand(cluster: ClusterConfig, spec: ReduceSpec, numels: list[int], rank: int) -> Tensor:
-    """One destination's sums, encoding row by row."""
+def returned(spec: ReduceSpec, sums: list[Tensor]) -> Tensor:
+    """What every rank decodes of all parts' sums."""
+    _, second, third = spec.layouts
+    payload = torch.empty(spec.cut, third.nbytes, dtype=torch.uint8)
+    for part, own in enumerate(sums):
+        noise = Clock(3).grads_noise(spec.hops[2], part, [spec.cut + part])
+        kernels.encode_sums(second, third, own, noise, payload[part : part + 1])
+    outs = [torch.empty(spec.cut, s.numel) for s in third.segments]
+    kernels.decode(third, payload, outs)
+    return torch.cat([out.flatten() for out in outs])
+
+
+def by_hand(cluster: ClusterConfig, spec: ReduceSpec, numels: list[int], part: int) -> Tensor:
+    """One part's sums, encoding row by row; of two hops in the domain of the second."""
     world, local = cluster.world, cluster.gpus_per_node
     order = range(world)[::-1] if spec.reversed_order else range(world)
     first = spec.layouts[0]
 
     def row(source: int) -> Tensor:
-        payload = torch.empty(world, first.nbytes, dtype=torch.uint8)
-        noise = Clock(3).grads_noise(spec.hops[0], source, range(world))
-        kernels.encode(first, values(numels, source, world), noise, payload)
-        return payload[rank]
+        payload = torch.empty(spec.cut, first.nbytes, dtype=torch.uint8)
+        noise = Clock(3).grads_noise(spec.hops[0], source, range(spec.cut))
+        kernels.encode(first, values(numels, source, spec.cut), noise, payload)
+        return payload[part]
 
     if len(spec.hops) == 1:
         sums = torch.zeros(1, first.coded_numel)
         kernels.decode_sum(first, torch.stack([row(s) for s in order])[:, None], sums)
-        return kernels.finish_sums(first, sums)[0]
+        return sums
     second, arrived = spec.layouts[1], []
     for node in sorted({s // local for s in order}, reverse=spec.reversed_order):
         sums = torch.zeros(1, first.coded_numel)
         rows = torch.stack([row(s) for s in order if s // local == node])
         kernels.decode_sum(first, rows[:, None], sums)
-        sender = node * local + rank % local
+        sender = node * local + part % local
         payload = torch.empty(1, second.nbytes, dtype=torch.uint8)
-        noise = Clock(3).grads_noise(spec.hops[1], sender, [rank])
+        noise = Clock(3).grads_noise(spec.hops[1], sender, [part])
         kernels.encode_sums(first, second, sums, noise, payload)
         arrived.append(payload)
     sums = torch.zeros(1, second.coded_numel)
     kernels.decode_sum(second, torch.stack(arrived), sums)
-    return kernels.finish_sums(second, sums)[0]
+    return sums
 
 
 def test_backward_without_forward_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ ANEW = "the same, of the step under way"
 CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
 CASES += ["bf16_states", "8bit_states", "memory_8bit", "memory_bf16"]
 NODES = ["kept", "differences"]  # of one GPU each
+GRID = ["grid_node_node_node", "grid_none_node_world", "grid_none_none_none", "grid_memory"]
+RUNS = {(1, 2): CASES, (2, 1): NODES, (2, 2): GRID}
 
 # ---------------------------------------------------------------------- a real run
 
@@ -47,7 +50,8 @@ def counted(config: Config) -> dict[str, Any]:
     """Bytes of one rank in a step of a real run."""
     engine = real(config, build_model(SMALL, VOCAB, seed=3))
     found: dict[str, Any] = {"payloads": {}, "exchanged": {}}
-    empty, leg, update = Gather._empty, Reduce._leg, engine._update
+    empty, leg, stays, update = Gather._empty, Reduce._leg, Reduce._stays, engine._update
+    waiting: dict[str, int] = {}
 
     def noting_empty(self: Any, wire: Any, layout: Any, *rest: Any) -> Any:
         packet = empty(self, wire, layout, *rest)
@@ -56,9 +60,17 @@ def counted(config: Config) -> dict[str, Any]:
 
     def noting_leg(self: Any, hop: int, layout: Any, device: Any) -> Any:
         made = leg(self, hop, layout, device)
-        rows = found["exchanged"].setdefault(self.spec.unit, [0] * len(self.hops))
-        rows[hop] = made.out.nbytes
+        rows = found["exchanged"].setdefault(self.spec.unit, [[0, 0]] * len(self.hops))
+        # what comes in, and what goes out beside it
+        beside = made.room.data_ptr() not in range(made.out.data_ptr(), _end(made.out))
+        rows[hop] = made.out.nbytes, beside * made.room.nbytes
         return made
+
+    def noting_sums(self: Any, *args: Any) -> bool:
+        held = stays(self, *args)
+        waiting[self.spec.unit] = 0 if self.sums is None else self.sums.nbytes
+        found["sums"] = max(found.get("sums", 0), sum(waiting.values()))
+        return held
 
     def noting_update(*args: Any) -> None:
         found["grads"] = sum(p.grad.to_local().nbytes for p in engine.parameters.values())
@@ -66,10 +78,11 @@ def counted(config: Config) -> dict[str, Any]:
         update(*args)
 
     Gather._empty, Reduce._leg, engine._update = noting_empty, noting_leg, noting_update  # type: ignore
+    Reduce._stays = noting_sums  # type: ignore[method-assign]
     try:
         engine.step(0, 1e-2, partial(batch, 0), telemetry=False)
     finally:
-        Gather._empty, Reduce._leg = empty, leg  # type: ignore[method-assign]
+        Gather._empty, Reduce._leg, Reduce._stays = empty, leg, stays  # type: ignore[method-assign]
     found["saved"] = sum(p.nbytes for p in parts_of(engine.state_dict()))
     found["weights"] = nbytes(engine.parameters.values())
     state = engine.optimizer.state.values()
@@ -85,7 +98,11 @@ def counted(config: Config) -> dict[str, Any]:
 
 
 def all_counted(nodes: int, local: int) -> dict[str, Any]:
-    return {c: counted(configured(c, nodes, local)) for c in (CASES if nodes == 1 else NODES)}
+    return {c: counted(configured(c, nodes, local)) for c in RUNS[nodes, local]}
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + tensor.nbytes
 
 
 def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
@@ -108,7 +125,8 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
     remembered = [i for i in planned.items if i.name in ("what encoders remember", ANEW)]
     assert len(remembered) == 2 * bool(plan.memories)
     assert all(i.nbytes["update"] == plan.memory_bytes for i in remembered)
-    for unit in plan.units:
+    assert found["sums"] == sum(i.most for i in planned.items if i.name == "sums in the node")
+    for unit in plan.units if plan.recipe.shards > 1 else ():
         keeps = unit.hierarchical or plan.recipe.kept
         name, held = unit.unit.name, plan.recipe.cluster.nodes if keeps else 0
         forward = payload_bytes(plan, unit) - held * unit.forward.nbytes
@@ -116,18 +134,24 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
         if unit.gathers_backward and not plan.recipe.config.secondary:
             backward = payload_bytes(plan, unit, backward=True) - held * unit.backward.nbytes
             assert found["payloads"][f"weights_backward {name}"] == backward
-    root, out = plan.units[-1].unit.name, sum(found["exchanged"][plan.units[-1].unit.name])
-    assert root == "root"
+    assert plan.units[-1].unit.name == "root"
+    hops = found["exchanged"]["root"]
+    legs = [sum(hop) for hop in hops]
+    turned = hops[0][1] if plan.recipe.cut > plan.recipe.cluster.gpus_per_node > 1 else 0
+    out = max(legs[0] + turned * (len(hops) > 1), *map(sum, pairwise(legs)), 0)
     each = plan.recipe.grads_dtype.itemsize
     sums = each * sum(p.shard_numel for p in plan.units[-1].unit.parameters)
-    own = [4 * m.rows * m.numel for m in plan.units[-1].memories.values()]
-    encoding = sum(own) + 4 * max(own, default=0)  # on one hop
-    assert planned.item("reduction buffers").nbytes["root"] == 2 * out + sums + encoding
+    encoding = 0
+    for i, wire in enumerate(plan.recipe.hops):
+        kept = plan.units[-1].memories
+        own = [4 * m.rows * m.numel for (w, _), m in kept.items() if w == wire]
+        encoding = max(encoding, (3 if i else 1) * sum(own) + 4 * max(own, default=0))
+    assert planned.item("reduction buffers").nbytes["root"] == out + sums + encoding
 
 
 def test_a_real_run_holds_what_was_planned() -> None:
-    for cluster in ((1, 2), (2, 1)):
-        for case, facts in run_world(2, all_counted, *cluster).items():
+    for cluster in RUNS:
+        for case, facts in run_world(cluster[0] * cluster[1], all_counted, *cluster).items():
             check(facts, case, *cluster)
 
 

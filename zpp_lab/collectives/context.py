@@ -69,6 +69,7 @@ class Clock:
     seed: int
     step: int = 0
     micro: int = 0
+    last: bool = True  # the step's last micro-step
     grad: bool = True  # a backward follows this forward: keep what it needs
     master: bool = False  # gathers bring the master weights' own bytes, not the recipe's
     observer: Observer | None = None

@@ -26,7 +26,12 @@ from zpp_lab.codecs import Noise, RawCodec, kernels
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
-from zpp_lab.collectives.traffic import Traffic, gather_traffic, secondary_traffic
+from zpp_lab.collectives.traffic import (
+    Traffic,
+    gather_traffic,
+    node_gather_traffic,
+    secondary_traffic,
+)
 from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
 from zpp_lab.config.schema import Wire
 
@@ -38,7 +43,8 @@ NOTHING = Traffic(0, 0)
 class GatherSpec:
     """What a recipe asks of one unit's gathers. `secondary`: backward uses the forward's rows.
     `stored`: the layouts' last segments so many are a frozen base, encoded once. `kept`: each node
-    keeps the weights."""
+    keeps the weights. `shards`: 0 is one a rank; of fewer the ranks of a node have all, and nodes
+    have copies, drawn alike."""
 
     unit: str
     forward: Layout
@@ -48,11 +54,13 @@ class GatherSpec:
     hierarchical: bool = False
     stored: int = 0
     kept: bool = False
+    shards: int = 0
 
 
 @dataclass(slots=True)
 class Packet:
-    """A gather under way: `payload` uint8 [W, nbytes], `held` uint8 [N, nbytes] of the node."""
+    """A gather under way: `payload` uint8 [W, nbytes], a row a shard; `held` uint8 [N, nbytes] of
+    the node."""
 
     wire: Wire
     layout: Layout
@@ -75,6 +83,8 @@ class Gather:
         self.spec, self.transport, self.ledger, self.clock = spec, transport, ledger, clock
         self.cluster, self.rank = transport.cluster, transport.rank
         self.node, self.local = divmod(self.rank, self.cluster.gpus_per_node)
+        self.shards = spec.shards or self.cluster.world
+        self.copied = self.shards < self.cluster.world
         self.keeps = spec.secondary and self.cluster.nodes > 1
         self.secondary: Tensor | None = None  # hpZ's rows, from a forward to its backward
         self.rows: Sequence[Tensor] = ()  # of weights that the node keeps, [N, n] of each segment
@@ -110,7 +120,9 @@ class Gather:
             shards = shards[: self.encoded]
         noise = None
         if layout.stochastic:
-            noise = self.clock.weights_noise("weights_forward" if again else wire, self.rank)
+            noise = self.clock.weights_noise(
+                "weights_forward" if again else wire, self.rank % self.shards
+            )
         if shards:  # forward's bits were looked at in the forward
             observer = None if again else self.clock.observer
             self._encode(wire, layout, shards, noise, row, observer)
@@ -182,12 +194,14 @@ class Gather:
         return live, row[:, : live.nbytes]
 
     def _reserve(self) -> None:
+        if self.shards == 1 < self.cluster.world:
+            return  # every rank has all weights
         row = max(layout.nbytes for layout in (self.raw, self.spec.forward, self.spec.backward))
         if self.spec.hierarchical:
             self.transport.reserve("gather", "across", row)
             self.transport.reserve("gather", "local", row * self.cluster.nodes)
         else:
-            self.transport.reserve("gather", "world", row)
+            self.transport.reserve("gather", "local" if self.copied else "world", row)
         if self.keeps:
             nbytes = self.spec.forward.nbytes * self.cluster.nodes
             self.transport.reserve("gather", "local", nbytes)
@@ -195,7 +209,7 @@ class Gather:
             self.transport.reserve("gather", "local", row * self.cluster.nodes)
 
     def _empty(self, wire: Wire, layout: Layout, device: torch.device) -> Packet:
-        shape = (self.cluster.world, layout.nbytes)
+        shape = (self.shards, layout.nbytes)
         return Packet(wire, layout, torch.empty(shape, dtype=torch.uint8, device=device))
 
     def _leg(self, packet: Packet, link: Link, held: Tensor | None = None) -> Shipment:
@@ -205,7 +219,7 @@ class Gather:
 
     def _first_leg(self, packet: Packet, device: torch.device) -> Shipment:
         if not self.spec.hierarchical:
-            return self._leg(packet, "world")
+            return self._leg(packet, "local" if self.copied else "world")
         shape = (self.cluster.nodes, packet.layout.nbytes)
         packet.held = torch.empty(shape, dtype=torch.uint8, device=device)
         label = self.labels[packet.wire, "across"]
@@ -250,7 +264,9 @@ class Gather:
 
     def _plan(self, packet: Packet) -> Traffic:
         """What one rank sends; all send the same."""
-        if packet.kept:
+        if self.copied:
+            every = node_gather_traffic(self.cluster, packet.layout.nbytes)
+        elif packet.kept:
             every = secondary_traffic(self.cluster, packet.layout.nbytes)
         else:
             every = gather_traffic(self.cluster, packet.layout.nbytes, self.spec.hierarchical)

@@ -35,7 +35,6 @@ from zpp_lab.collectives.traffic import (
     gather_traffic,
     hop_traffic,
     node_gather_traffic,
-    node_reduce_traffic,
     secondary_traffic,
     update_traffic,
 )
@@ -82,7 +81,8 @@ class UnitPlan:
     hierarchical: bool = False  # gathers send each byte between nodes once
     bits_only: bool = False  # layouts without what takes as many bytes as it has
 
-    def _layout(self, wire: Wire, trainable_only: bool = False) -> Layout:
+    def _layout(self, wire: Wire, trainable_only: bool = False, cut: int = 0) -> Layout:
+        """`cut`: into how many parts, where not as weights are."""
         chosen = [
             (p, self._codec(wire, p))
             for p in self.unit.parameters
@@ -92,7 +92,7 @@ class UnitPlan:
             chosen = [(p, c) for p, c in chosen if not isinstance(c, RawCodec | ShamCodec)]
         return Layout.build(
             [p.name for p, _ in chosen],
-            [p.shard_numel for p, _ in chosen],
+            [(replace(p, world=cut) if cut else p).shard_numel for p, _ in chosen],
             [codec for _, codec in chosen],
         )
 
@@ -142,7 +142,8 @@ class UnitPlan:
 
     @cached_property
     def hops(self) -> tuple[Layout, ...]:
-        return tuple(self._layout(wire, trainable_only=True) for wire in self.recipe.hops)
+        cut = self.recipe.cut
+        return tuple(self._layout(wire, trainable_only=True, cut=cut) for wire in self.recipe.hops)
 
     @cached_property
     def memories(self) -> dict[Key, RowMemory]:
@@ -151,10 +152,10 @@ class UnitPlan:
         second."""
         found: dict[Key, RowMemory] = {}
         known = {p.name: p for p in self.unit.parameters}
-        cluster, layouts = self.recipe.cluster, self.hops
-        for hop, wire in enumerate(self.recipe.hops):
+        cut, layouts = self.recipe.cut, self.hops[:2]  # of what returns nothing is remembered
+        for hop, wire in enumerate(self.recipe.hops[:2]):
             given = between(*layouts) if hop else layouts[0]
-            rows = cluster.nodes if hop else cluster.world
+            rows = cut // self.recipe.cluster.gpus_per_node if hop else cut
             for segment in given.segments:
                 memory = self.recipe.memory(wire, known[segment.name])
                 if memory is not None:
@@ -206,26 +207,26 @@ class UnitPlan:
         return self.gathers_backward and not self.recipe.config.secondary and not self.own_backward
 
     def forward_bytes(self) -> Bytes:
-        cluster = self.recipe.cluster
-        if self.recipe.config.copied:
-            return {"weights_forward": node_gather_traffic(cluster, self.forward.nbytes)}
-        if self.recipe.kept:
-            return {"weights_forward": secondary_traffic(cluster, self.forward.nbytes)}
-        return {"weights_forward": gather_traffic(cluster, self.forward.nbytes, self.hierarchical)}
+        return {"weights_forward": self._gather_bytes(self.forward.nbytes)}
 
     def backward_bytes(self) -> Bytes:
-        cluster = self.recipe.cluster
         if not self.gathers_backward:
             return {}
-        if self.recipe.config.copied:
-            return {"weights_backward": node_gather_traffic(cluster, self.backward.nbytes)}
-        if self.recipe.kept:
-            return {"weights_backward": secondary_traffic(cluster, self.backward.nbytes)}
         if self.recipe.config.secondary:
-            return {"weights_backward": secondary_traffic(cluster, self.forward.nbytes)}
-        return {
-            "weights_backward": gather_traffic(cluster, self.backward.nbytes, self.hierarchical)
-        }
+            row = self.forward.nbytes
+            return {"weights_backward": secondary_traffic(self.recipe.cluster, row)}
+        return {"weights_backward": self._gather_bytes(self.backward.nbytes)}
+
+    def _gather_bytes(self, row: int) -> Traffic:
+        """Of a gather of rows as the optimizer is cut."""
+        recipe, cluster = self.recipe, self.recipe.cluster
+        if recipe.shards == 1:
+            return Traffic(0, 0)
+        if recipe.config.copied:
+            return node_gather_traffic(cluster, row)
+        if recipe.kept:
+            return secondary_traffic(cluster, row)
+        return gather_traffic(cluster, row, self.hierarchical)
 
     def gathers(self, passes: Iterable[PassUse]) -> tuple[int, int]:
         """Forward and backward gathers that these micro-steps of one step need."""
@@ -244,8 +245,10 @@ class UnitPlan:
         add_bytes(total, self.forward_bytes(), forwards)
         add_bytes(total, self.backward_bytes(), backwards)
         add_bytes(total, self.mask_bytes())
-        for present in use.reduced.get(self.unit.name, ()):
-            add_bytes(total, self.reduce_bytes(self.unit.trainable - present))
+        reduced = use.reduced.get(self.unit.name, ())
+        for i, present in enumerate(reduced, 1):
+            last = i == len(reduced)
+            add_bytes(total, self.reduce_bytes(self.unit.trainable - present, last))
         return total
 
     def update_bytes(self) -> Bytes:
@@ -254,15 +257,21 @@ class UnitPlan:
             return {}
         return {"weights_update": update_traffic(self.recipe.cluster, self.update.nbytes)}
 
-    def reduce_bytes(self, absent: frozenset[str] = frozenset()) -> Bytes:
-        """`absent`: trainable parameters without a gradient, which no rank sends."""
-        present = self.unit.trainable - absent
+    def reduce_bytes(self, absent: frozenset[str] = frozenset(), last: bool = True) -> Bytes:
+        """Of the last reduction of a step, or of one before it. `absent`: trainable parameters
+        without a gradient, which no rank sends."""
+        present, recipe = self.unit.trainable - absent, self.recipe
         if not present:
             return {}
         rows = [hop.select(present).nbytes for hop in self.hops]
-        if self.recipe.config.copied:
-            return node_reduce_traffic(self.recipe.cluster, rows[0])
-        return hop_traffic(self.recipe.cluster, self.recipe.hops, rows)
+        total: Bytes = {}
+        for wire, traffic in self.hop_bytes(rows)[: 1 if recipe.node_sums and not last else None]:
+            add_bytes(total, {wire: traffic})
+        return total
+
+    def hop_bytes(self, rows: Sequence[int]) -> list[tuple[Wire, Traffic]]:
+        """Of a reduction with such rows, hop by hop."""
+        return hop_traffic(self.recipe.cluster, self.recipe.hops, rows, self.recipe.cut)
 
 
 @dataclass(frozen=True)
@@ -288,7 +297,7 @@ class Plan:
         that matches none of its parameters, a wire that asks for bits and carries none."""
         cluster = recipe.cluster
         several = cluster.nodes > 1 and cluster.gpus_per_node > 1
-        hierarchical = several and gather != "flat"
+        hierarchical = several and gather != "flat" and not recipe.config.copied
         last = accumulate == "last" or recipe.config.parts[1] == "none"
         plan = cls(
             tuple(UnitPlan(unit, recipe, hierarchical) for unit in units), recipe, micro_steps, last
@@ -365,12 +374,12 @@ def _check_bits(plan: Plan) -> None:
     """ValueError for a wire of this plan that asks for bits, and on which nothing travels in any.
     A frozen base has its own codec, whatever the recipe."""
     recipe, units = plan.recipe, plan.units
-    if recipe.cluster.world == 1 or recipe.config.copied:
+    if recipe.cluster.world == 1:
         return  # which `Recipe` has looked at
     again = [u for u in units if u.gathers_backward]
-    wires: dict[Wire, list[Layout]] = {
-        "weights_forward": [u.live("weights_forward") for u in units]
-    }
+    wires: dict[Wire, list[Layout]] = {}
+    if recipe.shards > 1:
+        wires["weights_forward"] = [u.live("weights_forward") for u in units]
     if again:
         wires["weights_backward"] = [u.live("weights_backward") for u in again]
     if recipe.kept:

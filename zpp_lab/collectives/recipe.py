@@ -2,8 +2,7 @@
 
 On one node a two-hop recipe has one hop, and one that would then carry nothing is an error. With
 one hop both gradient wires have one codec: rows that stay in the node count for `grads_intra`, the
-others for `grads_inter`. `shard=node` (HSDP) is a baseline that FSDP2 runs by itself; its sums over
-nodes have no fixed order.
+others for `grads_inter`.
 """
 
 from __future__ import annotations
@@ -53,8 +52,20 @@ class Recipe:
     @property
     def shards(self) -> int:
         """Into how many parts each parameter is cut."""
-        copied = self.config.copied
-        return self.cluster.gpus_per_node if copied else self.cluster.world
+        cluster = self.cluster
+        return {"none": 1, "node": cluster.gpus_per_node, "world": cluster.world}[
+            self.config.parts[2]
+        ]
+
+    @property
+    def cut(self) -> int:
+        """Into how many parts gradients are summed."""
+        return self.cluster.gpus_per_node if self.config.copied else self.cluster.world
+
+    @property
+    def node_sums(self) -> bool:
+        """Whether sums of a step's micro-steps stay in the node until the last one."""
+        return self.config.parts[1] == "node"
 
     @property
     def kept(self) -> bool:
@@ -68,12 +79,14 @@ class Recipe:
 
     @property
     def hops(self) -> tuple[Wire, ...]:
-        """The wires a gradient crosses, in order. A hop with one participant does not exist."""
+        """The wires a gradient crosses, in order. A hop with one participant does not exist. With
+        an optimizer on every rank the sums return inside the node."""
         nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
         if self.cluster.world == 1:
             return ()
-        two = self.config.hops == 2 or self.config.copied
-        if two and nodes > 1 and local > 1:
+        if self.config.parts[2] == "none":
+            return ("grads_intra", "grads_inter", "grads_intra")
+        if self.config.two_hops and nodes > 1 and local > 1:
             return ("grads_intra", "grads_inter")
         return ("grads_intra",) if local > 1 else ("grads_inter",)
 
@@ -236,13 +249,13 @@ def _check_settings(recipe: str, wire: Wire, settings: CodecConfig) -> None:
 
 def _check_reduction(recipe: Recipe) -> None:
     name, cluster = recipe.config.name, recipe.cluster
-    if recipe.config.hops == 1 and recipe.wire("grads_intra") != recipe.wire("grads_inter"):
+    if not recipe.config.two_hops and recipe.wire("grads_intra") != recipe.wire("grads_inter"):
         raise ValueError(
             f"recipe {name}: one hop sends each gradient once, so grads_intra and grads_inter "
             "must have the same codec; set recipe.grads for both, or recipe.hops=2"
         )
     asked = [w for w in ("grads_intra", "grads_inter") if _quantizes(recipe, w)]  # type: ignore[arg-type]
-    if asked and recipe.config.hops == 2 and not set(asked) & set(recipe.hops):
+    if asked and recipe.config.two_hops and not set(asked) & set(recipe.hops):
         raise ValueError(
             f"recipe {name}: {' and '.join(asked)} would carry nothing on a cluster of "
             f"{cluster.nodes} × {cluster.gpus_per_node}; change the cluster or set recipe.grads"
@@ -267,22 +280,26 @@ def _check_memory(recipe: Recipe) -> None:
 
 
 def _check_shard(recipe: Recipe) -> None:
-    """Sharding inside nodes is a baseline that FSDP2 runs by itself."""
-    if not recipe.config.copied:
-        return
-    name, nodes, local = recipe.config.name, recipe.cluster.nodes, recipe.cluster.gpus_per_node
-    said = f"recipe.{recipe.config.said('optimizer')}"
-    instead = said.replace("node", "world")
-    if nodes == 1 or local == 1:
+    """Parts that nodes have a copy of each need nodes, and ranks in them."""
+    config, nodes, local = recipe.config, recipe.cluster.nodes, recipe.cluster.gpus_per_node
+    part = "optimizer" if config.copied else "grads"
+    said = f"recipe.{config.said(part)}"
+    if (config.copied or recipe.node_sums) and (nodes == 1 or local == 1):
         raise ValueError(
-            f"recipe {name}: {said} needs several nodes with several GPUs each, not "
-            f"{nodes} × {local}; use {instead}"
+            f"recipe {config.name}: {said} needs several nodes with several GPUs each, not "
+            f"{nodes} × {local}; use {said.rpartition('=')[0]}=world"
         )
-    asked = [wire for wire in USUAL_WIRES if _quantizes(recipe, wire)]
-    if asked:
+    masked = any(s.codec == "mask" for s in recipe._settings("grads_intra"))
+    if config.copied and masked:
         raise ValueError(
-            f"recipe {name}: {said} is a baseline without codecs, but "
-            f"{', '.join(asked)} ask for one; use {instead}"
+            f"recipe {config.name}: codec=mask needs one owner of each part, and with {said} there "
+            "are several; use recipe.sharding.optimizer=world"
+        )
+    idle = [wire for wire in USUAL_WIRES[:2] if not recipe.wire(wire).raw]
+    if recipe.shards == 1 and nodes * local > 1 and idle:
+        raise ValueError(
+            f"recipe {config.name}: with {said} every rank has all weights, so "
+            f"{' and '.join(idle)} would carry nothing; leave recipe.weights out"
         )
 
 
@@ -322,9 +339,9 @@ def _check_base(recipe: Recipe) -> None:
             f"model.lora.base_codec.codec={recipe.lora.base_codec.codec} rounds stochastically, "
             "but the base is encoded once: take a codec that rounds to nearest"
         )
-    if "node" in recipe.config.parts:
+    if "node" in recipe.config.parts or recipe.config.copied:
         raise ValueError(
-            f"recipe {recipe.config.name}: weights that are cut inside nodes "
+            f"recipe {recipe.config.name}: partitions that are not of the world "
             "cannot keep a frozen base as a payload; leave recipe.shard and recipe.sharding out "
             "with model.lora"
         )

@@ -47,39 +47,35 @@ def update_traffic(cluster: ClusterConfig, row: int) -> Traffic:
     return Traffic(0, cluster.world * (cluster.nodes - 1) * row)
 
 
-def hop_traffic(
-    cluster: ClusterConfig, hops: Sequence[Wire], rows: Sequence[int]
-) -> dict[Wire, Traffic]:
-    """A reduction of one or two hops, `rows[i]` bytes a row on hop i.
-
-    One hop: each rank sends a row to every other rank; rows that stay in the node count for
-    grads_intra, the others for grads_inter. Two hops: in the node each rank sends N rows to each
-    of its L - 1 neighbours, then one row to the same local rank of every other node.
-    """
-    nodes, local, world = cluster.nodes, cluster.gpus_per_node, cluster.world
-    if len(hops) == 2:
-        return {
-            "grads_intra": Traffic(world * (local - 1) * nodes * rows[0], 0),
-            "grads_inter": Traffic(0, world * (nodes - 1) * rows[1]),
-        }
-    if not hops:
-        return {}
-    return {
-        "grads_intra": Traffic(world * (local - 1) * rows[0], 0),
-        "grads_inter": Traffic(0, world * (world - local) * rows[0]),
-    }
-
-
 def node_gather_traffic(cluster: ClusterConfig, row: int) -> Traffic:
     """An all-gather in every node of one row of each of its ranks; nodes hold copies."""
     return Traffic(cluster.world * (cluster.gpus_per_node - 1) * row, 0)
 
 
-def node_reduce_traffic(cluster: ClusterConfig, row: int) -> dict[Wire, Traffic]:
-    """A reduce-scatter in every node, then each rank's row is all-reduced over the nodes, as a
-    ring does it: every rank sends 2 (N - 1) / N of its row."""
+def hop_traffic(
+    cluster: ClusterConfig, hops: Sequence[Wire], rows: Sequence[int], cut: int = 0
+) -> list[tuple[Wire, Traffic]]:
+    """A reduction into `cut` parts (0: one a rank), hop by hop, `rows[i]` bytes a row on hop i.
+
+    One hop: each rank sends a row to every other rank; rows that stay in the node count for
+    grads_intra, the others for grads_inter. Two hops: in the node each rank sends cut / L rows to
+    each of its L - 1 neighbours, then one row to the same local rank of every other node. With
+    cut = W that is the row's owner. With cut = L every node has one: all of them get the N sums and
+    decode them in node order, N - 1 rows sent by each rank, where a ring's all-reduce would send
+    2 (N - 1) / N in an order of its own. A third hop brings each rank's row to its neighbours.
+    """
     nodes, local, world = cluster.nodes, cluster.gpus_per_node, cluster.world
-    return {
-        "grads_intra": Traffic(world * (local - 1) * row, 0),
-        "grads_inter": Traffic(0, 2 * (nodes - 1) * local * row),
-    }
+    if len(hops) > 1:
+        each = (cut or world) // local
+        found: list[tuple[Wire, Traffic]] = [
+            ("grads_intra", Traffic(world * (local - 1) * each * rows[0], 0)),
+            ("grads_inter", Traffic(0, world * (nodes - 1) * rows[1])),
+        ]
+        back = (node_gather_traffic(cluster, row) for row in rows[2:])
+        return [*found, *(("grads_intra", traffic) for traffic in back)]  # type: ignore[list-item]
+    if not hops:
+        return []
+    return [
+        ("grads_intra", Traffic(world * (local - 1) * rows[0], 0)),
+        ("grads_inter", Traffic(0, world * (world - local) * rows[0])),
+    ]

@@ -4,6 +4,7 @@ the sharding."""
 from __future__ import annotations
 
 from dataclasses import field, fields, replace
+from itertools import product
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
@@ -22,14 +23,11 @@ USUAL_WIRES = WIRES[:4]  # of every recipe; the fifth needs recipe.sharding
 Part = Literal["none", "node", "world"]
 Parts = tuple[Part, Part, Part]  # of weights, gradients, optimizer
 SHARDED = ("weights", "grads", "optimizer")
-BUILT: tuple[Parts, ...] = (  # ZeRO-3, 2 and 1; the same inside nodes, which hold copies; kept
-    ("world", "world", "world"),
-    ("none", "world", "world"),
-    ("none", "none", "world"),
-    ("node", "node", "node"),
-    ("none", "node", "node"),
-    ("none", "none", "node"),
-    ("node", "world", "world"),
+PARTS: tuple[Part, ...] = get_args(Part)
+POINTS: tuple[Parts, ...] = tuple(  # of the grid: see ShardingConfig
+    (w, g, o)
+    for w, g, o in product(PARTS, repeat=3)
+    if PARTS.index(w) <= PARTS.index(g) <= PARTS.index(o)
 )
 
 
@@ -50,7 +48,12 @@ class RuleConfig:
 class ShardingConfig:
     """Over which ranks weights, gradients and the optimizer with its masters are each cut: those of
     a `node`, the `world`, or `none`; null: as recipe.stage and recipe.shard say, which are
-    short-hands. The grid is AMSP's (Chen et al. 2023, arXiv:2311.00257).
+    short-hands. The grid is AMSP's (Chen et al. 2023, arXiv:2311.00257). Weights are cut no finer
+    than gradients, and gradients no finer than the optimizer: a rank updates what it has summed.
+
+    Gradients that a node cuts are summed in it at each micro-step and between nodes once a step, as
+    in MiCS (Zhang et al. 2022, arXiv:2205.00119). An optimizer that is not cut over the world is
+    there once a node, or once a rank; every copy gets the same sums and stays equal to the bit.
 
     Where the node keeps weights whose optimizer is cut over the world, a step's new weights travel
     between nodes once, on the wire `weights_update`; `update` says as what: the weights, or their
@@ -135,20 +138,10 @@ class RecipeConfig:
             "weights between forward and backward, so there is nothing to gather again",
         )
         self._check_codecs()
-        clash = [
-            text
-            for text, there in (
-                ("hops=2 (it has two hops of its own)", self.hops == 2),
-                ("order=reversed (FSDP2 sums in its own order)", self.order == "reversed"),
-            )
-            if there and self.copied
-        ]
-        if self.secondary and "node" in self.parts:
-            clash.insert(0, "secondary=true (all weights are in the node anyway)")
         _need(
-            not clash,
-            f"recipe.{self.said('optimizer' if self.copied else 'weights')} does not go with "
-            f"recipe.{'; recipe.'.join(clash)}",
+            not self.secondary or "node" not in self.parts,
+            f"recipe.{self.said('weights')} does not go with recipe.secondary=true (all weights "
+            "are in the node anyway)",
         )
 
     @property
@@ -171,8 +164,13 @@ class RecipeConfig:
 
     @property
     def copied(self) -> bool:
-        """Whether nodes hold copies of everything (HSDP)."""
-        return self.parts[2] == "node"
+        """Whether several ranks have the same shard of the optimizer."""
+        return self.parts[2] != "world"
+
+    @property
+    def two_hops(self) -> bool:
+        """Whether gradients are summed in nodes, then between them."""
+        return self.hops == 2 or self.copied or self.parts[1] == "node"
 
     @property
     def kept(self) -> bool:
@@ -204,11 +202,13 @@ class RecipeConfig:
                 f"recipe.sharding.{part}={own} contradicts {short}, which means {wanted}: leave "
                 "one of them out",
             )
-        texts = [", ".join(f"{n}={p}" for n, p in zip(SHARDED, k, strict=True)) for k in BUILT]
-        own_text = ", ".join(f"{n}={p}" for n, p in zip(SHARDED, self.parts, strict=True))
+        nearest = min(POINTS, key=lambda point: sum(map(_apart, point, self.parts)))
+        texts = [", ".join(map("=".join, zip(SHARDED, k))) for k in (self.parts, nearest)]  # noqa: B905
         _need(
-            self.parts in BUILT,
-            f"recipe.sharding: {own_text} is not built; there are: {'; '.join(texts)}",
+            self.parts in POINTS,
+            f"recipe.sharding: {texts[0]} is no point of the grid, where weights are cut no finer "
+            "than gradients, and gradients no finer than the optimizer; the nearest that is: "
+            f"{texts[1]}",
         )
         _need(
             self.kept or (self.weights_update, self.sharding.update) == (CodecConfig(), "weights"),
@@ -291,6 +291,10 @@ class RecipeConfig:
             settings.codec != "sketch" or self.hops == 1,
             "codec=sketch adds up over all ranks before it is decoded: set recipe.hops=1",
         )
+
+
+def _apart(one: Part, other: Part) -> int:
+    return abs(PARTS.index(one) - PARTS.index(other))
 
 
 def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:

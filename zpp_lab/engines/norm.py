@@ -32,8 +32,8 @@ def squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Te
 
 
 def rank_squares(grads: Mapping[str, Tensor], plan: Plan, device: torch.device) -> Tensor:
-    """Whole gradients by name → fp64 [W] on `device`: `squares` of each rank's shards."""
-    return _added(grads, plan.recipe.cluster.world, plan, device)
+    """Whole gradients by name → fp64 [W] on `device`: `squares` of each shard."""
+    return _added(grads, plan.recipe.shards, plan, device)
 
 
 def square_bytes(numels: Sequence[int], by_kernels: bool) -> int:

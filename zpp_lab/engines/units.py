@@ -61,14 +61,6 @@ def is_untouched(plan: Plan, ordered: bool) -> bool:
     config = plan.recipe.config
     if plan.stored:
         return False
-    if config.copied:
-        if ordered:
-            said = f"recipe.{config.said('optimizer')}"
-            raise ValueError(
-                f"engine.ordered=true with {said}: FSDP2 sums over nodes in its own order; set "
-                f"engine.ordered=false, or {said.replace('node', 'world')} recipe.hops=2"
-            )
-        return True
-    plain = not config.secondary and config.hops == 1 and config.order == "rank"
+    plain = not config.secondary and not config.two_hops and config.order == "rank"
     asked = ordered or not plain or plan.recipe.kept or quantizes_any(plan.recipe)
     return plan.recipe.cluster.world == 1 or not asked

@@ -199,6 +199,6 @@ def _plain(config: Config) -> bool:
     recipe, model = config.recipe, config.model
     codecs = any(recipe.wire(wire) != CodecConfig() for wire in WIRES)
     listed = recipe.exempt.names or recipe.rules or recipe.phases
-    asked = codecs or listed or "node" in recipe.parts
+    asked = codecs or listed or "node" in recipe.parts or recipe.copied
     ours = config.engine.name != "deepspeed" and model.name == "llama" and not model.lora.on
     return ours and not asked

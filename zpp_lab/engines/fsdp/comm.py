@@ -39,7 +39,7 @@ from zpp_lab.collectives.context import Clock, Memories
 from zpp_lab.collectives.gather import Gather, GatherSpec, Packet
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
-from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec
+from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec, uneven
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.collectives.transport import Transport, all_gather, peers, reduce_scatter
 from zpp_lab.collectives.update import Update
@@ -82,7 +82,7 @@ class PackedGather(AllGather):
     ) -> None:
         """`places`: where FSDP2 has each of the layout's parameters, if in another order."""
         self.gather, self.fallbacks, self.places = gather, fallbacks, places
-        self.peers = peers(gather.cluster, "world")
+        self.peers = peers(gather.cluster, "local" if gather.copied else "world")
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not dtype.is_floating_point:  # parameters of several dtypes travel as bytes
@@ -140,6 +140,8 @@ class PackedReduce(LandedReduce):
 
     def _plain(self, rows: Tensor | None, out: Tensor, group: dist.ProcessGroup) -> None:
         self.fallbacks.note("a reduce-scatter of plain tensors")
+        if self.reduce.cut != self.reduce.cluster.world:
+            raise RuntimeError("plain gradients would be summed in the node alone: cannot go on")
         inside, beyond = peers(self.reduce.cluster, "world")
         self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
         self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))
@@ -187,6 +189,7 @@ class Installed:
     def start_step(self) -> None:
         self.ledger.start_step()
         self.present.taken = []
+        self.reduce.start_step()
 
     def share_masks(self, memories: Memories, device: torch.device) -> None:
         """Choose those of the own shard, and get the others'."""
@@ -241,12 +244,14 @@ def gather_spec(plan: UnitPlan) -> GatherSpec:
         plan.hierarchical,
         len(plan.unit.stored),
         recipe.kept,
+        recipe.shards,
     )
 
 
 def reduce_spec(plan: UnitPlan) -> ReduceSpec:
     recipe = plan.recipe
-    return ReduceSpec(plan.unit.name, recipe.hops, plan.hops, recipe.config.order == "reversed")
+    turned = recipe.config.order == "reversed"
+    return ReduceSpec(plan.unit.name, recipe.hops, plan.hops, turned, recipe.cut, recipe.node_sums)
 
 
 def mask_gather(
@@ -288,7 +293,7 @@ def install(
         reduce = Reduce(reduce_spec(own), transport, ledger, clock, memories)
         present = Present(model, module, order)
         places = [order.index(p.name) for p in own.unit.parameters] if own.unit.stored else None
-        landing = Landing(own.recipe.cluster.world, gradient_dtype(module))
+        landing = Landing(own.recipe.shards, gradient_dtype(module))
         inside = (
             PackedGather(gather, fallbacks, places),
             PackedReduce(reduce, present, fallbacks, landing),
@@ -343,6 +348,8 @@ def check_unit(unit: Installed, sent: Bytes, planned: Bytes, present: Set[str]) 
     """LedgerError when bytes differ on a wire, or when a parameter's gradient (`present`: names)
     did not come from our reductions."""
     name = unit.plan.unit.name
+    if unit.reduce.sums is not None:
+        raise ValueError(uneven(set(unit.reduce.summed)))
     for wire, traffic in planned.items():
         if sent[wire] != traffic:
             raise LedgerError(

@@ -192,7 +192,7 @@ class FsdpEngine(Engine):
             unit.share_masks(self.memories, self.device)
         for micro in range(micros):
             last = micro == micros - 1
-            self.clock.micro = micro
+            self.clock.micro, self.clock.last = micro, last
             self.clock.observer = watch.at(micro) if watch else None
             self.root.set_reshard_after_backward(last or self.plan.recipe.config.again)
             reduces = last or not self.plan.accumulate_last

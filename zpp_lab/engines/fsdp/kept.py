@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zpp_lab.collectives.context import Observer
@@ -120,6 +121,7 @@ def on_ranks(rows: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter])
     DTensors [W, rows, width]."""
     if not rows:
         return {}
-    mesh = next(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
+    device = next(p.device_mesh.device_type for p in parameters.values() if isinstance(p, DTensor))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     make = DTensor.from_local
     return {name: make(own, mesh, [Shard(0)], run_check=False) for name, own in rows.items()}

@@ -78,17 +78,18 @@ class Ranks:
         """Whether they are all ranks, in order."""
         return self.ranks == tuple(range(dist.get_world_size()))
 
-    def mesh(self, nested: bool, device_type: str) -> DeviceMesh:
-        """What FSDP2 cuts over; nested: inside nodes, with copies across."""
-        given = self.nested if nested else self.flat
-        if given is not None:
-            return given
+    def mesh(self, shards: int, device_type: str) -> DeviceMesh:
+        """What FSDP2 cuts into so many: all, or this rank's copy. Of others it need not know."""
+        if shards == self.cluster.world and self.flat is not None:
+            return self.flat
+        if shards == self.cluster.gpus_per_node and self.nested is not None:
+            return self.nested[GPUS]
         if not self.whole:
             raise ValueError(f"nodes that hold copies need a mesh of both: {_FIX}")
-        shape = (self.cluster.nodes, self.cluster.gpus_per_node)
-        if nested:
-            return init_device_mesh(device_type, shape, mesh_dim_names=("nodes", "ranks"))
-        return init_device_mesh(device_type, (self.cluster.world,), mesh_dim_names=("ranks",))
+        copies, names = self.cluster.world // shards, ("copies", "ranks")
+        if copies == 1:
+            return init_device_mesh(device_type, (shards,), mesh_dim_names=names[1:])
+        return init_device_mesh(device_type, (copies, shards), mesh_dim_names=names)["ranks"]
 
     def groups(self, watchdog: Watchdog) -> ProcessGroups:
         """Process groups among them alone, in their order."""

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -146,9 +147,18 @@ def _chunk_cat(tensors: Any, dim: int, num_chunks: int, *, out: Any) -> Any:
     return None
 
 
+def _copy(out: Tensor, source: Any, non_blocking: bool = False) -> Any:
+    """FSDP2's reduction by one rank of a mesh of its own: others have copies, as it cannot know."""
+    if isinstance(out, Packed) or not source.box.grads:
+        return NotImplemented
+    source.box.owner(out, source, None, dist.ReduceOp.AVG)
+    return out
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
     "aten::view": _view,
     "aten::detach": _detach,
+    "aten::copy_": _copy,
     "fsdp::all_gather_copy_in": _copy_in,
     "fsdp::split_with_sizes_copy": _copy_out,
     "fsdp::chunk_cat": _chunk_cat,

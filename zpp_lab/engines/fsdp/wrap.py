@@ -72,7 +72,7 @@ def wrap(
     which, all where there are none.
     """
     plan, recipe = plans[0], plans[0].recipe
-    mesh = (ranks or Ranks.pick(None, recipe.cluster)).mesh(recipe.config.copied, device.type)
+    mesh = (ranks or Ranks.pick(None, recipe.cluster)).mesh(recipe.shards, device.type)
     in_param_dtype(model, plan.stored, recipe.weights_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=recipe.weights_dtype,
@@ -111,6 +111,6 @@ def wrap(
             kept = Memories(later.memories, [transport.rank])
             own = install_later(wrapped.installed, later.units, transport, wrapped.clock, kept)
             wrapped.phases.append((own, kept))
-    elif not recipe.config.copied and recipe.cluster.world > 1:
+    elif recipe.cluster.world > 1:
         land(units.values(), recipe.cluster.world)
     return wrapped

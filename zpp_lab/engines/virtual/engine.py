@@ -28,7 +28,6 @@ from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse
 from zpp_lab.collectives.recipe import DTYPES
-from zpp_lab.collectives.traffic import gather_traffic, secondary_traffic, update_traffic
 from zpp_lab.collectives.update import incoming, outgoing, update_noise
 from zpp_lab.config.schema import Config, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
@@ -172,10 +171,11 @@ class VirtualEngine(Engine):
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
         total: Grads = {}
         self.used, self.reduced = {}, []
-        for micros in self._reductions():
+        for turns in self._reductions():
+            waits = self.plan.accumulate_last and self.plan.micro_steps > 1
+            times = 1 if waits else len(turns) // self.cluster.world
             for reduction in self.reductions:
-                reduction.start((self.seed, step, micros[-1]), watch)
-            turns = [(rank, micro) for rank in self._ranks() for micro in micros]
+                reduction.start((self.seed, step), times, watch)
             passes = self.passes.each(batches(*turn) for turn in turns)
             local: Grads = {}
             for (rank, micro), (loss, grads, use) in zip(turns, passes, strict=True):
@@ -183,20 +183,26 @@ class VirtualEngine(Engine):
                 self._note_use(rank, micro, use)
                 for name, grad in grads.items() if watch.check else ():
                     watch.gradient(step, rank, name, grad)
-                local = grads if len(micros) == 1 else self._accumulate(local, grads)
-                if micro == micros[-1]:
+                local = self._accumulate(local, grads) if waits else grads
+                if not waits or micro == self.plan.micro_steps - 1:
                     for reduction in self.reductions:
-                        reduction.add(rank, local)
+                        reduction.add(rank, micro, local)
                     present, local = frozenset(local), {}
-            self.reduced.append(present)
+            self.reduced += [present] * times
             for reduction in self.reductions:
                 self._add_mean(total, reduction.mean(self.reduce_dtype))
         return losses, total
 
-    def _reductions(self) -> list[range]:
-        """The micro-steps that each reduction covers."""
-        n = self.plan.micro_steps
-        return [range(n)] if self.plan.accumulate_last else [range(m, m + 1) for m in range(n)]
+    def _reductions(self) -> list[list[tuple[int, int]]]:
+        """The turns of each reduction: ranks with their micro-steps, in the order of sums."""
+        ranks, micros = self._ranks(), range(self.plan.micro_steps)
+        if self.plan.accumulate_last:
+            return [[(rank, micro) for rank in ranks for micro in micros]]
+        if not self.plan.recipe.node_sums:
+            return [[(rank, micro) for rank in ranks] for micro in micros]
+        each = self.cluster.gpus_per_node
+        nodes = [ranks[i : i + each] for i in range(0, len(ranks), each)]
+        return [[(rank, micro) for node in nodes for micro in micros for rank in node]]
 
     def _ranks(self) -> Sequence[int]:
         ranks = range(self.cluster.world)
@@ -265,7 +271,7 @@ class VirtualEngine(Engine):
 
     def _gather(self, step: int, wire: Wire, into: Mapping[str, Tensor], watch: Watch) -> None:
         """Gather the parameters that `into` holds, as `wire` brings them."""
-        world = self.cluster.world
+        world = self.plan.recipe.shards
         ranks = tuple(range(world))
         noise = Noise(noise_key(self.seed, step, 0, wire), ranks, ranks)
         if into and not self.plan.recipe.kept:
@@ -277,9 +283,11 @@ class VirtualEngine(Engine):
                 payload = torch.empty(world, layout.nbytes, dtype=torch.uint8, device=self.device)
                 errors = watch.room(layout, payload)
                 kernels.encode(layout, sources, noise, payload, errors)
-                watch.encoded(wire, 0, ranks, layout, errors)
-                if unit.repeats_forward:  # a real backward gathers the same bits once more
-                    watch.encoded("weights_backward", 0, ranks, layout, errors)
+                for first in range(0, self.cluster.world, world):  # every copy
+                    copies = range(first, first + world)
+                    watch.encoded(wire, 0, copies, layout, errors)
+                    if unit.repeats_forward:  # a real backward gathers the same bits once more
+                        watch.encoded("weights_backward", 0, copies, layout, errors)
                 outs = [into[s.name].detach() for s in layout.segments]
                 kernels.decode(layout, payload, outs)
                 if watch.check:
@@ -338,23 +346,15 @@ class VirtualEngine(Engine):
         use = StepUse(passes, dict.fromkeys(names, tuple(self.reduced)))
         for unit in self.plan.units:
             forwards, backwards = unit.gathers(passes)
-            row, again = unit.forward.nbytes, unit.backward.nbytes
-            whole = gather_traffic(self.cluster, row, unit.hierarchical)
-            if self.plan.recipe.kept:
-                whole = secondary_traffic(self.cluster, row)
-                sent = update_traffic(self.cluster, unit.update.nbytes)
-                self.ledger.add("weights_update", sent)
-            self.ledger.add("weights_forward", whole * forwards)
-            if unit.masks.segments:
-                sent = gather_traffic(self.cluster, unit.masks.nbytes, unit.hierarchical)
-                self.ledger.add("weights_forward", sent)
-            if unit.gathers_backward and self.plan.recipe.config.secondary:
-                whole = secondary_traffic(self.cluster, row)
-            elif unit.gathers_backward and self.plan.recipe.kept:
-                whole = secondary_traffic(self.cluster, again)
-            elif unit.gathers_backward:
-                whole = gather_traffic(self.cluster, again, unit.hierarchical)
-            self.ledger.add("weights_backward", whole * backwards)
+            for sent, times in (
+                (unit.forward_bytes(), forwards),
+                (unit.backward_bytes(), backwards),
+            ):
+                for wire, traffic in sent.items():
+                    self.ledger.add(wire, traffic * times)
+            for sent in (unit.update_bytes(), unit.mask_bytes()):
+                for wire, traffic in sent.items():
+                    self.ledger.add(wire, traffic)
         self.ledger.check(self.plan.step_bytes(use))
 
     # ------------------------------------------------------------------ the rest

@@ -2,7 +2,8 @@
 
 The sums of a real run, in its order: inside a node rank by rank, then node by node. With one
 hop the rows of every rank are added to one running sum. With two hops the sum of a node is
-re-encoded when the node's last rank has come, and added to the sum over nodes.
+re-encoded when the node's last rank has come, and added to the sum over nodes. Where sums of
+several micro-steps stay in the node, its ranks come once for each of them before the next node's.
 
 Buffers are made once and serve every reduction. Small units are reduced together: a segment's
 bytes do not depend on its neighbours, so this changes no bit and saves launches.
@@ -22,13 +23,11 @@ from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import Unit, UnitPlan
-from zpp_lab.collectives.traffic import hop_traffic
+from zpp_lab.collectives.reduce import uneven
 from zpp_lab.config.schema import Wire
 from zpp_lab.engines.watch import Watch
 
 TOGETHER = 2**24  # elements of units that are reduced together at most
-
-Key = tuple[int, int, int]  # seed, step, micro-step
 
 
 class Reduction:
@@ -45,22 +44,27 @@ class Reduction:
         self.memories = memories or Memories({}, ())
         self.plan, self.recipe, self.cluster = plan, plan.recipe, plan.recipe.cluster
         self.device, self.ledger = device, ledger
+        self.cut = self.recipe.cut
         self.names: tuple[str, ...] | None = None  # parameters that have a gradient
         self.layouts: tuple[Layout, ...] = ()  # one a hop
-        self.sums: list[Tensor] = []  # of each hop, in its rotated domain: fp32 [W, coded_numel]
-        self.payloads: list[Tensor] = []  # of each hop: uint8 [W, nbytes]
+        # of each hop, a row for each part that sums are cut into, W or L
+        self.sums: list[Tensor] = []  # in its rotated domain: fp32 [W, coded_numel]
+        self.payloads: list[Tensor] = []  # uint8 [W, nbytes]
         self.alone: dict[str, Tensor] = {}  # a single rank's gradients
-        self.start((0, 0, 0), Watch())
+        self.start((0, 0), 1, Watch())
 
-    def start(self, key: Key, watch: Watch) -> None:
-        """Begin a reduction whose noise is keyed by `key`."""
-        self.key, self.watch, self.added = key, watch, 0
+    def start(self, key: tuple[int, int], times: int, watch: Watch) -> None:
+        """Begin a reduction at this seed and step, to which each rank comes so many times."""
+        self.key, self.times, self.watch, self.added = key, times, watch, 0
 
-    def add(self, rank: int, grads: Mapping[str, Tensor]) -> None:
+    def add(self, rank: int, micro: int, grads: Mapping[str, Tensor]) -> None:
         """One rank's gradients by name; parameters without one are left out, by all ranks."""
+        self.micro = micro
         names = tuple(p.name for p in self.plan.unit.parameters if p.name in grads)
         if not self.added:
             self._prepare(names)
+        if self.times > 1 and names != self.names:
+            raise ValueError(uneven(set(names) ^ set(self.names or ())))
         assert names == self.names, "ranks differ in which parameters have a gradient"
         self.added += 1
         if not self.layouts:  # a single rank: its gradient is the sum
@@ -68,22 +72,40 @@ class Reduction:
             return
         self._encode(rank, [grads[n] for n in names])
         kernels.decode_sum(self.layouts[0], self.payloads[0][None], self.sums[0])
-        if len(self.layouts) == 2 and self.added % self.cluster.gpus_per_node == 0:
+        node = self.cluster.gpus_per_node * self.times
+        if len(self.layouts) > 1 and self.added % node == 0:
             self._end_node(rank // self.cluster.gpus_per_node)
 
     def mean(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The sums over all ranks, rounded to `dtype` and divided there: fp32 [W, n] by name,
         padding rows included. Tensors of the caller's own."""
-        assert self.added == self.cluster.world
+        assert self.added == self.cluster.world * self.times
         if not self.layouts:
             return {n: (g.float().to(dtype) / 1).float() for n, g in self.alone.items()}
         if self.names:
             rows = [layout.nbytes for layout in self.layouts]
-            for wire, traffic in hop_traffic(self.cluster, self.recipe.hops, rows).items():
-                self.ledger.add(wire, traffic)
+            for hop, (wire, traffic) in enumerate(self.plan.hop_bytes(rows)):
+                self.ledger.add(wire, traffic if hop else traffic * self.times)
+        if len(self.layouts) == 3:
+            return self._returned(dtype)
         last = self.layouts[-1]
         flat = kernels.finish_sums(last, self.sums[-1]).to(dtype)
         return _columns(last, (flat / self.cluster.world).float())
+
+    def _returned(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Third hop: local rank l sends what came of part l to its neighbours, in every node."""
+        _, second, third = self.layouts
+        wire, rows = self.recipe.hops[2], range(self.cut)
+        key = noise_key(*self.key, self.micro, wire)
+        noise = Noise(key, tuple(rows), tuple(self.cut + row for row in rows))
+        kernels.encode_sums(second, third, self.sums[1], noise, self.payloads[2])
+        known = {p.name: p.numel for p in self.plan.unit.parameters}
+        outs = [
+            torch.empty(1, known[s.name], dtype=dtype, device=self.device) for s in third.segments
+        ]
+        kernels.decode(third, self.payloads[2], outs)
+        pairs = zip(third.segments, outs, strict=True)
+        return {s.name: (out / self.cluster.world).float() for s, out in pairs}
 
     def _prepare(self, names: tuple[str, ...]) -> None:
         """Sums of zeros for these parameters; every parameter without a gradient drops out."""
@@ -91,34 +113,35 @@ class Reduction:
             for sums in self.sums:
                 sums.zero_()
             return
-        world, chosen = self.cluster.world, set(names)
+        chosen = set(names)
         self.names = names
         self.layouts = tuple(self.memories.bound(lay).select(chosen) for lay in self.plan.hops)
         self.sums = [
-            torch.zeros(world, lay.coded_numel, device=self.device) for lay in self.layouts
+            torch.zeros(self.cut, lay.coded_numel, device=self.device) for lay in self.layouts
         ]
         self.payloads = [
-            torch.empty(world, lay.nbytes, dtype=torch.uint8, device=self.device)
+            torch.empty(self.cut, lay.nbytes, dtype=torch.uint8, device=self.device)
             for lay in self.layouts
         ]
 
     def _encode(self, rank: int, grads: Sequence[Tensor]) -> None:
-        layout, payload, world = self.layouts[0], self.payloads[0], self.cluster.world
+        layout, payload, own = self.layouts[0], self.payloads[0], [rank] * self.cut
         wire = self.recipe.hops[0]
-        errors, noise = self.watch.room(layout, payload), self._noise(wire, [rank] * world)
+        errors, noise = self.watch.room(layout, payload), self._noise(wire, own)
         kept = self.memories.of(wire, [rank])
         if kept is None:
             kernels.encode(layout, grads, noise, payload, errors)
         else:
             memory.encode(layout, grads, noise, payload, errors, kept, looked=False)
-        self.watch.encoded(wire, self.key[2], [rank] * world, layout, errors)
+        self.watch.encoded(wire, self.micro, own, layout, errors)
         self._check(wire, layout, payload, rank)
 
     def _end_node(self, node: int) -> None:
-        """Second hop: local rank l of the node sends its sum of shard (m, l) to node m."""
-        first, second = self.layouts
+        """Second hop: local rank l of the node sends its sum of shard (m, l) to node m, or that of
+        shard l to all of them."""
+        first, second = self.layouts[:2]
         local, payload = self.cluster.gpus_per_node, self.payloads[1]
-        senders = [node * local + row % local for row in range(self.cluster.world)]
+        senders = [node * local + row % local for row in range(self.cut)]
         wire, sums = self.recipe.hops[1], self.sums[0]
         kept = self.memories.of(wire, senders[:local])
         if kept is None:
@@ -130,14 +153,14 @@ class Reduction:
             first = memory.between(first, second)
         if self.watch.looks:
             rows = list(_columns(first, kernels.finish_sums(first, sums)).values())
-            self.watch.encoded_again(wire, self.key[2], senders, second, rows, payload)
+            self.watch.encoded_again(wire, self.micro, senders, second, rows, payload)
             self._check(wire, second, payload, senders[0])
         kernels.decode_sum(second, payload[None], self.sums[1])
         self.sums[0].zero_()
 
     def _noise(self, wire: Wire, ranks: Sequence[int]) -> Noise:
-        rows = tuple(range(self.cluster.world))
-        return Noise(noise_key(*self.key, wire), tuple(ranks), rows)
+        key = noise_key(*self.key, self.micro, wire)
+        return Noise(key, tuple(ranks), tuple(range(self.cut)))
 
     def _check(self, wire: Wire, layout: Layout, payload: Tensor, rank: int) -> None:
         """Look at every value that the payload brings."""

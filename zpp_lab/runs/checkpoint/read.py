@@ -255,6 +255,7 @@ def own_rows(tensor: Any) -> tuple[int, int, bool]:
     if _is_sharded(tensor):
         place = tensor.device_mesh.get_coordinate()
         assert place is not None, "every rank has a part of every tensor"
+        first_to_have = 0 in tensor.device_mesh.mesh  # of meshes side by side the first
         for dim, placement in enumerate(tensor.placements):
             if placement.is_shard(0):
                 each = -(-rows // tensor.device_mesh.size(dim))

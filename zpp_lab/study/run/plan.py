@@ -296,7 +296,7 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
     for arm in study.arms:
         config, base = (configs[name] for name in (arm.name, arm.against or study.baseline))
         cluster, recipe = config.cluster, config.recipe
-        terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.hops == 2 else cluster.world
+        terms = max(cluster.nodes, cluster.gpus_per_node) if recipe.two_hops else cluster.world
         if (
             arm.role in ("order_control", "baseline_repeat")
             and recipe.order == "reversed"

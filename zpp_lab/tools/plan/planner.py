@@ -224,7 +224,7 @@ def _forget(recipe: RecipeConfig) -> Iterator[tuple[str, ...]]:
     as many times less as a node has ranks. Then in 8 bits."""
     wires = [recipe.wire(wire).memory for wire in ("grads_intra", "grads_inter")]
     if all(memory.on for memory in wires):
-        hops = ("recipe.hops=2",) if recipe.hops == 1 else ()
+        hops = ("recipe.hops=2",) if not recipe.two_hops else ()
         yield (*hops, "recipe.grads_intra.memory.kind=none")
     if any(memory.on and memory.store != "8bit" for memory in wires):
         yield ("recipe.grads.memory.store=8bit",)

@@ -24,13 +24,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
 
 from zpp_lab.codecs import RawCodec
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.peer.choose import LEAST
 from zpp_lab.collectives.peer.slots import SLOTS
 from zpp_lab.collectives.plan import Plan, UnitPlan
+from zpp_lab.collectives.reduce import ways
 from zpp_lab.collectives.transport import LINKS, Kind, Link
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.units import is_untouched
@@ -134,6 +136,15 @@ def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
     return plan.recipe.cluster.nodes * layout.nbytes
 
 
+class _Leg(NamedTuple):
+    """Bytes of one hop: until the next one's sums are there, of rows turned round, and of rows in
+    the order of their receivers, while process groups send."""
+
+    stays: int
+    turned: int
+    sent: int
+
+
 class Buffers:
     """Of a plan's units, where each rank has a GPU. A cluster of several nodes is taken for as
     many hosts, unless engine.transport=peer says that all of them are one."""
@@ -176,36 +187,31 @@ class Buffers:
             return count * shards * unit.forward.nbytes
         row = max(_raw_row(unit), unit.forward.nbytes)
         held = nodes * row if unit.hierarchical else 0
-        return count * (held + shards * row)
+        return count * (held + shards * row) if shards > 1 or self.cluster.world == 1 else 0
 
     # ------------------------------------------------------------------ reductions
 
     def reduction(self, unit: UnitPlan) -> int:
         """The most of what goes out and what comes in while `unit` is reduced."""
         turned = self.plan.recipe.config.order == "reversed"
-        first, *second = (self._leg(*leg) for leg in self._legs(unit))
-        stays, flipped, sent = first
-        most = stays + (0 if second else turned * flipped)
-        for more, last, _ in second:  # sums of the first are encoded straight into the second's
-            most += more + turned * max(flipped, last)
-        return max(most, stays + sent)
+        legs = [self._leg(*leg) for leg in self._legs(unit)]
+        most = legs[0].stays + max(turned * legs[0].turned if len(legs) == 1 else 0, legs[0].sent)
+        for one, other in pairwise(legs):  # sums are encoded straight into the next one's
+            flipped = turned * max(one.turned, other.turned)
+            most = max(most, one.stays + other.stays + flipped)
+        return most
 
-    def _leg(self, link: Link, rows: int, nbytes: int) -> tuple[int, int, int]:
-        """Bytes until the reduction's end; of its rows turned round; of its rows in the order of
-        their receivers, while process groups send."""
-        if self._in_slots(link, nbytes):
-            return nbytes, nbytes, 0
-        return 2 * nbytes, nbytes, nbytes if rows > 1 else 0
+    def _leg(self, kind: Kind, link: Link, rows: int, members: int, row: int) -> _Leg:
+        """Of `rows` rows of so many bytes to each member; what is gathered has its room in it."""
+        nbytes = rows * members * row
+        if kind == "gather" or self._in_slots(link, nbytes):
+            return _Leg(nbytes, nbytes, 0)
+        return _Leg(2 * nbytes, nbytes, nbytes if rows > 1 else 0)
 
-    def _legs(self, unit: UnitPlan) -> Iterator[tuple[Link, int, int]]:
-        """Of each hop: its link, how many rows each member gets, and bytes of all rows."""
-        nodes, local = self.cluster.nodes, self.cluster.gpus_per_node
-        ways: list[tuple[Link, int]] = [("world", 1)]
-        if len(unit.hops) == 2:
-            ways = [("local", nodes), ("across", 1)]
-        counts = (nodes * local, nodes)
-        for (link, rows), count, hop in zip(ways, counts, unit.hops, strict=False):
-            yield link, rows, count * hop.nbytes
+    def _legs(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int, int]]:
+        """Of each hop its way (`collectives.reduce.ways`), and bytes of a row."""
+        found = ways(self.cluster, len(unit.hops), self.plan.recipe.cut)
+        return ((*way, hop.nbytes) for way, hop in zip(found, unit.hops, strict=True))
 
     # ------------------------------------------------------------------ new weights
 
@@ -239,8 +245,12 @@ class Buffers:
     def _shipments(self, unit: UnitPlan) -> Iterator[tuple[Kind, Link, int, int]]:
         """Kind, link, bytes of this rank's room and of what arrives."""
         nodes, world = self.cluster.nodes, self.cluster.world
+        shards = self.plan.recipe.shards
         for nbytes in (_raw_row(unit), unit.forward.nbytes, unit.backward.nbytes):
-            if unit.hierarchical:
+            if shards < world:
+                if shards > 1:
+                    yield "gather", "local", nbytes, shards * nbytes
+            elif unit.hierarchical:
                 yield "gather", "across", nbytes, nodes * nbytes
                 yield "gather", "local", nodes * nbytes, world * nbytes
             else:
@@ -252,8 +262,9 @@ class Buffers:
             yield "gather", "across", row, nodes * row
         if unit.keeps_secondary:
             yield "gather", "local", nodes * unit.forward.nbytes, world * unit.forward.nbytes
-        for link, _, nbytes in self._legs(unit):
-            yield "exchange", link, nbytes, nbytes
+        for kind, link, rows, members, row in self._legs(unit):
+            room = rows * row * (members if kind == "exchange" else 1)
+            yield kind, link, room, rows * members * row
 
 
 def _raw_row(unit: UnitPlan) -> int:

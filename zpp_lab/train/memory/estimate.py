@@ -156,6 +156,7 @@ class _Rank:
             Item("weights kept in the node", always(self._kept())),
             Item("what encoders remember", always(self.plan.memory_bytes)),
             Item("the same, of the step under way", self._remembering()),
+            Item("sums in the node", self._node_sums()),
             Item("secondary partition", always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
 
@@ -164,6 +165,15 @@ class _Rank:
         recipe = self.plan.recipe
         every = [p for u in self.plan.units for p in u.unit.parameters]
         return recipe.cluster.nodes * shard_bytes(every, self.weight) if recipe.kept else 0
+
+    def _node_sums(self) -> dict[Moment, int]:
+        """Of earlier micro-steps, in fp32, until the last one sends them."""
+        recipe = self.plan.recipe
+        if not recipe.node_sums or self.plan.reductions == 1:
+            return moments()
+        rows = recipe.cut // recipe.cluster.gpus_per_node
+        every = FP32 * rows * sum(u.hops[0].coded_numel for u in self.plan.units)
+        return always(every) | NOT_EVALUATED | {"update": 0}
 
     def _remembering(self) -> dict[Moment, int]:
         """The new memories of the units that are reduced already, until the step is done."""
@@ -336,10 +346,10 @@ class _Rank:
             return moments()
         if not self.config.tracking.telemetry_every:
             return moments()
-        nodes = self.plan.recipe.cluster.nodes
+        nodes = self.plan.recipe.cut // self.plan.recipe.cluster.gpus_per_node
 
         def of(unit: UnitPlan) -> int:
-            first, second = unit.hops
+            first, second = unit.hops[:2]
             widest = max((s.numel for s in second.segments), default=0)
             turned = nodes * first.numel if any(s.codec.rotation for s in first.segments) else 0
             sums = FP32 * (nodes * first.coded_numel + turned + widest)

@@ -44,15 +44,15 @@ def test_without_evidence_the_bits_stay_mild(
     monkeypatch.setattr(fastest, "Space", lambda b, extra, studied, _: Space(b, extra, False, bits))
     found = planned(capsys, "recipe=w2")
     recipe = compose(found["chosen"]["overrides"]).recipe
-    assert {recipe.wire(w).bits for w in USUAL_WIRES[:2]} == {8}
-    assert {recipe.wire(w).bits for w in USUAL_WIRES[2:]} <= {None, 8}
+    assert {recipe.wire(w).bits for w in USUAL_WIRES[:2]} <= {None, 8}
+    assert {recipe.wire(w).bits for w in USUAL_WIRES[2:]} <= {None, 8, 4}
     (said,) = [note for note in found["notes"] if "--allow untested" in note]
     assert "weights keep 8 bits or more and gradients 4" in said
     fewer = [row for row in found["rows"] if row["kind"] == "not measured"]
     assert fewer
     assert all("fewer than 8 bits" in row["why"] for row in fewer)
     faster = planned(capsys, "recipe=w2", "--allow", "untested")
-    assert compose(faster["chosen"]["overrides"]).recipe.wire("weights_forward").bits == 2
+    assert compose(faster["chosen"]["overrides"]).recipe.wire("grads_inter").bits == 2
     assert "--allow untested" not in " ".join(faster["notes"])
     assert faster["chosen"]["time"]["step_s"] < found["chosen"]["time"]["step_s"]
 

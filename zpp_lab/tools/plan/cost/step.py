@@ -129,6 +129,7 @@ class _Step:
         self.ahead = max(1, config.engine.prefetch)
         self.line = Timeline()
         self.host: int | None = None  # the host's last task
+        self.last = True  # whether this is the step's last micro-step
         self.decoded: list[int] = []  # copy-outs, in order
         self.fetched: dict[str, tuple[int, float]] = {}  # last leg, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
@@ -139,7 +140,8 @@ class _Step:
         for micro in range(micros):
             gathers = micro == 0 or self.plan.recipe.config.again
             self._forward(gathers)
-            self._backward(reduces=micro == micros - 1 or not self.plan.accumulate_last)
+            self.last = micro == micros - 1
+            self._backward(reduces=self.last or not self.plan.accumulate_last)
         self._update(own_loop)
 
     def result(self) -> StepTime:
@@ -263,7 +265,7 @@ class _Step:
     def _reduce(self, unit: UnitPlan, done: int | None) -> None:
         if not unit.unit.trainable:
             return
-        found = self.transfers.reduction(unit)
+        found = self.transfers.reduction(unit, self.last)
         self.host = self.line.add("host, reductions", "host", "host", self.machine.host.reduce_s)
         end = self._ship(found, "reduce", "grads", [self.host, done])
         end = self.line.add("reduce kernels", "reduce: sum", "gpu", found.kernels[-1], [end])

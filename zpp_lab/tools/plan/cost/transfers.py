@@ -13,13 +13,14 @@ from typing import Literal
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.plan import UnitPlan
-from zpp_lab.collectives.traffic import Traffic, hop_traffic
+from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.config.schema import Wire
 from zpp_lab.tools.plan.cost.machine import Machine
 
 LinkName = Literal["intra", "inter"]
 SEGMENTS = 18  # of one launch of a codec kernel: MAX_SEGMENTS of cuda/
 BF16 = 2  # bytes
+NOTHING = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Transfers:
 
     def _gather_legs(self, unit: UnitPlan, wire: Wire, layout: Layout) -> tuple[Leg, ...]:
         cluster = unit.recipe.cluster
-        if cluster.world == 1:
+        if unit.recipe.shards == 1:
             return (Leg("intra", 0.0),)
         kept = wire == "weights_backward" and unit.keeps_secondary
         if self.plain and not kept and not unit.recipe.config.copied:
@@ -85,30 +86,32 @@ class Transfers:
         traffic = unit.update_bytes()["weights_update"]
         return Collective(kernels, (self._leg(unit, traffic, "gather", nodes - 1),))
 
-    def reduction(self, unit: UnitPlan) -> Collective:
-        cluster, layouts = unit.recipe.cluster, unit.hops
+    def reduction(self, unit: UnitPlan, last: bool = True) -> Collective:
+        """`last`: of the step; sums may stay in the node until then."""
+        recipe, cluster, layouts = unit.recipe, unit.recipe.cluster, unit.hops
         if not layouts:  # a cluster of one rank
             return Collective((0.0, 0.0), (Leg("intra", 0.0),))
-        first, last = layouts[0], layouts[-1]
-        encode = self._kernel("encode", first, unit.recipe.shards)
-        if unit.recipe.config.copied:
-            return Collective((encode, 0.0, 0.0), self._node_legs(unit))
-        if self.plain:
+        first = layouts[0]
+        encode = self._kernel("encode", first, recipe.cut)
+        if self.plain and not recipe.config.copied:
             legs = self._ring(unit, (cluster.world - 1) * first.nbytes, "reduce")
             return Collective((encode, 0.0), legs)
-        hops = hop_traffic(cluster, unit.recipe.hops, [layout.nbytes for layout in layouts])
+        hops = [traffic for _, traffic in unit.hop_bytes([layout.nbytes for layout in layouts])]
         if len(layouts) == 1:
-            both = Traffic(0, 0)
-            for traffic in hops.values():
-                both += traffic
-            return Collective(
-                (encode, self._kernel("reduce", last, cluster.world)),
-                (self._leg(unit, both, "reduce"),),
-            )
-        both_ways = (self._kernel("decode_sum_encode", one, cluster.world) for one in layouts)
-        middle = max(both_ways)  # measured with one codec for both: the slower one counts
-        legs = tuple(self._leg(unit, hops[wire], "reduce") for wire in unit.recipe.hops)
-        return Collective((encode, middle, self._kernel("reduce", last, cluster.nodes)), legs)
+            end = self._kernel("reduce", first, cluster.world)
+            return Collective((encode, end), (self._leg(unit, sum(hops, NOTHING), "reduce"),))
+        if recipe.node_sums and not last:
+            end = self._kernel("reduce", first, recipe.cut)
+            return Collective((encode, end), (self._leg(unit, hops[0], "reduce"),))
+        both_ways = (self._kernel("decode_sum_encode", one, recipe.cut) for one in layouts[:2])
+        middle = [max(both_ways)]  # measured with one codec for both: the slower one counts
+        legs = tuple(self._leg(unit, traffic, "reduce") for traffic in hops)
+        if len(layouts) == 2:
+            end = self._kernel("reduce", layouts[1], cluster.nodes)
+        else:
+            middle.append(self._kernel("decode_sum_encode", layouts[1], cluster.nodes))
+            end = self._kernel("decode", layouts[2], cluster.gpus_per_node)
+        return Collective((encode, *middle, end), legs)
 
     # ------------------------------------------------------------------ legs
 
@@ -131,15 +134,6 @@ class Transfers:
             return (Leg("intra", inside),)
         across = self.machine.inter.seconds(nbytes, self.link_gbps, nodes - 1)
         return (Leg("inter", max(across, inside)),)
-
-    def _node_legs(self, unit: UnitPlan) -> tuple[Leg, ...]:
-        """HSDP: a reduce-scatter in the node, then an all-reduce of each row over the nodes."""
-        moved = unit.reduce_bytes()
-        steps = 2 * (unit.recipe.cluster.nodes - 1)
-        return (
-            self._leg(unit, moved["grads_intra"], "reduce"),
-            self._leg(unit, moved["grads_inter"], "reduce", steps),
-        )
 
     def _inside(self, kind: str, nbytes: float) -> float:
         links = self.machine.intra

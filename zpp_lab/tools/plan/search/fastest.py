@@ -94,10 +94,10 @@ class Option:
         return tuple(wire_bits(self.candidate.recipe))
 
     @property
-    def gentle(self) -> tuple[int, int, int]:
+    def gentle(self) -> tuple[float, int, int]:
         """Smaller is gentler: more bits on the wires and in the optimizer, then less memory."""
         state = STATES.index(self.candidate.knobs.optimizer_state)
-        return -sum(self.wire_bits), state, self.peak
+        return -sum(self.wire_bits) / len(self.wire_bits), state, self.peak
 
 
 @dataclass(frozen=True)

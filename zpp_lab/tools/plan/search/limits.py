@@ -60,12 +60,14 @@ class Numbers:
         pair = (forward, forward if kept else backward)
         grads = tuple((_hop(recipe, w), c) for w in recipe.hops if (c := _codec(recipe, w)))
         last = train.accumulate == "last" or settings.parts[1] == "none"
+        several = bool(grads) and not last and train.micro_steps > 1
         return cls(
             weights=pair,
             grads=grads,
             drawn_again=not kept and any(c is not None and c.stochastic for c in pair),
             summed_first=bool(grads) and last and train.micro_steps > 1,
             but=f"{settings.exempt} {settings.rules}{_remembered(recipe)}{settings.phases or ''}"
+            f"{' sums in the node' if several and recipe.node_sums else ''}"
             if quantizes_any(recipe) or settings.phases
             else "",
             optimizer_state=train.optimizer_state,
@@ -127,7 +129,7 @@ def _update(recipe: Recipe) -> tuple[Codec | None, str]:
 def _hop(recipe: Recipe, wire: Wire) -> str:
     """The wire, or that one hop crosses both."""
     several = recipe.cluster.nodes > 1 and recipe.cluster.gpus_per_node > 1
-    return wire if len(recipe.hops) == 2 or not several else "both"
+    return wire if len(recipe.hops) > 1 or not several else "both"
 
 
 def _on(grads: dict[str, Codec], hop: str) -> Codec | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.recipe import ShardingConfig
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.units import is_untouched
 from zpp_lab.tools.plan.search.space import Candidate, Knobs, grads_part, weights_part, wire_bits
@@ -54,8 +55,9 @@ class Parts:
     def _split(self, recipe: RecipeConfig, reference: Knobs) -> Figures:
         if self._untouched(recipe):
             return self._whole(recipe, reference, self.base)
-        same = {name: getattr(recipe, name) for name in ("exempt", "rules", "stage", "order")}
-        raw = RecipeConfig(**same)
+        same = ("exempt", "rules", "stage", "shard", "order")
+        sharding = replace(recipe.sharding, update="weights")
+        raw = RecipeConfig(sharding=sharding, **{name: getattr(recipe, name) for name in same})
         weights = RecipeConfig(**weights_part(recipe))
         grads = replace(raw, **grads_part(recipe))
         each = [self._whole(one, reference, self.ordered) for one in (weights, grads, raw)]
@@ -63,9 +65,11 @@ class Parts:
 
     def _knobs(self, candidate: Candidate) -> Figures:
         """What the other settings of memory add to the reference's."""
-        key = candidate.recipe.shard, candidate.knobs
+        cut = candidate.recipe.parts[2]
+        key = cut, candidate.knobs
         if key not in self._added:
-            raw, reference = RecipeConfig(shard=candidate.recipe.shard), _reference(candidate.knobs)
+            raw = RecipeConfig(sharding=ShardingConfig(cut, cut, cut))
+            reference = _reference(candidate.knobs)
             own = self._whole(raw, candidate.knobs, self.base)
             self._added[key] = _difference(own, self._whole(raw, reference, self.base))
         return self._added[key]

@@ -1,12 +1,12 @@
 """The plans that a search looks at: every recipe that the engines can run × settings of memory.
 
-A recipe is a weights' part (bits of both gathers, stage, sharding, secondary partition) and a
-gradients' part (hops, bits of both, rotation). Parts are checked by themselves first, so that a
-few thousand pairs are checked and not every combination of settings. Bits, hops and the rest are
-at the recipes' defaults; recipes with other settings (blocks, stochastic rounding) enter as
-`extra`: the user's own and those that a study has measured. Smaller blocks and rotations only add
-bytes and work, so they matter where a study has measured them. Without a study nothing is rotated
-and both gathers have the same bits.
+A recipe is a weights' part (a point of the grid of partitions, bits of its weights' wires,
+secondary partition) and a gradients' part (hops, bits of both, rotation). Parts are checked by
+themselves first, so that a few thousand pairs are checked and not every combination of settings.
+Bits, hops and the rest are at the recipes' defaults; recipes with other settings (blocks,
+stochastic rounding) enter as `extra`: the user's own and those that a study has measured. Smaller
+blocks and rotations only add bytes and work, so they matter where a study has measured them.
+Without a study nothing is rotated and all wires of weights have the same bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import yaml
 
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
+from zpp_lab.config.recipe import POINTS, Parts, ShardingConfig
 from zpp_lab.config.schema import WIRES, Config, RecipeConfig, TrainConfig
 from zpp_lab.engines.build import check_engine
 from zpp_lab.files import conf_dir
@@ -100,26 +101,34 @@ class Space:
             for parts in (self._weights(), self._grads())
         )
         for (weight_name, weight), (grad_name, grad) in product(weights, grads):
-            if "shard" in weight and grad:
-                continue  # FSDP2 runs it by itself, without codecs and with its own hops
+            if RecipeConfig(**weight).two_hops:
+                if "hops" not in grad:
+                    continue
+                grad = {k: v for k, v in grad.items() if k != "hops"}
+                grad_name = grad_name.removeprefix("hops2")
             name = "_".join(part for part in (weight_name, grad_name) if part) or "zero3"
             yield RecipeConfig(name=name, **weight, **grad, **kept)
 
-    def _weights(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, settings) of the weights' parts. Stage 1 is stage 2 where a step has one
-        reduction, and a part that `RecipeConfig` refuses is no part."""
+    def _points(self) -> list[Parts]:
+        """Of the grid, each once: where a step has one reduction gradients may as well be cut as
+        the optimizer is, and on one node a node is the world."""
         one = self.base.train.micro_steps == 1 or self.base.train.accumulate == "last"
-        for stage, shard, secondary in product((3, 2) if one else (3, 2, 1), SHARDS, (False, True)):
+        points = [p for p in POINTS if self.base.cluster.nodes > 1 or "node" not in p]
+        return [p for p in points if p[1] == p[2] or not one]
+
+    def _weights(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, settings) of the weights' parts; one that `RecipeConfig` refuses is no part."""
+        for point, secondary in product(self._points(), (False, True)):
             for forward, backward in product(self.bits, self.bits):
-                if forward != backward and (stage != 3 or secondary or not self.studied):
+                if forward != backward and (point[0] != "world" or secondary or not self.studied):
                     continue  # mostly because backward has the forward's weights
-                if shard != "world" and (forward, backward) != (None, None):
-                    continue
-                changed = {"stage": stage, "shard": shard, "secondary": secondary}
-                settings = {k: v for k, v in changed.items() if v != getattr(PLAIN, k)}
+                if point[2] == "none" and forward:
+                    continue  # no weights travel
+                name, settings = _point(point)
+                settings |= {"secondary": True} if secondary else {}
                 settings |= _bits("weights", ("forward", "backward"), (forward, backward))
                 if _valid(settings):
-                    yield _weight_name(settings, forward, backward), settings
+                    yield _weight_name(name, settings, forward, backward), settings
 
     def _grads(self) -> Iterator[tuple[str, dict[str, Any]]]:
         cluster = self.base.cluster
@@ -216,9 +225,22 @@ def _valid(settings: dict[str, Any]) -> bool:
     return True
 
 
-def _weight_name(settings: dict[str, Any], forward: int | None, backward: int | None) -> str:
-    parts = [f"zero{settings['stage']}"] if "stage" in settings else []
-    parts += ["hsdp"] if settings.get("shard") == "node" else []
+def _point(point: Parts) -> tuple[str, dict[str, Any]]:
+    """A point's name and settings: by short-hands where there are such."""
+    for stage, shard in product((3, 2, 1), SHARDS):
+        settings = {"stage": stage, "shard": shard}
+        if RecipeConfig(**settings).parts == point:
+            own = {k: v for k, v in settings.items() if v != getattr(PLAIN, k)}
+            zero = f"zero{stage}" if stage != 3 else ""
+            return "_".join(filter(None, (zero, "hsdp" if shard == "node" else ""))), own
+    name = "ddp" if point[2] == "none" else "_".join(point)
+    return name, {"sharding": ShardingConfig(*point)}
+
+
+def _weight_name(
+    point: str, settings: dict[str, Any], forward: int | None, backward: int | None
+) -> str:
+    parts = [point] if point else []
     if forward or backward:
         parts.append(f"w{forward or 16}" + (f"_{backward or 16}" if forward != backward else ""))
     return "_".join([*parts, *(["hpz"] if settings.get("secondary") else [])])
