@@ -10,7 +10,7 @@ import pytest
 
 from zpp_lab.config.compose import compose, load_study, study_names
 from zpp_lab.config.flat import flat_config
-from zpp_lab.config.schema import Config
+from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
@@ -76,7 +76,8 @@ def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
     ],
 )
 def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> None:
-    """In its settings; its factors are what the config says; and it sends less."""
+    """In its settings; its factors are what the config says; and it sends less, raw partitions
+    between nodes."""
     for arm in arms(name):
         config, base = config_of(name, arm.name), base_of(name, arm)
         settings = flat_config(config)
@@ -95,12 +96,15 @@ def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> Non
         assert all(key.startswith(free) for key in changed), (arm.name, changed)
         if peer or config.model.layers > 6 or config.cluster.world > 64:
             continue  # DeepSpeed follows no plan of ours; large ones are slow to lay out
-        sent, whole = bytes_of(config), bytes_of(base)
+        cut = config.recipe.parts, config.recipe.hops
+        raw = cut != (base.recipe.parts, base.recipe.hops) and not reordered
+        raw &= all(config.recipe.wire(wire).raw for wire in WIRES)
+        sent, whole = bytes_of(config, raw), bytes_of(base, raw)
         rounds = config.train.micro_steps // base.train.micro_steps
         assert sent == whole * rounds if reordered else sent < whole
 
 
-def bytes_of(config: Config) -> int:
-    """Of the plan; the meta device holds no weights."""
+def bytes_of(config: Config, between: bool) -> int:
+    """Of the plan, or of it between nodes; the meta device holds no weights."""
     plan = build_plan(build_model(config.model, 256, device="meta"), config)
-    return sum(sum(traffic) for traffic in plan.step_bytes().values())
+    return sum(t.inter if between else sum(t) for t in plan.step_bytes().values())
