@@ -387,7 +387,10 @@ def gathered(named: dict[str, Tensor]) -> dict[str, Tensor]:
         assert all(t.placements == (Shard(0),) for t in cut.values())
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, {n: t.to_local().detach().clone() for n, t in cut.items()})
-        cut = {name: torch.cat([own[name] for own in every]) for name in cut}
+        for name, tensor in cut.items():
+            parts, shards = [own[name] for own in every], tensor.device_mesh.size()
+            assert all(map(torch.equal, parts, parts[:shards] * (len(parts) // shards)))
+            cut[name] = torch.cat(parts[:shards])
     return {n: cut[n] if n in cut else t.detach() for n, t in named.items()}
 
 
