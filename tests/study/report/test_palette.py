@@ -17,6 +17,7 @@ from zpp_lab.study.report.style import (
     TOLD,
     Look,
     arm_looks,
+    dark,
     study_looks,
 )
 
@@ -69,6 +70,16 @@ def test_where_hues_look_alike_to_some_the_dashes_differ(eyes: str) -> None:
         assert apart(one, other, eyes) > 0.09 or one.dash != other.dash
     assert min(apart(a, b, eyes) for a, b in combinations(HUES, 2)) > 0.05
     assert min(apart(a, b, eyes) for a in HUES for b in GREYS) > 0.035
+
+
+def test_dark_pages_keep_arms_apart() -> None:
+    night = {look: replace(look, color=dark(look.color)) for look in (*HUES, *GREYS, BASELINE)}
+    assert min(apart(a, b, "most") for a, b in combinations(night.values(), 2)) > 0.07
+    page = Look("#0e1116")
+    assert all(oklab(look, "most")[0] - oklab(page, "most")[0] > 0.2 for look in night.values())
+    for eyes in ("red-blind", "green-blind"):
+        for one, other in combinations(night.values(), 2):
+            assert apart(one, other, eyes) > 0.06 or one.dash != other.dash
 
 
 def test_controls_are_grey_and_take_no_hue() -> None:

@@ -248,8 +248,8 @@ def margin_line(result: StudyResult) -> str:
         return f"{_one_seed_line(result)}{_readout_line(result)}"
     return (
         f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
-        f"of the interval by which its verdict goes, {interval_line(result)}, at the level of the "
-        f"test behind the verdict after all corrections. Margin: {margin_nats(result)} "
+        "of the interval that decides, which has the level of the test behind its verdict after "
+        f"all corrections. It is {interval_line(result)}. Margin: {margin_nats(result)} "
         f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
         f"{_readout_line(result)}"
     )
