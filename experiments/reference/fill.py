@@ -72,6 +72,7 @@ PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger si
     Part("reference_30m", None, FOUR),
     Part("reference_10m_200m", None, FOUR),
     Part("reference_10m_prose", None, FOUR),
+    Part("memories", None, FOUR),
     Part("reference_10m", None, FOUR),
     Part("reference_10m", MAIN, MORE),
     Part("reference_134m", None, FOUR),
@@ -96,7 +97,7 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_134m": Size(5.5, 20.0),
     "reference_368m": Size(14.0, 40.0),
 }
-SHAM = 6.0  # times as long: its noise has no kernel, so the host holds it back (first figure)
+SLOW = {"sham": 6.0, "tagc": 12.0}  # times as long: without a kernel the host holds them back
 ROOM = 125.0  # GiB of a GPU
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -160,7 +161,8 @@ def named(run: PlannedRun) -> str:
 
 def size(run: PlannedRun) -> Size:
     own = SIZES.get(str(run.config.run.study), Size())
-    return replace(own, work=own.work * SHAM) if run.arm.startswith("sham") else own
+    slow = (times for arm, times in SLOW.items() if run.arm.split("_")[:1] == [arm])
+    return replace(own, work=own.work * next(slow, 1.0))
 
 
 def main() -> int:

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs.base import CodecBase, SegmentNoise
+from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.codecs.packing import align, pack, packed_bytes, unpack
 from zpp_lab.config.codec import BLOCK_SIZE, CHUNK_SIZES, need
 
@@ -67,7 +68,7 @@ class SketchSums:
         return sum(self.widths(numel))
 
     def sketched(self, x: Tensor) -> Tensor:
-        """fp32 [R, G, B] → its sketch [R, C, B]; each place adds up in the blocks' order."""
+        """fp32 [R, G, B] → its sketch [R, C, B]."""
         return _projected(x, *_table(*self.blocks(x.shape[1] * self.block_size), x.device))
 
     def inverse(self, y: Tensor, numel: int) -> Tensor:
@@ -186,12 +187,9 @@ def _cleared(x: Tensor) -> Tensor:
 
 
 def _projected(x: Tensor, entries: Tensor, signs: Tensor) -> Tensor:
-    """fp32 [R, G, B] → [R, C, B]: of each sum its blocks, as `_table` has them, one by one."""
+    """fp32 [R, G, B] → [R, C, B]: of each sum its blocks, as `_table` has them, added pairwise."""
     x = torch.nn.functional.pad(x, (0, 0, 0, 1))  # what fills `entries` up
-    total = torch.zeros(len(x), len(entries), x.shape[2], device=x.device)
-    for block, sign in zip(entries.unbind(1), signs.unbind(1), strict=True):
-        total += x[:, block] * sign[:, None]
-    return total
+    return fold_sum((x[:, entries] * signs[:, :, None]).transpose(-1, -2))
 
 
 @lru_cache(maxsize=256)
