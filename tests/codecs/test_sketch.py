@@ -97,6 +97,7 @@ def test_its_thresholds_keep_more_than_it_is_set_to() -> None:
     assert 0.31 < float((kept != 0).float().mean()) < 0.33
     assert float(kept[kept != 0].abs().min()) >= STEPS[STEPS.index(1e-3)]
     assert error(FOUR_BITS, kept) > 0.5
+    assert torch.equal(ONE_BIT.sent(x[0]), kept[0])  # what a memory takes for sent
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -168,6 +168,11 @@ class SketchCodec(CodecBase):
         least = torch.tensor((0.0, *STEPS), device=x.device)[chosen]
         return torch.where(size < least, 0.0, x)
 
+    def sent(self, x: Tensor) -> Tensor:
+        """fp32 [R, n] as its encoder takes it for sent: what memories of TAGC count on."""
+        own = self.rotation.blocks(x.shape[1])[0] * self.block_size
+        return torch.cat((self.kept(x[:, :own]), x[:, own:]), dim=1)
+
     def _index(self, numel: int) -> tuple[int, int]:
         """Where it begins in a payload row, and its bytes."""
         sketch, rest, index = self.rotation.widths(numel)
