@@ -144,6 +144,12 @@ def test_defaults_are_those_of_the_codec() -> None:
         ({"order": "reversed"}, {}, False),
         ({"name": "a"}, {"name": "b"}, True),
         ({"weights": {"codec": "none"}}, {}, True),
+        ({"stage": 2}, {"sharding": {"weights": "none"}}, True),
+        (
+            {"stage": 1},
+            {"sharding": dict.fromkeys(("weights", "grads", "optimizer"), "none")},
+            False,
+        ),
     ],
 )
 def test_what_a_recipe_does(one: Mapping[str, Any], other: Mapping[str, Any], same: bool) -> None:

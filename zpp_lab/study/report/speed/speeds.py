@@ -106,10 +106,9 @@ def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     config = load(RecipeConfig, recipe)
     wires = {wire: _wire(getattr(config, wire), config, wire) for wire in config.wires}
     found = {name: getattr(config, name) for name in ("secondary", "hops", "order")}
-    staged = 3 if config.again else 1 if config.parts[1] == "none" else 2
-    found |= {"stage": staged, "shard": "node" if config.copied else "world"} | flatten(wires)
+    found |= {"sharding": list(config.parts)} | flatten(wires)
     if config.kept:
-        found |= {"sharding": list(config.parts), "update": config.sharding.update}
+        found["update"] = config.sharding.update
     if any(codec != _values(RAW) for codec in wires.values()):  # else there is nothing to exempt
         exempt = config.exempt
         found |= {"exempt": [exempt.max_ndim, list(exempt.names), exempt.below_numel]}
