@@ -48,7 +48,7 @@ train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 3,
 train recipe.weights.bits=4 recipe.weights.block_size=0 => recipe zero3, weigh | use a power of two,
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => recipe zero3, weigh | use 0 (off) or one o
 train recipe.weights.random_signs=true recipe.weights.bits=4 => recipe zero3, we | set it to 16, 32,
-train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weights_forward | block, none
+train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weights_forward | block, mask, none
 train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2 keeps the weights
 train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node contradicts reci
 train recipe.sharding.grads=node => is no point of the grid | weights=node, grads=node, optimizer=w
@@ -112,7 +112,7 @@ train -m seed=1,x => seed='x': use a whole number
 train --dry-run --dry-run=3 => --dry-run: ignored explicit argument '3'; see zpp-lab train --help
 train hydra.run.dir=x => hydra.run.dir=x: settings of Hydra's own go with -m; leave it out
 study => the following arguments are required: name; see zpp-lab study --help
-study nothing => no study 'nothing' | bits, bits_full, block, deepspeed, exempt,
+study nothing => no study 'nothing' | bits, bits_13b, bits_full, block, deepspeed,
 study nope.yaml => nope.yaml: no such file (did you mean s_role.yaml?); name a study's YAML file
 study binary.yaml => binary.yaml is damaged (no text in UTF-8 | mend it, or name another file
 study empty.yaml => empty.yaml: a study is a mapping with name, question, arms and seeds
@@ -162,7 +162,7 @@ study study.yaml --dir runs/good => runs/good holds a single run | give the stud
 study study.yaml --watch --dir runz => no study has been started her | start it without --watch, or
 study study.yaml --watch --dir empty => no study has been started her | start it without --watch, or
 study study.yaml --nope => unknown option --nope; see zpp-lab study --help
-study ../x => no study '../x' | bits, bits_full, block, deepspeed, exempt,
+study ../x => no study '../x' | bits, bits_13b, bits_full, block, deepspeed,
 prepare => the following arguments are required: name; see zpp-lab prepare --help
 prepare binary.yaml => binary.yaml is damaged (no text in UTF-8 | mend it, or name another file
 prepare study.yaml data.path=textz => place/textz: no such file | (did you mean | place/texts?)
@@ -303,7 +303,7 @@ mps => name a command behind --: zpp-lab mps -- COMMAND
 mps --nope => name a command behind --: zpp-lab mps -- COMMAND
 build --arch 12 => --arch 12: use local, all, or names such as 80,90a,100
 build --nope => unrecognized arguments: --nope; see zpp-lab build --help
-trian => no command 'trian' (did you mean train?) | train, study, prepare, report, batch, sync,
+trian => no command 'trian' (did you mean train?) | train, study, from-deepspeed, prepare,
 --nope => unknown option --nope; see zpp-lab --help
 -x train => unknown option -x; see zpp-lab train --help
 train data=jsonl data.path=binary.jsonl => binary.jsonl

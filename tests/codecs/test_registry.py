@@ -22,7 +22,7 @@ from zpp_lab.config.codec import CodecConfig
 
 
 def test_mistakes_name_the_fix() -> None:
-    with pytest.raises(ValueError, match="there are: block, none"):
+    with pytest.raises(ValueError, match="there are: block, mask, none"):
         build_codec(CodecConfig(codec="os.system"), torch.float32)
     with pytest.raises(ValueError, match="it has: bits, block_size"):
         build_codec(CodecConfig(bits=4, options={"colour": 1}), torch.float32)

@@ -16,7 +16,7 @@ from zpp_lab.codecs.kernels import build
 from zpp_lab.files import cuda_dir
 
 WHOLE = {"adamw", "encode", "ship"}  # all of our inline assembly, and TMA
-PARTLY = {"decode", "errors", "reduce", "reencode", "squares"}
+PARTLY = {"decode", "errors", "memory", "reduce", "reencode", "squares"}
 
 
 def tools() -> build.Toolchain:
