@@ -13,7 +13,7 @@ from tests.models.lora.test_export import llama
 from tests.small_runs import small
 from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
-from zpp_lab.tools.export.card import base_of
+from zpp_lab.tools.export.card import base_of, write_readme
 from zpp_lab.train.trainer import run
 
 
@@ -70,8 +70,13 @@ def test_random_weights_have_no_base_and_a_licence_that_is_named(tmp_path: Path)
 def test_a_base_is_found_through_the_runs_between(adapted: Path, tmp_path: Path) -> None:
     plain = small(tmp_path)
     later = replace(plain, model=replace(plain.model, start=str(adapted / "run" / "checkpoints")))
-    found = base_of(later)
+    found, said = base_of(later)
     assert found is not None
+    assert said == "Training began with the weights of base."
     assert found.resolve() == (adapted / "base").resolve()
     gone = replace(plain.model, start=str(tmp_path / "gone"))
-    assert base_of(replace(Config(), model=gone)) is None
+    write_readme(tmp_path, replace(Config(), model=gone), "# Weights", None)
+    facts, text = card(tmp_path)
+    assert "base_model" not in facts
+    assert "The run that it began from is gone; its base is not known. No licence" in text
+    assert "random weights" not in text

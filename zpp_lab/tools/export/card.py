@@ -76,6 +76,7 @@ _ARITHMETIC = (
     "parameters. `zpp-lab evaluate RUN FOLDER --dtype fp32` leaves that out."
 )
 _RANDOM = "Training began with random weights."
+_GONE = "The run that it began from is gone; its base is not known."
 _UNKNOWN = "No licence is known: `zpp-lab export --license NAME` states one."
 _TERMS = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)", re.IGNORECASE)
 RECORD = "zpp_lab.json"
@@ -226,11 +227,10 @@ def write_readme(
     folder: Path, config: Config, text: str, license: str | None, library: str = "transformers"
 ) -> None:
     """README.md with the Hub's metadata. license: what the user says; None: the base's own."""
-    base = base_of(config)
+    base, began = base_of(config)
     own = license or (base and _license(base)) or "unknown"
     facts = {"library_name": library, "license": own}
     facts |= {"base_model": _name(base)} if base else {}
-    began = f"Training began with the weights of {_name(base)}." if base else _RANDOM
     said = f"{began} Licence: {own}." if own != "unknown" else f"{began} {_UNKNOWN}"
     front = yaml.safe_dump(facts, sort_keys=False)
     (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{said}\n")
@@ -238,16 +238,18 @@ def write_readme(
         shutil.copy(path, folder / path.name)
 
 
-def base_of(config: Config) -> Path | None:
+def base_of(config: Config) -> tuple[Path | None, str]:
     """The folder of the pretrained weights that training began with, through the runs that it went
-    on from; None of random weights, or where such a run is gone."""
+    on from, and what a card says of it; None of random weights, or where such a run is gone."""
     model = config.model
     if model.start is None:
-        pretrained = model.path if model.weights == "pretrained" else None
-        return Path(pretrained).expanduser() if pretrained else None
+        if model.weights != "pretrained" or not model.path:
+            return None, _RANDOM
+        base = Path(model.path).expanduser()
+        return base, f"Training began with the weights of {_name(base)}."
     start = Path(model.start).expanduser()
     run = next((p for p in (start, *start.parents) if (p / CONFIG).is_file()), None)
-    return base_of(load(Config, read_yaml(run / CONFIG))) if run else None
+    return base_of(load(Config, read_yaml(run / CONFIG))) if run else (None, _GONE)
 
 
 def _name(base: Path) -> str:
