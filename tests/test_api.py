@@ -22,6 +22,8 @@ from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.files import conf_dir
 
+KEPT_SUMS = ("recipe.sharding.weights=node", "recipe.sharding.grads=node")
+
 
 def loop(recipe_name: str, nodes: int, local: int) -> list[Any]:
     """Losses of the example's loop, and what went over the wires."""
@@ -110,6 +112,24 @@ def divided() -> list[float]:
     ]
 
 
+def node_sums() -> list[str]:
+    """What a second micro-step says to sums that stay in the node: where the loop does not tell
+    which one is the last, and where FSDP2 is told."""
+    said = []
+    cluster = ClusterConfig(nodes=2, gpus_per_node=2)
+    for tells in (False, True):
+        model = _model()
+        shard(model, recipe("zero3_reordered", *KEPT_SUMS), cluster, units=list(model.layers))
+        try:
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1 or not tells)
+                model(molecules(micro, dist.get_rank())).backward()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def landed() -> list[Any]:
     """Plain FSDP2's reductions: whose they are, and whether gradients are FSDP2's own, after two
     micro-steps and with weights of either dtype."""
@@ -145,6 +165,7 @@ def every_job() -> dict[str, Any]:
         **{name: loop(name, 2, 2) for name in ("zero3", "zero3_reordered", "zeropp")},
         "evaluated": eval_between(),
         "divided": divided(),
+        "node_sums": node_sums(),
         "landed": landed(),
         "wrong": wrong_meshes(),
         "cut": cut(),
@@ -189,6 +210,12 @@ def test_fsdp2s_own_settings_of_the_reduction_hold(answers: dict[str, Any]) -> N
     assert once > 1.5 * usual
 
 
+def test_sums_in_the_node_need_to_know_the_last_micro_step(answers: dict[str, Any]) -> None:
+    untold, told = answers["node_sums"]
+    assert "set recipe.sharding.grads=world, or model.set_requires_gradient_sync" in untold
+    assert told == ""
+
+
 def test_plain_gradients_are_fsdp2s_own_wherever_they_lie(answers: dict[str, Any]) -> None:
     assert set(answers["landed"]) == {"LandedReduce", True}
 
@@ -197,6 +224,11 @@ def wrong_meshes() -> list[str]:
     """What `shard` says to each."""
     said = []
     cluster = ClusterConfig(nodes=4, gpus_per_node=1)
+    for given in (ClusterConfig(nodes=2, gpus_per_node=n) for n in (1, 4)):
+        try:
+            shard(_model(), "zero3", given)
+        except ValueError as error:
+            said.append(str(error))
     for names, shape, given in (
         (("a", "b"), (2, 2), None),
         (("nodes", "gpus", "dp"), (2, 2, 1), None),
@@ -231,6 +263,8 @@ def test_a_mesh_says_which_ranks(answers: dict[str, Any]) -> None:
 
 def test_a_wrong_mesh_is_told_how_to_write_it(answers: dict[str, Any]) -> None:
     fixes = [
+        "2 × 1 needs 2 processes, but there are 4: give a cluster of 4",
+        "2 × 4 needs 8 processes, but there are 4: give a cluster of 4",
         'init_device_mesh(DEVICE, (NODES, GPUS), mesh_dim_names=("nodes", "gpus"))',
         "name either nodes and gpus, or dp",
         "nodes come before gpus",

@@ -151,8 +151,8 @@ def shard(
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = _recipe(recipe)
-    picked = Ranks.pick(mesh, cluster)
     blocks = _named(model, units)
+    picked = Ranks.pick(mesh, cluster)
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
     checked = phases[0]

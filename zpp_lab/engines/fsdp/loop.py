@@ -100,12 +100,25 @@ class Loop:
             self._kept().start(clock.step)
         self._enter(clock.step)
         if clock.grad and self.begun:
+            self._check_sums()
             clock.micro += 1
         elif clock.grad:
             self.begun, clock.micro = True, 0
             self.wrapped.memories.start(clock.step)
             for unit in self.wrapped.installed:
                 unit.share_masks(self.wrapped.memories, self.device)
+
+    def _check_sums(self) -> None:
+        """Sums can stay in the node only where the step's last micro-step is known beforehand."""
+        config = self.plan.recipe.config
+        if self.plan.recipe.node_sums and any(u.present.taken for u in self.wrapped.installed):
+            world = "recipe.sharding.grads=world"
+            world += " recipe.sharding.optimizer=world" if config.copied else ""
+            raise ValueError(
+                f"recipe {config.name}: recipe.{config.said('grads')} keeps sums in the node until "
+                "the last micro-step, which a loop of your own does not tell: set "
+                f"{world}, or model.set_requires_gradient_sync(False) before all but the last"
+            )
 
     def _after(self, *_: Any) -> None:
         self.wrapped.fallbacks.check(allowed=False)

@@ -43,7 +43,13 @@ class Ranks:
         """The ranks of `mesh` that the recipe is for; None: all. cluster: how one dimension is cut
         into nodes; None: as torchrun says. ValueError names how to write the mesh."""
         if mesh is None:
-            cluster = cluster or _in_nodes(range(dist.get_world_size()))
+            there = dist.get_world_size()
+            cluster = cluster or _in_nodes(range(there))
+            if cluster.world != there:
+                raise ValueError(
+                    f"cluster={cluster.nodes} × {cluster.gpus_per_node} needs {cluster.world} "
+                    f"processes, but there are {there}: give a cluster of {there}, or leave it out"
+                )
             return cls(cluster, tuple(range(cluster.world)))
         names, shape = mesh.mesh_dim_names or (), mesh.shape
         said = f"mesh of {tuple(shape)} with dimensions {', '.join(names) or 'without names'}"
