@@ -117,6 +117,17 @@ def test_a_failing_view_is_named_once_and_left_out(
     assert len(read(tmp_path / "metrics.jsonl")) == 4
 
 
+def test_a_console_log_that_cannot_be_opened_is_said_and_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "console.log").mkdir()
+    one = Tracker(config(), tmp_path, 0)
+    one.log(record(1))
+    one.finish({"outcome": "finished"})
+    assert capsys.readouterr().err.count("the console's log is left:") == 1
+    assert (tmp_path / "summary.json").exists()
+
+
 def test_fail_never_hides_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

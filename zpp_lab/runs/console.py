@@ -108,11 +108,15 @@ class ConsoleLog:
     said once and left."""
 
     def __init__(self, path: Path, anew: bool, every_seconds: float = 10.0) -> None:
-        if anew:
-            path.unlink(missing_ok=True)
-        self._file: TextIO | None = path.open("a", encoding="utf-8")
+        self._file: TextIO | None = None
         self._every, self._kept = every_seconds, -every_seconds
         self._own = [_Copied(sys.stdout, self), _Copied(sys.stderr, self)]
+        try:
+            if anew:
+                path.unlink(missing_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            self._leave(error)
         sys.stdout, sys.stderr = self._own  # type: ignore[assignment]
 
     def keep(self, line: str) -> None:
@@ -123,8 +127,11 @@ class ConsoleLog:
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
-            self._file = None
-            self._own[1].stream.write(f"the console's log is left: {error}\n")
+            self._leave(error)
+
+    def _leave(self, error: OSError) -> None:
+        self._file = None
+        self._own[1].stream.write(f"the console's log is left: {error}\n")
 
     def renewed(self, line: str) -> None:
         now = time.monotonic()
