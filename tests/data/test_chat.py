@@ -139,6 +139,15 @@ def test_what_cannot_be_learnt_from_is_named(
         packed(tmp_path, [{"messages": CHAT}])
 
 
+def test_an_assistant_that_speaks_first_needs_a_template_that_marks(tmp_path: Path) -> None:
+    theirs = saved(tmp_path / "tokenizer", CHATML)
+    with pytest.raises(ValueError, match=r"line 1: the assistant speaks first.*\{% generation %\}"):
+        packed(tmp_path, [{"messages": CHAT[1:]}])
+    (tmp_path / "own.jinja").write_text(MARKED)
+    data = packed(tmp_path, [{"messages": CHAT[1:]}], template=str(tmp_path / "own.jinja"))
+    assert counted_text(theirs, *first(data))[0] == "return x * 3<|im_end|>"
+
+
 def test_a_date_is_the_templates_own(tmp_path: Path) -> None:
     """Of a template that asks for today's only where it is told none: runs repeat to the bit."""
     asks = (

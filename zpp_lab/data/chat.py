@@ -58,7 +58,11 @@ class ChatTemplate:
         """How many of the first tokens of `whole` are those of `turns`; `asking`: with the header
         of an answer. Where text goes on, the last token may take some of it up."""
         if not turns:
-            return 0
+            raise ValueError(
+                "the assistant speaks first, and the chat template does not show where its header "
+                "ends: begin with another's turn, or name a template that marks the assistant's "
+                f"text with {{% generation %}}, {_OWN}"
+            )
         part = self._apply(turns, add_generation_prompt=asking)["input_ids"]
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, part, whole)))
         if same < len(part) - 1:
