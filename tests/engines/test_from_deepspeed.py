@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_loco_is_the_recipe_of_that_name(tmp_path: Path) -> None:
     assert said(made.notes, "0.19.8 has removed it")
 
 
+def test_the_command_can_be_pasted(tmp_path: Path) -> None:
+    made = told(tmp_path, {**BASE, "wandb": {"enabled": True, "group": "one, two 'x'"}})
+    words = shlex.split(made.text().split("\n")[0])
+    assert words == ["zpp-lab", "train", *made.settings]
+    assert compose(words[2:]).tracking.group == "one, two 'x'"
+
+
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(values: Any) -> str:
         file = tmp_path / "ds.json"
@@ -128,6 +136,10 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         return capsys.readouterr().err
 
     assert "is not 4 × 2 × 4 ranks" in refused({**BASE, "train_batch_size": 40})
+    less = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 16}
+    assert "is not 16 × 0 × 4 ranks" in refused(less)
+    with pytest.raises(ValueError, match="8 is not 16 × 1 × 0 ranks"):
+        told(tmp_path, less | {"gradient_accumulation_steps": 1}, None, None)
     assert "bf16 and fp16 are both enabled" in refused({**BASE, "fp16": {"enabled": True}})
     assert "gradient_clipping='x': use a number" in refused({"gradient_clipping": "x"})
     assert "a DeepSpeed config is a mapping" in refused([1])

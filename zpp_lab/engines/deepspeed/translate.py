@@ -7,11 +7,13 @@ the list of what was not carried over.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.flat import flatten
+from zpp_lab.config.load import written
 from zpp_lab.files import parse_json
 
 AUTO = "auto"  # what transformers' Trainer fills in
@@ -50,7 +52,7 @@ class Translation:
             "Not carried over:": self.left,
         }
         lists = ["\n  - ".join([head, *lines]) for head, lines in parts.items() if lines]
-        return "\n\n".join(["zpp-lab train " + " ".join(self.settings), *lists])
+        return "\n\n".join(["zpp-lab train " + shlex.join(self.settings), *lists])
 
 
 def translate(path: Path, nodes: int | None, gpus_per_node: int | None) -> Translation:
@@ -207,7 +209,7 @@ class _Reading:
         if own is None and batch and world:
             own = batch // (world * (micro or 1))
         micro = batch // (own * world) if micro is None and batch and own and world else micro or 1
-        if batch and own and world and batch != own * micro * world:
+        if None not in (batch, own, world) and batch != own * micro * world:
             raise ValueError(
                 f"{self.path}: train_batch_size={batch} is not {own} × {micro} × {world} ranks "
                 "(train_micro_batch_size_per_gpu, gradient_accumulation_steps, GPUs): correct it, "
@@ -335,7 +337,7 @@ class _Reading:
             self._set("tracking.wandb=auto")
             for theirs, ours in (("team", "entity"), ("group", "group"), ("project", "project")):
                 if (value := self._take(f"wandb.{theirs}")) is not None:
-                    self._set(f"tracking.{ours}={value}")
+                    self._set(f"tracking.{ours}={written(value)}")
 
     def _rest(self) -> None:
         """Every key that nobody has taken."""
