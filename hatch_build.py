@@ -5,6 +5,7 @@ A checkout asks git instead (`zpp_lab/runs/provenance.py`), so an editable insta
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class CommitHook(BuildHookInterface):
+    folder: Path | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if (
             version == "editable"
@@ -23,9 +26,14 @@ class CommitHook(BuildHookInterface):
         head = (self._git("rev-parse", "HEAD") or "").strip()
         changed = self._git("status", "--porcelain", "--untracked-files=no")
         added = self._git("status", "--porcelain", "--", "zpp_lab", "conf", "cuda")
-        file = Path(tempfile.mkdtemp()) / "commit.txt"
+        self.folder = Path(tempfile.mkdtemp())
+        file = self.folder / "commit.txt"
         file.write_text(head + ("-dirty" if changed or added else "") + "\n")
         build_data["force_include"][str(file)] = "zpp_lab/commit.txt"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
 
     def _git(self, *words: str) -> str | None:
         git = ["git", "-c", "safe.directory=*", "-C", self.root, *words]
