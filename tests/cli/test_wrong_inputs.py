@@ -48,7 +48,7 @@ train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 3,
 train recipe.weights.bits=4 recipe.weights.block_size=0 => recipe zero3, weigh | use a power of two,
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => recipe zero3, weigh | use 0 (off) or one o
 train recipe.weights.random_signs=true recipe.weights.bits=4 => recipe zero3, we | set it to 16, 32,
-train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weights_forward | block, mask, none
+train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weigh | block, mask, none
 train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2 keeps the weights
 train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node contradicts reci
 train recipe.sharding.grads=node => is no point of the grid | weights=node, grads=node, optimizer=w

@@ -9,7 +9,7 @@ Call = Callable[[argparse.Namespace, list[str]], int]  # options, the other word
 SETTINGS = """Settings are written name=value, such as recipe=zeropp train.steps=100
 recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file of conf/,
 experiment one with the settings of a whole run, and hardware what it runs on. As in Hydra
-+name=value adds to a mapping and ~name takes out what files of conf/ say, back to the default.
++name=value adds to a mapping and ~name takes out what files say of a setting, for its default.
 `zpp-lab train --dry-run` prints all of them with their values."""
 CONFIG_DIR = "files of your own beside those of conf/, such as DIR/recipe/mine.yaml for recipe=mine"
 REMOVED = {  # options that were, by command

@@ -49,10 +49,6 @@ PLUGINS = {  # of Hydra, which extras of zpp_lab install → the extra
     "hydra/launcher/joblib": "joblib",
     "hydra/sweeper/optuna": "optuna",
 }
-TOO_OLD = {  # plugins of Hydra whose newest version does not install beside what zpp_lab needs
-    "hydra/launcher/ray": "hydra-ray-launcher",
-    "hydra/sweeper/nevergrad": "hydra-nevergrad-sweeper",
-}
 _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
 _DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
@@ -160,6 +156,12 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
     beside its half-life. Behind ++ one of another engine is taken, so that several engines can be
     given the same words."""
     given = {word.partition("=")[0] for word in overrides}
+    for name in sorted(name[1:] for name in given if re.fullmatch(r"~\w+", name)):
+        if name in composed and name not in GROUPS:
+            raise ValueError(
+                f"~{name}: this would bring the defaults of all its settings; choose a file of it "
+                f"with {name}=NAME, or take out one setting with ~{name}.SETTING"
+            )
     place = [name for name in given if re.fullmatch(r"cluster(\..+)?", name)]
     if "hardware" in given and place:
         raise ValueError(f"{place[0]}: hardware sets the cluster too: leave one of them out")
@@ -227,11 +229,6 @@ def _unknown_option(group: str, name: str) -> str:
     """The message for a file that a group of conf/ does not have."""
     if word := PLUGINS.get(f"{group}/{name}"):
         return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
-    if word := TOO_OLD.get(f"{group}/{name}"):
-        return (
-            f"{group}={name}: the plugin {word} does not install beside the versions of "
-            f"constraints.txt; there are: {', '.join(sorted(PLUGINS))}"
-        )
     there = sorted(path.stem for one in conf_dirs() for path in (one / group).glob("*.yaml"))
     if group.startswith("hydra/"):
         there = sorted({*there, *(p.rpartition("/")[2] for p in PLUGINS if p.startswith(group))})

@@ -267,3 +267,6 @@ def test_pairs_are_a_family_of_their_own() -> None:
     ((one, other, apart),) = pairwise(judge_study(replace(STUDY, arms=arms), runs))
     assert (one, other, apart.verdict) == ("w8", "w4", "better")
     assert apart.tests.differs == apart.tests.differs_corrected  # of one pair
+    many = [*arms[:1], *(ArmConfig(f"w{i}") for i in range(13))]
+    runs = [run(arm.name, s, BASE[s]) for arm in many for s in BASE]
+    assert not pairwise(judge_study(replace(STUDY, arms=many), runs)), "78 pairs show nothing"

@@ -78,6 +78,8 @@ from zpp_lab.study.judge.families import replay as replay_looks
 from zpp_lab.study.judge.stats import Gap
 from zpp_lab.study.run.plan import PREPARE
 
+MOST_PAIRED = 12
+
 
 def seed_notes(study: StudyConfig, result: ArmResult) -> list[str]:
     """Sentences on the runs that have not finished: which, how far they came, and why not. Seeds
@@ -234,11 +236,13 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
 
 def pairwise(result: StudyResult) -> list[tuple[str, str, ArmResult]]:
     """Every two arms with one baseline: their names, and the first one's gap to the second, judged
-    as gaps to the baseline are, corrected for the number of pairs. Controls are in none."""
+    as gaps to the baseline are, corrected for the number of pairs. Controls are in none; of more
+    than MOST_PAIRED arms there are no pairs, since corrected for so many they would show nothing.
+    """
     study, known = result.study, entries(result.study, result.arms, [])
     arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict in VERDICTS]
     pairs, family = [], {}
-    for one, other in combinations(arms, 2):
+    for one, other in combinations(arms, 2) if len(arms) <= MOST_PAIRED else ():
         if one.arm.against == other.arm.against:
             name = f"{one.name} less {other.name}"
             undecided = [replace(arm, verdict=UNDECIDED) for arm in (one, other)]

@@ -66,6 +66,7 @@ HOPS = (
     "nodes. recipe.hops=2 adds up inside nodes first and sends {two_hops:.3f} GB; it rounds those "
     "sums, so its loss is another recipe's."
 )
+VIRTUAL = "Memory is that of one of {world} GPUs; engine=virtual holds all ranks in one process."
 LAST = "Predicted: a step of the last phase, after {first} steps."
 NO_LAW = (
     "Memory: of the phase that holds most. What bits cost in loss is not predicted: the law is of "
@@ -146,6 +147,8 @@ def plan_command(
         return 0 if outlook.fits else 1
     console = Console()
     show(outlook, advice, console)
+    if outlook.config.engine.name == "virtual":
+        console.print(VIRTUAL.format(world=outlook.config.cluster.world), style="dim")
     if assumed:
         console.print(NO_GPU, style="dim")
     if known:
