@@ -25,8 +25,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from zpp_lab.config.load import load
-from zpp_lab.config.schema import Config
+from zpp_lab.config.flat import stored_config
 from zpp_lab.runs.reader import Run, read_metrics
 from zpp_lab.study.judge.noise import noise_bands
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
@@ -147,7 +146,7 @@ def planned_gib(runs: Sequence[Run]) -> float | None:
     each, and where nothing can be planned here, which stderr is told."""
     if not runs or not runs[0].config:
         return None
-    config = load(Config, runs[0].config)
+    config = stored_config(runs[0].config)
     if config.engine.name != "fsdp":
         return None
     from zpp_lab.engines.build import build_plan, vocabulary

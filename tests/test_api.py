@@ -285,6 +285,8 @@ def test_a_recipe_is_a_name_a_file_or_settings(tmp_path: Path) -> None:
         _recipe(tmp_path / "no.yaml")
     with pytest.raises(ValueError, match=r"weights\.bit: no such setting. Did you mean bits"):
         _recipe({"weights": {"bit": 8}})
+    with pytest.raises(ValueError, match=r"wires: no such setting"):
+        _recipe({"wires": {"grads_intra": {"bits": 4}}})
 
 
 def test_units_are_found() -> None:

@@ -97,7 +97,8 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_134m": Size(5.5, 20.0),
     "reference_368m": Size(14.0, 40.0),
 }
-SLOW = {"sham": 6.0, "tagc": 12.0}  # times as long: without a kernel the host holds them back
+# times as long: without a kernel the host holds them back; tagc's is a guess, not measured
+SLOW = {"sham": 6.0, "tagc": 12.0}
 ROOM = 125.0  # GiB of a GPU
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss

@@ -32,6 +32,7 @@ import vl_convert
 from law import HERE, interval, kept, renew
 from scipy.optimize import minimize_scalar
 
+from zpp_lab.config.flat import stored_config
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.files import write_atomic
@@ -276,7 +277,7 @@ def rows_of(measured: Sequence[Measured], results: Sequence[StudyResult]) -> lis
     run, of which the first has the gaps. ValueError where two measurements are of one place."""
     losses = {_tokens(result): _losses(result) for result in results}
     known = {
-        Numbers.of(load(Config, arm.first_run.config)): arm
+        Numbers.of(stored_config(arm.first_run.config)): arm
         for arm in results[0].arms
         if arm.first_run and len(arm.gaps) > 1 and arm.arm.role == "arm"
     }

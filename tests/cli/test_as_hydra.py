@@ -10,7 +10,7 @@ import yaml
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import PLUGINS, compose, explain
-from zpp_lab.config.flat import every_setting, flat_config
+from zpp_lab.config.flat import carried, every_setting, flat_config, stored_config
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, TrainConfig
 from zpp_lab.runs.reader import find_runs
@@ -103,7 +103,7 @@ def test_what_wires_carry_is_written_out(tmp_path: Path) -> None:
     assert wires["weights_forward"]["block_size"] == 256
     assert wires["weights_forward"]["hadamard"] == 64
     assert wires["grads_inter"]["rounding"] == "nearest"
-    assert load(Config, written) == config
+    assert stored_config(written) == config
     assert flat_config(written) == flat_config(config)
     phased = every_setting(compose(["recipe=w8_then_w4", "train.steps=100"]))["wires"]
     assert phased["weights_forward"]["bits"] == 8
@@ -115,6 +115,19 @@ def test_what_wires_carry_is_written_out(tmp_path: Path) -> None:
         "average": 0.0,
         "reset_every": 0,
     }
+    config = compose(["recipe=tagc"])
+    (ruled,) = every_setting(config)["wires"]["grads_intra"]["rules"]
+    assert ruled["name"] == "*layers.*"
+    assert ruled["codec"] == "sketch"
+    assert carried(config).startswith(
+        "grads_intra, grads_inter name='*layers.*' ndim=2 codec=sketc"
+    )
+    for rules in ("[{set:{bits:4}}]", "[{name:'x*',exempt:true},{set:{bits:4}}]"):  # the last holds
+        everywhere = compose([f"recipe.rules={rules}"])
+        assert carried(everywhere) == carried(compose(["recipe=w4", "recipe.grads.bits=4"]))
+    assert "name='x*' codec=none" in carried(
+        compose(["recipe=w4", "recipe.rules=[{name:'x*',exempt:true}]"])
+    )
 
 
 def test_a_plugin_that_is_not_there_is_named() -> None:

@@ -16,8 +16,7 @@ from tests.runs.wandb_file import OfflineRun
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
-from zpp_lab.config.load import load
-from zpp_lab.config.schema import Config
+from zpp_lab.config.flat import stored_config
 from zpp_lab.runs.wandb.folder import run_folders
 from zpp_lab.runs.wandb.sink import follow
 from zpp_lab.study.judge.verdict import read_result
@@ -145,7 +144,7 @@ def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
 def test_a_dry_run_prints_every_setting_and_leaves_nothing(here: list[str], capsys) -> None:
     assert main(["train", *here, "recipe=w4", "--dry-run"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert load(Config, printed).recipe.weights.bits == 4
+    assert stored_config(printed).recipe.weights.bits == 4
     assert not Path("runs").exists()
 
 

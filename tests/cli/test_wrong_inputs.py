@@ -52,6 +52,9 @@ train recipe.weights.codec=blok recipe.weights.bits=4 => recipe zero3, weigh | b
 train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2 keeps the weights
 train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node contradicts reci
 train recipe.sharding.grads=node => is no point of the grid | weights=node, grads=node, optimizer=w
+train recipe=tagc recipe.name=x recipe.shard=node cluster=2x2 => leave recipe.shard=node out
+train recipe=tagc recipe.name=x recipe.hops=2 => set recipe.hops=1
+train +wires.grads_intra.bits=4 => wires: no such setting. | at the top level
 train recipe.weights_update.bits=4 => recipe.weights_update and | set recipe.sharding.weights=node
 train recipe=w4_diff cluster=1x2 => recipe w4_diff: on one node | would carry nothing; take a clust
 train recipe=w4_diff cluster=2x1 => recipe w4_diff: with one GPU a node | set recipe.weights_update

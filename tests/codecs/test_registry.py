@@ -18,7 +18,7 @@ from zpp_lab.codecs import (
     register_codec,
     registry,
 )
-from zpp_lab.config.codec import CodecConfig
+from zpp_lab.config.codec import _CODES, CodecConfig
 
 
 def test_mistakes_name_the_fix() -> None:
@@ -30,6 +30,28 @@ def test_mistakes_name_the_fix() -> None:
         build_codec(CodecConfig(codec="none", bits=4), torch.float32)
     with pytest.raises(ValueError, match="another name"):
         register_codec("none", BlockCodec)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        CodecConfig(bits=4),
+        CodecConfig(codec="sham", bits=4),
+        CodecConfig(codec="sign"),
+        CodecConfig(codec="sketch", options={"sparsity": 0.5}),
+        *(CodecConfig(codec=c, keep=32, bits=b) for c in ("topk", "mask") for b in (4, None)),
+    ],
+)
+def test_every_setting_that_a_codec_heeds_is_written_out(given: CodecConfig) -> None:
+    said = given.resolved()
+    codec = build_codec(given, torch.bfloat16)
+    assert build_codec(CodecConfig(**said), torch.bfloat16) == codec
+    own = vars(codec.codec if given.codec == "sham" else codec)
+    said |= said.pop("options", {})
+    unused = {"dtype", "shared", *(("bits", *_CODES) if given.bits is None else ())}
+    assert {k: v for k, v in own.items() if k not in unused} == {
+        k: v for k, v in said.items() if k != "codec"
+    }
 
 
 def test_a_registered_codec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

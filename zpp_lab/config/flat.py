@@ -11,11 +11,13 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from zpp_lab.config.load import DERIVED, load, outdated, written
-from zpp_lab.config.schema import USUAL_WIRES, WIRES, Config, RecipeConfig, RuleConfig
+from zpp_lab.config.load import load, outdated, written
+from zpp_lab.config.schema import USUAL_WIRES, WIRES, Config, RecipeConfig, RuleConfig, Wire
 from zpp_lab.files import conf_dirs, read_yaml
 
 RAW = "raw"  # the tensor's own bytes
+DERIVED = "wires"  # what a run's config.yaml says beside its settings, of which it follows
+_SCOPE = ("name", "ndim", "min_numel", "max_numel")  # of a rule: whose it is
 _CODEC = (".bits", ".codec")  # a wire's settings that give it one
 _OF_WIRES = ("recipe.weights", "recipe.grads")  # and those of one direction or link
 _NONE: tuple[Any, ...] = (None, [])  # values that a name leaves out
@@ -46,11 +48,19 @@ def flat_config(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     it, is left out."""
     if isinstance(config, Config):
         return flatten(asdict(config))
-    given = {k: v for k, v in config.items() if k != DERIVED}
-    stored = {k: v for k, v in flatten(given).items() if not outdated(k, v)}
+    stored = {k: v for k, v in flatten(_settings(config)).items() if not outdated(k, v)}
     if "recipe.sharding.weights" not in stored:  # of before there was a fifth wire
         stored |= {"recipe.rules": [_completed(r) for r in stored.get("recipe.rules") or ()]}
     return flatten(asdict(Config())) | stored
+
+
+def stored_config(config: Mapping[str, Any]) -> Config:
+    """What a run's config.yaml holds, as `load` has it."""
+    return load(Config, _settings(config) if isinstance(config, Mapping) else config)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k != DERIVED}
 
 
 def _completed(rule: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,25 +70,47 @@ def _completed(rule: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def every_setting(config: Config) -> dict[str, Any]:
-    """A run's settings, and under `wires` what each wire carries in the end, short-hands and
+    """A run's settings, and under `wires` what each wire carries in the end, short-hands, rules and
     defaults resolved: in a phase's turn where there are several. A record; nothing reads it."""
     phases = [(phase.first, phase.config.recipe) for phase in config.phases]
     wires = {
-        (f"after {first}" if first else ""): {w: recipe.wire(w).resolved() for w in recipe.wires}
+        (f"after {first}" if first else ""): {w: _told(recipe, w) for w in recipe.wires}
         for first, recipe in phases
     }
     return {**asdict(config), DERIVED: wires.pop("") | wires}
 
 
 def carried(config: Config) -> str:
-    """What the wires carry, in a line: alike ones together, raw ones left out."""
+    """What the wires carry, in a line: alike ones together, raw ones left out. What a rule brings
+    says first whose it is."""
     groups: dict[str, list[str]] = {}
     for wire in config.recipe.wires:
-        found = flatten(config.recipe.wire(wire).resolved())
-        text = " ".join(f"{name}={written(value)}" for name, value in found.items())
-        if found["codec"] != "none":
-            groups.setdefault(text, []).append(wire)
+        for i, sent in enumerate(_sent(config.recipe, wire)):
+            text = " ".join(f"{name}={written(value)}" for name, value in flatten(sent).items())
+            if i or sent["codec"] != "none":
+                groups.setdefault(text, []).append(wire)
     return "; ".join(f"{', '.join(wires)} {text}" for text, wires in groups.items())
+
+
+def _told(recipe: RecipeConfig, wire: Wire) -> dict[str, Any]:
+    own, *ruled = _sent(recipe, wire)
+    return own | ({"rules": ruled} if ruled else {})
+
+
+def _sent(recipe: RecipeConfig, wire: Wire) -> list[dict[str, Any]]:
+    """What a wire carries of all parameters, then of those of each rule, which it names; the last
+    that fits holds. A rule that changes nothing is left out."""
+    own, usual = recipe.wire(wire), RuleConfig()
+    sent = [own.resolved()]
+    for rule in (rule for rule in recipe.rules if wire in rule.wires):
+        every = {key: getattr(rule, key) for key in _SCOPE}
+        scope = {key: value for key, value in every.items() if value != getattr(usual, key)}
+        brought = {"codec": "none"} if rule.exempt else rule.set.over(own).resolved()
+        if not scope:
+            sent = [brought]
+        elif len(sent) > 1 or brought != sent[0]:
+            sent.append(scope | brought)
+    return sent
 
 
 def quantizes(flat: Mapping[str, Any]) -> bool:

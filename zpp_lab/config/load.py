@@ -39,9 +39,6 @@ REMOVED = {  # by dotted name, of runs and of machines' files
 }
 
 
-DERIVED = "wires"  # what a run's config.yaml says beside its settings, of which it follows
-
-
 def outdated(name: str, value: Any) -> bool:
     """Whether the setting of this dotted name is gone, and `value` is no reason to stop."""
     gone = REMOVED.get(name)
@@ -60,8 +57,6 @@ def load(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
     if not isinstance(values, Mapping):
         raise ValueError(f"no mapping of names to values: {str(values)[:40]!r}")
-    if DERIVED not in valid_names(cls, []):
-        values = {key: value for key, value in values.items() if key != DERIVED}
     flags = [f"{place}={_spelt(flag)}: use a number" for place, flag in _misplaced(cls, values)]
     try:
         made = _adapter(cls).validate_python(_without_outdated(dict(values)))

@@ -279,6 +279,7 @@ class RecipeConfig:
 
     def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
         kept = wire == "weights_update" and self.sharding.update == "differences"
+        cut = "optimizer" if self.copied else "grads"
         _need(
             settings.codec not in SPARSE
             or wire.startswith("grads")
@@ -288,8 +289,9 @@ class RecipeConfig:
             "recipe.weights_update with recipe.sharding.update=differences (codec=topk)",
         )
         _need(
-            settings.codec != "sketch" or self.hops == 1,
-            "codec=sketch adds up over all ranks before it is decoded: set recipe.hops=1",
+            settings.codec != "sketch" or not self.two_hops,
+            "codec=sketch adds up over all ranks before it is decoded: "
+            + ("set recipe.hops=1" if self.hops == 2 else f"leave recipe.{self.said(cut)} out"),
         )
 
 

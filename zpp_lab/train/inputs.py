@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.compose import run_dir
 from zpp_lab.config.data import DataConfig
-from zpp_lab.config.load import load
+from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import check_model_path
 from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.files import CONFIG, below, looks_like_folder, missing, read_yaml
@@ -91,7 +91,7 @@ def _config_of(run: Path) -> Config:
             f"model.start_optimizer: {run} has no {CONFIG}, so nobody knows whose state that is; "
             "name a run's folder with model.start, or leave it out"
         )
-    return load(Config, read_yaml(run / CONFIG))
+    return stored_config(read_yaml(run / CONFIG))
 
 
 def check_branch(config: Config, trunk: Config) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.load import load
+from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config
 from zpp_lab.files import CONFIG, read_yaml
 from zpp_lab.tools.export.packed import Grid
@@ -249,7 +249,7 @@ def base_of(config: Config) -> tuple[Path | None, str]:
         return base, f"Training began with the weights of {_name(base)}."
     start = Path(model.start).expanduser()
     run = next((p for p in (start, *start.parents) if (p / CONFIG).is_file()), None)
-    return base_of(load(Config, read_yaml(run / CONFIG))) if run else (None, _GONE)
+    return base_of(stored_config(read_yaml(run / CONFIG))) if run else (None, _GONE)
 
 
 def _name(base: Path) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.load import load
+from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import LoraConfig
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.build import build_plan
@@ -175,7 +175,7 @@ def run_config(run: Path) -> Config:
         )
     values = read_yaml(run / CONFIG)
     try:
-        return load(Config, values)
+        return stored_config(values)
     except ValueError as error:
         raise ValueError(
             f"{run / CONFIG}: {error}; let the version of zpp_lab that wrote it read it"

@@ -24,7 +24,7 @@ import torch
 
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec, build_codec
 from zpp_lab.collectives.recipe import Recipe, quantizes_any
-from zpp_lab.config.load import load
+from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import WIRES, Config, RecipeConfig, Wire
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.runs.reader import NO_ANSWER, NOT_JUDGED
@@ -281,7 +281,7 @@ def _measured(folder: Path, arm: ArmResult) -> Measured | None:
     if arm.verdict in NO_ANSWER or arm.first_run is None:
         return None
     try:
-        config = load(Config, arm.first_run.config)
+        config = stored_config(arm.first_run.config)
         return Measured(arm, config, Numbers.of(config))
     except ValueError as error:
         raise ValueError(
