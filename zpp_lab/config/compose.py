@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -157,7 +157,7 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
     given the same words."""
     given = {word.partition("=")[0] for word in overrides}
     for name in sorted(name[1:] for name in given if re.fullmatch(r"~\w+", name)):
-        if name in composed and name not in GROUPS:
+        if name in {field.name for field in fields(Config)}:
             raise ValueError(
                 f"~{name}: this would bring the defaults of all its settings; choose a file of it "
                 f"with {name}=NAME, or take out one setting with ~{name}.SETTING"

@@ -43,8 +43,8 @@ class Ranks:
         """The ranks of `mesh` that the recipe is for; None: all. cluster: how one dimension is cut
         into nodes; None: as torchrun says. ValueError names how to write the mesh."""
         if mesh is None:
-            there = dist.get_world_size()
-            cluster = cluster or _in_nodes(range(there))
+            cluster = cluster or _in_nodes(range(dist.get_world_size()))
+            there = dist.get_world_size() if dist.is_initialized() else cluster.world
             if cluster.world != there:
                 raise ValueError(
                     f"cluster={cluster.nodes} × {cluster.gpus_per_node} needs {cluster.world} "
