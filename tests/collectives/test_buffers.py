@@ -120,7 +120,7 @@ class Rank:
 
     def gather(self, unit: UnitPlan) -> Gather:
         made = Gather(gather_spec(unit), self.transport, Ledger(), self.clock)
-        made.rows = self.update(unit).rows if unit.recipe.kept else ()
+        made.rows = self.update(unit).rows if unit.recipe.kept else None
         return made
 
     def update(self, unit: UnitPlan) -> Update:

@@ -3,6 +3,8 @@ and bring back, what a failed step leaves alone, and how runs go on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,6 +21,7 @@ from tests.engines.uneven import batch, build_uneven
 from tests.runs.test_checkpoint import engine_of, train, virtual_of, written
 from tests.small_runs import small
 from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.transport import HostStreams
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.base import NonFiniteError
@@ -100,6 +103,59 @@ def test_small_steps_cost_little() -> None:
             float((engine.sources[n] - engine.master[n].detach()).square().sum()) for n in names
         )
     assert lost["differences"] < lost["weights"] / 100
+
+
+class Told(HostStreams):
+    """Streams that write down what they are asked."""
+
+    def __init__(self) -> None:
+        self.on, self.log, self.marks = "main", [], 0
+
+    def mark(self, old: Any = None) -> Any:
+        self.marks += 1
+        self.log.append((self.on, "mark", self.marks))
+        return self.marks
+
+    def wait(self, mark: Any) -> None:
+        self.log.append((self.on, "wait", mark))
+
+    @contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        before, self.on = self.on, name
+        yield
+        self.on = before
+
+
+def beside() -> list[bool]:
+    engine, streams = engine_of("differences", 2, 1), Told()
+    updates = [u.update for u in engine.wrapped.installed]
+    for update in updates:
+        update.streams = streams
+    train(engine, 0, 1)
+    own = [u.arrived for u in updates]
+    lane = "weights_update"
+    found = [streams.log[-len(own) - 2 :] == [
+        ("main", "mark", own[0] - 1),  # the masters are new
+        (lane, "wait", own[0] - 1),
+        *((lane, "mark", mark) for mark in own),
+    ]]  # fmt: skip
+    streams.log.clear()
+    train(engine, 1, 2)
+    waits = [mark for on, what, mark in streams.log if (on, what) == ("main", "wait")]
+    found.append(set(waits) == set(own) and waits[-len(own) :] == own)  # before masters change
+    now = [u.arrived for u in updates]
+    streams.log.clear()
+    engine.state_dict()
+    found.append([mark for _, _, mark in streams.log[: len(now)]] == now)
+    engine.step(2, 1e-2, partial(batch, 2), telemetry=True)
+    found.append(all(on == "main" for on, _, _ in streams.log))
+    return found
+
+
+def test_new_weights_travel_beside_the_next_forward() -> None:
+    """On a stream of their own, which waits for the update; each gather waits for its own unit, and
+    the next update for all. Where rounding is looked at, they travel in turn."""
+    assert run_world(2, beside) == [True] * 4
 
 
 # ---------------------------------------------------------------------- a step that fails

@@ -90,7 +90,7 @@ def counted(config: Config) -> dict[str, Any]:
         value.to_local().nbytes for s in state for key, value in s.items() if key != "step"
     )
     kept = [u.gather.secondary for u in engine.wrapped.installed]
-    every = [u.update.rows for u in engine.wrapped.installed if u.update is not None]
+    every = [u.update.rows() for u in engine.wrapped.installed if u.update is not None]
     found["kept"] = sum(t.nbytes for rows in every for t in rows)
     found["secondary"] = sum(t.nbytes for t in kept if t is not None)
     found["remembered"] = sum(t.nbytes for t in engine.memories.state().values())

@@ -16,7 +16,7 @@ with the noise of their owners, and gathers never leave the node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,8 @@ class Gather:
         self.copied = self.shards < self.cluster.world
         self.keeps = spec.secondary and self.cluster.nodes > 1
         self.secondary: Tensor | None = None  # hpZ's rows, from a forward to its backward
-        self.rows: Sequence[Tensor] = ()  # of weights that the node keeps, [N, n] of each segment
+        # of weights that the node keeps, [N, n] of each segment; the current stream waits for them
+        self.rows: Callable[[], Sequence[Tensor]] | None = None
         self.base: Tensor | None = None  # this rank's row of a frozen base, uint8 [1, n]
         segments = spec.forward.segments
         self.encoded = len(segments) - spec.stored  # segments that each gather encodes
@@ -104,12 +105,12 @@ class Gather:
 
     def pack(self, shards: Sequence[Tensor], backward: bool) -> Packet:
         """Encode this rank's padded shards, flat, one per segment."""
-        if self.rows and not self.clock.master:
-            return self._pack_rows("weights_backward" if backward else "weights_forward")
+        wire: Wire = "weights_backward" if backward else "weights_forward"
+        if self.rows is not None and not self.clock.master:
+            return self._pack_rows(wire, self.rows())
         again = backward and self.spec.secondary and not self.clock.master
         if again and self.keeps:
             return self._from_secondary(shards[0].device)
-        wire: Wire = "weights_backward" if backward else "weights_forward"
         layout = self._layout(wire)
         device = shards[0].device
         packet = self._empty(wire, layout, device)
@@ -160,21 +161,21 @@ class Gather:
             if observer.looks:
                 observer.weights(wire, layout, shards, row)
 
-    def _pack_rows(self, wire: Wire) -> Packet:
+    def _pack_rows(self, wire: Wire, rows: Sequence[Tensor]) -> Packet:
         """Encode what this rank keeps, as its owners would."""
-        layout, device, cluster = self._layout(wire), self.rows[0].device, self.cluster
+        layout, device, cluster = self._layout(wire), rows[0].device, self.cluster
         packet = self._empty(wire, layout, device)
         owners = range(self.local, cluster.world, cluster.gpus_per_node)
         held = torch.empty(cluster.nodes, layout.nbytes, dtype=torch.uint8, device=device)
         noise = self.clock.weights_noise(wire, *owners) if layout.stochastic else None
         observer = self.clock.observer
         errors = observer.room(wire, layout, held) if observer is not None else None
-        kernels.encode(layout, self.rows, noise, held, errors)
+        kernels.encode(layout, rows, noise, held, errors)
         if observer is not None:  # other nodes tell of other owners' rows
             own = None if errors is None else errors[self.node : self.node + 1]
             observer.encoded(wire, layout, own)
             if observer.looks:
-                observer.weights(wire, layout, self.rows, held)
+                observer.weights(wire, layout, rows, held)
         packet.held = held
         return packet
 

@@ -73,6 +73,19 @@ class CudaStreams:
         return torch.cuda.stream(self.lanes[name])
 
 
+class HostStreams:
+    """`Streams` of a CPU: all is done when a call is."""
+
+    def mark(self, old: Any = None) -> None:
+        return None
+
+    def wait(self, mark: Any) -> None:
+        return None
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
 class Shipment(Protocol):
     """One unit's bytes on one link."""
 

@@ -10,6 +10,9 @@ keep m + d, d being what the payload decodes to. What rounding lost is part of t
 So 4 bits of a difference are as fine as a step is small (Jia et al. 2024, "SDP4Bit",
 arXiv:2410.15526). Parameters without a codec travel whole.
 
+Exchanges can run on a stream of their own (`beside`): the next forward's first gather waits for its
+own unit's rows alone, so later units travel while earlier ones compute.
+
 Each operation is rounded alone, in fp32; what is kept is rounded once more, to param_dtype.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +31,7 @@ from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import UnitPlan
 from zpp_lab.collectives.traffic import Traffic, update_traffic
-from zpp_lab.collectives.transport import Transport
+from zpp_lab.collectives.transport import HostStreams, Streams, Transport
 from zpp_lab.config.schema import Wire
 
 WIRE: Wire = "weights_update"
@@ -93,8 +97,12 @@ class Update:
         ledger: Ledger,
         clock: Clock,
         device: torch.device,
+        streams: Streams | None = None,
     ) -> None:
+        """streams: of the device, shared by all units."""
         self.transport, self.ledger, self.clock, self.raw = transport, ledger, clock, plan.raw
+        self.streams: Streams = streams or HostStreams()
+        self.arrived: Any = None  # a mark behind the last exchange, on whichever stream it ran
         self.follow(plan)
         self.cluster, self.rank = transport.cluster, transport.rank
         self.node, local = divmod(self.rank, self.cluster.gpus_per_node)
@@ -111,10 +119,16 @@ class Update:
         self.plan, self.layout = plan, plan.update
         self.transport.reserve("gather", "across", self.layout.nbytes)
 
-    @property
     def rows(self) -> list[Tensor]:
-        """Rows [N, n] of every parameter of the unit, in its order."""
+        """Rows [N, n] of every parameter of the unit, in its order. The current stream waits for
+        the last exchange."""
+        self.wait()
         return [kept.rows for kept in self.kept.values()]
+
+    def wait(self) -> None:
+        """The current stream goes on once the last exchange has ended."""
+        if self.arrived is not None:
+            self.streams.wait(self.arrived)
 
     @torch.no_grad()
     def start(self, masters: Sequence[Tensor], done: int, there: Collection[str] = ()) -> None:
@@ -147,6 +161,7 @@ class Update:
         """A step has updated the masters (fp32, this rank's shards of the layout's parameters):
         keep the new weights, unless `ok` is false on the device."""
         sent = self._exchange(masters, done, ok, observer)
+        self.arrived = self.streams.mark(self.arrived)
         self.ledger.add(WIRE, sent)
         planned = update_traffic(self.cluster, self.layout.nbytes)
         if sent * self.cluster.world != planned:

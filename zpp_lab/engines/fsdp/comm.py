@@ -41,7 +41,13 @@ from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import Bytes, Unit, UnitPlan
 from zpp_lab.collectives.reduce import Names, Reduce, ReduceSpec, uneven
 from zpp_lab.collectives.traffic import Traffic
-from zpp_lab.collectives.transport import Transport, all_gather, peers, reduce_scatter
+from zpp_lab.collectives.transport import (
+    CudaStreams,
+    Transport,
+    all_gather,
+    peers,
+    reduce_scatter,
+)
 from zpp_lab.collectives.update import Update
 from zpp_lab.config.schema import Wire
 from zpp_lab.engines.fsdp.gradients import LandedReduce, Landing, Present
@@ -279,6 +285,7 @@ def install(
     `modules`: each unit's first module by the unit's name; the root unit's is `model`.
     """
     names = {id(p): n for n, p in model.named_parameters()}
+    streams = CudaStreams() if device.type == "cuda" else None
     done = []
     for plan in plans:
         module = modules[plan.unit.name]
@@ -288,7 +295,7 @@ def install(
         ledger, update = Ledger(), None
         gather = Gather(gather_spec(own), transport, ledger, clock)
         if own.recipe.kept:
-            update = Update(own, transport, ledger, clock, device)
+            update = Update(own, transport, ledger, clock, device, streams)
             gather.rows = update.rows
         reduce = Reduce(reduce_spec(own), transport, ledger, clock, memories)
         present = Present(model, module, order)

@@ -287,6 +287,7 @@ class FsdpEngine(Engine):
             factor = clip_factor(norm, self.config.train.clip)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         set_rate(self.optimizer, lr)
+        self.kept.wait()
         guarded_step(self.optimizer, torch.isfinite(norm), step)
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -10,6 +10,7 @@ difference moves both of them alike: before they are saved, their marks are comp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Kept:
         self.units, self.parameters, self.group = units, parameters, group
         self.updates: list[Update] = [u.update for u in units if u.update is not None]
         self.stale = bool(self.updates)  # whether the weights have still to be kept
+        self.ok: Tensor | None = None  # whether the last norm was finite, as long as it is read
 
     def start(self, done: int) -> None:
         """Keep the weights after `done` steps, before the first step and after a state without
@@ -52,18 +54,32 @@ class Kept:
 
     def _start(self, done: int, there: Collection[str] = ()) -> None:
         self.stale = False
+        self.wait()
         for update in self.updates:
             masters = self._masters(p.name for p in update.plan.unit.parameters)
             update.start(masters, done, there)
 
     def send(self, done: int, norm: Tensor, sent: Bytes, observer: Observer | None) -> None:
         """A step has updated the masters, if `norm` is finite: send the weights after `done` steps,
-        and add the bytes of all ranks to `sent`."""
-        ok = torch.isfinite(norm) if self.updates else norm
+        and add the bytes of all ranks to `sent`. They travel on a stream of their own, beside what
+        comes next, unless an observer looks."""
+        if not self.updates:
+            return
+        streams = self.updates[0].streams
+        ok = self.ok = torch.isfinite(norm)
+        updated = streams.mark()
+        with streams.lane(WIRE) if observer is None else nullcontext():
+            streams.wait(updated)
+            for update in self.updates:
+                masters = self._masters(s.name for s in update.layout.segments)
+                update.send(masters, done, ok, observer)
+                add_bytes(sent, {WIRE: update.ledger.step[WIRE]}, update.cluster.world)
+
+    def wait(self) -> None:
+        """The current stream goes on once all weights are where they belong: before masters
+        change, and before what is kept is read or written by others than gathers."""
         for update in self.updates:
-            masters = self._masters(s.name for s in update.layout.segments)
-            update.send(masters, done, ok, observer)
-            add_bytes(sent, {WIRE: update.ledger.step[WIRE]}, update.cluster.world)
+            update.wait()
 
     def _masters(self, names: Iterable[str]) -> list[Tensor]:
         return [local(self.parameters[name].detach()) for name in names]
@@ -78,6 +94,7 @@ class Kept:
 
     def remembered(self) -> dict[str, DTensor]:
         """The same, as it is at the moment."""
+        self.wait()
         found: dict[str, DTensor] = {}
         for update in self.updates:
             for name in update.plan.remembered:
@@ -92,6 +109,7 @@ class Kept:
         return found
 
     def _compare(self) -> None:
+        self.wait()
         names = [name for update in self.updates for name in update.plan.remembered]
         rows = [u.kept[name].rows for u in self.updates for name in u.plan.remembered]
         own = torch.stack([mark(r.float(), 0, tuple(r.shape))[0] for r in rows]).to(rows[0].device)

@@ -122,6 +122,7 @@ class Loop:
 
     def _after(self, *_: Any) -> None:
         self.wrapped.fallbacks.check(allowed=False)
+        self.kept.wait()  # an optimizer may step next
         if not torch.is_grad_enabled():
             self.wrapped.reshard()  # an optimizer may step before the next forward
 
