@@ -25,7 +25,6 @@ LONGEST = (  # these come first: started last, one of them would run alone
     "tests/engines/test_fsdp_parity.py",
     "tests/study/run/test_kill.py",
     "tests/train/launch/test_launcher.py",
-    "tests/study/run/test_size.py",
 )
 PYTEST = (sys.executable, "-m", "pytest", "-m", "slow", "-p", "no:cacheprovider")
 GRACE = 20.0  # seconds for fixtures to tidy up

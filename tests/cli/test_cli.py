@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,33 +111,6 @@ def test_without_a_gpu_the_answer_names_it(words, answer, monkeypatch, capsys) -
     monkeypatch.setattr("sys.argv", ["zpp-lab", *words])  # as the console script finds them
     assert main() == 2
     assert answer in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train"], "\ninterrupted; the same command goes on from here\n"),
-        (["train", "--dry-run"], "\ninterrupted\n"),
-        (["doctor"], "\ninterrupted\n"),
-    ],
-)
-def test_only_what_goes_on_says_so_when_it_is_interrupted(words, said, monkeypatch, capsys) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("zpp_lab.config.compose.compose", stop)
-    monkeypatch.setattr("zpp_lab.tools.doctor.doctor", stop)
-    assert main(words) == 130
-    assert capsys.readouterr().err == said
-
-
-def test_a_full_disk_is_told_once(monkeypatch, capsys) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "no room; make room there")
-
-    monkeypatch.setattr("zpp_lab.tools.doctor.doctor", full)
-    assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == "zpp-lab doctor: no room; make room there\n"
 
 
 def test_a_dry_run_prints_every_setting_and_leaves_nothing(here: list[str], capsys) -> None:

@@ -25,14 +25,13 @@ from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.files import conf_dir
 from zpp_lab.models import param_class
-from zpp_lab.train import inputs, trainer
+from zpp_lab.train import trainer
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.trainer import run
 
 ALL = "recipe.exempt.names=['*']"
 RULE = "recipe.rules=[{name: '*', wires: [weights_backward], exempt: true}]"
 ABSENT = "recipe.rules=[{name: '*', wires: [grads_inter], set: {bits: 4}}]"
-LARGE = "recipe.exempt.below_numel=100000000"
 REAL = ["engine=fsdp", "engine.device=cpu"]
 LESS_THAN_ASKED = [
     (["recipe=w4", ALL], "w4, weights_forward: .* by recipe.exempt.names.*exempt less"),
@@ -96,17 +95,6 @@ def test_less_than_a_recipe_asks_for_is_refused(
         assert re.search(said, refused(capsys, *command))
 
 
-def test_a_run_is_asked_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Config] = []
-    real = inputs.check_inputs
-    monkeypatch.setattr(inputs, "check_inputs", lambda config: (asked.append(config), real(config)))
-    monkeypatch.chdir(tmp_path)
-    corpus(tmp_path)
-    own = settings("train.steps=1", "train.eval_tokens=64", "run.dir=run", "tracking.wandb=off")
-    assert main(["train", *own]) == 0
-    assert len(asked) == 1
-
-
 def test_a_study_refuses_what_its_runs_would(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,13 +115,6 @@ def test_a_study_refuses_what_its_runs_would(
     Path("s.yaml").write_text(yaml.safe_dump(study | {"overrides": settings()}))
     assert "needs an API key" in refused(capsys, "study", "s.yaml", "tracking.wandb=online")
     assert not Path("runs").exists()
-
-
-def test_wandb_without_a_key_is_refused_first(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = settings("tracking.wandb=online")
-    assert "needs an API key" in refused(capsys, "train", *own)
 
 
 def test_shard_refuses_a_wire_without_its_bits() -> None:

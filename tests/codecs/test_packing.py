@@ -39,22 +39,6 @@ def test_planes_by_hand(bits: int, expected: list[int]) -> None:
     assert out[0].tolist() == expected
 
 
-def test_six_bits_split_into_planes() -> None:
-    codes = torch.tensor([[0b101101, 0b010010, 0b111111, 0b100000]], dtype=torch.uint8)
-    out = torch.empty(1, packed_bytes(4, 6), dtype=torch.uint8)
-    pack(codes, 6, out)
-    assert out[0, :2].tolist() == [0b0010_1101, 0b0000_1111]
-    assert out[0, 16].item() == 0b10_11_01_10
-
-
-def test_three_bits_split_into_planes() -> None:
-    codes = torch.tensor([[0b101, 0b010, 0b111, 0b100, 0, 0, 0, 0, 0b110]], dtype=torch.uint8)
-    out = torch.empty(1, packed_bytes(9, 3), dtype=torch.uint8)
-    pack(codes, 3, out)
-    assert out[0, :3].tolist() == [0b00_11_10_01, 0, 0b10]
-    assert out[0, 16:18].tolist() == [0b0000_1101, 0b1]
-
-
 def test_more_than_eight_bits_begin_with_whole_bytes() -> None:
     codes = torch.tensor([[0b101_0101_1010, 0b010_0000_0001]], dtype=torch.int32)
     out = torch.empty(1, packed_bytes(2, 11), dtype=torch.uint8)

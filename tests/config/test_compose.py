@@ -16,7 +16,7 @@ from zpp_lab.config.compose import OWNERS, compose, load_study, to_config
 from zpp_lab.config.flat import flat_config
 from zpp_lab.config.load import REMOVED, load, unknown_key, valid_names
 from zpp_lab.config.load import written as as_word
-from zpp_lab.config.schema import USUAL_WIRES, ClusterConfig, Config
+from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import conf_dir
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
@@ -164,12 +164,6 @@ def test_codecs_are_checked_before_any_run(override: str, answer: str) -> None:
         compose([override])
 
 
-def test_short_hands_reach_the_wires() -> None:
-    recipe = compose(["recipe.weights.bits=6", "recipe.grads.bits=4", "recipe.hops=2"]).recipe
-    assert recipe.weights_backward.over(recipe.weights).bits == 6
-    assert recipe.grads_inter.over(recipe.grads).bits == 4
-
-
 def test_study_mistakes_are_answered() -> None:
     with pytest.raises(ValueError, match=r"did you mean smoke\?\); there are: .*smoke"):
         load_study("smokey")
@@ -181,12 +175,6 @@ def test_study_mistakes_are_answered() -> None:
     arms = [{"name": "zero3"}, {"name": "a", "against": "zero4"}]
     with pytest.raises(ValueError, match=r"against='zero4' is no arm of role baseline.*zero3"):
         load(StudyConfig, {"name": "s", "question": "q", "arms": arms, "seeds": [1]})
-
-
-def test_dataclasses_are_frozen_and_typed() -> None:
-    assert load(Config, {}).cluster == ClusterConfig()
-    with pytest.raises(AttributeError):
-        load(Config, {}).seed = 2  # type: ignore[misc]
 
 
 def written(folder: Path, name: str, text: str) -> str:

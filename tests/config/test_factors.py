@@ -77,10 +77,3 @@ def test_expanding_what_is_expanded_changes_nothing() -> None:
 def test_mistakes_are_answered(arm: dict[str, Any], answer: str) -> None:
     with pytest.raises(ValueError, match=answer):
         expand(**arm)
-
-
-def test_what_is_no_list_of_arms_is_left_to_the_config() -> None:
-    with pytest.raises(ValueError, match="arms"):
-        load(
-            StudyConfig, {"name": "s", "question": "?", "seeds": [1], "arms": expand_arms("zero3")}
-        )

@@ -61,11 +61,6 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.end) == (300, theirs.eos_token_id)
 
 
-def test_a_marker_spelt_out_is_text(folder: Path) -> None:
-    tokenizer = OutsideTokenizer(folder)
-    assert tokenizer.end not in tokenizer.encode(f"a {END} b".encode())
-
-
 def test_documents_end_with_its_end(tmp_path: Path, folder: Path) -> None:
     data = open_data(data_of(tmp_path, folder))
     ends = data.offsets["train"][1:] - 1

@@ -88,12 +88,6 @@ def test_second_call_reads_no_text(cfg, reads):
     assert np.array_equal(second.streams["train"], first.streams["train"])
 
 
-def test_seq_len_and_cache_place_change_no_token(cfg, reads):
-    open_data(cfg)
-    open_data(changed(cfg, seq_len=32))
-    assert len(reads) == 40
-
-
 def test_changed_text_is_prepared_anew(cfg):
     before = open_data(cfg).hash
     path = Path(cfg.path, "03.txt")
@@ -146,27 +140,6 @@ def test_damage_is_recognised_and_repaired(cfg, reads, name, damage):
     assert len(reads) == 80
     assert again.hash == hash_
     assert np.array_equal(again.streams["train"], tokens)
-
-
-def test_checksum_reads_all_of_a_small_file_and_spreads_over_a_large_one(tmp_path, monkeypatch):
-    path = tmp_path / "x"
-    monkeypatch.setattr(prepare, "_CHUNK", 16)
-
-    def sees(size: int, at: int) -> bool:
-        path.write_bytes(bytes(size))
-        before = prepare._checksum(path)
-        with open(path, "r+b") as stream:
-            stream.seek(at)
-            stream.write(b"x")
-        return prepare._checksum(path) != before
-
-    assert all(sees(1024, at) for at in range(0, 1024, 11))  # 64 chunks of 16 bytes
-    assert sees(100_000, 0)
-    assert sees(100_000, 99_999)
-    path.write_bytes(bytes(99_999))
-    short = prepare._checksum(path)
-    path.write_bytes(bytes(100_000))
-    assert prepare._checksum(path) != short
 
 
 def test_full_disk_says_so_and_leaves_nothing(cfg):

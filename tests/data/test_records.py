@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zpp_lab.config.data import DataConfig, RecordConfig
-from zpp_lab.data import PackedData, TokenData, open_data
+from zpp_lab.data import PackedData, open_data
 from zpp_lab.data.packed import IGNORED, _next_fit
 
 PLAIN = [{"prompt": f"p{i}?", "completion": f"c{i}!"} for i in range(8)]
@@ -86,21 +86,6 @@ def test_a_chat(tmp_path: Path) -> None:
     assert inputs[: len(text)] == "|" + text[:-1]
     counts = text.replace("<user>a;<assistant>", "_" * 19).replace("<user>d;<assistant>", "_" * 19)
     assert targets == f"{counts}|".ljust(48, "_")
-
-
-def test_named_fields_and_folders_in_order(tmp_path: Path) -> None:
-    folder = tmp_path / "all"
-    folder.mkdir()
-    named = [{"q": r["prompt"], "a": r["completion"], "id": 3} for r in PLAIN]
-    lines(folder, named[4:], "b.jsonl")
-    lines(folder, [*named[:2], "", *named[2:4]], "a.jsonl")
-    lines(folder, ["no record"], "readme.txt")
-    data = open_data(
-        config(folder, {"prompt": "q", "completion": "a"}, cache_dir=str(tmp_path / "cache"))
-    )
-    assert isinstance(data, PackedData)
-    assert rows(data) == rows(opened(lines(tmp_path, PLAIN)))
-    assert data.files == 2
 
 
 @pytest.mark.parametrize(
@@ -209,13 +194,3 @@ def test_packing_keeps_order_and_room(lengths: list[int]) -> None:
     assert all(0 < s <= 20 for s in sums)
     for s, b in zip(sums, first[1:-1], strict=False):
         assert s + lengths[b] > 20, "the next record did not fit"
-
-
-def test_plain_text_still_gives_pairs(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("hello there " * 40)
-    cache = str(tmp_path / ".c")
-    data = open_data(DataConfig(name="text", path=str(tmp_path), seq_len=8, cache_dir=cache))
-    assert isinstance(data, TokenData)
-    one, same = data.step(1, 2, 4, 1, 3, 8)(2, 0), data.batch(1, 2, 2, 0, 3, 8)
-    assert len(one) == 2
-    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))

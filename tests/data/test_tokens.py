@@ -121,9 +121,3 @@ def test_a_step_drawn_for_four_ranks_is_the_same_on_any(data, world, micros, siz
 def test_a_step_that_cannot_be_shared_evenly_is_refused(data):
     with pytest.raises(ValueError, match="draw_ranks=4: a step has 6 sequences"):
         replace(data, draw_ranks=4).step(7, 3, 2, 1, 3, 8)
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("text", -1), ("jsonl", 4)])
-def test_draws_that_no_corpus_makes_are_refused(name: str, ranks: int) -> None:
-    with pytest.raises(ValueError, match=rf"data\.draw_ranks={ranks}: use 0"):
-        DataConfig(name=name, path="there", draw_ranks=ranks)

@@ -9,7 +9,6 @@ import sys
 import tarfile
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -96,35 +95,6 @@ def test_the_queue_has_every_run_of_its_studies() -> None:
         assert queued == {(arm, seed) for arm in arms for seed in study.seeds}
 
 
-def test_runs_share_a_gpu_as_its_memory_allows() -> None:
-    def run(study: str) -> SimpleNamespace:
-        own = SimpleNamespace(run=SimpleNamespace(study=study))
-        return SimpleNamespace(config=own, arm="zero3")
-
-    gpu, large, small = fill.Gpu("0"), run("reference_368m"), run("reference_10m")
-    assert gpu.has_room(large, most=10)
-    gpu.runs = {Path("a"): (large, 0.0), Path("b"): (large, 0.0), Path("c"): (large, 0.0)}
-    assert not gpu.has_room(large, most=10)
-    assert not gpu.has_room(small, most=10)  # 120 of 125 GiB are taken
-    gpu.runs = {Path(str(i)): (small, 0.0) for i in range(6)}
-    assert gpu.has_room(small, most=10)
-    assert not gpu.has_room(small, most=6)
-
-
-def test_a_study_without_its_text_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(study: str, path: Path | None) -> SimpleNamespace:
-        data = SimpleNamespace(path=path and str(path))
-        own = SimpleNamespace(run=SimpleNamespace(study=study), data=data)
-        return SimpleNamespace(config=own)
-
-    here, without = run("here", tmp_path), run("mini", None)
-    todo = [here, run("there", tmp_path / "none"), without]
-    assert fill.with_text(todo) == [here, without]
-    assert f"there is left out: there is no {tmp_path / 'none'}" in capsys.readouterr().out
-
-
 def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,60 +112,6 @@ def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
     assert corpus.unpack(text, tmp_path) == 1
     assert "another corpus" in capsys.readouterr().err
     assert (tmp_path / "text" / "c.txt").read_bytes() == b"two"
-
-
-def test_prose_is_what_a_page_says_in_paragraphs() -> None:
-    page = """<html><head><title>No</title><script>var no;</script></head><body>
-    <ul class="nav"><li><a href="x">Next page</a></li></ul><h1>The <em>first</em> head&shy;ing¶</h1>
-    <p>A paragraph with <code>code</code>,<br>and an &amp;.<p>Another, <a id="x"/>unclosed.
-    <pre><p>no code</p></pre><table><tr><td><p>no table</p></td></tr></table>
-    <!-- <p>no comment</p> --><script src="x"/><div>Prev Up Next</div>
-    <div>Text that stands in no element of its own is kept where it is as long as this.
-    <ol><li>An item<ol><li>within</li></ol></ol></div><dl><dt>f(x, y=None)<dd>Calls it.</dl>
-    </body></html>"""
-    assert corpus.paragraphs(page) == [
-        "The first head\xading",
-        "A paragraph with code, and an &.",
-        "Another, unclosed.",
-        "Text that stands in no element of its own is kept where it is as long as this.",
-        "An item",
-        "within",
-        "Calls it.",
-    ]
-
-
-def test_prose_has_each_paragraph_once_and_english_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def page(*paragraphs: str) -> str:
-        return "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
-
-    english = [f"This is what {word * 40} has for you in the end." for word in "abcdefghij"]
-    long, licence = english * 5, "The licence of all of it is in that file."
-    own = [f"{p} {i}" for i, p in enumerate(long)]
-    found = {
-        "z.html": page(*own, licence, *(p + " Again." for p in own)),
-        "a.html": page(*own, licence),
-        "b.html": page(*own, licence),  # nothing new
-        "de.html": page(*(f"Das ist {i} mal wieder etwas ganz Anderes." for i in range(99))),
-        "short.html": page("This is the only paragraph that it has."),
-    }
-    monkeypatch.setattr(corpus, "debs", lambda: [("book", Path("book.deb"))])
-    monkeypatch.setattr(corpus, "pages", lambda deb: found.items())
-    kept = corpus.prose()
-    assert list(kept) == ["book/a.html.txt", "book/z.html.txt"]
-    assert kept["book/a.html.txt"].decode().split("\n\n") == [*own, licence, ""]
-    assert kept["book/z.html.txt"].decode().split("\n\n") == [*(p + " Again." for p in own), ""]
-
-
-def test_prose_of_other_packages_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus, "CACHE", tmp_path)
-    monkeypatch.setattr(corpus, "DEBIAN", tmp_path / "packages.txt")
-    (tmp_path / "packages.txt").write_text("book 1:2-3 00ff\n")
-    (tmp_path / "debian").mkdir()
-    (tmp_path / "debian" / "book_1%3a2-3_all.deb").write_bytes(b"another")
-    with pytest.raises(SystemExit, match=r"book 1:2-3 .* snapshot\.debian\.org"):
-        list(corpus.debs())
 
 
 @pytest.mark.slow

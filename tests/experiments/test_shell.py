@@ -41,16 +41,6 @@ def test_a_speed_bench_that_is_stopped_ends_its_ranks_first(tmp_path: Path) -> N
     assert "2x2: not begun, stopped" in said
 
 
-def test_an_archive_is_whole_or_the_one_before(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "s").mkdir(parents=True)
-    (tmp_path / "runs" / "s" / "results.csv").write_text("a\n")
-    pack = 'source experiments/kernels/env.sh; packed "$OUT/s.tar.gz" "$OUT/runs" '
-    bash(pack + "s", tmp_path)
-    bash(pack + "nothing 2> /dev/null || true", tmp_path)
-    with tarfile.open(tmp_path / "s.tar.gz") as file:
-        assert file.getnames() == ["s", "s/results.csv"]
-
-
 def test_an_archive_is_made_while_runs_write(tmp_path: Path) -> None:
     """tar says 1 for a file that grew: the archive counts, and readers cope with a cut line."""
     run = tmp_path / "runs" / "s" / "a" / "seed1"
@@ -71,18 +61,3 @@ def test_an_archive_is_made_while_runs_write(tmp_path: Path) -> None:
         rows = read_metrics(there / "s" / "a" / "seed1")
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert rows
-
-
-def test_tar_that_says_1_renews_and_2_keeps_the_last_archive(tmp_path: Path) -> None:
-    """With a `tar` of ours, which says what the real one does on a bad day."""
-    (tmp_path / "runs" / "s").mkdir(parents=True)
-    (tmp_path / "runs" / "s" / "a").write_text("1")
-    program = 'source experiments/kernels/env.sh; tar() { command tar "$@"; return $SAYS; }; '
-    program += 'packed "$OUT/s.tar.gz" "$OUT/runs" s 2>&1 || echo kept'
-    assert bash(program, tmp_path, SAYS="1") == ""
-    before = (tmp_path / "s.tar.gz").read_bytes()
-    said = bash(program, tmp_path, SAYS="2")
-    assert said.split("\n")[0].endswith("was not renewed")
-    assert "kept" in said
-    assert (tmp_path / "s.tar.gz").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "s.tar.gz"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -68,19 +66,6 @@ def test_losses_that_no_curve_has_are_refused(losses: dict[int, float], why: str
         Curve.through(losses)
 
 
-@pytest.mark.parametrize("losses", [TWO, budgets(TRUE)], ids=["two budgets", "three"])
-def test_tokens_grow_with_the_gap_and_without_one_are_the_same(
-    losses: dict[int, list[float]],
-) -> None:
-    found = [to_make_up(losses, [g + 0.001, g - 0.001], AT) for g in (-0.05, 0.0, 0.01, 0.1)]
-    assert found[1].value == pytest.approx(1)
-    assert [f.value for f in found] == sorted(f.value for f in found)
-    assert found[0].value < 1 < found[2].value  # a lower loss is there sooner
-    assert all(f.low < f.value < f.high for f in found)
-    none = to_make_up(losses, [0.0, 0.0], AT)
-    assert (none.value, none.low, none.high) == pytest.approx((1, 1, 1))
-
-
 def test_the_interval_has_the_gaps_scatter_and_that_of_every_budget() -> None:
     own, exact = to_make_up(TWO, GAPS, AT), {t: [fmean(losses)] * 3 for t, losses in TWO.items()}
     of_gap = to_make_up(exact, GAPS, AT)
@@ -114,12 +99,6 @@ def test_a_gap_that_no_tokens_make_up() -> None:
     assert 1 < perhaps.low < perhaps.value < perhaps.high == math.inf
     unlikely = to_make_up(losses, [below + 0.3, below - 0.2] * 2, AT)
     assert 0 < unlikely.low < unlikely.value == math.inf
-
-
-@pytest.mark.parametrize(("losses", "gaps"), [(TWO, [0.01]), (TWO | {AT: [1.9]}, GAPS)])
-def test_one_seed_is_refused(losses: dict[int, list[float]], gaps: list[float]) -> None:
-    with pytest.raises(ValueError, match="one seed has no interval"):
-        to_make_up(losses, gaps, AT)
 
 
 # ---------------------------------------------------------------------- rows of a table of speeds
@@ -184,51 +163,6 @@ def test_time_is_tokens_times_seconds_over_the_fastest_plain_arm(
     lead = math.log(seconds["fsdp2+node", "50 Gb/s"] / seconds["mine", "50 Gb/s"])
     assert mine.spare == pytest.approx(lead / math.log(mine.tokens.high))
     assert plain.spare == math.inf
-
-
-def test_two_measurements_of_one_place_are_refused(
-    tmp_path: Path, results: list[StudyResult]
-) -> None:
-    twice = measured(tmp_path, ARMS)
-    with pytest.raises(ValueError, match="measured twice at 12 Gb/s"):
-        script.rows_of([*twice, replace(twice[0])], results)
-
-
-def test_steps_that_are_not_known_are_refused(tmp_path: Path, results: list[StudyResult]) -> None:
-    bare = [replace(m, step_max_s=None) for m in measured(tmp_path, ARMS)]
-    with pytest.raises(ValueError, match="lacks step_s, step_min_s or step_max_s"):
-        script.rows_of(bare, results)
-
-
-def test_a_pages_table_is_renewed_and_nothing_else(
-    tmp_path: Path, results: list[StudyResult]
-) -> None:
-    made = script.table(script.rows_of(measured(tmp_path, MORE), results), len(results))
-    page = tmp_path / "PAGE.md"
-    page.write_text(f"a\n\n| {script.HEAD} | b |\n|---|---|\n| c | d |\n\n| e |\n|---|\n")
-    script.renew(page, script.HEAD, made)
-    assert page.read_text() == f"a\n\n{made}\n\n| e |\n|---|\n"
-    page.write_text("| e |\n|---|\n")
-    with pytest.raises(ValueError, match="0 tables begin with"):
-        script.renew(page, script.HEAD, made)
-
-
-def test_the_figure_leaves_no_colour_as_it_is_on_a_dark_screen(
-    tmp_path: Path, results: list[StudyResult]
-) -> None:
-    speeds = measured(tmp_path, (*ARMS[:2], Arm("w4", 1.8, 0.15, config=W4)))
-    rows = script.rows_of(speeds, results)
-    gbps = {m.place: m.gbps for m in speeds if m.gbps}
-    figure = ElementTree.fromstring(script.draw(rows, gbps))
-    style = figure.findtext("{*}style") or ""
-    used = {e.get(kind) for e in figure.iter() for kind in ("fill", "stroke")}
-    changed = set(re.findall(r'\[fill="(#\w+)"\]', style))
-    assert used - {None, "none", "transparent"} <= changed
-    texts = [element.text for element in figure.iter() if element.tag.endswith("text")]
-    arms = {row.arm for row in rows}
-    assert arms == {"fsdp2", "fsdp2+node", "w4"}
-    assert {script.LOOKS[arm].text for arm in arms} <= set(texts)
-    assert {"12", "25", "50", "400", "100%"} <= set(texts)
 
 
 @pytest.mark.slow

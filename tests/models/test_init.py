@@ -26,16 +26,6 @@ def test_a_sharded_engine_can_make_each_parameter_by_itself():
         assert torch.equal(value, parameter), name
 
 
-def test_seeds_and_names_differ():
-    def value(name: str, seed: int) -> torch.Tensor:
-        return initial_value(name, (16, 16), seed, SMALL)
-
-    base = value("layers.0.attention.wq.weight", 1)
-    assert not torch.equal(base, value("layers.0.attention.wq.weight", 2))
-    assert not torch.equal(base, value("layers.0.attention.wk.weight", 1))
-    assert torch.equal(base, value("layers.0.attention.wq.weight", 1))
-
-
 def test_building_leaves_the_global_generator_alone():
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -68,13 +68,6 @@ def test_rotation_depends_on_distance_alone():
     assert torch.allclose(rope.rotate(q).norm(dim=-1), q.norm(dim=-1), atol=1e-5)
 
 
-def test_rotation_table_grows_and_keeps_its_start():
-    rope = build_model(SMALL, VOCAB).layers[0].attention.rope
-    short = rope.table(4, torch.device("cpu")).clone()
-    assert torch.equal(rope.table(50, torch.device("cpu"))[:4], short)
-    assert rope.table(3, torch.device("cpu")).shape == (3, 1, 4, 2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])  # whole vectors of any CPU
 def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_dim):
@@ -92,30 +85,6 @@ def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_di
     assert torch.equal(found[0][0], rope.rotate(x)), "eager rotations are complex products"
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
-
-
-def test_repeats_to_the_bit():
-    x, y = tokens(), tokens().roll(1, 1)
-    grads = []
-    for _ in range(2):
-        model = build_model(SMALL, VOCAB, seed=5)
-        model(x, y).backward()
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.equal(*grads)
-
-
-def test_checkpointed_activations_change_nothing():
-    x, y = tokens(), tokens().roll(1, 1)
-    plain, saved = (
-        build_model(SMALL, VOCAB),
-        build_model(config(checkpoint_activations=True), VOCAB),
-    )
-    losses = [model(x, y) for model in (plain, saved)]
-    assert torch.equal(*losses)
-    for loss in losses:
-        loss.backward()
-    for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad), name
 
 
 def test_grouped_queries_equal_full_attention_with_repeated_keys():

@@ -120,20 +120,3 @@ def test_the_decoder_never_makes_whole_logits(tied: bool) -> None:
     assert held_out.shape == (512,)
     assert torch.allclose(held_out, token_losses(whole, x, y))
     assert chunked(x).shape == whole(x).shape == (4, 128, 997)
-
-
-def test_whole_token_losses_are_the_logits_own() -> None:
-    x = torch.arange(64).view(2, 32)
-    whole = model()
-    by_logits = F.cross_entropy(whole(x).float().flatten(0, 1), x.flatten(), reduction="none")
-    assert torch.equal(token_losses(whole, x, x), by_logits)
-
-
-def test_repeats_to_the_bit() -> None:
-    x = torch.arange(256).view(2, 128)
-    made = []
-    for _ in range(2):
-        one = model(loss_chunk=48)
-        one(x, x.roll(-1, 1)).backward()
-        made.append([p.grad for p in one.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))

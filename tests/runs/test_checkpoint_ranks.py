@@ -90,15 +90,6 @@ def test_another_world_has_the_same_states(streamed: Any) -> None:
     assert run_world(3, on_three_ranks, str(streamed[0])) == [True, True]
 
 
-def test_what_a_checkpoint_says(streamed: Any) -> None:
-    path = streamed[0] / "8bit_states" / "step-00000003"
-    states = Saved(path).states()
-    assert states["exp_avg"]["embed.weight"] == torch.uint8
-    assert states["exp_avg"]["norm.weight"] == states["step"]["norm.weight"] == torch.float32
-    assert "norm.weight" not in states["exp_avg_scale"]
-    assert not Saved(path).weights_only
-
-
 # ---------------------------------------------------------------------- what goes wrong
 
 Usage = namedtuple("Usage", "total used free")

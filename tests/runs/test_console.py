@@ -34,26 +34,3 @@ def test_a_log_gets_lines_now_and_then_and_at_evaluations() -> None:
     assert "held-out 2.7500" in lines[2]  # the last one known
     assert lines[-1].endswith("took 1:40")
     assert "\r" not in out.getvalue()
-
-
-def test_a_long_step_of_many_ranks_says_how_far_it_is() -> None:
-    out, clock = io.StringIO(), Clock()
-    progress = Progress(2, "zero3", stream=out, every_seconds=10.0, clock=clock)
-    for done in range(1, 385):
-        clock.now += 0.125
-        progress.passing(done, 384)
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "zero3  step 1/2  forward and backward 80 of 384"
-    assert len(lines) == 4
-
-
-def test_a_line_tells_what_was_measured_and_only_that() -> None:
-    out, clock = io.StringIO(), Clock()
-    progress = Progress(2, "w4", stream=out, every_seconds=0.0, clock=clock)
-    shown = {"mfu": 0.4123, "memory": {"host_gib": 9.0, "gpu_gib": 27.41}}
-    for step, waited in ((1, 0.0), (2, 0.3)):  # of a step of two seconds
-        clock.now += 2.0
-        progress.update(record(step, **shown, tokens_per_second=500.0, wait={"data": waited}))
-    first, last = out.getvalue().splitlines()
-    assert first.startswith("w4  step 1/2  loss 2.5000  MFU 41.2%  27.41 GiB  ETA")
-    assert "  MFU 41.2%  27.41 GiB  waits for data 15%  took" in last

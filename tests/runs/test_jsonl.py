@@ -45,13 +45,6 @@ def test_what_is_no_plain_number_is_refused(tmp_path: Path) -> None:
     assert len(read(log.path)) == 1
 
 
-def test_lines_are_there_at_once(tmp_path: Path) -> None:
-    log = fill(tmp_path / "m.jsonl", 3)
-    assert [record["step"] for record in read(log.path)] == [1, 2, 3]
-    log.close()
-    log.close()  # twice does no harm
-
-
 def test_a_step_must_follow_the_last_one(tmp_path: Path) -> None:
     log = fill(tmp_path / "m.jsonl", 3)
     with pytest.raises(AssertionError, match="step 3 after step 3"):

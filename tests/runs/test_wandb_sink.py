@@ -128,21 +128,6 @@ def test_what_is_sent_later_has_the_console_once_and_no_system(
         assert [text.count(line) for line in ("a word", "Traceback: it broke")] == [1, 1]
 
 
-def test_runtime_is_how_long_the_run_took(tmp_path: Path, fake_wandb: FakeWandb) -> None:
-    tracker = Tracker(config(wandb="off"), tmp_path, 0)
-    for step in (1, 2):
-        tracker.log({**record(step), "seconds": 1000.0 * step})
-    finish(tracker)
-    assert follow(RunFolder(tmp_path), "offline", lambda: True)
-    summary = OfflineRun(tmp_path).summary
-    assert (summary["_runtime"], summary["_wandb"]) == (2000, {"runtime": 2000})
-    for _ in range(2):  # at the second time the server knows how long the first was
-        sync(tmp_path)
-        ((_, run),) = fake_wandb.runs.items()
-        shown = json.loads(run["summary"])
-        assert (shown["_runtime"], shown["_wandb"]) == (2000, {"runtime": 2000})
-
-
 def test_one_process_sends_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def cfg(arm: str, **tracking: Any) -> Config:
         return config(RunConfig(study="smoke", arm=arm), **tracking)

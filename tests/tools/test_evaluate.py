@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.hf_cases import settings
 from tests.small_runs import CORPUS, small
 from tests.tools.export.checkpoints import leave
 from zpp_lab.cli.main import main
@@ -51,14 +50,6 @@ def test_a_bf16_run_s_masters_are_its_folder_in_bf16(tmp_path: Path) -> None:
     master, _, rounded, plain = (r.heldout_loss for r in evaluate([own, near, whole], dtype="fp32"))
     assert rounded == pytest.approx(master, abs=1e-7)
     assert plain != pytest.approx(master, abs=1e-7)
-
-
-def test_models_with_buffers(tmp_path: Path) -> None:
-    config = small(tmp_path, "recipe=w4", "train.steps=3")
-    summary = run(replace(config, model=settings("gpt_neox", {"vocab_size": 256})))
-    master, wire = evaluate([tmp_path / "run"])
-    assert wire.heldout_loss == summary["heldout_loss"]
-    assert master.heldout_loss == summary["heldout_loss_master"]
 
 
 def test_rounding_with_the_wire_s_codec_is_the_wire(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
 from zpp_lab.runs.checkpoint.read import Saved
-from zpp_lab.runs.checkpoint.write import Checkpoints
 from zpp_lab.runs.metrics import read
 from zpp_lab.study.report.appendix import _commit
 from zpp_lab.train.launch.launcher import launch
@@ -117,20 +116,6 @@ def test_a_piece_leaves_time_for_its_checkpoint(
     assert set(asked) == {sum(p.numel() for p in model.parameters())}
 
 
-def test_a_slow_disk_is_known_after_the_first_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Checkpoints.save
-
-    def slow(self: Checkpoints, *args: Any) -> None:
-        real(self, *args)
-        self.took = 7200.0
-
-    monkeypatch.setattr(Checkpoints, "save", slow)
-    ended = run(small(tmp_path, f"run.until={time.time() + 3600}"))
-    assert (ended["outcome"], ended["step"]) == ("unfinished", 3), "one is due every three steps"
-
-
 def test_pieces_of_several_commits_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,13 +169,6 @@ def test_no_time_left_before_the_first_step(
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run
     assert "no step was begun" not in capsys.readouterr().out
-
-
-def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
-    settings = ("train.keep_checkpoints=0", "train.checkpoint_every=0")
-    summary = run(small(tmp_path, *settings))
-    assert (summary["outcome"], summary["checkpoint_seconds"]) == ("finished", None)
-    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 class Late(Piece):

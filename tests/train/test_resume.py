@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.engines.fsdp_world import run_world
@@ -162,39 +161,3 @@ def test_ranks_go_on_from_the_same_whole_state(tmp_path: Path) -> None:
     assert first.count("step-00000003 holds weights only") == 1
     assert "going on from step-00000001, the newest whole state" in first
     assert second == ""
-
-
-class Loaded:
-    """An engine that keeps what it is given."""
-
-    state: dict[str, Any]
-
-    def enter(self, done: int) -> None:
-        """It has one plan."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def rank_0_has_all(folder: str) -> list[Any]:
-    """As DeepSpeed's engine: whole tensors on rank 0, which every rank reads again."""
-    root, rank = Path(folder), dist.get_rank()
-    every: Any = {"weights": {"a": torch.ones(2)}, "optimizer": {"exp_avg": {"a": torch.zeros(2)}}}
-    store = Checkpoints(root / "c", 3, Saving(host=None, weights_only=True), shared=True)
-    for step in (1, 2):
-        store.save(step, {} if rank else every, to_go_on=step == 1)
-    engine: Any = Loaded()
-    with redirect_stderr(io.StringIO()) as said:
-        step = resume(small(root / str(rank)), engine, store)
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, [step, same(every, engine.state), said.getvalue()])
-    return found
-
-
-def test_every_rank_reads_what_rank_0_has_written(tmp_path: Path) -> None:
-    for rank in "01":
-        (tmp_path / rank).mkdir()
-    first, second = run_world(2, rank_0_has_all, str(tmp_path))
-    assert first[:2] == second[:2] == [1, True]
-    assert "going on from step-00000001" in first[2]
-    assert second[2] == ""

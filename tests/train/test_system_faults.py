@@ -35,24 +35,6 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zpp_lab.files.reachable", lambda: pytest.fail("the Hub was asked"))
 
 
-def test_a_study_looks_before_its_first_run(place: Path, capsys: pytest.CaptureFixture) -> None:
-    text = "\n".join(
-        (
-            "name: mine",
-            "question: Does it?",
-            "seeds: [1, 2]",
-            "overrides: [data=text, data.path=textz, engine.device=cpu]",
-            "arms: [{name: zero3, overrides: [recipe=zero3]}, {name: w4, overrides: [recipe=w4]}]",
-        )
-    )
-    Path("mine.yaml").write_text(text)
-    assert main(["study", "mine.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("did you mean texts?") == 1
-    assert "study mine, zero3, w4: data.path=textz" in said
-    assert not Path("runs/mine").exists()
-
-
 def test_what_a_run_no_longer_reads_may_be_gone(capsys: pytest.CaptureFixture[str]) -> None:
     """A finished run is shown again, though the checkpoint that it began with is not there."""
     config = small(Path.cwd(), "run.dir=runs/second", "train.steps=2")

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests.engines.fsdp_world import forks
 from tests.small_runs import contents, newest, small, tear
 from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.runs.metrics import read, unmeasured
-from zpp_lab.study.judge.verdict import read_result
-from zpp_lab.tools.export.model import run_config as read_config
 from zpp_lab.train.evaluation import DivergedError
 from zpp_lab.train.trainer import run
 
@@ -47,18 +44,6 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     assert summary["heldout_loss"] == lines[-1]["heldout_loss"] < lines[3]["heldout_loss"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert run(config) == summary, "a finished run is not repeated"
-
-
-def test_a_run_whose_rate_never_reaches_its_value_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(small(tmp_path, "train.warmup_steps=24"))["steps"] == 12
-    said = capsys.readouterr().err
-    assert said.count("train.warmup_steps=24 is more than train.steps=12") == 1
-    rates = [line["lr"] for line in read(tmp_path / "run" / "metrics.jsonl")]
-    assert f"the learning rate ends at {max(rates):.3g} and never reaches train.lr=0.003" in said
-    run(small(tmp_path, "train.warmup_steps=12", f"run.dir={tmp_path / 'other'}"))
-    assert "warmup_steps" not in capsys.readouterr().err
 
 
 def test_the_second_readout_is_of_the_last_steps(tmp_path: Path) -> None:
@@ -140,24 +125,6 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     run(small(tmp_path, "train.steps=2"))
     with pytest.raises(ValueError, match=r"train\.lr: 0\.003 there, 0\.1 now"):
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
-
-
-def test_a_run_of_a_version_with_more_settings_goes_on_and_is_read(tmp_path: Path) -> None:
-    """One whose value did what is done today; with another it is another run."""
-    config = small(tmp_path, "train.steps=4", "train.checkpoint_every=2", "run.piece_steps=2")
-    assert run(config)["step"] == 2
-    path = tmp_path / "run" / "config.yaml"
-    stored = yaml.safe_load(path.read_text())
-    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0, "blocks_per_unit": 1}
-    path.write_text(yaml.safe_dump(stored))
-    assert run(config)["steps"] == 4
-    assert read_config(tmp_path / "run") == config
-    result = read_result(tmp_path / "run")
-    assert [(arm.name, len(arm.finished)) for arm in result.arms] == [("zero3", 1)]
-    stored["engine"]["pull"] = "kernel"
-    path.write_text(yaml.safe_dump(stored))
-    with pytest.raises(ValueError, match=r"engine\.pull: 'kernel' there, None now"):
-        run(config)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\0"])

@@ -61,6 +61,3 @@ def test_a_rank_holds_its_payload_and_no_shard_of_the_base(tmp_path: Path) -> No
         assert there["optimizer"] == planned.item("optimizer state, fp32").most
         assert there["largest aside"] == 2  # one bf16 number
     assert found["q4"]["base"] < found["raw"]["base"]
-
-
-# ---------------------------------------------------------------------- at size

@@ -12,8 +12,6 @@ from zpp_lab.config.study import ArmConfig, CompositeConfig, StudyConfig
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.families import Entry, PValues, replay
 from zpp_lab.study.judge.verdict import StudyResult, judge_study
-from zpp_lab.study.report.contents import verdict_table
-from zpp_lab.study.report.table import console_table, p_value_rows
 from zpp_lab.study.run.launch import next_seeds
 
 from .test_sequential import run as drawn
@@ -55,24 +53,6 @@ def test_only_seeds_that_all_arms_have_count() -> None:
     assert sorted(both.gaps) == [1, 2]
     (both,) = judged({"w4_32": [0.02, 0.021, 0.022]}).composites
     assert (both.text, both.gap) == ("not run (w4_64)", None)
-
-
-def test_a_difference_of_arms() -> None:
-    apart = CompositeConfig("blocks", ["w4_64"], ["w4_32"])
-    gaps = {"w4_32": [0.02, 0.0, 0.04], "w4_64": [0.021, 0.0012, 0.0411]}
-    (found,) = judged(gaps, replace(STUDY, composites=[apart])).composites
-    assert found.gaps == pytest.approx({1: 0.001, 2: 0.0012, 3: 0.0011})
-    assert found.verdict == "above zero but inside the margin"
-
-
-def test_reports_have_a_row_of_it() -> None:
-    found = judged({"w4_32": [0.02, 0.021, 0.022], "w4_64": [0.02, 0.021, 0.02], "w8": [0, 0, 0]})
-    row = verdict_table(found).rows[-1].texts
-    assert row[:3] == ["all_w4", "worse", "+0.0207 ± 0.0030"]
-    assert row[-1] == "every arm of 4 bits"
-    assert "3 of 3" in row
-    assert p_value_rows(found)[-1][0] == "all_w4"
-    assert "all_w4" in console_table(found)
 
 
 @pytest.mark.parametrize(

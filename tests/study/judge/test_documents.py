@@ -109,7 +109,3 @@ def test_noise_floor_of_seeds_and_of_order(tmp_path: Path) -> None:
     assert order.arm == "zero3_reordered"
     assert order.largest < 0.002 < floor.spread
     assert order.arm in floor.lines[-1]
-
-
-def test_no_noise_floor_from_one_seed(tmp_path: Path) -> None:
-    assert noise_floors(read_result(folder(tmp_path, seeds=1))) == []

@@ -74,12 +74,6 @@ def test_seeds_that_one_cell_lacks_are_not_compared() -> None:
     assert effect.levels[4].mean == pytest.approx(0.105)
 
 
-def test_front_is_what_nothing_beats() -> None:
-    points = [(1.0, 0.0, "base"), (0.5, 0.1, "a"), (0.5, 0.2, "b"), (0.7, 0.1, "c"), (0.2, 1, "d")]
-    assert front([*points, (float("nan"), 0.0, "lost")]) == ["d", "a", "base"]
-    assert front([(1.0, 0.0, "x"), (1.0, 0.0, "y")]) == ["x", "y"]
-
-
 def test_front_equals_the_definition() -> None:
     rng = np.random.default_rng(3)
     points = [(float(x), float(y), i) for i, (x, y) in enumerate(rng.integers(0, 12, (60, 2)))]

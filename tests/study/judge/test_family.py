@@ -168,12 +168,6 @@ def test_missing_seeds_are_corrected_by_the_number_of_looks() -> None:
     assert tests.differs_corrected == pytest.approx(3 * tests.differs)  # three planned looks
 
 
-def test_holm_by_hand() -> None:
-    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": None})
-    assert found == {"a": 0.04, "b": pytest.approx(0.09), "c": pytest.approx(0.09), "d": None}
-    assert holm({}) == {}
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 @settings(max_examples=25, deadline=None)
 def test_holm_is_that_of_statsmodels(values: list[float]) -> None:

@@ -74,10 +74,6 @@ def test_a_hundredth_of_the_margin_is_nothing(tmp_path: Path) -> None:
     assert quiet_parts(judged(tmp_path / "b", {("zero3_reordered", 1): [1.1 * limit]})) == []
 
 
-def test_without_an_order_control_nothing_is_said(tmp_path: Path) -> None:
-    assert quiet_parts(judged(tmp_path, {("w4", 1): [0.5]}, control=False)) == []
-
-
 def test_a_lost_loss_ends_what_is_compared(tmp_path: Path) -> None:
     lost = [*[0.125] * 4, float("nan"), *[9.0] * 9]
     found = part(judged(tmp_path, {("w4", 1): lost}))

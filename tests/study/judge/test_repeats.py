@@ -65,11 +65,6 @@ def test_a_repeat_that_has_not_finished_is_left_out_of_its_seed_and_named() -> N
     assert "halved: seed 3 has not been started." in found.notes
 
 
-def test_without_the_baselines_own_run_a_seed_has_no_gap() -> None:
-    several = [r for r in made(*runs("arm", (0.01,) * 3)) if (r.arm, r.seed) != ("zero3", 2)]
-    assert sorted(judge_study(STUDY, several).arms[-1].gaps) == [1, 3]
-
-
 def test_repeats_get_the_seeds_that_their_arms_get() -> None:
     more = replace(STUDY, arms=[ARMS[0], ARMS[1], ARMS[4]], max_seeds=5)
     wide = judge_study(more, made(*runs("arm", (0.01, -0.02, 0.01))))

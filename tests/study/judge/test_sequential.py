@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,6 @@ def test_undecided_arms_get_seeds_with_their_baseline_until_the_cap() -> None:
     wide = result.arms[2]
     assert wide.verdict != "undecided" or seeds["wide"] == STUDY.max_seeds
     assert not result.notes  # no seed that was never asked for is missed
-
-
-def test_without_a_cap_nothing_is_added() -> None:
-    assert next_seeds(replace(STUDY, max_seeds=0), judged(first_look())) == {}
-    assert next_seeds(replace(STUDY, max_seeds=3), judged(first_look())) == {}
 
 
 def test_a_study_killed_at_any_moment_asks_for_the_same_runs() -> None:

@@ -118,12 +118,6 @@ def test_seeds_for_equivalence_is_the_fewest_with_80_percent(ratio: float) -> No
     assert n == 2 or decision_probability(n - 1, 0.0, ratio * 0.006, 0.006)[0] < 0.8
 
 
-def test_seeds_have_edges() -> None:
-    assert seeds_for_equivalence(0.0, 0.01) == 2
-    assert seeds_for_equivalence(1000.0, 0.01) is None
-    assert seeds_to_decide(Gap(1, 0.1), 0.01) is None
-
-
 @settings(deadline=None)
 @given(st.floats(-0.03, 0.03), st.floats(1e-4, 0.05), st.integers(2, 9))
 def test_more_seeds_than_there_are(mean: float, sd: float, n: int) -> None:

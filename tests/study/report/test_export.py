@@ -81,16 +81,6 @@ def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> N
     assert table[0]["recipe.weights.bits"] is None
 
 
-def test_several_studies_share_a_table(root: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    write_study_runs(other, fake_study((ARMS[0], ARMS[6]), seeds=2), steps=5)
-    assert export([root, other], tmp_path / "runs.csv") == 10
-    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
-    assert [row["folder"] for row in rows[5:7]] == ["w2/seed2", "zero3/seed1"]
-    assert len({row["study"] for row in rows}) == 2
-    assert [row["recipe.weights.bits"] for row in rows[4:]] == ["2", "2", "", "", "2", "2"]
-
-
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_one_row_a_step(root: Path, tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"steps.{suffix}"

@@ -54,17 +54,6 @@ def test_answer_first_then_every_chart_and_legend(page: Any, width: int, height:
     assert page.locator("main details[open]").count() == 0
 
 
-def test_contents_lead_into_folds_and_mark_where_one_is(page: Any) -> None:
-    page.set_viewport_size({"width": 1400, "height": 900})
-    page.locator("#contents a", has_text="How sure").click()
-    page.wait_for_function("document.querySelector('#certain details').open")
-    here = page.locator("#contents a[aria-current]")
-    here.and_(page.get_by_text("How sure")).wait_for()
-    assert here.count() == 1
-    told = page.evaluate("document.body.innerText")
-    assert "`" not in told
-
-
 def test_dark_pages_have_dark_charts(page: Any) -> None:
     """Nothing that was dark on white stays so, and nothing is drawn anew."""
     shown = """() => [document.body, document.querySelector("#chart-gap svg")]

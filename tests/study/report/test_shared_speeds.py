@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.experiments.scripts import loaded
 from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
-from zpp_lab.study.report.report import build_speed_report
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.study.report.speed.speeds import speed_ups
 from zpp_lab.tools.bench.step.arms import arms
@@ -36,20 +33,6 @@ def test_shared_and_whole_gpus_are_never_compared(tmp_path: Path) -> None:
     assert {m.setting.ranks_per_gpu for m in measured} == {1, 2}
     ups = {(u.at.arm, u.at.link, u.at.setting.ranks_per_gpu): u.value for u in speed_ups(measured)}
     assert ups["zeropp", "12", 2] == pytest.approx(ups["zeropp", "12", 1])  # each by its own base
-
-
-def test_the_page_says_which_gpus_were_shared_and_what_it_means(tmp_path: Path) -> None:
-    made = build_speed_report(both(tmp_path))
-    text = made.markdown.read_text()
-    assert "| zeropp | 1_3b, 2 × 2, 2 ranks a GPU | 12 Gb/s |" in text
-    assert "| zeropp | 1_3b, 2 × 2 | 12 Gb/s |" in text
-    assert "each GPU served 2 ranks of different nodes" in text
-    assert "nodes shared GPUs, so computing took as many times longer" in text  # captions
-    lines = {(x["arm"], x["ranks_per_gpu"]) for x in csv.DictReader(made.csv.open())}
-    assert ("zeropp", "1") in lines
-    assert ("zeropp", "2") in lines
-    alone = write_speeds(tmp_path / "alone", rows(ARMS, LINKS))
-    assert "shared" not in build_speed_report(alone).markdown.read_text()
 
 
 def test_tables_that_say_nothing_of_it_shared_nothing(tmp_path: Path) -> None:
@@ -79,16 +62,3 @@ def predicted_config(folder: Path) -> dict[str, object]:
     one = next(m for m in read_speeds(folder) if m.arm == "zeropp")
     assert one.config is not None
     return {**one.config, "model": {**one.config["model"], "vocab_size": 32000}}
-
-
-def test_the_check_of_the_model_predicts_shared_rows_as_shared() -> None:
-    check_cost = loaded("experiments/speed/check_cost.py")
-    row = {"engine": "fsdp", "recipe": "zeropp", "model": "1_3b", "nodes": "2"}
-    row |= {"gpus_per_node": "2", "link_gbps": "50", "tokens_per_s": "1", "step_s": ""}
-    row["config"] = config_text(arms(["zeropp"], LARGE)[0].config)
-    machine = load_machine("h200")
-    whole = check_cost.checked(row, machine, [])
-    shared = check_cost.checked({**row, "ranks_per_gpu": "2"}, machine, [])
-    assert shared.predicted < whole.predicted
-    assert "2x2   50 Gbit/s, 2 ranks a GPU" in check_cost.line(shared)
-    assert "ranks a GPU" not in check_cost.line(whole)

@@ -15,7 +15,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.speed.results import is_speed_table, read_speeds, unflatten
+from zpp_lab.study.report.speed.results import is_speed_table, read_speeds
 from zpp_lab.study.report.speed.speeds import BLOCK, match, recipe_settings
 
 LINK = {(2, 2): ("25",)}
@@ -99,19 +99,6 @@ def test_a_table_by_hand_is_matched_by_name(tmp_path: Path) -> None:
     assert found.by_place == {"100 Gb/s, 4 × 8": {"zero3": 1000.0, "w4": 2500.5}}
 
 
-def test_slow_links_come_first_and_hosts_last(tmp_path: Path) -> None:
-    shapes = {(1, 4): ("max",), (2, 2): ("max", "100", "25")}
-    found = match(
-        read_speeds(write_speeds(tmp_path, rows([FSDP2], shapes))), result(arm("zero3", []))
-    )
-    assert [place.split(",")[0] for place in found.by_place] == [
-        "25 Gb/s",
-        "100 Gb/s",
-        "no limit",
-        "inside a host",
-    ]
-
-
 def test_configs_of_older_tables_come_from_the_file_beside(tmp_path: Path) -> None:
     table = [row | {"config": ""} for row in rows([Arm("fast", 0.9, 0.2)], LINK)]
     write_speeds(tmp_path, table)
@@ -154,10 +141,6 @@ def test_defaults_are_those_of_the_codec() -> None:
 )
 def test_what_a_recipe_does(one: Mapping[str, Any], other: Mapping[str, Any], same: bool) -> None:
     assert (recipe_settings(one) == recipe_settings(other)) is same
-
-
-def test_groups_of_settings_come_back() -> None:
-    assert unflatten({"a.b": None, "a.b.c": 1, "d": [2]}) == {"a": {"b": {"c": 1}}, "d": [2]}
 
 
 @pytest.mark.parametrize(

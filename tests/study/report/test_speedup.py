@@ -6,12 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.study.report.fake_speeds import TOKENS, rows, write_speeds
+from tests.study.report.fake_speeds import rows, write_speeds
 from zpp_lab.study.report.speed.results import BASE, Measured, Setting, read_speeds
 from zpp_lab.study.report.speed.speeds import (
     BreakEven,
     break_evens,
-    gbps_text,
     speed_ups,
     without_base,
 )
@@ -34,13 +33,6 @@ def curve(values: dict[float, float]) -> BreakEven:
     points += [point("a", f"{g:g}", 100 * v) for g, v in values.items()]
     (found,) = break_evens(speed_ups(points))
     return found
-
-
-def test_a_crossing_lies_where_the_logarithms_cross() -> None:
-    found = curve({100: 0.5, 10: 2.0})
-    assert found.crossings == [pytest.approx(1000**0.5)]
-    assert found.text == "faster below 31.6 Gb/s"
-    assert curve({10: 8.0, 1000: 0.5}).crossings == [pytest.approx(10 * 100**0.75)]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +86,3 @@ def test_an_unlimited_link_lies_where_it_was_measured() -> None:
     unknown = point("a", "max", 100)
     assert [one.at.gbps for one in speed_ups([base, known, unknown])] == [63.0, 63.0, None]
     assert break_evens(speed_ups([point(BASE, "max", 50), unknown])) == []
-
-
-def test_numbers_are_plain() -> None:
-    assert [gbps_text(g) for g in (0.2, 12.34, 99.99, 2000)] == ["0.2", "12.3", "100", "2,000"]
-    assert TOKENS == 8192

@@ -238,16 +238,6 @@ def test_what_contradicts_a_run_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
-def test_gpus_for_a_run_without_any_are_refused_however_they_are_asked_for(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for word in ("gpus_per_node=4", "gres='gpu:4'"):
-        words = ["engine.device=cpu", "seed=1,2", f"hydra.launcher.{word}"]
-        assert main(["train", "-m", "hydra/launcher=slurm", *words]) == 2
-        assert "but engine=virtual on cluster 2x2 needs 0" in capsys.readouterr().err
-
-
 def test_a_distribution_in_blocks_is_the_users_choice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

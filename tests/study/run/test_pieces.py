@@ -90,12 +90,6 @@ def test_out_of_time_and_on_again(tmp_path: Path) -> None:
     assert sorted(started(tmp_path)[2:]) == ["long 1", "z 1"]
 
 
-def test_nothing_starts_when_time_is_over(tmp_path: Path) -> None:
-    outcome, _ = launch(study("zero3", seeds=1), tmp_path, seconds=-1)
-    assert outcome.exit_code == PAUSED
-    assert not (tmp_path / "started.txt").exists()
-
-
 def test_a_launcher_has_its_own_limits(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--for is for runs on this machine"):
         Launch(launcher="slurm", until=1.0)

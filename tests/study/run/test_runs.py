@@ -12,7 +12,7 @@ from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.schema import RecipeConfig, RuleConfig
 from zpp_lab.runs.reader import find_runs, last_step, read_json, read_metrics, read_run, read_study
 from zpp_lab.study.judge.arms import study_of
-from zpp_lab.study.judge.verdict import judge_study, read_result
+from zpp_lab.study.judge.verdict import judge_study
 from zpp_lab.study.run import attempts
 
 ZERO3, W4 = ARMS[0], ARMS[5]
@@ -102,16 +102,6 @@ def test_blocks_without_bits_are_one_baseline(tmp_path: Path) -> None:
     assert notes == ["b64_None repeats b1024_None (zero3, seed 1)."]
 
 
-def test_a_zero3_with_bits_is_no_baseline(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", FakeArm("zero3", "", gap=0.5, weight_bits=4), 1, steps=2)
-    study, _, notes = study_of("x", find_runs(tmp_path))
-    assert [arm.name for arm in study.arms] == [
-        "zero3",
-        "zero3 weights.bits=4 weights.block_size=256",
-    ]
-    assert "There is no zero3 run" in notes[0]
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -145,20 +135,6 @@ def test_an_arm_of_the_users_own_name_keeps_it(tmp_path: Path) -> None:
     names = {arm.name for arm in study.arms}
     assert "w4 tuned" in names
     assert {name for name in names if "train.lr=" in name} == names - {"w4 tuned", "zero3"}
-
-
-def test_repeats_and_a_missing_baseline_are_noted(tmp_path: Path) -> None:
-    w4 = replace(W4, weights={"block_size": None})  # as the recipe's file has it
-    write_run(tmp_path / "a", w4, 1, steps=2)
-    write_run(tmp_path / "b", w4, 1, steps=2)
-    study, runs, notes = study_of("x", find_runs(tmp_path))
-    assert [run.dir.name for run in runs] == ["a"]
-    assert notes[0] == "b repeats a (w4, seed 1)."
-    assert "recipe=zero3" in notes[1]
-    assert [arm.name for arm in study.arms] == ["zero3", "w4"]
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match="no runs in or below it"):
-        read_result(tmp_path / "none")
 
 
 def test_a_study_file_of_another_version_is_named(tmp_path: Path) -> None:

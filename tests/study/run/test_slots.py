@@ -115,17 +115,3 @@ def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:
         file.write_text(whole + whole.splitlines()[0][:cut])
         attempts.note(tmp_path, crash)
     assert attempts.attempts(tmp_path) == [crash] * 3
-
-
-def test_attempts_outlive_what_a_start_removes(tmp_path: Path) -> None:
-    crash = {"outcome": "crashed", "error": "x", "step": 2, "traceback": "long"}
-    for _ in range(2):
-        attempts.note(tmp_path, crash)
-    attempts.note(tmp_path, {"outcome": "interrupted", "error": "", "step": 3})
-    assert [a["outcome"] for a in attempts.attempts(tmp_path)] == ["crashed", "crashed"]
-    assert attempts.given_up(tmp_path, retries=2) is None
-    assert attempts.given_up(tmp_path, retries=1) == "it failed 2 times"
-    attempts.note(tmp_path, {"outcome": "diverged", "error": "NaN", "step": 9})
-    assert "diverged" in str(attempts.given_up(tmp_path, retries=9))
-    attempts.forget(tmp_path)
-    assert attempts.given_up(tmp_path, retries=0) is None

@@ -86,8 +86,3 @@ def test_pages_have_axes_of_tokens_and_time_gaps_speed_and_a_line_a_run(
             assert f'"{name}"' in made
         assert "config:wires.value.grads_inter" in made
         assert "summary:final/gap_vs_zero3" in made
-
-
-def test_a_study_whose_nodes_keep_weights_shows_their_wire() -> None:
-    shown = [json.dumps(make_spec(load_study(n), project="p")) for n in ("partitions", "smoke")]
-    assert ["weights_update" in text for text in shown] == [True, False]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.models.hf_cases import settings
-from tests.small_runs import small
 from tests.tools.export.checkpoints import gathered, heldout_losses, leave
 from tests.tools.export.test_model import llama, loaded
 from tests.tools.export.test_quantized import theirs
@@ -26,7 +23,6 @@ from zpp_lab.tools.export.packed import codes_with_zero_points
 from zpp_lab.tools.export.wire import WireWeights
 
 BF16 = "train.param_dtype=bf16"
-TWO_WIDTHS = "recipe.rules=[{name: '*mlp*', set: {bits: 8}}]"
 TOKENS = torch.arange(12)[None]
 
 
@@ -72,16 +68,6 @@ def test_every_weight(bits: int, scale_dtype: str, tmp_path: Path) -> None:
             export_quantized(tmp_path / "run", tmp_path / "again", dtype="bf16")
 
 
-def test_several_widths(tmp_path: Path) -> None:
-    """`model.to(torch.bfloat16)` would do for the weights, but round the rotary frequencies."""
-    codec = "recipe.weights.scale_dtype=bf16"
-    run = llama(tmp_path, "plain", "recipe=w4", codec, TWO_WIDTHS, BF16)
-    want = theirs(gathered(leave(run)), 16)
-    export_quantized(tmp_path / "run", tmp_path / "out")
-    check(load_folder(tmp_path / "out"), tmp_path / "out", want)
-    check(as_the_card_says(tmp_path / "out"), tmp_path / "out", want)
-
-
 @pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("bits", [8, 6, 4, 2])
 def test_asymmetric(bits: int, scale_dtype: str, tmp_path: Path) -> None:
@@ -120,25 +106,3 @@ def test_losses_can_be_compared(tmp_path: Path) -> None:
     assert folder.heldout_loss == pytest.approx(wire.heldout_loss, abs=1e-7)
     assert folder.heldout_loss != rows[2].heldout_loss
     assert "Not computed alike" not in table(alike)
-
-
-@pytest.mark.parametrize("kind", ["gpt_neox", "qwen2"])
-def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
-    """The same model computes on both sides: the loss is the run's to the bit, in bf16 too."""
-    config = small(tmp_path, "recipe=w4", "recipe.weights.block_size=16", BF16)
-    config = replace(config, model=settings(kind, {"vocab_size": 256}))
-    leave(config)
-    export_quantized(tmp_path / "run", tmp_path / "out")
-    _, wire, folder = rows = evaluate([tmp_path / "run", tmp_path / "out"])
-    assert folder.heldout_loss == wire.heldout_loss
-    assert {(r.computed_by, r.dtype) for r in rows} == {("transformers", "bfloat16")}
-    assert "Not computed alike" not in table(rows)
-
-
-def test_a_folder_that_rounds(tmp_path: Path) -> None:
-    """An fp32 run in bf16: the packed weights are rounded too, once they are unpacked."""
-    leave(llama(tmp_path, "plain", "recipe=w4", "recipe.weights.scale_dtype=bf16"))
-    export_quantized(tmp_path / "run", tmp_path / "out", dtype="bf16")
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "**Rounded to bf16**, each weight as it is unpacked" in text
-    assert not json.loads((tmp_path / "out" / "zpp_lab.json").read_text())["exact"]

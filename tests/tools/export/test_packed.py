@@ -9,14 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zpp_lab.codecs import BlockCodec, RawCodec, kernels
+from zpp_lab.codecs import BlockCodec, kernels
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.tools.export.packed import (
-    Grid,
     codes_with_zero_points,
     exact_codes,
-    misfit,
-    nearest_fitting,
     stored,
     stored_shapes,
     widest_group,
@@ -49,15 +46,6 @@ def test_every_number_of_the_wire(
         codes = exact_codes(codec, payload, n, (rows, columns), group)
         assert torch.equal(codes.decoded(), wire)
         assert codes.scales.shape == (rows, columns // group)
-
-
-def test_what_does_not_fit_says_why() -> None:
-    assert misfit(BlockCodec(6, 64)) is None
-    assert "hadamard=16 rotates" in str(misfit(BlockCodec(4, 64, hadamard=16)))
-    assert "integer zero points" in str(misfit(BlockCodec(4, 64, symmetric=False)))
-    assert "RawCodec" in str(misfit(RawCodec(torch.float32)))
-    turned = BlockCodec(4, 64, hadamard=16, random_signs=True, rounding="stochastic")
-    assert nearest_fitting(turned) == BlockCodec(4, 64)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -103,8 +91,3 @@ def test_the_library_unpacks_what_is_stored() -> None:
         scheme = QuantizationScheme.model_validate(codes.grid.scheme(["Linear"]))
         compressor = BaseCompressor.get_value_from_registry(codes.grid.format)
         assert torch.equal(compressor.decompress(parts, scheme)["weight"], codes.decoded())
-
-
-def test_grids_are_one_kind_each() -> None:
-    assert Grid(4, True, 64).format == "pack-quantized"
-    assert Grid(4, False, 64).format == "naive-quantized"

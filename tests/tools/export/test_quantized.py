@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.engines.fsdp_world import run_world
 from tests.models.hf_cases import settings
 from tests.small_runs import newest, small
 from tests.tools.export.checkpoints import gathered, heldout_losses, leave
@@ -22,7 +20,6 @@ from zpp_lab.config.schema import Config
 from zpp_lab.models.llama_hf import hf_name, to_halves, turned
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
-from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_quantized
 from zpp_lab.tools.export.wire import parse_codec
 from zpp_lab.train.trainer import run
@@ -111,22 +108,6 @@ def test_weights_that_are_no_linear(tmp_path: Path) -> None:
     state = loaded(tmp_path / "out").state_dict()
     assert all(torch.equal(state[n], w) for n, w in gathered(engine).items())
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-
-
-def trained_on_ranks(config: Config) -> float | None:
-    import torch.distributed as dist
-
-    return run(config, dist.get_rank()).get("heldout_loss")
-
-
-@pytest.mark.slow
-def test_shards_of_real_ranks(tmp_path: Path) -> None:
-    more = ["engine=fsdp", "engine.device=cpu", "cluster.nodes=1", "recipe=qsdp"]
-    config = llama(tmp_path, "grouped", *more)
-    loss = run_world(2, partial(trained_on_ranks, config), seconds=300)
-    export_quantized(tmp_path / "run", tmp_path / "out")
-    assert heldout_loss(loaded(tmp_path / "out"), config) == pytest.approx(loss, rel=1e-6)
-    assert evaluate([tmp_path / "run"])[1].heldout_loss == loss
 
 
 def test_rounding_after_training(tmp_path: Path) -> None:

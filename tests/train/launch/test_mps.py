@@ -13,7 +13,6 @@ import pytest
 from tests.train.launch.fake_mps import calls, fake_mps
 from tests.waiting import until
 from zpp_lab.train.launch import mps_keeper, processes
-from zpp_lab.train.launch.gpus import Placement, served
 from zpp_lab.train.launch.mps import CONTROL, OWNER, Mps, check_client, find_control
 from zpp_lab.train.launch.processes import EmulationError
 
@@ -138,18 +137,3 @@ def test_a_daemon_that_refuses_at_first_is_asked_again(
         with pytest.raises(EmulationError, match="refuses get_server_list: not now"):
             check_client(environment, 12)
     assert of(processes.mark()) == []
-
-
-def test_ranks_that_share_under_a_command_with_mps_have_its_daemon(
-    control: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks inherit the daemon's variables, so that other runs' kernels run beside theirs."""
-    from zpp_lab.config.schema import ClusterConfig
-
-    placed = Placement(ClusterConfig(nodes=2, gpus_per_node=1), ("0",), "mps")
-    with Mps() as mps:
-        for name, value in mps.environment.items():
-            monkeypatch.setenv(name, value)
-        with served(placed) as same:
-            assert same is placed
-    assert calls(control).count("daemon") == 1
