@@ -128,7 +128,7 @@ class Told(HostStreams):
 
 def beside() -> list[bool]:
     engine, streams = engine_of("differences", 2, 1), Told()
-    updates = [u.update for u in engine.wrapped.installed]
+    updates = engine.kept.updates
     for update in updates:
         update.streams = streams
     train(engine, 0, 1)
@@ -142,6 +142,7 @@ def beside() -> list[bool]:
     streams.log.clear()
     train(engine, 1, 2)
     waits = [mark for on, what, mark in streams.log if (on, what) == ("main", "wait")]
+    assert waits[0] == own[0], "the root gathers first"
     found.append(set(waits) == set(own) and waits[-len(own) :] == own)  # before masters change
     now = [u.arrived for u in updates]
     streams.log.clear()
@@ -153,7 +154,7 @@ def beside() -> list[bool]:
 
 
 def test_new_weights_travel_beside_the_next_forward() -> None:
-    """On a stream of their own, which waits for the update; each gather waits for its own unit, and
+    """On a stream of their own, the root's first; each gather waits for its own unit's, and
     the next update for all. Where rounding is looked at, they travel in turn."""
     assert run_world(2, beside) == [True] * 4
 

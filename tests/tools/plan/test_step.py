@@ -47,7 +47,7 @@ def node_bytes(settings: Config) -> float:
     return total / settings.cluster.nodes
 
 
-@pytest.mark.parametrize("recipe", ["zero3_reordered", "w8", "zeropp", "g8_4_hadamard"])
+@pytest.mark.parametrize("recipe", ["zero3_reordered", "w8", "zeropp", "g8_4_hadamard", "w4_diff"])
 def test_where_only_the_link_takes_time_the_step_is_its_bytes(recipe: str) -> None:
     settings = config(f"recipe={recipe}")
     found = predict(settings, machine(), link_gbps=8e-3)  # a million bytes a second
@@ -87,6 +87,19 @@ def test_where_the_host_is_slow_it_is_the_step() -> None:
     assert found.step_s == pytest.approx(3 * 3.0 + gathers * 0.25 + reductions * 0.5 + 12.0)
     assert found.bound == "host"
     assert found.exposed_s == pytest.approx(found.step_s)
+
+
+def test_new_weights_hide_behind_the_forward() -> None:
+    """Blocks compute for long, so only the root's and the first block's new weights are waited for,
+    and the reductions that no backward is left to hide."""
+    settings = config("recipe=amsp_node")
+    plan = plan_of(settings)
+    block = block_work(plan.units[0], settings).forward
+    slow = machine(compute={"eager": figures.Curve(((block, 1.0),))})
+    found = predict(settings, slow, link_gbps=8.0)
+    first = [u.update_bytes()["weights_update"].inter / 2 for u in (plan.units[-1], plan.units[0])]
+    last = [u.reduce_bytes()["grads_inter"].inter / 2 for u in (plan.units[0], plan.units[-1])]
+    assert found.exposed_s == pytest.approx(sum(first + last) / 1e9)
 
 
 def test_gathers_hide_behind_the_block_before() -> None:

@@ -42,7 +42,9 @@ class Kept:
     ) -> None:
         """`group`: of all ranks of the cluster, where the world has more."""
         self.units, self.parameters, self.group = units, parameters, group
-        self.updates: list[Update] = [u.update for u in units if u.update is not None]
+        # in the order of the next forward, which begins with the root, the last unit
+        in_turn = (*units[-1:], *units[:-1])
+        self.updates: list[Update] = [u.update for u in in_turn if u.update is not None]
         self.stale = bool(self.updates)  # whether the weights have still to be kept
         self.ok: Tensor | None = None  # whether the last norm was finite, as long as it is read
 

@@ -9,8 +9,8 @@
     links     one transfer at a time inside nodes, and one between them
     GPU       one kernel at a time: codecs take time from the model
 
-Then gradients are measured and clipped and AdamW runs, new weights travel to where nodes keep them,
-unit after unit, and the host reads the loss.
+Then gradients are measured and clipped, AdamW runs and the host reads the loss. New weights travel
+to where nodes keep them beside the next forward, unit after unit: here, at the beginning of a step.
 """
 
 from __future__ import annotations
@@ -133,10 +133,13 @@ class _Step:
         self.decoded: list[int] = []  # copy-outs, in order
         self.fetched: dict[str, tuple[int, float]] = {}  # last leg, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
+        self.renewed: dict[str, int] = {}  # units whose new weights nodes have
         self.times = {id(u): self._kernels(block_work(u, config)) for u in self.units}
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
+        if self.plan.recipe.kept:
+            self._new_weights()
         for micro in range(micros):
             gathers = micro == 0 or self.plan.recipe.config.again
             self._forward(gathers)
@@ -148,7 +151,7 @@ class _Step:
         ends, kinds, busy = self.line.run(), self.line.kinds(), self.line.busy()
         step = max(ends)
         optimizer = kinds.get("norm", 0.0) + kinds.get("optimizer", 0.0)
-        beside = ("gather kernels", "reduce kernels", "lost to transfers")
+        beside = ("gather kernels", "reduce kernels", "update kernels", "lost to transfers")
         codec = sum(kinds.get(kind, 0.0) for kind in beside)
         compute = busy.get("gpu", 0.0) - optimizer - codec
         train = self.config.train
@@ -168,6 +171,16 @@ class _Step:
         )
 
     # ------------------------------------------------------------------ passes
+
+    def _new_weights(self) -> None:
+        """Of the step before, on a stream of their own."""
+        before: int | None = None
+        for unit in (self.root, *self.units):
+            found, add = self.transfers.update(unit), self.line.add
+            self.host = add("host, gathers", "host", "host", self.machine.host.gather_s)
+            end = self._ship(found, "update", "weights_update", [self.host, before])
+            before = add("update kernels", "update: decode", "gpu", found.kernels[-1], [end])
+            self.renewed[unit.unit.name] = before
 
     def _forward(self, gathers: bool) -> None:
         order = [self.root, *self.units]
@@ -215,12 +228,7 @@ class _Step:
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
         self.host = add("host, once a step", "host", "host", host.once_s(len(self.units)))
-        done = add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
-        for unit in self.plan.units if self.plan.recipe.kept else ():
-            found = self.transfers.update(unit)
-            self.host = add("host, gathers", "host", "host", host.gather_s)
-            end = self._ship(found, "gather", "weights_update", [self.host, done])
-            done = add("gather kernels", "compute", "gpu", found.kernels[-1], [end])
+        add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
         self._mark()
 
     # ------------------------------------------------------------------ pieces
@@ -250,7 +258,8 @@ class _Step:
         place = len(self.decoded) + len(self.fetched) - self.ahead
         free = self.decoded[place] if 0 <= place < len(self.decoded) else None
         self.host = self.line.add("host, gathers", "host", "host", self.machine.host.gather_s)
-        end = self._ship(found, "gather", wire, [self.host, free])
+        renewed = self.renewed.get(unit.unit.name)
+        end = self._ship(found, "gather", wire, [self.host, free, renewed])
         self.fetched[unit.unit.name] = end, found.kernels[-1]
 
     def _copy_out(self, unit: UnitPlan) -> None:
