@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +10,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests.runs.wandb_file import OfflineRun
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
 from zpp_lab.config.flat import stored_config
-from zpp_lab.runs.wandb.folder import run_folders
-from zpp_lab.runs.wandb.sink import follow
-from zpp_lab.study.judge.verdict import read_result
 
 TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
 
@@ -46,38 +41,6 @@ def test_a_sweep_names_folders_by_what_was_swept(here: list[str], monkeypatch) -
     assert main(["train", "-m", *here, "recipe.weights.bits=null,4", "seed=1,2"]) == 0
     found = sorted(str(p.parent.relative_to("sweep")) for p in Path("sweep").rglob("summary.json"))
     assert found == [f"recipe.weights.bits={b}/seed{s}" for b in ("4", "null") for s in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("swept", "arms"),
-    [
-        (["recipe.weights.bits=null,4"], {"zero3", "zero3 weights.bits=4"}),
-        pytest.param(
-            ["recipe=zero3,w4", "train.lr=1e-3,2e-3"],
-            {f"{recipe} train.lr={lr}" for recipe in ("zero3", "w4") for lr in (0.001, 0.002)},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_wandb_calls_a_sweeps_runs_by_the_arms_of_its_report(
-    here: list[str], swept: list[str], arms: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
-    assert main(["train", "-m", *here, *swept, "seed=1,2"]) == 0
-    told = set()
-    for run in run_folders("sweep"):
-        assert follow(run, "offline", lambda: True)
-        shown = OfflineRun(run.path)
-        told.add((shown.run.job_type, shown.run.display_name, shown.run.run_group))
-        (recipe,) = [tag for tag in shown.run.tags if tag.startswith("recipe=")]
-        assert recipe == f"recipe={shown.run.job_type.partition(' train.lr')[0]}"
-        summary = json.loads((run.path / "summary.json").read_text())
-        assert summary["arm"] == shown.run.job_type
-        assert shown.summary["_runtime"] == summary["seconds"]
-    assert told == {(arm, f"{arm} seed{seed}", "sweep") for arm in arms for seed in (1, 2)}
-    assert {arm.name for arm in read_result(Path("sweep")).study.arms} - {"zero3"} == arms - {
-        "zero3"
-    }
 
 
 def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

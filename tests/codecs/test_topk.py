@@ -185,20 +185,6 @@ def test_denormals_are_compared_and_kept() -> None:
     assert y[9] == x[0, 9]
 
 
-def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, x = TopKCodec(FP32, 3, 16), torch.randn(3, 1000)
-    whole = encode(codec, x)
-    monkeypatch.setattr("zpp_lab.codecs.families.topk.AT_ONCE", 100)
-    assert torch.equal(encode(codec, x), whole)
-
-
-def test_it_is_built_by_name() -> None:
-    config = CodecConfig(codec="topk", keep=32, block_size=1024)
-    assert build_codec(config, BF16) == TopKCodec(BF16, 32, 1024)
-    drawn = CodecConfig(codec="topk", keep=16, bits=4, rounding="stochastic", hadamard=0)
-    assert build_codec(drawn, FP32) == TopKCodec(FP32, 16, 256, 4, rounding="stochastic")
-
-
 @pytest.mark.parametrize(
     ("said", "fix"),
     [

@@ -149,21 +149,6 @@ def test_every_setting_can_be_given_by_its_name() -> None:
         compose(["model=hf", "model.path=somewhere", "model.dim=64"])
 
 
-@pytest.mark.parametrize(
-    ("override", "answer"),
-    [
-        ("recipe.grads_inter.bits=7", "recipe zero3, grads_inter: bits=7: use one of"),
-        ("recipe.weights.block_size=100", "weights_forward: block_size=100: use a power of two"),
-        ("recipe.grads.hadamard=20", "hadamard=20: use 0"),
-        ("recipe.rules=[{set:{bits:5}}]", "weights_forward: bits=5: use one of"),
-    ],
-)
-def test_codecs_are_checked_before_any_run(override: str, answer: str) -> None:
-    """Else a study would learn of a wrong width in its last arm when that arm's turn comes."""
-    with pytest.raises(ValueError, match=answer):
-        compose([override])
-
-
 def test_study_mistakes_are_answered() -> None:
     with pytest.raises(ValueError, match=r"did you mean smoke\?\); there are: .*smoke"):
         load_study("smokey")

@@ -20,30 +20,6 @@ def config(recipe: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Co
     return load(Config, {"recipe": recipe or {}, "cluster": cluster, "engine": engine, **groups})
 
 
-def zero(settings: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = settings["zero_optimization"]
-    return found
-
-
-def test_zero3_leaves_every_switch_off() -> None:
-    assert zero(deepspeed_settings(config(), 128)) == {
-        "stage": 3,
-        "zero_quantized_weights": False,
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_gradients": False,
-    }
-
-
-def test_zeropp_turns_every_switch_on() -> None:
-    assert zero(deepspeed_settings(config(ZEROPP), 128)) == {
-        "stage": 3,
-        "zero_quantized_weights": True,
-        "zero_hpz_partition_size": 2,
-        "zero_quantized_gradients": True,
-        "stage3_param_persistence_threshold": 128,  # vectors travel raw, every matrix in 8 bits
-    }
-
-
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from zpp_lab.engines.fsdp import comm
 from zpp_lab.engines.fsdp.gradients import Landing
 
 CPU = torch.device("cpu")
@@ -48,15 +44,6 @@ def test_the_output_holds_what_the_reduction_wrote(dtype: torch.dtype) -> None:
     assert torch.equal(shard, values.float()[2:].view(2, 2))
 
 
-def test_without_a_dtype_the_output_has_the_reductions() -> None:
-    landing = Landing(2, None)
-    expected = landing.expected(3, torch.float32, CPU)
-    values = torch.tensor([1.0, 1 + 2**-20, 3.0])
-    landing.land(expected, torch.float32, writes(values))
-    assert expected.dtype == torch.float32
-    assert torch.equal(expected, values)
-
-
 def test_a_step_that_failed_between_the_two_is_forgotten() -> None:
     landing = Landing(2, torch.float32)
     asked(landing, 8)  # and no output: the step has ended, and the input with it
@@ -76,35 +63,6 @@ def test_an_input_that_found_no_memory_is_forgotten() -> None:
     first = asked(landing, 4)
     assert has_memory(first)
     assert not has_memory(asked(landing, 2))
-
-
-def test_a_units_gradients_have_one_dtype_or_the_reductions(monkeypatch: Any) -> None:
-    def found(*managed: SimpleNamespace) -> torch.dtype | None:
-        monkeypatch.setattr(comm, "managed", lambda _: managed)
-        return comm.gradient_dtype(nn.Module())
-
-    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    fixed = nn.Parameter(torch.zeros(2), requires_grad=False)
-    trained, frozen = SimpleNamespace(sharded_param=half), SimpleNamespace(sharded_param=fixed)
-    assert found(trained, frozen) == torch.bfloat16
-    assert found(frozen) is None
-    # torch 2.15: a weight may ask for gradients of its own dtype, or of any
-    wide = SimpleNamespace(sharded_param=half, sharded_grad_dtype=torch.float32)
-    free = SimpleNamespace(sharded_param=half, sharded_grad_dtype=None)
-    assert found(wide) == torch.float32
-    assert found(free) is None
-    assert found(wide, trained) is None  # casting all to either would round or widen some
-
-
-def test_the_division_is_what_fsdp2_asks_for() -> None:
-    def divided(op: Any) -> list[float]:
-        sums = torch.tensor([3.0, 6.0])
-        comm._divide(sums, op, 3)
-        return sums.tolist()
-
-    assert divided(dist.ReduceOp.AVG) == [1.0, 2.0]
-    assert divided(dist.ReduceOp.SUM) == [3.0, 6.0], "FSDP2 divides by itself afterwards"
-    assert divided(dist._make_nccl_premul_sum(0.5)) == [1.5, 3.0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

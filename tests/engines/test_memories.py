@@ -17,8 +17,6 @@ from tests.engines.fsdp_world import run_world
 from tests.engines.test_virtual import assert_same_bits, engine
 from tests.engines.uneven import batch, build_uneven
 from tests.runs.test_checkpoint import engine_of, shared, train, virtual_of, whole
-from zpp_lab.codecs.kernels.memory import Memory
-from zpp_lab.collectives.context import Memories, RowMemory
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import NonFiniteError
@@ -99,54 +97,6 @@ def test_a_reset_in_every_step_is_no_memory() -> None:
     assert steps(engine(with_it), 0, 3) == steps(engine(without), 0, 3)
     never = remembering(grads={**Q2, "memory": {**memory, "reset_every": 0}})
     assert steps(engine(never), 0, 3) != steps(engine(without), 0, 3)
-
-
-def memories(reset_every: int = 0) -> Memories:
-    own = RowMemory(Memory(store="fp32", reset_every=reset_every), rows=2, numel=3)
-    return Memories({("grads_intra", "a"): own, ("grads_intra", "b"): own}, range(4))
-
-
-def write(made: Memories, name: str, value: float) -> None:
-    for rank in range(4):
-        wire = made.of("grads_intra", [rank])
-        assert wire is not None
-        wire.save(name, wire.room(name, torch.device("cpu")).fill_(value + rank))
-
-
-def test_a_memory_lasts_until_its_parameter_is_reduced_again_or_reset() -> None:
-    made = memories(reset_every=3)
-    for step, name in enumerate("aba"):
-        made.start(step)
-        write(made, name, 10.0 * step)
-        made.commit()
-    found = made.state()
-    assert found["grads_intra.a"][:, 0, 0].tolist() == [20, 21, 22, 23]
-    assert found["grads_intra.b"][:, 0, 0].tolist() == [10, 11, 12, 13]
-    made.start(3)
-    wire = made.of("grads_intra", [1, 2])
-    assert wire is not None
-    assert wire.stored("a") is None
-    write(made, "a", 30.0)
-    made.commit()
-    assert made.state().keys() == {"grads_intra.a"}, "b's would come back a step later"
-
-
-def test_rows_of_several_ranks_lie_row_by_row() -> None:
-    made = memories()
-    wire = made.of("grads_intra", [2, 3])
-    assert wire is not None
-    rows = torch.arange(12.0).view(4, 3)  # row 0 of ranks 2 and 3, then row 1 of both
-    assert wire.stored("a") is None
-    wire.save("a", wire.room("a", torch.device("cpu")).copy_(rows))
-    stored = wire.stored("a")
-    assert stored is not None
-    assert torch.equal(stored, rows)
-    alone = made.of("grads_intra", [3])
-    assert alone is not None
-    stored = alone.stored("a")
-    assert stored is not None
-    assert torch.equal(stored, rows[1::2])
-    assert alone.room("a", torch.device("cpu")).data_ptr() == stored.data_ptr(), "written in place"
 
 
 def test_a_later_micro_step_adds_what_the_one_before_has_lost() -> None:

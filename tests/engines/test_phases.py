@@ -3,7 +3,6 @@ and a run that is stopped beside a border goes on with the same bits."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,8 @@ from tests.train.test_resume import killed
 from tests.train.test_trainer import last_checkpoint, without_times
 from zpp_lab.api import shard
 from zpp_lab.config.compose import compose
-from zpp_lab.config.flat import arm_of
-from zpp_lab.config.schema import ClusterConfig, Config, PhaseConfig
-from zpp_lab.engines.build import plans_of
+from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.runs.metrics import read
-from zpp_lab.runs.wandb.identity import codec_label
 from zpp_lab.tools.bench.step.arms import arms
 from zpp_lab.tools.export.wire import WireWeights
 from zpp_lab.tools.plan.planner import Outlook, as_dict
@@ -166,20 +162,6 @@ def test_a_share_is_a_step_of_the_run_and_what_is_set_stays() -> None:
     bits = [(p.config.recipe.weights.bits, p.config.recipe.grads.bits) for p in config.phases]
     assert bits == [(8, None), (4, None), (4, 4)]
     assert [config.at(done).recipe.hops for done in (0, 119, 120, 180)] == [1, 1, 2, 2]
-
-
-def test_shipped_ones_and_their_names() -> None:
-    for name in ("w8_then_w4", "g_raw_then_4"):
-        config = compose([f"recipe={name}"])
-        assert len(config.phases) == 2
-        assert arm_of(asdict(config)) == name
-        before, later = (plan.quantized_share() for _, plan in plans_of(config))
-        assert before != later
-    w4 = {"recipe": {"name": "w8", "weights": {"bits": 8}, "phases": [vars(PhaseConfig(after=3))]}}
-    assert codec_label(w4["recipe"], "weights_forward") == "8"
-    told = {**w4["recipe"], "phases": [{"after": 3, "weights": {"bits": 4}, "grads": None}]}
-    assert codec_label(told, "weights_forward") == "8>4"
-    assert arm_of({"recipe": told}) == "w8 phases=[3:weights.bits=4]"
 
 
 @pytest.mark.parametrize(

@@ -40,17 +40,6 @@ def test_three_budgets_find_the_curve_that_made_them() -> None:
     assert found.tokens(found.loss(7e7)) == pytest.approx(7e7)
 
 
-@pytest.mark.parametrize("floor", [0.3, 1.0, 1.8])
-def test_two_budgets_give_the_fewest_tokens_that_any_floor_leaves(floor: float) -> None:
-    low, high = (fmean(TWO[t]) for t in sorted(TWO))
-    found = Curve.through({BUDGETS[0]: low, AT: high})
-    power = math.log((low - floor) / (high - floor)) / math.log(AT / BUDGETS[0])
-    other = Curve(floor, (high - floor) * AT**power, power)
-    assert found.loss(AT) == pytest.approx(other.loss(AT))
-    for gap in (0.001, 0.01, 0.1):
-        assert found.tokens(high - gap) < other.tokens(high - gap)
-
-
 @pytest.mark.parametrize(
     ("losses", "why"),
     [

@@ -11,7 +11,7 @@ import pytest
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import arm_name
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import identity, shown_config, tags
+from zpp_lab.runs.wandb.identity import identity, tags
 
 
 def config(*overrides: str) -> dict[str, Any]:
@@ -45,29 +45,6 @@ def test_tags_name_recipe_bits_cluster_and_engine(overrides: list[str], found: s
     got = tags(config(*overrides))
     assert found <= set(got)
     assert [tag.split("=")[0] for tag in got] == ["recipe", "weights", "grads", "cluster", "engine"]
-
-
-def test_the_config_shows_what_decides_and_nothing_else() -> None:
-    shown = shown_config(
-        config("recipe=zeropp", "seed=4", "run.study=s", "run.arm=zpp", "run.dir=/home/me/run")
-    )
-    assert list(shown)[:5] == ["study", "arm", "seed", "wires", "bits"]
-    assert (shown["study"], shown["arm"], shown["seed"]) == ("s", "zpp", 4)
-    assert shown["wires"] == {
-        "weights_forward": "8", "weights_backward": "8", "grads_intra": "4", "grads_inter": "4",
-    }  # fmt: skip
-    assert shown["bits"]["grads_inter"] == 4
-    assert shown["recipe"]["weights"]["bits"] == 8
-    fifth = shown_config(config("recipe=w4_diff"))
-    assert fifth["wires"]["weights_update"] == "4"
-    assert "update=4" in tags(config("recipe=w4_diff"))
-    ruled = shown_config(config("recipe=w4", "recipe.rules=[{name:'embed*',set:{bits:8}}]"))
-    assert ruled["wires"]["weights_forward"] == "4/8"
-    assert "bits" not in ruled  # of no wire one number
-    assert "weights_forward" not in shown["recipe"]  # nothing but nulls
-    assert "tracking" not in shown
-    assert "/home/me" not in repr(shown)
-    assert None not in shown["model"].values()
 
 
 def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:

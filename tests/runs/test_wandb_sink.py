@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from zpp_lab.runs.provenance import note_commit
 from zpp_lab.runs.tracker import Tracker
 from zpp_lab.runs.wandb.folder import RunFolder
 from zpp_lab.runs.wandb.process import start_study_sink
-from zpp_lab.runs.wandb.sink import follow, serve_study, sync, sync_all
+from zpp_lab.runs.wandb.sink import serve_study, sync, sync_all
 
 LIMIT = 240.0  # seconds; only a failing test waits that long
 
@@ -237,41 +236,6 @@ def test_killed_and_resumed_run_is_one_run_online(tmp_path: Path, fake_wandb: Fa
     assert run["exit"] == 0
     assert json.loads(run["summary"])["final/outcome"] == "finished"
     assert state(tmp_path)["sent_step"] == 15
-
-
-def test_a_failed_attempt_is_made_again_until_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Run:
-        url, folder, last_step, gaps, console = None, "wandb", 20, 0, 0
-
-        def __init__(self, folder: RunFolder, mode: str, trainer: int | None) -> None:
-            attempts.append(mode)
-
-        def say(self) -> None:
-            pass
-
-        def log(self, records: list[dict[str, Any]]) -> None:
-            pass
-
-        def finish(self, outcome: dict[str, Any] | None) -> None:
-            if len(attempts) < good:
-                raise TimeoutError("the server is slow")
-
-    attempts: list[str] = []
-    monkeypatch.setattr("zpp_lab.runs.wandb.sink.WandbRun", Run)
-    monkeypatch.setattr("zpp_lab.runs.wandb.sink.RETRY_SECONDS", 0.0)
-    finish(write_run(tmp_path, config(wandb="off")))
-    folder = RunFolder(tmp_path)
-    ends = chain([False], repeat(True))  # it ends while the first attempt is made
-    good = 2
-    assert follow(folder, "online", lambda: next(ends))
-    assert (len(attempts), folder.state()["error"]) == (2, None)
-    good = 9
-    assert not follow(folder, "online", lambda: True)
-    assert len(attempts) == 3
-    assert folder.state()["error"] == "TimeoutError: the server is slow"
-    assert folder.sent() is None
 
 
 def wait_for(condition: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from tests.engines.fsdp_world import run_world
-from tests.small_runs import newest as newest_of
 from tests.small_runs import small, tear
 from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
@@ -156,19 +154,3 @@ def test_tokenizers_must_be_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "bpe" / "data.json").unlink()
     run(tuning(tmp_path, "unknown", start, "model.vocab_size=300"))
     assert "no data.json, so tokenizers are not compared" in capsys.readouterr().err
-
-
-def test_a_cut_is_said_and_resume_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tuning(tmp_path, "whole", "train.checkpoint_every=2", "recipe=qsdp")
-    data = replace(config.data, seq_len=8)
-    summary = run(replace(config, data=data))
-    assert "records longer than data.seq_len=8" in capsys.readouterr().err
-    assert summary["data"]["cut"] > 0
-    folder = tmp_path / "whole"
-    before = lines(config)
-    (folder / "summary.json").unlink()
-    shutil.rmtree(newest_of(folder))
-    assert run(replace(config, data=data))["heldout_loss"] == summary["heldout_loss"]
-    assert lines(config) == before

@@ -154,23 +154,6 @@ def compose_again(folder: Path) -> Config:
         return small(folder)
 
 
-def test_no_time_left_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Pieces that are always too short would never get anywhere, so each says so."""
-    ended = run(small(tmp_path, "run.until=1.0"))
-    assert (ended["outcome"], ended["step"]) == ("unfinished", 0)
-    assert "no step was begun: 0 s of this piece were left" in capsys.readouterr().out
-    with monkeypatch.context() as patch:
-        patch.setattr("zpp_lab.train.trainer.writing_seconds", lambda *_: 7200.0)
-        run(small(tmp_path, f"run.until={time.time() + 3600}"))
-    said = capsys.readouterr().out
-    assert "a checkpoint is taken to need 7200 s; give longer pieces (--for)" in said
-    assert not list((tmp_path / "run").glob("checkpoints/*"))
-    assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run
-    assert "no step was begun" not in capsys.readouterr().out
-
-
 class Late(Piece):
     """Lets two steps pass even where their time is over before: the machine may be slow."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,22 +32,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr("zpp_lab.files.reachable", lambda: pytest.fail("the Hub was asked"))
-
-
-def test_what_a_run_no_longer_reads_may_be_gone(capsys: pytest.CaptureFixture[str]) -> None:
-    """A finished run is shown again, though the checkpoint that it began with is not there."""
-    config = small(Path.cwd(), "run.dir=runs/second", "train.steps=2")
-    words = [
-        f"{k}={getattr(config.model, k)}" for k in ("dim", "layers", "heads", "kv_heads", "ffn")
-    ]
-    words = [f"model.{word}" for word in words]
-    words += ["data.seq_len=16", "data.heldout_every=2", "train.steps=2", "train.batch_size=2"]
-    words += [*sorted(HERE), "train.eval_tokens=64", "run.dir=runs/second", "engine.threads=1"]
-    first = shutil.copytree("runs/good/checkpoints/step-00000003", "first")
-    assert main(["train", *words, "run.start_from=first"]) == 0
-    shutil.rmtree(first)
-    assert main(["train", *words, "run.start_from=first"]) == 0
-    assert "trained before" in capsys.readouterr().out
 
 
 def test_two_starts_of_one_run_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:

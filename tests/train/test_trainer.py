@@ -59,14 +59,6 @@ def test_the_second_readout_is_of_the_last_steps(tmp_path: Path) -> None:
         small(tmp_path, "train.readout_steps=13")
 
 
-def test_same_seed_same_bytes_and_other_seed_others(tmp_path: Path) -> None:
-    runs = {}
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        run(small(tmp_path, f"seed={seed}", f"run.dir={tmp_path / name}", "train.steps=4"))
-        runs[name] = last_checkpoint(tmp_path / name)
-    assert runs["a"] == runs["b"] != runs["c"]
-
-
 def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
     whole = small(tmp_path, "recipe=qsdp", f"run.dir={tmp_path / 'whole'}")
     run(whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.models.lora.models import lora, on_base, save_base, save_hf
 from tests.small_runs import small
 from tests.tools.export.test_model import heldout_loss, loaded
 from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
-from zpp_lab.data import open_data
-from zpp_lab.engines.build import build_engine
-from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_hf, export_peft, export_quantized
 from zpp_lab.tools.export.wire import parse_codec
-from zpp_lab.train.resume import open_store, resume
 from zpp_lab.train.trainer import run
 
 
@@ -58,23 +52,6 @@ def test_models_of_transformers_merged(kind: str, tmp_path: Path) -> None:
     assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
 
 
-def test_logits_of_the_merged_model_are_the_models_own(tmp_path: Path) -> None:
-    config = llama(tmp_path, "q4")
-    run(config)
-    device = torch.device("cpu")
-    engine = build_engine(config, 256, device)
-    assert isinstance(engine, VirtualEngine)
-    resume(config, engine, open_store(config, tmp_path / "run" / "checkpoints", device))
-    tokens = open_data(config.data).batch(1, 0, 0, 0, 2, 16)[0]
-    engine.token_losses(0, [(tokens, tokens)], wire=False)  # loads the master adapters
-    with torch.no_grad():
-        own = engine.model(tokens)
-    export_hf(tmp_path / "run", tmp_path / "out")
-    with torch.no_grad():
-        merged = loaded(tmp_path / "out", dtype=torch.float32)(tokens).logits
-    assert float((own - merged).abs().max()) < 2e-5 * float(own.abs().max())
-
-
 def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: Path) -> None:
     config = llama(tmp_path, "q4", "recipe=w4")
     summary = run(config)
@@ -91,34 +68,6 @@ def test_the_wire_brings_the_adapters_and_not_their_sum_with_the_base(tmp_path: 
 
 
 # ---------------------------------------------------------------------- peft
-
-
-def applied(model: Any, folder: Path) -> Any:
-    """What peft does at its load, by its documentation: names, shapes, scale, targets."""
-    from safetensors.torch import load_file
-
-    said = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / "adapter_model.safetensors")
-    targets, left = said["target_modules"], dict(tensors)
-    for name, module in model.named_modules():
-        if any(name == t or name.endswith(f".{t}") for t in targets):
-            a, b = (left.pop(f"base_model.model.{name}.lora_{x}.weight") for x in "AB")
-            delta: Tensor = said["lora_alpha"] / said["r"] * (b @ a)
-            module.weight.data += delta.t() if said["fan_in_fan_out"] else delta
-    assert not left
-    return model
-
-
-def test_peft_files_on_the_base_are_the_run(tmp_path: Path) -> None:
-    config = llama(tmp_path, "raw", targets=["wq", "wv", "w_down"])
-    summary = run(config)
-    made = export_peft(tmp_path / "run", tmp_path / "out")
-    assert made.tensors == 2 * 2 * 3
-    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert said["target_modules"] == ["down_proj", "q_proj", "v_proj"]
-    base = loaded(tmp_path / "base", dtype=torch.float32)
-    model = applied(base, tmp_path / "out")
-    assert heldout_loss(model, config) == pytest.approx(summary["heldout_loss_master"], rel=1e-6)
 
 
 def test_peft_itself(tmp_path: Path) -> None:

@@ -39,15 +39,6 @@ def test_the_mean_over_arms_is_judged_by_seed() -> None:
     ]
 
 
-def test_it_is_one_more_in_the_families() -> None:
-    gaps = {"w4_32": [0.001, 0.002, 0.003], "w4_64": [0.001, 0.002, 0.003], "w8": [9.0, 9.1, 9.3]}
-    with_it, without = judged(gaps), judged(gaps, replace(STUDY, composites=[]))
-    mine, plain = (found.arms[3].tests.differs_corrected for found in (with_it, without))
-    assert mine is not None
-    assert plain is not None
-    assert mine == pytest.approx(plain * 4 / 3)
-
-
 def test_only_seeds_that_all_arms_have_count() -> None:
     (both,) = judged({"w4_32": [0.02, 0.021, 0.022], "w4_64": [0.02, 0.021]}).composites
     assert sorted(both.gaps) == [1, 2]

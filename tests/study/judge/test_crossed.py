@@ -74,12 +74,6 @@ def test_interval_over_seeds_and_documents_covers_the_gap(shape: tuple[int, int]
         assert both >= 0.945 - slack(0.945)
 
 
-def test_neither_seeds_nor_documents_alone_cover_it() -> None:
-    both, seeds, documents = covered((5, 40), 0.006, 0.012, 0.004, over=list(OVER))
-    assert both >= 0.95 - slack(0.95)
-    assert max(seeds, documents) < 0.9
-
-
 def test_the_noise_of_a_seed_on_a_document_counts_once() -> None:
     """Where it is all that there is, the part of documents is small, and the interval that of
     seeds alone, nearly."""

@@ -66,14 +66,6 @@ def test_factors_that_move_together_are_one_more_effect() -> None:
     assert list(effects["weights"].levels) == [4, None]
 
 
-def test_seeds_that_one_cell_lacks_are_not_compared() -> None:
-    whole = cell(0.1, 0.01, bits=4)
-    part = Cell("part", {"bits": 8}, {2: 0.0, 3: 0.0})
-    (effect,) = main_effects([whole, part])
-    assert {e.seeds for e in effect.levels.values()} == {2}
-    assert effect.levels[4].mean == pytest.approx(0.105)
-
-
 def test_front_equals_the_definition() -> None:
     rng = np.random.default_rng(3)
     points = [(float(x), float(y), i) for i, (x, y) in enumerate(rng.integers(0, 12, (60, 2)))]

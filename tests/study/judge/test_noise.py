@@ -117,11 +117,6 @@ def test_a_jump_of_one_run_is_found_and_one_of_all_is_not(tmp_path: Path) -> Non
     assert (first.norm, first.others, second.norm, second.others) == (20.0, 5.0, 12.5, 5.0)
 
 
-def test_an_arm_that_is_always_larger_does_not_stand_apart(tmp_path: Path) -> None:
-    larger = {(NAMES[1], 1, step): 6.0 for step in range(1, 10)}
-    assert found(jumping(tmp_path, larger)) == []
-
-
 def test_seeds_are_compared_with_their_own_twins(tmp_path: Path) -> None:
     second = {(name, 2, step): 8.0 for name in NAMES for step in range(1, SHORT + 1)}
     assert found(jumping(tmp_path, {**second, (NAMES[3], 1, 2): 3.0}, seeds=2)) == [
@@ -134,12 +129,6 @@ def test_a_negative_control_is_no_twin(tmp_path: Path) -> None:
     assert found(jumping(tmp_path, jumps, roles={NAMES[3]: "negative_control"})) == [
         (NAMES[0], 1, 5)
     ]
-
-
-def test_two_runs_cannot_say_which_of_them_jumps(tmp_path: Path) -> None:
-    result = jumping(tmp_path, {(NAMES[0], 1, 5): 9.0})
-    few = replace(result, arms=result.arms[:2])
-    assert apart_steps(few) == []
 
 
 def test_norms_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:

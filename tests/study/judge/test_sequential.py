@@ -91,8 +91,3 @@ def test_failed_runs_are_not_asked_for_again() -> None:
         "wide": [4, 5],
     }
     assert next_seeds(STUDY, judged([*runs, run("wide", 3, "diverged")])) == {}
-
-
-def test_the_margin_is_that_of_the_first_seeds() -> None:
-    runs, _ = to_the_end(first_look())
-    assert judged(runs).margin == judged(first_look()).margin

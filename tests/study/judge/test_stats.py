@@ -4,16 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, ttest_rel
 from statsmodels.stats.weightstats import ttost_paired
 
 from zpp_lab.study.judge.stats import (
-    Gap,
     decision_probability,
     seeds_for_equivalence,
-    seeds_to_decide,
     summarize,
     t_interval,
 )
@@ -79,10 +77,6 @@ def test_test_and_inner_interval_agree(gaps: list[float], margin: float) -> None
         assert inside == (gap.p_equal < 0.05)
 
 
-def test_one_seed_has_no_interval() -> None:
-    assert summarize([0.1], 0.01) == Gap(1, 0.1)
-
-
 @pytest.mark.parametrize(("value", "p"), [(0.0, 0.0), (0.004, 0.0), (0.02, 1.0), (-0.02, 1.0)])
 def test_equal_gaps_are_their_own_interval(value: float, p: float) -> None:
     gap = summarize([value] * 3, 0.01)
@@ -116,10 +110,3 @@ def test_seeds_for_equivalence_is_the_fewest_with_80_percent(ratio: float) -> No
     assert n is not None
     assert decision_probability(n, 0.0, ratio * 0.006, 0.006)[0] >= 0.8
     assert n == 2 or decision_probability(n - 1, 0.0, ratio * 0.006, 0.006)[0] < 0.8
-
-
-@settings(deadline=None)
-@given(st.floats(-0.03, 0.03), st.floats(1e-4, 0.05), st.integers(2, 9))
-def test_more_seeds_than_there_are(mean: float, sd: float, n: int) -> None:
-    needed = seeds_to_decide(Gap(n, mean, sd), 0.006)
-    assert needed is None or needed > n

@@ -148,17 +148,6 @@ def test_arms_are_paired_with_the_baseline_that_they_name() -> None:
     assert result.margin == pytest.approx(0.0025 * 2.4)
 
 
-def test_gaps_are_paired_by_seed() -> None:
-    result, arm = judged(*shifted(0.001, 0.001, 0.0011))
-    # although the losses of the seeds spread by 0.02
-    assert arm.verdict == "above zero but inside the margin"
-    assert result.margin == pytest.approx(0.0025 * 2.4)
-    assert arm.gaps == pytest.approx({1: 0.001, 2: 0.001, 3: 0.0011})
-    assert arm.bytes_total == pytest.approx(0.25)
-    assert result.baseline.verdict == "baseline"
-    assert not result.notes
-
-
 def test_missing_seeds_are_left_out_and_named() -> None:
     result, arm = judged(*shifted(0.05, 0.051))
     assert (arm.verdict, arm.gap and arm.gap.n) == ("worse", 2)

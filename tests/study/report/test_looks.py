@@ -56,11 +56,6 @@ def test_looking_again_errs_as_often_as_it_says(sizes: tuple[int, ...], sides: S
     assert ever_below(level, sizes, sides) == pytest.approx(0.05, rel=0.02)
 
 
-def test_one_look_needs_no_correction() -> None:
-    assert ever_below(0.03, (5,), 2) == 0.03
-    assert nominal_level(0.05, (1, 4), 1) == 0.05  # one seed is no test
-
-
 def test_tiny_p_values_are_bounded_by_the_number_of_looks() -> None:
     assert ever_below(1e-9, SIZES, 2) == pytest.approx(4e-9)
     assert ever_below(1.0, SIZES, 2) == 1.0

@@ -35,13 +35,6 @@ def test_shared_and_whole_gpus_are_never_compared(tmp_path: Path) -> None:
     assert ups["zeropp", "12", 2] == pytest.approx(ups["zeropp", "12", 1])  # each by its own base
 
 
-def test_tables_that_say_nothing_of_it_shared_nothing(tmp_path: Path) -> None:
-    table = rows(ARMS, LINKS)
-    for row in table:
-        del row["ranks_per_gpu"]
-    assert {m.setting.ranks_per_gpu for m in read_speeds(write_speeds(tmp_path, table))} == {1}
-
-
 def test_predictions_are_of_the_shared_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

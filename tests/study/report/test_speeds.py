@@ -61,13 +61,6 @@ def test_settings_decide_and_not_the_name(tmp_path: Path) -> None:
     assert "bits 4 there, 6 here" in found.missing["w6"]
 
 
-def test_of_several_with_its_settings_the_one_of_its_name(tmp_path: Path) -> None:
-    own = {"recipe.name": "zero3"}
-    measured = speeds(tmp_path, FSDP2, Arm("tuned", 1, 0.1, config=own), Arm("b", 1, 0.2))
-    found = match(measured, result(arm("b", ["recipe=zero3"]), arm("a", ["recipe=zero3"])))
-    assert found.matches == {"b": ["b"], "a": ["tuned"]}
-
-
 def test_a_step_in_other_micro_steps_has_no_measurement(tmp_path: Path) -> None:
     """The order control of two ranks is such an arm: it gathers and reduces twice a step."""
     plain, split = ["recipe=zero3"], ["recipe=zero3", "train.micro_steps=2"]

@@ -170,13 +170,6 @@ def test_another_order_of_sums_must_be_able_to_differ(
         Planner(made(reordered), tmp_path, fake_compose)
 
 
-def test_a_repeat_is_no_second_run_of_the_same_order(tmp_path: Path) -> None:
-    """It would be equal to the bit, and its mean with the baseline the baseline."""
-    arms = [ArmConfig("zero3", role="baseline"), ArmConfig("again", role="baseline_repeat")]
-    with pytest.raises(ValueError, match="zero3 and again have the same settings"):
-        Planner(StudyConfig("t", "?", arms, [1]), tmp_path, fake_compose)
-
-
 def test_arms_chosen_from_a_study_bring_what_they_are_compared_with() -> None:
     arms = [ArmConfig("zero3"), ArmConfig("again", role="baseline_repeat")]
     arms += [ArmConfig(name) for name in ("w4_32", "w4_64", "w8")]

@@ -15,7 +15,6 @@ from tests.study.fake_trainer import run as finish
 from tests.study.run.test_launch import started, study
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.runs.reader import read_study
 from zpp_lab.study.run.attempts import StudyOutcome
 from zpp_lab.study.run.launch import Launch, run_study
 from zpp_lab.train.piece import PAUSED, UNFINISHED
@@ -66,14 +65,6 @@ def test_some_arms_alone(tmp_path: Path) -> None:
         launch(what, tmp_path, arms=("a", "c"))
 
 
-def test_some_seeds_alone(tmp_path: Path) -> None:
-    """The study's own seeds are what a report counts, whichever of them ran here."""
-    what = study("zero3", "a")
-    launch(what, tmp_path, arms=("a",), seeds=(2,))
-    assert started(tmp_path) == ["a 2"]
-    assert read_study(tmp_path) == what
-
-
 def test_out_of_time_and_on_again(tmp_path: Path) -> None:
     what = study("zero3", "long", "z", seeds=1)
     outcome, text = launch(what, tmp_path, seconds=600)
@@ -88,8 +79,3 @@ def test_out_of_time_and_on_again(tmp_path: Path) -> None:
     outcome, _ = launch(what, tmp_path)
     assert outcome.exit_code == 0
     assert sorted(started(tmp_path)[2:]) == ["long 1", "z 1"]
-
-
-def test_a_launcher_has_its_own_limits(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--for is for runs on this machine"):
-        Launch(launcher="slurm", until=1.0)

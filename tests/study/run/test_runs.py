@@ -48,13 +48,6 @@ def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
     assert last_step(tmp_path) == 0
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", ZERO3, 1, steps=2)
-    (tmp_path / "a" / "summary.json").write_text("{")
-    with pytest.raises(ValueError, match=r"a/summary\.json.*delete"):
-        find_runs(tmp_path)
-
-
 def test_a_run_that_failed_before_its_config_is_told_by_its_folder(tmp_path: Path) -> None:
     for name in ("seed7", "other"):
         (tmp_path / "w4" / name).mkdir(parents=True)
@@ -82,24 +75,6 @@ def test_plain_runs_become_arms_by_recipe_and_settings(tmp_path: Path) -> None:
     assert len(runs) == 9
     assert not notes
     assert judge_study(study, runs).arms[0].verdict == "baseline"
-
-
-def test_blocks_without_bits_are_one_baseline(tmp_path: Path) -> None:
-    for block in (64, 1024):
-        for bits in (None, 4):
-            folder = tmp_path / f"b{block}_{bits}"
-            write_run(folder, FakeArm("zero3", "", gap=0.0, weight_bits=bits), 1, steps=2)
-            config = yaml.safe_load((folder / "config.yaml").read_text())
-            config["recipe"]["weights"]["block_size"] = block
-            (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    study, runs, notes = study_of("sweep", find_runs(tmp_path))
-    assert study.baseline == "zero3"
-    assert sorted(run.arm for run in runs) == [
-        "zero3",
-        "zero3 weights.bits=4 weights.block_size=1024",
-        "zero3 weights.bits=4 weights.block_size=64",
-    ]
-    assert notes == ["b64_None repeats b1024_None (zero3, seed 1)."]
 
 
 @pytest.mark.parametrize(

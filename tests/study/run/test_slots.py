@@ -101,11 +101,6 @@ def test_runs_of_several_ranks_share_gpus_under_mps_alone(
     assert [places.take(Need(4, 1 / 3)) is not None for _ in range(4)] == [True] * 3 + [False]
 
 
-def test_a_run_that_had_no_memory_beside_others_gets_the_gpu_alone(tmp_path: Path) -> None:
-    attempts.note(tmp_path, {"outcome": "out_of_memory", "error": "CUDA", "step": 3})
-    assert Memory(4).need(planned(tmp_path)) == Need(1)
-
-
 def test_a_line_that_was_cut_costs_no_other_one(tmp_path: Path) -> None:
     crash = {"outcome": "crashed", "error": "} it broke", "step": 3}
     attempts.note(tmp_path, crash)

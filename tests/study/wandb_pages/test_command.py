@@ -74,15 +74,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         apply.pages(make_spec(load_study("smoke"), project="p"), "e")
 
 
-def test_pages_have_axes_of_tokens_and_time_gaps_speed_and_a_line_a_run(
-    fake_wandb: FakeWandb,
-) -> None:
+def test_pages_are_sent_with_gaps_over_tokens_and_time(fake_wandb: FakeWandb) -> None:
     assert len(apply.apply(make_spec(load_study("smoke"), project="p", entity="e"))) == 2
     for view in fake_wandb.views:
-        made = view["spec"].replace('\\"', '"')
-        for axis in ("tokens", "seconds", "step", "gap_vs_zero3/tokens"):
-            assert f'"xAxis":"{axis}"' in made.replace(": ", ":"), axis
-        for name in ("mfu", "memory/gpu_gib", "wait/data", "gap_vs_zero3/heldout_loss"):
-            assert f'"{name}"' in made
-        assert "config:wires.value.grads_inter" in made
-        assert "summary:final/gap_vs_zero3" in made
+        for name in ("gap_vs_zero3/heldout_loss", "tokens", "seconds"):
+            assert name in view["spec"]

@@ -67,18 +67,6 @@ def test_the_next_call_goes_on_with_the_same_figures(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_fails_leaves_those_before_it(tmp_path: Path) -> None:
-    parts = kept(tmp_path / "m.json")
-    fill(parts)
-
-    def fails() -> Between:
-        raise RuntimeError("no link")
-
-    with pytest.raises(RuntimeError):
-        parts.part("more links", Between, fails)
-    assert list(kept(tmp_path / "m.json").parts) == ["compute", "links", "memory"]
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
