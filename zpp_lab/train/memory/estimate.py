@@ -206,10 +206,15 @@ class _Rank:
         every = (p for u in self.plan.units for p in u.unit.parameters if p.name in names)
         return shard_bytes(every, self.weight)
 
-    def _updates(self) -> dict[Moment, int]:
-        """While a unit's new weights travel."""
+    def _updates(self) -> list[Item]:
+        """While a unit's new weights travel. torch keeps that memory for their stream alone, so
+        other moments do without it."""
         kept = self.plan.recipe.kept
-        return moments(update=max(map(self.buffers.update, self.plan.units)) if kept else 0)
+        most = max(map(self.buffers.update, self.plan.units)) if kept else 0
+        return [
+            Item("new weights, on their way", moments(update=most)),
+            Item("new weights, their stream's", always(most) | {"update": 0}, outside=True),
+        ]
 
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
@@ -260,7 +265,7 @@ class _Rank:
             Item("whole gradients", self._whole_gradients()),
             Item("reduction buffers", self._reductions()),
             Item("telemetry", self._telemetry()),
-            Item("new weights, on their way", self._updates()),
+            *self._updates(),
             Item("peer-memory slots", always(self.buffers.slots()), outside=True),
         ]
 
