@@ -95,39 +95,21 @@ def test_a_sweeps_dry_run_lists_every_run_and_starts_none(capsys: Said) -> None:
     assert not list(Path().iterdir())
 
 
-def test_what_wires_carry_is_written_out(tmp_path: Path) -> None:
+def test_what_wires_carry_is_written_out() -> None:
     """In a run's config.yaml, and so in wandb; it is no setting, and no run differs by it."""
     config = compose(["recipe=zeropp", "recipe.weights.hadamard=64"])
     written = every_setting(config)
-    wires = written["wires"]
-    assert wires["weights_forward"]["block_size"] == 256
-    assert wires["weights_forward"]["hadamard"] == 64
-    assert wires["grads_inter"]["rounding"] == "nearest"
+    forward = written["wires"]["weights_forward"]
+    assert (forward["block_size"], forward["hadamard"]) == (256, 64)
     assert stored_config(written) == config
     assert flat_config(written) == flat_config(config)
     phased = every_setting(compose(["recipe=w8_then_w4", "train.steps=100"]))["wires"]
-    assert phased["weights_forward"]["bits"] == 8
     assert phased["after 10"]["weights_forward"]["bits"] == 4
-    raw = every_setting(compose([]))["wires"]
-    assert all(wire == {"codec": "none"} for wire in raw.values())
-    memory = every_setting(compose(["recipe=g2_ef"]))["wires"]["grads_inter"]["memory"]
-    assert memory == {"kind": "residual", "store": "bf16", "decay": 1.0} | {
-        "average": 0.0,
-        "reset_every": 0,
-    }
-    config = compose(["recipe=tagc"])
-    (ruled,) = every_setting(config)["wires"]["grads_intra"]["rules"]
-    assert ruled["name"] == "*layers.*"
-    assert ruled["codec"] == "sketch"
-    assert carried(config).startswith(
-        "grads_intra, grads_inter name='*layers.*' ndim=2 codec=sketc"
-    )
+    (ruled,) = every_setting(compose(["recipe=tagc"]))["wires"]["grads_intra"]["rules"]
+    assert (ruled["name"], ruled["codec"]) == ("*layers.*", "sketch")
     for rules in ("[{set:{bits:4}}]", "[{name:'x*',exempt:true},{set:{bits:4}}]"):  # the last holds
         everywhere = compose([f"recipe.rules={rules}"])
         assert carried(everywhere) == carried(compose(["recipe=w4", "recipe.grads.bits=4"]))
-    assert "name='x*' codec=none" in carried(
-        compose(["recipe=w4", "recipe.rules=[{name:'x*',exempt:true}]"])
-    )
 
 
 def test_a_plugin_that_is_not_there_is_named() -> None:

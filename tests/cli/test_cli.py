@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
-from zpp_lab.config.flat import stored_config
 
 TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
 
@@ -74,13 +72,6 @@ def test_without_a_gpu_the_answer_names_it(words, answer, monkeypatch, capsys) -
     monkeypatch.setattr("sys.argv", ["zpp-lab", *words])  # as the console script finds them
     assert main() == 2
     assert answer in capsys.readouterr().err
-
-
-def test_a_dry_run_prints_every_setting_and_leaves_nothing(here: list[str], capsys) -> None:
-    assert main(["train", *here, "recipe=w4", "--dry-run"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
-    assert stored_config(printed).recipe.weights.bits == 4
-    assert not Path("runs").exists()
 
 
 @dataclass(frozen=True)

@@ -162,18 +162,6 @@ def test_stochastic_rounding_is_unbiased(bits: int, symmetric: bool) -> None:
     assert float((found.mean(0) - x.double()).mean().abs()) < 5.0 * size / 2 / math.sqrt(64 * n)
 
 
-def test_noise_differs_in_every_key() -> None:
-    def draw(seed=1, step=2, micro=0, wire="grads_intra", name="w", rank=0, row=0):
-        made = Noise(noise_key(seed, step, micro, wire), (rank,), (row,))
-        return made.uniform(parameter_id(name), 64, torch.device("cpu"))
-
-    base = draw()
-    assert torch.equal(base, draw())
-    others = [draw(seed=2), draw(step=3), draw(micro=1), draw(wire="grads_inter"), draw(name="v")]
-    for other in [*others, draw(rank=1), draw(row=1)]:
-        assert not torch.equal(base, other)
-
-
 def test_philox_known_answer() -> None:
     """Philox4x32-7 of Random123's known-answer table: counter and key all zero, then all ones."""
     from zpp_lab.codecs.noise import philox

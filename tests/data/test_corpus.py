@@ -145,6 +145,15 @@ class TestHub:
         with pytest.raises(ValueError, match=r"data\.column=id: .* columns with text: text"):
             list(corpus.documents())
 
+    def test_network_failure_while_streaming(self, monkeypatch):
+        def rows():
+            yield {"text": "12345"}
+            raise ConnectionError("connection reset")
+
+        corpus = self.corpus(monkeypatch, rows())
+        with pytest.raises(ValueError, match=r"data\.path=some/set .*: connection reset"):
+            list(corpus.documents())
+
     def test_without_a_network_the_answer_is_quick(self, monkeypatch):
         corpus = self.corpus(monkeypatch)
         monkeypatch.setattr("zpp_lab.files.reachable", lambda: False)

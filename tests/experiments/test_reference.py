@@ -79,22 +79,6 @@ def test_kept_runs_are_thin_grow_by_call_and_are_not_run_again(
     assert {run.arm for run in todo if fill.ended_before(run)} == {"zero3", "zeropp"}
 
 
-def test_the_queue_has_every_run_of_its_studies() -> None:
-    studies = {part.study: load_study(part.study) for part in fill.PARTS}
-    assert set(fill.SIZES) <= set(studies)
-    for name, study in studies.items():
-        arms = [arm.name for arm in study.arms]
-        queued = {
-            (arm, seed)
-            for part in fill.PARTS
-            if part.study == name
-            for arm in part.arms or arms
-            for seed in study.seeds
-            if seed in part.seeds
-        }
-        assert queued == {(arm, seed) for arm in arms for seed in study.seeds}
-
-
 def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -35,21 +34,6 @@ def record(step: int) -> dict[str, Any]:
     }
 
 
-def test_resume_drops_what_will_be_repeated(tmp_path: Path) -> None:
-    first = Tracker(config(), tmp_path, 0)
-    for step in range(1, 9):
-        first.log(record(step))
-    first.fail({"outcome": "crashed", "error": "x", "step": 8, "traceback": ""})
-    assert json.loads((tmp_path / "failure.json").read_text())["step"] == 8
-    second = Tracker(config(), tmp_path, 5)
-    assert not (tmp_path / "failure.json").exists()
-    assert second.last == record(5)
-    assert second.bytes["grads_inter"]["inter"] == 35
-    second.log(record(6))
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert Tracker(config(), tmp_path, 0).last is None
-
-
 def test_what_is_being_written_is_let_be(tmp_path: Path) -> None:
     """By a sender of the run's, for instance; what a killed process has left goes."""
     with subprocess.Popen(["true"]) as gone:
@@ -64,20 +48,6 @@ def test_a_checkpoint_without_its_metrics_is_an_error(tmp_path: Path) -> None:
     Tracker(config(), tmp_path, 0).log(record(1))
     with pytest.raises(ValueError, match=r"ends at step 1, but .* step 4.*run.resume=false"):
         Tracker(config(), tmp_path, 4)
-
-
-def test_metrics_that_cannot_be_written_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = Tracker(config(), tmp_path, 0)
-    one.log(record(1))
-
-    def refuse(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", refuse)
-    with pytest.raises(OSError, match="cannot write step 2"):
-        one.log(record(2))
 
 
 def test_a_failing_view_is_named_once_and_left_out(

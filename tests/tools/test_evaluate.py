@@ -41,17 +41,6 @@ def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows[2]["dtype"] == "bfloat16"
 
 
-def test_a_bf16_run_s_masters_are_its_folder_in_bf16(tmp_path: Path) -> None:
-    """It computes with masters rounded to bf16; the fp32 folder has them whole."""
-    leave(small(tmp_path, "recipe=w4", "train.param_dtype=bf16"))
-    own, near, whole = (tmp_path / n for n in ("run", "bf16", "fp32"))
-    export_hf(own, near, dtype="bf16")
-    export_hf(own, whole)
-    master, _, rounded, plain = (r.heldout_loss for r in evaluate([own, near, whole], dtype="fp32"))
-    assert rounded == pytest.approx(master, abs=1e-7)
-    assert plain != pytest.approx(master, abs=1e-7)
-
-
 def test_rounding_with_the_wire_s_codec_is_the_wire(tmp_path: Path) -> None:
     leave(small(tmp_path, "recipe=w4"))
     leave(small(tmp_path, f"run.dir={tmp_path}/plain"))

@@ -138,18 +138,6 @@ def test_a_budget_ends_it_and_keeps_what_there_is(fake: type[Fake], tmp_path: Pa
     assert not (tmp_path / "results.csv").exists()
 
 
-def test_a_link_that_cannot_be_limited_is_told_before_ranks_start(
-    fake: type[Fake], tmp_path: Path
-) -> None:
-    """OneHost limits nothing, as a kernel without tc's token bucket."""
-    cluster = ClusterConfig(nodes=1, gpus_per_node=2)
-    pace = Pace(steps=3, rounds=1, turn_seconds=8, limit=9, budget=99)
-    made = StepBench(OneHost(), Placement(cluster), arms(["fsdp2"], TINY), pace, tmp_path)
-    with pytest.raises(ValueError, match="no link to limit to 12"):
-        made.run([None, 12.0])
-    assert not fake.asked
-
-
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
     """Each byte goes between nodes once: the gather saw two hosts, and the interface agrees."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.small_runs import newest, small, tear, tensor_file
 from zpp_lab.cli.main import main
@@ -26,23 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run(small(folder))
     return folder / "run"
-
-
-@pytest.mark.parametrize(("dtype", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_dtypes(
-    folder: Path, tmp_path: Path, dtype: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert main(["export", str(folder), "--to", "hf", "--out", str(out), "--dtype", dtype]) == 0
-    assert "step 12: 12 tensors" in capsys.readouterr().out
-    modes = {file.stat().st_mode for file in out.iterdir()}
-    assert len(modes) == 1  # whoever may read the config may read the weights
-    state = load_file(out / "model.safetensors")
-    assert {t.dtype for t in state.values()} == {getattr(torch, name)}
-    assert json.loads((out / "config.json").read_text())["dtype"] == name
-    export_hf(folder, tmp_path / "whole")
-    whole = load_file(tmp_path / "whole" / "model.safetensors")
-    assert all(torch.equal(whole[n].to(state[n].dtype), state[n]) for n in whole)
 
 
 def test_a_damaged_checkpoint_is_passed_over(

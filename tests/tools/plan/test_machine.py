@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zpp_lab.tools.plan.cost.machine import Curve, Machine, load_machine
+from zpp_lab.tools.plan.cost.machine import Curve, load_machine
 
 
 def test_a_curve_is_linear_between_points_and_keeps_the_last_rate() -> None:
@@ -59,11 +59,3 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:
             load_machine(str(path))
     with pytest.raises(ValueError, match=r"ready one: .*h200"):
         load_machine("no_such")
-
-
-def test_what_nobody_measured_is_an_error() -> None:
-    machine: Machine = load_machine("h200")
-    with pytest.raises(ValueError, match="calibrate"):
-        machine.codec.each("encode", "3")
-    with pytest.raises(ValueError, match=r"engine\.compile=false"):
-        machine.mode(compiled=True)

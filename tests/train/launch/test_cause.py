@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.train.launch import launcher
 from zpp_lab.train.launch.cause import USER_ERROR, first_cause, lost_a_peer
 
@@ -84,3 +85,24 @@ def test_the_traceback_behind_a_mistake_is_kept(tmp_path: Path) -> None:
         launcher._report(failed, tmp_path, False)
     left = json.loads((tmp_path / "failure.json").read_text())
     assert (left["error"], left["traceback"]) == ("rank 1: no such file", "Traceback: x")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_on_a_failing_disk_says_its_line_and_ends(
+    launched: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    ended: list[int] = []
+    monkeypatch.setattr(launcher, "Pulse", lambda _, lost, __: SimpleNamespace(missing=lost))
+    monkeypatch.setattr(launcher, "PULSES", [])
+    monkeypatch.setattr(launcher.watchdog, "when_late", lambda _: None)
+    monkeypatch.setattr(launcher.os, "_exit", ended.append)
+    config = Config(run=RunConfig(dir=str(tmp_path / "file" / "run")))
+    error_file = str(tmp_path / "file" / "error.json") if launched else None
+    pulse: Any = launcher._watch(config, 0, error_file)
+    pulse.missing(1, "is gone: its process has ended")
+    assert ended == [1]
+    assert "rank 0: rank 1 is gone: its process has ended" in capsys.readouterr().err

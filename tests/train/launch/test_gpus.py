@@ -25,25 +25,6 @@ def test_each_rank_has_a_gpu_where_there_are_enough() -> None:
     assert (placed.ranks_per_gpu, placed.share) == (1, None)  # nothing to share
 
 
-@pytest.mark.parametrize(
-    ("cluster", "visible", "nodes", "ranks"),
-    [
-        ((2, 2), "01", ["0,1", "0,1"], 2),
-        ((2, 2), "012", ["0,1", "0,1"], 2),  # as many ranks on each
-        ((3, 2), "012", ["0,1", "2,0", "1,2"], 2),
-        ((4, 1), "01", ["0", "1", "0", "1"], 2),
-        ((4, 1), "5", ["5"] * 4, 4),
-        ((2, 4), "0123", ["0,1,2,3", "0,1,2,3"], 2),
-    ],
-)
-def test_nodes_share_what_there_is(
-    cluster: tuple[int, int], visible: str, nodes: list[str], ranks: int
-) -> None:
-    placed = place(shape(*cluster), list(visible), share="mps")
-    assert nodes_of(placed) == nodes
-    assert placed.ranks_per_gpu == ranks
-
-
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 50))
 def test_a_nodes_ranks_never_share_and_every_gpu_has_as_many(
     nodes: int, local: int, found: int

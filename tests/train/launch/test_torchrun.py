@@ -117,3 +117,12 @@ def test_a_run_is_seen_kept_apart_and_goes_on(torchrun: Torchrun) -> None:
     assert re.search(rf"goes on after step \d+ of {STEPS}", torchrun.said("again.txt"))
     assert torchrun.said("again.txt").count("stopped before the end") == 1  # by rank 0
     assert state(read_run(torchrun.run)) == "stopped"
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_held_stops_every_rank(torchrun: Torchrun) -> None:
+    (torchrun.run / ".lock").mkdir(parents=True)  # as a disk or its permissions would refuse it
+    assert torchrun.ended("log.txt") != 0
+    said = torchrun.said("log.txt")
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank}: .*run/\.lock'; run\.dir must be a folder", said), said

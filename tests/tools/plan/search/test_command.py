@@ -57,22 +57,6 @@ def test_without_evidence_the_bits_stay_mild(
     assert faster["chosen"]["time"]["step_s"] < found["chosen"]["time"]["step_s"]
 
 
-def test_the_plan_can_be_pasted(capsys) -> None:
-    found = planned(capsys, "--allow", "untested")
-    chosen = found["chosen"]
-    config = compose(chosen["overrides"])
-    assert config.engine.name == "fsdp"
-    assert config.recipe.weights.bits == 4
-    assert config.model.preset == "125m"
-    assert chosen["fits"]
-    assert chosen["speed_up"] > 1
-    assert not found["loss_considered"]
-    assert "Loss was not considered" in " ".join(found["notes"])
-    assert [r["kind"] for r in found["rows"]].count("chosen") == 1
-    steps = [r["time"]["step_s"] for r in found["rows"]]
-    assert steps == sorted(steps)
-
-
 def test_with_a_study(capsys, tmp_path: Path) -> None:
     folder, path = study(tmp_path / "study"), tmp_path / "next.yaml"
     found = planned(capsys, "--study", str(folder), "--next-study", str(path))

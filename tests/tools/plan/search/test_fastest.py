@@ -42,13 +42,6 @@ def test_no_plan_that_fits_is_faster(link: float) -> None:
         assert all(o.floor <= seconds * (1 + 1e-9) for seconds, o in found)
 
 
-def test_a_slow_link_wants_few_bits_and_a_fast_one_none() -> None:
-    slow = search(problem("model=125m", link=1.0, bits=(None, 2))).chosen.option
-    assert max(slow.wire_bits[0], slow.wire_bits[3]) == 2
-    fast = search(problem("model=125m", link=None, bits=(None, 2))).chosen.option
-    assert sum(fast.wire_bits) > sum(slow.wire_bits)
-
-
 def test_the_study_limits_the_choice(tmp_path: Path) -> None:
     limit = read_limit(study(tmp_path / "study"))
     answer = search(problem("model=125m", link=1.0, limit=limit, bits=(None, 4, 2)))
@@ -68,19 +61,6 @@ def test_the_study_limits_the_choice(tmp_path: Path) -> None:
 
 
 LONG = ("model=1_3b", "data.seq_len=2048", "train.batch_size=4")
-
-
-def test_memory_is_a_limit() -> None:
-    most = search(problem(*LONG, link=None, bits=(None,))).chosen
-    assert not most.option.candidate.knobs.checkpoint_activations
-    less = search(problem(*LONG, link=None, bits=(None,), gib=most.option.peak / GIB / 2))
-    assert less.chosen.option.candidate.knobs.checkpoint_activations
-    assert less.chosen.step_s > most.step_s
-    assert less.fits(less.chosen)
-    assert less.too_large
-    for large in less.too_large:
-        assert large.option.peak > less.problem.device
-        assert large.step_s < less.chosen.step_s
 
 
 def test_nothing_fits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zpp_lab.config.schema import RecipeConfig
-from zpp_lab.tools.plan.search.space import Space, named_recipes, runs, without_name
+from zpp_lab.tools.plan.search.space import Space, runs, without_name
 
 from .problems import base
 
@@ -21,13 +21,6 @@ def test_every_recipe_runs_and_comes_once() -> None:
     assert len({without_name(r) for r in found[::10]}) == len(found[::10])
     assert len({r.name for r in found}) == len(found)
     assert all(runs(r, base()) for r in found[::50])
-
-
-def test_known_recipes_are_in_it_by_name() -> None:
-    names = {r.name for r in recipes(studied=True)}
-    assert {"zero3", "zeropp", "w8", "w2", "g8_4_hadamard", "zero2", "hsdp"} <= names
-    assert "broken" not in names
-    assert {"zeropp", "broken"} <= {r.name for r in named_recipes()}
 
 
 def test_one_node_has_one_hop_and_one_rank_has_no_wires() -> None:
