@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runs.wandb_file import OfflineRun
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.codecs import CodecBase, SegmentNoise, registry
+from zpp_lab.runs.wandb.folder import run_folders
+from zpp_lab.runs.wandb.sink import follow
+from zpp_lab.study.judge.verdict import read_result
 
 TINY = [*SHAPE, "train.steps=2", "train.eval_tokens=64"]
 
@@ -101,3 +106,53 @@ def test_a_codec_from_outside_trains(here: list[str], monkeypatch) -> None:
     recipe += ["recipe.grads.codec=half", "recipe.name=half"]
     assert main(["train", *here, *recipe]) == 0
     assert Path("runs/half/seed1/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("swept", "arms"),
+    [
+        (["recipe.weights.bits=null,4"], {"zero3", "zero3 weights.bits=4"}),
+        pytest.param(
+            ["recipe=zero3,w4", "train.lr=1e-3,2e-3"],
+            {f"{recipe} train.lr={lr}" for recipe in ("zero3", "w4") for lr in (0.001, 0.002)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_wandb_calls_a_sweeps_runs_by_the_arms_of_its_report(
+    here: list[str], swept: list[str], arms: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZPP_SWEEP_DIR", "sweep")
+    assert main(["train", "-m", *here, *swept, "seed=1,2"]) == 0
+    told = set()
+    for run in run_folders("sweep"):
+        assert follow(run, "offline", lambda: True)
+        shown = OfflineRun(run.path)
+        told.add((shown.run.job_type, shown.run.display_name, shown.run.run_group))
+        (recipe,) = [tag for tag in shown.run.tags if tag.startswith("recipe=")]
+        assert recipe == f"recipe={shown.run.job_type.partition(' train.lr')[0]}"
+        summary = json.loads((run.path / "summary.json").read_text())
+        assert summary["arm"] == shown.run.job_type
+        assert shown.summary["_runtime"] == summary["seconds"]
+    assert told == {(arm, f"{arm} seed{seed}", "sweep") for arm in arms for seed in (1, 2)}
+    assert {arm.name for arm in read_result(Path("sweep")).study.arms} - {"zero3"} == arms - {
+        "zero3"
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "\ninterrupted; the same command goes on from here\n"),
+        (["train", "--dry-run"], "\ninterrupted\n"),
+        (["doctor"], "\ninterrupted\n"),
+    ],
+)
+def test_only_what_goes_on_says_so_when_it_is_interrupted(words, said, monkeypatch, capsys) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zpp_lab.config.compose.compose", stop)
+    monkeypatch.setattr("zpp_lab.tools.doctor.doctor", stop)
+    assert main(words) == 130
+    assert capsys.readouterr().err == said

@@ -219,22 +219,6 @@ def test_in_one_node_nothing_is_kept_and_backward_has_the_forwards_bits() -> Non
         assert torch.equal(forward, backward)
 
 
-def test_no_secondary_is_kept_without_gradients() -> None:
-    layout = layout_of(BlockCodec(8, 16), [20])
-    spec = GatherSpec("u", layout, layout, torch.float32, secondary=True)
-
-    def job(transport: ThreadTransport) -> bool:
-        clock = Clock(1)
-        gather = Gather(spec, transport, Ledger(), clock)
-        kept = []
-        for clock.grad in (False, True):
-            gather.send(gather.pack(values([20], 0), backward=False))
-            kept.append(gather.secondary is not None)
-        return kept == [False, True]
-
-    assert all(on_ranks(ClusterConfig(nodes=2, gpus_per_node=2), job))
-
-
 def test_fewer_bytes_than_planned_are_an_error() -> None:
     layout = layout_of(BlockCodec(8, 16), [20])
     spec = GatherSpec("layers.1", layout, layout, torch.float32)

@@ -202,13 +202,3 @@ def test_bpe_learns_from_every_nth_training_document(cfg, monkeypatch):
 
 class _Letters(ByteTokenizer):
     vocab_size = 300
-
-
-def test_groups_of_documents_change_nothing(cfg, monkeypatch):
-    bpe = changed(cfg, tokenizer="bpe", vocab_size=270)
-    whole = open_data(bpe)
-    monkeypatch.setattr(prepare, "_TOGETHER", 500)
-    split = open_data(changed(bpe, cache_dir=cfg.cache_dir + "2"))
-    assert split.hash == whole.hash
-    assert np.array_equal(split.streams["train"], whole.streams["train"])
-    assert np.array_equal(split.offsets["heldout"], whole.offsets["heldout"])

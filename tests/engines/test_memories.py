@@ -181,15 +181,6 @@ def test_ranks_keep_what_is_planned_and_go_on_with_the_same_bits(tmp_path: Path)
         assert said == {"bytes": True, "ended": [True] * 4, "unharmed": True}, case
 
 
-def test_a_first_hop_keeps_a_row_for_every_rank_and_the_second_one_for_every_node() -> None:
-    plan = build_plan(build_uneven(), remembering(3, 2, BF16))
-    shards = {p.name: p.shard_numel for u in plan.units for p in u.unit.parameters}
-    for (wire, name), own in plan.memories.items():
-        rows = 6 if wire == "grads_intra" else 3
-        assert own.shape == (rows, shards[name])
-        assert own.nbytes == 2 * rows * shards[name]
-
-
 MASKED = {"grads": MASK, "grads_intra": {"memory": {"kind": "residual", "store": "fp32"}}}
 
 

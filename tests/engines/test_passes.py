@@ -6,8 +6,6 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from zpp_lab.engines.virtual.passes import take_grads
-
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
 
 import pytest
@@ -64,25 +62,6 @@ def trained(
 def set_up(recipe: str, engine: dict, **train: object) -> Config:
     config = configured(RECIPES[recipe], 2, 3, param_dtype="bf16", **train)
     return replace(config, engine=EngineConfig(**engine))
-
-
-def test_gradients_are_handed_out_in_turn_and_left_nowhere() -> None:
-    model = build_model(MODEL, 61)
-    weights = dict(model.named_parameters())
-
-    def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, PassUse]:
-        loss = model(x, y)
-        loss.backward()
-        return loss.detach(), PassUse({}, {})
-
-    batches = [tokens(0, rank, 0) for rank in range(3)]
-    passes = Passes(run, weights, EngineConfig(), lanes=0)
-    for batch, (loss, grads, _) in zip(batches, passes.each(iter(batches)), strict=True):
-        assert not any(p.grad is not None for p in weights.values())
-        assert torch.equal(loss, run(*batch)[0])
-        expected = take_grads(weights)
-        assert grads.keys() == expected.keys()
-        assert all(torch.equal(grads[n], expected[n]) for n in grads)
 
 
 @on_gpu

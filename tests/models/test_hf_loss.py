@@ -48,18 +48,6 @@ def test_chunks_give_the_whole_logits_losses(kind: str, share: Tensor | None) ->
     assert torch.equal(cut(x), whole(x))  # without targets: logits, as ever
 
 
-def test_a_z_loss_is_in_the_gradient_alone() -> None:
-    plain, with_z = (
-        build_model(settings("qwen2", loss_chunk=CHUNK, z_loss=z), VOCAB, seed=1) for z in (0, 0.5)
-    )
-    (loss, grads, held), other = outcome(plain, None), outcome(with_z, None)
-    assert torch.equal(other[0], loss)
-    assert torch.equal(other[2], held)
-    assert not any(torch.equal(a, b) for a, b in zip(grads, other[1], strict=True))
-    with pytest.raises(ValueError, match=r"z_loss with model=hf .* set model.loss_chunk=2048 too"):
-        settings("qwen2", z_loss=0.5)
-
-
 def of(options: dict[str, Any]) -> ModelConfig:
     return ModelConfig(name="hf", preset="hf", options=options, loss_chunk=CHUNK)
 

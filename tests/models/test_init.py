@@ -60,9 +60,6 @@ def test_a_model_takes_the_deviations_of_its_config(init: str):
     assert torch.equal(made.layers[0].mlp.w_up.weight, plain.layers[0].mlp.w_up.weight)
 
 
-PHILOX = replace(SMALL, init="philox")
-
-
 def rows_of(name: str, shape: tuple[int, ...], rows: tuple[int, int], seed: int) -> torch.Tensor:
     return initial_rows(name, shape, rows, seed, SMALL, torch.device("cpu"))
 
@@ -74,21 +71,6 @@ def test_ranks_draw_the_whole_parameter_between_them(shape: tuple[int, int], wor
     whole = rows_of(name, shape, (0, shape[0]), 6)
     cuts = [(min(r * each, shape[0]), min((r + 1) * each, shape[0])) for r in range(world)]
     assert torch.equal(torch.cat([rows_of(name, shape, cut, 6) for cut in cuts]), whole)
-
-
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch):
-    whole = rows_of("embed.weight", (50, 11), (3, 47), 2)
-    monkeypatch.setattr("zpp_lab.models.init._PIECE", {"cpu": 8})
-    assert torch.equal(rows_of("embed.weight", (50, 11), (3, 47), 2), whole)
-
-
-def test_a_model_takes_philox_when_asked():
-    made = dict(build_model(PHILOX, 61, seed=4).named_parameters())
-    other = dict(build_model(SMALL, 61, seed=4).named_parameters())
-    for name, parameter in made.items():
-        shape = tuple(parameter.shape)
-        assert torch.equal(rows_of(name, shape, (0, shape[0]), 4), parameter), name
-        assert torch.equal(other[name], parameter) == (parameter.ndim == 1), name
 
 
 def test_philox_rows_are_normal():

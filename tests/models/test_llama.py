@@ -12,10 +12,6 @@ SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=4, ffn=48)
 VOCAB = 61
 
 
-def config(**changes: object) -> ModelConfig:
-    return ModelConfig(**{**SMALL.__dict__, **changes})
-
-
 def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
 
@@ -39,22 +35,6 @@ def test_no_position_sees_a_later_token():
     before, after = model(x), model(changed)
     assert torch.equal(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
-
-
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_normed_queries_and_keys_know_no_scale_but_their_own(qk_norm):
-    model = build_model(config(qk_norm=qk_norm, kv_heads=2, norm_eps=0.0), VOCAB)
-    before = model(tokens())
-    attention = model.layers[1].attention
-    with torch.no_grad():
-        attention.wq.weight *= 8
-        attention.wk.weight *= 8
-    assert torch.allclose(model(tokens()), before, rtol=1e-4, atol=1e-5) == qk_norm
-    if qk_norm:
-        assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (8,)
-        with torch.no_grad():
-            attention.q_norm.weight *= 8
-        assert not torch.allclose(model(tokens()), before, atol=1e-3)
 
 
 def test_rotation_depends_on_distance_alone():
@@ -85,36 +65,6 @@ def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_di
     assert torch.equal(found[0][0], rope.rotate(x)), "eager rotations are complex products"
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
-
-
-def test_grouped_queries_equal_full_attention_with_repeated_keys():
-    grouped = build_model(config(kv_heads=2), VOCAB)
-    full = build_model(SMALL, VOCAB)
-    assert grouped.layers[0].attention.wk.weight.shape == (16, 32)
-    state = grouped.state_dict()
-    for name, value in state.items():
-        if name.split(".")[-2] in ("wk", "wv"):  # each key head serves two neighbouring queries
-            state[name] = value.unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
-    full.load_state_dict(state)
-    assert torch.allclose(grouped(tokens()), full(tokens()), atol=1e-5)
-
-
-def test_tied_head_reads_the_embedding():
-    x, y = tokens(), tokens().roll(1, 1)
-    tied, untied = build_model(config(tied_head=True), VOCAB), build_model(SMALL, VOCAB)
-    names = dict(tied.named_parameters())
-    assert "head.weight" not in names
-    assert (
-        sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
-        == VOCAB * SMALL.dim
-    )
-    with torch.no_grad():
-        untied.head.weight.copy_(untied.embed.weight)
-    assert torch.equal(tied(x), untied(x))
-    tied(x, y).backward()
-    untied(x, y).backward()
-    both = untied.embed.weight.grad + untied.head.weight.grad
-    assert torch.allclose(tied.embed.weight.grad, both, atol=1e-7)
 
 
 def test_units_are_the_blocks_and_the_rest_is_the_root():

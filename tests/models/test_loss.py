@@ -41,15 +41,6 @@ def test_equals_whole_logits(chunk: int, dtype: torch.dtype, close: float) -> No
         assert (a - b).abs().max() <= close * b.abs().max()
 
 
-def test_gradients_in_fp64() -> None:
-    hidden, head, targets = case(torch.float64)
-    weights = torch.linspace(-1, 2, N)  # every token's own share of the loss
-    mine = grads((chunked_losses(hidden, head, targets, 5) * weights).sum(), hidden, head)
-    whole = F.cross_entropy(hidden @ head.T, targets, reduction="none")
-    for a, b in zip(mine, grads((whole * weights).sum(), hidden, head), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)  # the softmax is fp32 whatever comes in
-
-
 @pytest.mark.parametrize("chunk", [1, 8, 1000])
 @pytest.mark.parametrize("shift", [0.0, 50.0])
 def test_a_z_loss_is_in_the_gradient_alone(chunk: int, shift: float) -> None:
@@ -75,14 +66,6 @@ def test_bf16_head_gradient_is_rounded_once() -> None:
     losses = chunked_losses(hidden, head, torch.zeros(512, dtype=torch.long), 1)
     (grad,) = grads(losses.sum(), head)
     assert torch.equal(grad[:, 0], torch.tensor([-384.0, 128, 128, 128]).double())
-
-
-def test_a_frozen_head_gets_no_gradient() -> None:
-    hidden, head, targets = case(torch.float32)
-    chunked_losses(hidden, head.detach(), targets, 8).mean().backward()
-    assert hidden.grad is not None
-    chunked_losses(hidden.detach(), head, targets, 8).mean().backward()
-    assert head.grad is not None
 
 
 class Largest(TorchDispatchMode):

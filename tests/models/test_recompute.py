@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import build_model, llama
-from zpp_lab.models import llama as recompute
 from zpp_lab.models.start import materialize
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -60,13 +58,6 @@ def test_bits_are_those_without_checkpointing(
     same(passed(model(True, device, dtype, qk_norm=qk_norm), device), kept)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bits_are_those_of_torchs_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = passed(model(True, device, torch.bfloat16), device)
-    monkeypatch.setattr(llama, "can_recompute", lambda *_: False)
-    same(passed(model(True, device, torch.bfloat16), device), ours)
-
-
 def test_only_the_input_is_kept_and_the_last_product_is_not_computed_again() -> None:
     made = model(True, "cpu", torch.float32)
     products = {"w_gate": 0, "w_down": 0}
@@ -94,28 +85,6 @@ def test_only_the_input_is_kept_and_the_last_product_is_not_computed_again() -> 
 
 def shares(a: object, weight: Tensor) -> bool:
     return isinstance(a, Tensor) and a.data_ptr() == weight.data_ptr()
-
-
-def test_a_module_that_others_look_into_is_torchs() -> None:
-    inner, linear = nn.SiLU(), nn.Linear(4, 4, bias=False)
-    x = torch.randn(2, 4, requires_grad=True)
-    assert recompute.can_recompute(inner, linear, x)
-    assert not recompute.can_recompute(inner, linear, x.detach())  # nothing would call it back
-    assert not recompute.can_recompute(inner, nn.Linear(4, 4), x)  # its bias would get no gradient
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not recompute.can_recompute(inner, linear, x)
-    adds: list[Callable[[nn.Module], object]] = [
-        lambda m: m.register_forward_pre_hook(lambda *_: None),
-        lambda m: m.register_forward_hook(lambda *_: None),
-        lambda m: m.register_full_backward_hook(lambda *_: None),
-        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
-    ]
-    for add in adds:
-        hooked, around = nn.Linear(4, 4, bias=False), nn.SiLU()
-        add(hooked)
-        add(around)
-        assert not recompute.can_recompute(inner, hooked, x)
-        assert not recompute.can_recompute(around, linear, x)
 
 
 def test_a_hook_on_what_backward_leaves_out_counts_in_both() -> None:

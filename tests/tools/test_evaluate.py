@@ -11,9 +11,8 @@ import pytest
 from tests.small_runs import CORPUS, small
 from tests.tools.export.checkpoints import leave
 from zpp_lab.cli.main import main
-from zpp_lab.tools.evaluate import evaluate, table
+from zpp_lab.tools.evaluate import evaluate
 from zpp_lab.tools.export import export_hf
-from zpp_lab.tools.export.wire import parse_codec
 from zpp_lab.train.trainer import run
 
 
@@ -39,23 +38,6 @@ def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (rows[0]["recipe"], rows[0]["step"], rows[4]["recipe"]) == ("qsdp", 12, "")
     assert len({row["heldout_hash"] for row in rows}) == 1
     assert rows[2]["dtype"] == "bfloat16"
-
-
-def test_rounding_with_the_wire_s_codec_is_the_wire(tmp_path: Path) -> None:
-    leave(small(tmp_path, "recipe=w4"))
-    leave(small(tmp_path, f"run.dir={tmp_path}/plain"))
-    codec = parse_codec("bits=4")
-    rows = evaluate([tmp_path / "run", tmp_path / "plain"], codecs=[codec], tokens=64)
-    assert [row.weights for row in rows] == [
-        "master",
-        "wire",
-        *["nearest bits=4", "master"],
-        "nearest bits=4",
-    ]
-    assert rows[1].heldout_loss == rows[2].heldout_loss == rows[4].heldout_loss
-    assert rows[0].heldout_loss == rows[3].heldout_loss != rows[1].heldout_loss
-    assert rows[0].tokens == 64
-    assert "+0.00000" in table(rows)
 
 
 def test_a_corpus_that_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tests.engines.fsdp_world import run_world
 from tests.small_runs import small, tear
 from zpp_lab.config.schema import Config
 from zpp_lab.models import build_model
-from zpp_lab.runs.checkpoint.read import Saved, newest, open_saved
+from zpp_lab.runs.checkpoint.read import newest, open_saved
 from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.train.trainer import run
 
@@ -104,22 +104,6 @@ def test_only_the_parts_with_wanted_rows_are_read(tmp_path: Path) -> None:
     assert saved.rows("embed.weight", 3, 9).shape == (6, 16), "the first rank has rows 0 to 127"
     with pytest.raises(ValueError, match=r"rank-00001-0\.safetensors: weights\.embed.*: missing"):
         saved.rows("embed.weight", 127, 129)
-
-
-def test_the_start_is_the_checkpoints_weights_and_no_optimizer(tmp_path: Path) -> None:
-    run(pretrained(tmp_path))
-    config = tuning(tmp_path, "tuned")
-    model = replace(config.model, start=str(tmp_path / "virtual"))
-    made = dict(build_model(model, 256, seed=5).named_parameters())
-    path = tmp_path / "virtual" / "checkpoints" / "step-00000003"
-    saved = Saved(path).state()["weights"]
-    assert all(torch.equal(made[n], w) for n, w in saved.items())
-    older = str(path)
-    again = dict(build_model(replace(model, start=older), 256).named_parameters())
-    assert all(torch.equal(again[n], p) for n, p in made.items())
-    first = run(replace(config, model=model, train=replace(config.train, steps=1, lr=0.0)))
-    assert first["data"]["counted"] > 0
-    assert first["perplexity"] == pytest.approx(2.718281828459045 ** first["heldout_loss"])
 
 
 def test_a_start_that_does_not_fit_is_refused(tmp_path: Path) -> None:

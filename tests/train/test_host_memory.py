@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_runs import small
 from zpp_lab.config.compose import compose
 from zpp_lab.runs.metrics import from_json
 from zpp_lab.train.launch import launcher
@@ -55,16 +54,6 @@ def test_what_encoders_remember_is_counted_with_what_to_do(
         check_host_memory(compose(words))
     if engine == "virtual":
         check_host_memory(compose([*words, "recipe.grads_intra.memory.kind=none"]))
-
-
-def test_the_launcher_looks_before_it_starts_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimate, "memory_bytes", lambda: 1000)
-    config = small(tmp_path, "engine=fsdp", "engine.device=cpu", "cluster=1x2")
-    with pytest.raises(ValueError, match=r"this machine has 0\.0 GiB"):
-        launcher.start(config)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("full", [True, False])

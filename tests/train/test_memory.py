@@ -311,3 +311,38 @@ def test_offload_leaves_the_state_in_host_memory() -> None:
     assert there.host == state + staging
     assert state > 48 * GIB
     assert there.peak < here.peak - 40 * GIB
+
+
+def test_what_recipes_and_stages_add() -> None:
+    hpz = {"secondary": True, "weights": {"bits": 8}}
+    nodes = {"cluster": {"nodes": 2, "gpus_per_node": 2}}
+    kept = big("1_3b", 4, recipe=hpz, **nodes)
+    assert 0 < kept.item("secondary partition").most < 2 * 2 * 1.35e9 / 4
+    one = big("1_3b", 4, recipe=hpz)  # in one node backward encodes again what it would keep
+    assert "secondary partition" not in {item.name for item in one.items}
+    plain = big("1_3b", 4, **nodes)
+    early = [e.item("gather buffers").nbytes["early"] for e in (kept, plain)]
+    assert early[0] < 0.6 * early[1]
+    whole = big("1_3b", 4, recipe={"stage": 2})
+    assert whole.item("gathered weights").nbytes["loss"] > 2 * 1.3e9
+    once = big("1_3b", 4, train={"micro_steps": 4, "accumulate": "last"})
+    every = big("1_3b", 4, train={"micro_steps": 4})
+    assert once.item("whole gradients").nbytes["loss"] > 4 * 1.3e9
+    assert every.item("whole gradients").nbytes["loss"] == 0
+    assert every.item("gradients, fp32").nbytes["loss"] > 1.3e9
+
+
+def test_moments_in_host_memory_pass_some_at_a_time() -> None:
+    here, there = (
+        big("13b", 2, train={"optimizer_state": "8bit", "optimizer_place": place})
+        for place in ("device", "host")
+    )
+    moments = here.item("optimizer state, 8bit").most
+    assert there.item("optimizer state, 8bit").place == "host"
+    passing = there.item("optimizer state, passing").nbytes
+    assert passing["update"] == 2**28  # a lane's; no parameter's moments are more
+    assert passing["late"] == 0
+    late = [e.at("late") for e in (here, there)]
+    assert late[0] - late[1] == moments
+    assert there.at("update") == here.at("update") - moments + 2 * 2**28
+    assert there.tensors < there.peak

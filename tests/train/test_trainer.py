@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.engines.fsdp_world import forks
 from tests.small_runs import contents, newest, small, tear
 from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.engines.base import NonFiniteError
 from zpp_lab.runs.metrics import read, unmeasured
+from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.tools.export.model import run_config as read_config
 from zpp_lab.train.evaluation import DivergedError
 from zpp_lab.train.trainer import run
 
@@ -217,17 +220,19 @@ def test_a_last_step_that_loses_the_weights_is_no_finished_run(
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
-@pytest.mark.parametrize("nodes", [6, pytest.param(48, marks=pytest.mark.slow)])
-def test_nodes_of_eight(tmp_path: Path, nodes: int) -> None:
-    """Up to 384 ranks."""
-    summary = run(
-        small(
-            tmp_path,
-            "recipe=zeropp",
-            f"cluster.nodes={nodes}",
-            "cluster.gpus_per_node=8",
-            "train.steps=1",
-        )
-    )
-    assert summary["cluster"] == {"nodes": nodes, "gpus_per_node": 8}
-    assert summary["tokens"] == nodes * 8 * 2 * 16
+def test_a_run_of_a_version_with_more_settings_goes_on_and_is_read(tmp_path: Path) -> None:
+    """One whose value did what is done today; with another it is another run."""
+    config = small(tmp_path, "train.steps=4", "train.checkpoint_every=2", "run.piece_steps=2")
+    assert run(config)["step"] == 2
+    path = tmp_path / "run" / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0, "blocks_per_unit": 1}
+    path.write_text(yaml.safe_dump(stored))
+    assert run(config)["steps"] == 4
+    assert read_config(tmp_path / "run") == config
+    result = read_result(tmp_path / "run")
+    assert [(arm.name, len(arm.finished)) for arm in result.arms] == [("zero3", 1)]
+    stored["engine"]["pull"] = "kernel"
+    path.write_text(yaml.safe_dump(stored))
+    with pytest.raises(ValueError, match=r"engine\.pull: 'kernel' there, None now"):
+        run(config)

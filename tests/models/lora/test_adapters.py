@@ -20,7 +20,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_engine, build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.models import build_model
-from zpp_lab.models.lora import adapter_value, adapters_of, frozen_base, merged
+from zpp_lab.models.lora import adapters_of, frozen_base, merged
 
 ON = ["lora=q4", "model.weights=pretrained", "model.path=x"]
 
@@ -45,16 +45,6 @@ def test_only_adapters_are_trained_and_units_stay() -> None:
     units = build_plan(model, config).units
     assert [u.unit.name for u in units] == ["layers.0", "layers.1", "root"]
     assert units[-1].unit.trainable == frozenset()
-
-
-def test_the_start_depends_on_seed_and_name_alone() -> None:
-    a = adapter_value("layers.0.up.lora_A", (4, 100), 1)
-    assert torch.equal(a, adapter_value("layers.0.up.lora_A", (4, 100), 1))
-    assert not torch.equal(a, adapter_value("layers.1.up.lora_A", (4, 100), 1))
-    assert not torch.equal(a, adapter_value("layers.0.up.lora_A", (4, 100), 2))
-    assert float(a.abs().max()) <= 0.1
-    assert float(a.std()) == pytest.approx(0.1 / 3**0.5, rel=0.1)
-    assert not adapter_value("layers.0.up.lora_B", (100, 4), 1).any()
 
 
 def test_before_the_first_step_it_is_the_decoded_base(tmp_path: Path) -> None:

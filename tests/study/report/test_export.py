@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +12,6 @@ from zpp_lab.cli.main import main
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.export import export
-from zpp_lab.study.report.table import results_csv
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +46,6 @@ def test_one_row_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows[0]["role"] == "baseline"
     assert rows[0]["recipe.weights.bits"] == rows[5]["heldout_loss"] == ""
     assert not (out.parent / ".runs.csv.tmp").exists()
-
-
-def test_the_fifth_wire_has_columns_where_a_run_has_it(root: Path, tmp_path: Path) -> None:
-    """In export and results.csv; a study without it shows nothing new."""
-    other = tmp_path / "runs"
-    shutil.copytree(root, other)
-    summary = other / "w4" / "seed1" / "summary.json"
-    told = json.loads(summary.read_text())
-    told["bytes"]["weights_update"] = {"intra": 0, "inter": 7}
-    told["quantized_share"]["weights_update"] = 0.5
-    summary.write_text(json.dumps(told))
-    for folder, there in ((root, False), (other, True)):
-        export([folder], tmp_path / "out.csv")
-        text = results_csv(read_result(folder))
-        for lines in ((tmp_path / "out.csv").read_text(), text):
-            (w4, *_) = [r for r in csv.DictReader(io.StringIO(lines)) if r["arm"] == "w4"]
-            assert (w4.get("bytes_weights_update_inter") == "7") == there
-            assert ("weights_update" in lines) == there
 
 
 def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from zpp_lab.codecs import BlockCodec, kernels
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.tools.export.packed import (
-    codes_with_zero_points,
     exact_codes,
-    stored,
-    stored_shapes,
     widest_group,
 )
 
@@ -45,30 +42,3 @@ def test_every_number_of_the_wire(
         codes = exact_codes(codec, payload, n, (rows, columns), group)
         assert torch.equal(codes.decoded(), wire)
         assert codes.scales.shape == (rows, columns // group)
-
-
-def test_the_library_unpacks_what_is_stored() -> None:
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
-    for codec in (
-        BlockCodec(2, 16),
-        BlockCodec(3, 16),
-        BlockCodec(6, 16),
-        BlockCodec(4, 16, symmetric=False),
-    ):
-        payload = torch.empty(1, codec.nbytes(weight.numel()), dtype=torch.uint8)
-        codec.encode(weight.view(1, -1), None, payload)
-        if codec.symmetric:
-            codes = exact_codes(codec, payload, weight.numel(), (6, 48), 16)
-        else:
-            codes = codes_with_zero_points(codec, weight, 16)
-        parts = stored(codes)
-        told = stored_shapes(codes.grid, (6, 48))
-        assert {n: (tuple(t.shape), t.dtype) for n, t in parts.items()} == {
-            n: (shape, dtype or torch.float32) for n, (shape, dtype) in told.items()
-        }
-        scheme = QuantizationScheme.model_validate(codes.grid.scheme(["Linear"]))
-        compressor = BaseCompressor.get_value_from_registry(codes.grid.format)
-        assert torch.equal(compressor.decompress(parts, scheme)["weight"], codes.decoded())

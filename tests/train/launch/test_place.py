@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zpp_lab.config.schema import ClusterConfig
-from zpp_lab.train.launch.place import check_place, enter, placed, see_own_node, slurm_place
+from zpp_lab.train.launch.place import check_place, enter, placed, slurm_place
 
 STEP = {
     "SLURM_PROCID": "5",
@@ -67,20 +67,6 @@ def test_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_the_cluster(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_place({**slurm_place(STEP), **changes}, CLUSTER)
-
-
-@pytest.mark.parametrize(
-    ("rank", "listed", "own", "local"),
-    [(0, None, "0,1", "0"), (3, None, "2,3", "1"), (2, "4,5,6,7", "6,7", "0"), (1, "", "", "1")],
-)
-def test_a_machine_that_stands_for_two_nodes(
-    rank: int, listed: str | None, own: str, local: str
-) -> None:
-    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    if listed is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = listed
-    see_own_node(environment, ClusterConfig(nodes=2, gpus_per_node=2))
-    assert (environment["CUDA_VISIBLE_DEVICES"], environment["LOCAL_RANK"]) == (own, local)
 
 
 RANK = """
