@@ -12,8 +12,7 @@ void encode(std::vector<Tensor> sources, Tensor table, int64_t key,
   check_payload(out, 2, "out", call, false);
   check_count(sources, call, "sources");
   Plan plan = {};
-  set_output(plan, out);
-  set_noise(plan, {key, noise_rows}, out.size(0), call);
+  set_output(plan, out, key, noise_rows, call);
   set_errors(plan, errors, call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     Dtype dtype;
@@ -65,8 +64,7 @@ void reduce(Tensor payload, Tensor table, Tensor out) {
   check_payload(payload, 3, "payload", call, true);
   check_width(out, width_of(call, PLAIN_OFFSET, NUMEL), "out");
   Dtype const dtype = check_matrix(out, out.size(1), "out", call);
-  STD_TORCH_CHECK(out.size(0) == payload.size(1), "out: needs ", payload.size(1), " rows");
-  STD_TORCH_CHECK(payload.size(0) > 0, "payload: needs at least one row to sum");
+  check_hop(payload, out);
   Plan plan = {};
   set_input(plan, payload);
   run(plan, call, payload.size(1), [&](int64_t s, Segment& seg) {
@@ -83,8 +81,7 @@ void encode_sums(Tensor sums, Tensor table, int64_t key,
   check_payload(out, 2, "out", call, false);
   check_sums(sums, call, out.size(0));
   Plan plan = {};
-  set_output(plan, out);
-  set_noise(plan, {key, noise_rows}, out.size(0), call);
+  set_output(plan, out, key, noise_rows, call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     seg.from = matrix_view(sums, Dtype::fp32, call.at(s, SUM_OFFSET));
     seg.from_dtype = uint8_t(Dtype::fp32);
@@ -109,9 +106,8 @@ void encode_remembering(std::vector<Tensor> sources, bool sums, Tensor table, in
                       settings.is_contiguous() && settings.numel() == 3 * call.segments,
                   "settings: must be a contiguous int64 host tensor [segments, 3]");
   RememberPlan plan = {};
-  set_output(plan, out);
-  set_noise(plan, {key, noise_rows}, rows, call);
-  plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;  // decoded again
+  set_output(plan, out, key, noise_rows, call);
+  decode_again(plan);
   run(plan, call, rows, [&](int64_t s, Segment& seg) {
     Dtype dtype = Dtype::fp32;
     if (sums) {
@@ -151,12 +147,10 @@ void decode_sum_encode(Tensor payload, Tensor table, int64_t key,
   Call const call = begin(payload, "payload", table);
   check_payload(payload, 3, "payload", call, true);
   check_payload(out, 2, "out", call, false);
-  STD_TORCH_CHECK(out.size(0) == payload.size(1), "out: needs ", payload.size(1), " rows");
-  STD_TORCH_CHECK(payload.size(0) > 0, "payload: needs at least one row to sum");
+  check_hop(payload, out);
   Plan plan = {};
   set_input(plan, payload);
-  set_output(plan, out);
-  set_noise(plan, {key, noise_rows}, out.size(0), call);
+  set_output(plan, out, key, noise_rows, call);
   run(plan, call, out.size(0), [&](int64_t s, Segment& seg) {
     view_raw_input(plan, call, s, seg);
     view_raw_output(plan, call, s, seg);

@@ -46,8 +46,6 @@ inline Dtype dtype_of(Tensor const& t, char const* name) {
   return Dtype::fp32;
 }
 
-inline int64_t itemsize(Dtype d) { return d == Dtype::fp32 ? 4 : 2; }
-
 // What all tensors of a call share, and the host table.
 struct Call {
   int32_t device;
@@ -122,6 +120,12 @@ inline void check_sums(Tensor const& sums, Call const& call, int64_t rows) {
   STD_TORCH_CHECK(sums.size(0) == rows, "sums: needs ", rows, " rows");
 }
 
+// Payload rows to be summed, and a row of `out` for each sum.
+inline void check_hop(Tensor const& payload, Tensor const& out) {
+  STD_TORCH_CHECK(out.size(0) == payload.size(1), "out: needs ", payload.size(1), " rows");
+  STD_TORCH_CHECK(payload.size(0) > 0, "payload: needs at least one row to sum");
+}
+
 inline FloatView matrix_view(Tensor const& t, Dtype dtype, int64_t offset) {
   char* base = static_cast<char*>(t.data_ptr()) + offset * itemsize(dtype);
   return {base, t.stride(0), ENDLESS, 0};
@@ -138,23 +142,6 @@ inline Codec codec_of(int64_t packed) {
   STD_TORCH_CHECK(c.log2_group == 0 || (c.log2_group >= 4 && c.log2_group <= 8),
                   "hadamard=2^", int(c.log2_group), ": use 16 to 256");
   return c;
-}
-
-struct Noise {
-  int64_t key;
-  std::optional<Tensor> const& rows;
-};
-
-inline void set_noise(Plan& plan, Noise const& noise, int64_t rows, Call const& call) {
-  plan.key = uint64_t(noise.key);
-  if (noise.rows) {
-    Tensor const& t = *noise.rows;
-    check_device(t, call.device, "noise_rows");
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.dim() == 2 &&
-                        t.size(0) == rows && t.size(1) == 2,
-                    "noise_rows: must be contiguous int32 [", rows, ", 2]: rank and row");
-    plan.noise_rows = static_cast<int32_t const*>(t.const_data_ptr());
-  }
 }
 
 struct Flags {
@@ -208,9 +195,24 @@ inline void set_input(Plan& plan, Tensor const& payload) {
   plan.payload_k = d == 3 ? payload.stride(0) : 0;
 }
 
-inline void set_output(Plan& plan, Tensor const& out) {
+// Rows to write, and the noise of their encoding.
+inline void set_output(Plan& plan, Tensor const& out, int64_t key,
+                       std::optional<Tensor> const& noise_rows, Call const& call) {
   plan.out = static_cast<char*>(out.mutable_data_ptr());
   plan.out_row = out.stride(0);
+  plan.key = uint64_t(key);
+  if (!noise_rows) return;
+  Tensor const& t = *noise_rows;
+  check_device(t, call.device, "noise_rows");
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.dim() == 2 &&
+                      t.size(0) == out.size(0) && t.size(1) == 2,
+                  "noise_rows: must be contiguous int32 [", out.size(0), ", 2]: rank and row");
+  plan.noise_rows = static_cast<int32_t const*>(t.const_data_ptr());
+}
+
+// What is written is decoded by the same kernel.
+inline void decode_again(Plan& plan) {
+  plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;
 }
 
 // Where tiles of floats to encode are whole and start at multiples of 16 bytes.
@@ -297,7 +299,7 @@ inline void set_errors(Plan& plan, std::optional<Tensor> const& errors, Call con
                       errors->size(1) == ERROR_SUMS && errors->is_contiguous(),
                   "errors: must be contiguous float64 [tiles, ", int(ERROR_SUMS), "]");
   plan.errors = static_cast<double*>(errors->mutable_data_ptr());
-  plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;  // decoded again
+  decode_again(plan);
 }
 
 // Row `s` of `settings`, int64 on the host: Store, and the bits of average and weight. Rows that are

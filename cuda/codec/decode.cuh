@@ -25,11 +25,7 @@ __device__ __forceinline__ void clear(Coded& c) {
 }
 
 __device__ __forceinline__ void zero_tile(Tile& x) {
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[v][i] = 0.0f;
-  }
+  for_each([&](int v, int i) { x[v][i] = 0.0f; });
 }
 
 // Eight codes from their place in each plane.
@@ -192,11 +188,7 @@ __device__ __forceinline__ void sum_raw(Plan const& plan, Place const& at, Tile&
   for (int k = 0; k < plan.k; ++k) {
     Tile row;
     load_floats(s.from, s.from_dtype, at, s.from_len, k, row);
-#pragma unroll
-    for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[v][i] = add(x[v][i], add(row[v][i], 0.0f));
-    }
+    for_each([&](int v, int i) { x[v][i] = add(x[v][i], add(row[v][i], 0.0f)); });
   }
 }
 

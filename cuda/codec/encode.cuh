@@ -210,11 +210,7 @@ __device__ __forceinline__ void write_tile(
     int const first = at.within + v * CHUNK;
     Packed const p =
         quantize<BITS, SYM, STOCHASTIC, CLAMP>(x[v], affine[v], noise, octet + v * (CHUNK / 8));
-    if (left == TILE) {
-      write_codes<BITS>(to, first, p);
-    } else {
-      write_last_codes<BITS>(to, first, left, p);
-    }
+    left == TILE ? write_codes<BITS>(to, first, p) : write_last_codes<BITS>(to, first, left, p);
   }
 }
 
@@ -274,10 +270,7 @@ __device__ __forceinline__ NoiseAt noise_at(Plan const& plan, Place const& at) {
 template <bool STOCHASTIC>
 __device__ __forceinline__ void encode_tile(Plan const& plan, Place const& at, Tile const& x) {
   Segment const& s = at.segment();
-  if (s.to_codec.raw) {
-    store_floats(s.to, s.to_dtype, at, s.to_len, true, x);
-    return;
-  }
+  if (s.to_codec.raw) return store_floats(s.to, s.to_dtype, at, s.to_len, true, x);
   NoiseAt const noise = noise_at<STOCHASTIC>(plan, at);
   char* row = plan.out + at.row * plan.out_row;
   switch (s.to_codec.bits * 2 + s.to_codec.symmetric) {

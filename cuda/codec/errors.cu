@@ -47,20 +47,16 @@ __device__ __forceinline__ void decode_written(
 }
 
 __device__ __forceinline__ void compare(Tile const& x, Tile const& y, Sums& sums) {
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      double const a = x[v][i], b = y[v][i], error = b - a;
-      sums.error2 += error * error;
-      sums.x2 += a * a;
-      sums.y2 += b * b;
-      sums.xy += a * b;
-      sums.error += error;
-      sums.abs_x += fabs(a);
-      if (b == 0 && a != 0) ++sums.zeroed;
-    }
-  }
+  for_each([&](int v, int i) {
+    double const a = x[v][i], b = y[v][i], error = b - a;
+    sums.error2 += error * error;
+    sums.x2 += a * a;
+    sums.y2 += b * b;
+    sums.xy += a * b;
+    sums.error += error;
+    sums.abs_x += fabs(a);
+    if (b == 0 && a != 0) ++sums.zeroed;
+  });
 }
 
 // Lanes in pairs, then warps in order; one thread writes each sum.

@@ -59,32 +59,20 @@ struct Remember : EachTile<Remember> {
     if (m.store == Store::none) return;
     Tile kept;
     load(m, at, kept);
-#pragma unroll
-    for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[v][i] = add(y[v][i], kept[v][i]);
-    }
+    for_each([&](int v, int i) { y[v][i] = add(y[v][i], kept[v][i]); });
   }
 
   // d, what y decodes to, becomes what is remembered: average m + weight (y - d).
   __device__ __forceinline__ static void lose(Memory const& m, Place const& at, Tile& d) {
     Tile other;
     given(m, at, other);
-#pragma unroll
-    for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        d[v][i] = add(other[v][i], -d[v][i]);
-        if (m.weight != 1.0f) d[v][i] = mul(d[v][i], m.weight);
-      }
-    }
+    for_each([&](int v, int i) {
+      d[v][i] = add(other[v][i], -d[v][i]);
+      if (m.weight != 1.0f) d[v][i] = mul(d[v][i], m.weight);
+    });
     if (m.average == 0.0f) return;
     load(m, at, other);
-#pragma unroll
-    for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) d[v][i] = add(mul(other[v][i], m.average), d[v][i]);
-    }
+    for_each([&](int v, int i) { d[v][i] = add(mul(other[v][i], m.average), d[v][i]); });
   }
 
   __device__ __forceinline__ static void segment(

@@ -38,7 +38,7 @@ class Stages {
   // Asks for a tile, if it can come this way. Every thread calls it; one acts.
   __device__ __forceinline__ void request(Place const& at, int rows, int stage) const {
     if (!BULK || threadIdx.x != 0 || at.row >= rows || !eligible(at)) return;
-    uint32_t const bytes = TILE * each(at.segment());
+    uint32_t const bytes = TILE * itemsize(Dtype(at.segment().from_dtype));
     Barrier::arrive_and_expect_tx(barriers_ + stage, bytes);
     cute::SM90_BULK_COPY_G2S::copy(address(at), barriers_ + stage, memory_ + stage * bytes_, bytes);
   }
@@ -49,26 +49,19 @@ class Stages {
     if (!BULK || !eligible(at)) return load_floats(s.from, s.from_dtype, at, s.from_len, 0, x);
     Barrier::wait(barriers_ + stage, phases_ >> stage & 1);
     phases_ ^= 1u << stage;
-    char const* from = memory_ + stage * bytes_;
-    if (s.from_dtype == uint8_t(Dtype::bf16)) {
-      load_whole(reinterpret_cast<cutlass::bfloat16_t const*>(from) + at.within, x);
-    } else if (s.from_dtype == uint8_t(Dtype::fp32)) {
-      load_whole(reinterpret_cast<float const*>(from) + at.within, x);
-    } else {
-      load_whole(reinterpret_cast<cutlass::half_t const*>(from) + at.within, x);
-    }
+    char* from = memory_ + stage * bytes_;
+    by_dtype(s.from_dtype, [&](auto* t) {
+      load_whole(reinterpret_cast<decltype(t)>(from) + at.within, x);
+    });
     // without it the engine's next copy may overtake the last of these loads
     cutlass::arch::fence_view_async_shared();
   }
 
  private:
-  __device__ __forceinline__ static int each(Segment const& s) {
-    return s.from_dtype == uint8_t(Dtype::fp32) ? 4 : 2;
-  }
-
   __device__ __forceinline__ static char const* address(Place const& at) {
     FloatView const& view = at.segment().from;
-    return view.base + (at.row * view.row_stride + at.start) * each(at.segment());
+    int const each = itemsize(Dtype(at.segment().from_dtype));
+    return view.base + (at.row * view.row_stride + at.start) * each;
   }
 
   __device__ __forceinline__ static bool eligible(Place const& at) {

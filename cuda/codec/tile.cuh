@@ -22,6 +22,24 @@ constexpr unsigned ALL = 0xFFFFFFFFu;
 
 using Tile = float[CHUNKS][8];
 
+// f(v, i) for all of a tile's elements.
+template <class F>
+__device__ __forceinline__ void for_each(F const& f) {
+#pragma unroll
+  for (int v = 0; v < CHUNKS; ++v) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) f(v, i);
+  }
+}
+
+// f(null pointer of the floats' type)
+template <class F>
+__device__ __forceinline__ void by_dtype(uint8_t dtype, F const& f) {
+  if (dtype == uint8_t(Dtype::bf16)) return f(static_cast<cutlass::bfloat16_t*>(nullptr));
+  if (dtype == uint8_t(Dtype::fp32)) return f(static_cast<float*>(nullptr));
+  f(static_cast<cutlass::half_t*>(nullptr));
+}
+
 // ---- floats ------------------------------------------------------------------------------
 
 __device__ __forceinline__ bool aligned16(void const* p) {
@@ -85,39 +103,26 @@ __device__ __forceinline__ void load_whole(float const* p, Tile& x) {
 // Any alignment, zeros from element `left` of the tile on.
 template <typename T>
 __device__ __forceinline__ void load_part(T const* tile, int within, int left, Tile& x) {
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int const at = within + v * CHUNK + i;
-      x[v][i] = at < left ? float(tile[at]) : 0.0f;
-    }
-  }
+  for_each([&](int v, int i) {
+    int const at = within + v * CHUNK + i;
+    x[v][i] = at < left ? float(tile[at]) : 0.0f;
+  });
 }
 
 template <typename T>
 __device__ __forceinline__ void load_as(
-    FloatView const& view, Place const& at, int64_t len, int k, Tile& x) {
+    T*, FloatView const& view, Place const& at, int64_t len, int k, Tile& x) {
   int64_t const begin = at.row * view.row_stride;
   T const* tile = reinterpret_cast<T const*>(view.base) + begin + k * view.k_stride + at.start;
   int const left = at.left(min(view.total - begin, len));
-  if (left == TILE && aligned16(tile)) {
-    load_whole(tile + at.within, x);
-  } else {
-    load_part(tile, at.within, left, x);
-  }
+  if (left == TILE && aligned16(tile)) return load_whole(tile + at.within, x);
+  load_part(tile, at.within, left, x);
 }
 
 // Elements of a row up to `len`, zeros past it and past the view's end.
 __device__ __forceinline__ void load_floats(
     FloatView const& view, uint8_t dtype, Place const& at, int64_t len, int k, Tile& x) {
-  if (dtype == uint8_t(Dtype::bf16)) {
-    load_as<cutlass::bfloat16_t>(view, at, len, k, x);
-  } else if (dtype == uint8_t(Dtype::fp32)) {
-    load_as<float>(view, at, len, k, x);
-  } else {
-    load_as<cutlass::half_t>(view, at, len, k, x);
-  }
+  by_dtype(dtype, [&](auto* t) { load_as(t, view, at, len, k, x); });
 }
 
 template <typename T>
@@ -154,35 +159,23 @@ __device__ __forceinline__ void store_whole(float* p, Tile const& x) {
 
 template <typename T>
 __device__ __forceinline__ void store_as(
-    FloatView const& view, Place const& at, int64_t len, bool exact_nan, Tile const& x) {
+    T*, FloatView const& view, Place const& at, int64_t len, bool exact_nan, Tile const& x) {
   int64_t const begin = at.row * view.row_stride;
   T* tile = reinterpret_cast<T*>(view.base) + begin + at.start;
   int const left = at.left(min(view.total - begin, len));
-  if (left == TILE && aligned16(tile) && !exact_nan) {
-    store_whole(tile + at.within, x);
-    return;
-  }
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int const to = at.within + v * CHUNK + i;
-      if (to < left) tile[to] = narrow_one<T>(x[v][i]);
-    }
-  }
+  bool const exact = exact_nan && sizeof(T) == 2;
+  if (left == TILE && aligned16(tile) && !exact) return store_whole(tile + at.within, x);
+  for_each([&](int v, int i) {
+    int const to = at.within + v * CHUNK + i;
+    if (to < left) tile[to] = narrow_one<T>(x[v][i]);
+  });
 }
 
 // Elements up to `len`, rounded once to the view's dtype; the rest is left alone.
 __device__ __forceinline__ void store_floats(
     FloatView const& view, uint8_t dtype, Place const& at, int64_t len, bool exact_nan,
     Tile const& x) {
-  if (dtype == uint8_t(Dtype::bf16)) {
-    store_as<cutlass::bfloat16_t>(view, at, len, exact_nan, x);
-  } else if (dtype == uint8_t(Dtype::fp32)) {
-    store_as<float>(view, at, len, false, x);
-  } else {
-    store_as<cutlass::half_t>(view, at, len, exact_nan, x);
-  }
+  by_dtype(dtype, [&](auto* t) { store_as(t, view, at, len, exact_nan, x); });
 }
 
 // ---- bytes of raw segments -----------------------------------------------------------------
@@ -214,11 +207,7 @@ __device__ __forceinline__ void copy_as(Segment const& s, Place const& at) {
 
 // Same floats on both sides: bytes are moved, so that every NaN keeps its own.
 __device__ __forceinline__ void copy_segment(Segment const& s, Place const& at) {
-  if (s.from_dtype == uint8_t(Dtype::fp32)) {
-    copy_as<uint32_t>(s, at);
-  } else {
-    copy_as<uint16_t>(s, at);
-  }
+  s.from_dtype == uint8_t(Dtype::fp32) ? copy_as<uint32_t>(s, at) : copy_as<uint16_t>(s, at);
 }
 
 struct Copy : EachTile<Copy> {
@@ -237,22 +226,14 @@ __device__ __forceinline__ void transform(Tile& x, int log2_group) {
 #pragma unroll 1
   for (int d = 1; d < (1 << log2_group) / 8; d *= 2) {
     float const sign = lane & d ? -1.0f : 1.0f;  // the upper lane keeps a - b
-#pragma unroll
-    for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[v][i] = fma_exact(x[v][i], sign, __shfl_xor_sync(ALL, x[v][i], d));
-      }
-    }
+    for_each([&](int v, int i) {
+      x[v][i] = fma_exact(x[v][i], sign, __shfl_xor_sync(ALL, x[v][i], d));
+    });
   }
   // fp32(1 / sqrt(2^n)): a power of two, times fp32(sqrt(1/2)) for odd n
   float norm = float_of(uint32_t(127 - log2_group / 2) << 23);
   if (log2_group & 1) norm *= 0.70710678118654752f;
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[v][i] = mul(x[v][i], norm);
-  }
+  for_each([&](int v, int i) { x[v][i] = mul(x[v][i], norm); });
 }
 
 __device__ __forceinline__ void apply_signs(Tile& x, int log2_group) {
@@ -261,19 +242,11 @@ __device__ __forceinline__ void apply_signs(Tile& x, int log2_group) {
 #pragma unroll
   for (int i = 1; i < 8; ++i) word = octet >> 2 == i ? sign_word(i) : word;
   word >>= 8 * (octet & 3);
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[v][i] = float_of(bits_of(x[v][i]) ^ (word >> i & 1u) << 31);
-  }
+  for_each([&](int v, int i) { x[v][i] = float_of(bits_of(x[v][i]) ^ (word >> i & 1u) << 31); });
 }
 
 __device__ __forceinline__ void zero_from(Tile& x, int within, int left) {
-#pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[v][i] = within + v * CHUNK + i < left ? x[v][i] : 0.0f;
-  }
+  for_each([&](int v, int i) { x[v][i] = within + v * CHUNK + i < left ? x[v][i] : 0.0f; });
 }
 
 // Out of the incoming codec's domain and into the outgoing one's.

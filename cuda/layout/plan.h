@@ -23,6 +23,8 @@ constexpr int ERROR_SUMS = 8;    // telemetry sums of a tile
 
 enum class Dtype : int32_t { fp32 = 0, bf16 = 1, fp16 = 2 };
 
+constexpr int itemsize(Dtype d) { return d == Dtype::fp32 ? 4 : 2; }
+
 // Floats of one segment: element i of row r lies at base + (r * row_stride + i) * itemsize and
 // exists when r * row_stride + i < total. Reading past it gives zero, writing there does nothing.
 struct FloatView {
