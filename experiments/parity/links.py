@@ -36,8 +36,8 @@ from kills import outcome  # noqa: E402
 from tests.small_runs import SHAPE, corpus  # noqa: E402
 from zpp_lab.config.schema import ClusterConfig  # noqa: E402
 from zpp_lab.runs.provenance import commit, machine_facts, versions  # noqa: E402
+from zpp_lab.tools.links.network import Tools  # noqa: E402
 from zpp_lab.tools.links.nodes import EmulatedNodes  # noqa: E402
-from zpp_lab.tools.links.programs import Tools  # noqa: E402
 from zpp_lab.train.launch.gpus import Placement, visible_gpus  # noqa: E402
 from zpp_lab.train.launch.processes import EmulationError  # noqa: E402
 from zpp_lab.train.launch.ranks import free_port, rank_environment  # noqa: E402

@@ -31,8 +31,7 @@ from zpp_lab.study.run.attempts import ended_run, ending
 from zpp_lab.study.run.launch import ENTRY
 from zpp_lab.study.run.places import Slot, gpus_to_share
 from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
-from zpp_lab.study.run.pool import Ended, Pool
-from zpp_lab.study.run.queue import stop_on_signals
+from zpp_lab.study.run.queue import Ended, Pool, stop_on_signals
 
 MAIN = (  # of reference_10m
     "zero3",

@@ -26,8 +26,8 @@ from typing import Any
 
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.files import write_atomic
+from zpp_lab.tools.links.network import Tools
 from zpp_lab.tools.links.nodes import EmulatedNodes, OneHost
-from zpp_lab.tools.links.programs import Tools
 from zpp_lab.train.launch.gpus import Placement, place, served, visible_gpus
 from zpp_lab.train.launch.mps import Mps, ask
 from zpp_lab.train.launch.ranks import Hosts, free_port, rank_environment

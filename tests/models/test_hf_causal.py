@@ -52,9 +52,9 @@ def test_the_setting_that_is_named_helps(kind: str) -> None:
 def test_causal_models_pass_without_a_word_and_draw_nothing(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from zpp_lab.models import hf_causal
+    from zpp_lab.models import hf
 
-    hf_causal._check.cache_clear()
+    hf._check.cache_clear()
     before = torch.get_rng_state()
     build_model(settings(kind), VOCAB, "meta")
     assert torch.equal(torch.get_rng_state(), before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from zpp_lab.runs.console import Progress
+from zpp_lab.runs.tracker import Progress
 
 
 class Clock:

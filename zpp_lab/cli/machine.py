@@ -106,9 +106,9 @@ def _benches() -> str:
 
 
 def _emulate(_: argparse.Namespace, rest: list[str]) -> int:
-    from zpp_lab.tools.links import command
+    from zpp_lab.tools.links import nodes
 
-    return command.main(rest)
+    return nodes.main(rest)
 
 
 def _mps(_: argparse.Namespace, rest: list[str]) -> int:

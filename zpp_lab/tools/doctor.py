@@ -231,8 +231,8 @@ def peer_memory() -> Check:
 
 def emulated_nodes() -> Check:
     """What `bench step` and `emulate` need for several nodes on one host."""
+    from zpp_lab.tools.links.network import Tools
     from zpp_lab.tools.links.nodes import EmulatedNodes
-    from zpp_lab.tools.links.programs import Tools
     from zpp_lab.train.launch.processes import EmulationError
 
     try:

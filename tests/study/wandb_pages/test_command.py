@@ -11,7 +11,7 @@ import pytest
 from tests.runs.conftest import FakeWandb
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import load_study
-from zpp_lab.study.wandb_pages import apply
+from zpp_lab.study.wandb_pages import command
 from zpp_lab.study.wandb_pages.spec import make_spec, read_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
@@ -71,11 +71,11 @@ def test_a_server_that_refuses_is_one_line(
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(ValueError, match=r"zpp_lab\[dashboard\]"):
-        apply.pages(make_spec(load_study("smoke"), project="p"), "e")
+        command.pages(make_spec(load_study("smoke"), project="p"), "e")
 
 
 def test_pages_are_sent_with_gaps_over_tokens_and_time(fake_wandb: FakeWandb) -> None:
-    assert len(apply.apply(make_spec(load_study("smoke"), project="p", entity="e"))) == 2
+    assert len(command.apply(make_spec(load_study("smoke"), project="p", entity="e"))) == 2
     for view in fake_wandb.views:
         for name in ("gap_vs_zero3/heldout_loss", "tokens", "seconds"):
             assert name in view["spec"]

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from zpp_lab.tools.links.network import Tools
 from zpp_lab.tools.links.nodes import EmulatedNodes
-from zpp_lab.tools.links.programs import Tools
 
 
 def main(folder: Path) -> None:

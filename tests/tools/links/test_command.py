@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.links.shared import refusal
-from zpp_lab.tools.links.command import main
+from zpp_lab.tools.links.nodes import main
 
 ROOT = Path(__file__).parents[3]
 needs_nodes = pytest.mark.skipif(bool(refusal()), reason=refusal())

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zpp_lab.tools.links.network import TBF, VETH, Command, Network, bucket
+from zpp_lab.tools.links.network import FOLDER, TBF, VETH, Command, Network, Tools, bucket
 from zpp_lab.tools.links.nodes import OneHost, hosts
-from zpp_lab.tools.links.programs import FOLDER, Tools
 from zpp_lab.train.launch.processes import EmulationError
 
 

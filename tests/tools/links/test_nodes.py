@@ -15,10 +15,9 @@ import pytest
 
 from tests.tools.links.shared import refusal
 from zpp_lab.tools.links.namespaces import inside
-from zpp_lab.tools.links.network import TBF, Command
+from zpp_lab.tools.links.network import TBF, Command, Tools
 from zpp_lab.tools.links.nodes import EmulatedNodes
 from zpp_lab.tools.links.probe import probe
-from zpp_lab.tools.links.programs import Tools
 from zpp_lab.train.launch import processes
 from zpp_lab.train.launch.processes import EmulationError
 

@@ -16,8 +16,7 @@ from tests.waiting import until
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.tools.bench.step.arms import arms
 from zpp_lab.tools.bench.step.session import Session, SessionError
-from zpp_lab.tools.links.command import main
-from zpp_lab.tools.links.nodes import OneHost
+from zpp_lab.tools.links.nodes import OneHost, main
 from zpp_lab.train.launch import processes
 from zpp_lab.train.launch.gpus import place
 from zpp_lab.train.launch.mps import OWNER, PROGRAM

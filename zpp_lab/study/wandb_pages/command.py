@@ -1,4 +1,6 @@
-"""`zpp-lab dashboard`: a study's pages as a file, and into wandb where there is a key for it."""
+"""`zpp-lab dashboard`: a study's pages as a file, and into wandb where there is a key for it. The
+only file that knows wandb-workspaces.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,165 @@ from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import STUDY_FILE, nearest
 from zpp_lab.runs.reader import read_study
 from zpp_lab.runs.wandb.mode import find_key, resolve
-from zpp_lab.study.wandb_pages.apply import apply
 from zpp_lab.study.wandb_pages.publish import tracking_of
-from zpp_lab.study.wandb_pages.spec import FILE, make_spec, read_spec, write_spec
+from zpp_lab.study.wandb_pages.spec import FILE, Panel, Spec, make_spec, read_spec, write_spec
+
+_FIELDS = {"group": "Group", "job_type": "JobType"}  # wandb's names of what runs are grouped by
+_RUN_KEYS = {"job_type": "jobType"}
+
+
+def pages(spec: Spec, entity: str) -> tuple[Any, Any]:
+    """(workspace, report) as wandb-workspaces' objects, not saved yet; nothing is asked for.
+
+    ValueError when the package is not installed or the specification has an unknown panel.
+    """
+    try:
+        import wandb_workspaces.workspaces as ws
+    except ImportError as error:
+        raise ValueError(
+            f"dashboards need the wandb-workspaces package ({error}): "
+            "run `pip install 'zpp_lab[dashboard]'`"
+        ) from None
+    from wandb_workspaces import expr
+
+    settings = ws.RunsetSettings(
+        filters=_filters(spec, "all"),  # the verdict table is the report run's
+        groupby=[expr.Metric(_FIELDS[spec["runs"]["group_by"]])],
+        group_colors=_colors(spec),
+        pinned_columns=list(spec["workspace"]["columns"]),
+    )
+    sections = [
+        ws.Section(name=s["name"], panels=[_panel(p) for p in s["panels"]], is_open=True)
+        for s in spec["workspace"]["sections"]
+    ]
+    workspace = ws.Workspace(
+        entity=entity,
+        project=spec["project"],
+        name=spec["workspace"]["name"],
+        sections=sections,
+        runset_settings=settings,
+    )
+    return workspace, _report(spec, entity)
+
+
+def apply(spec: Spec) -> list[str]:
+    """Save both pages; returns their addresses. wandb's errors when the service refuses.
+
+    Each call makes new pages and leaves those of an earlier call as they are.
+    """
+    entity = spec["entity"]
+    if entity is None:
+        import wandb
+
+        entity = wandb.Api().default_entity
+    workspace, report = pages(spec, entity)
+    return [str(page.save().url) for page in (report, workspace)]
+
+
+def _report(spec: Spec, entity: str) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    made = spec["report"]
+    return wr.Report(
+        entity=entity,
+        project=spec["project"],
+        title=made["title"],
+        description=made["description"],
+        width="fluid",
+        blocks=[_block(spec, block) for block in made["blocks"]],
+    )
+
+
+def _block(spec: Spec, block: dict[str, Any]) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    if block["kind"] == "heading":
+        return wr.H2(text=block["text"])
+    if block["kind"] == "markdown":
+        return wr.MarkdownBlock(text=block["text"])
+    if block["kind"] != "panels":
+        raise ValueError(f"block kind {block['kind']!r}: use heading, markdown or panels")
+    grouped = [_RUN_KEYS[spec["runs"]["group_by"]]] if block["runs"] == "arms" else []
+    runs = wr.Runset(name=block["runs"], filters=_filters(spec, block["runs"]), groupby=grouped)
+    field = wr.Metric(f"run:{_RUN_KEYS[spec['runs']['group_by']]}")
+    colors: dict[Any, Any] = {
+        wr.RunsetGroup(block["runs"], (wr.RunsetGroupKey(field, arm),)): color
+        for arm, color in (_colors(spec) if grouped else {}).items()
+    }
+    panels = [_panel(panel) for panel in block["panels"]]
+    return wr.PanelGrid(runsets=[runs], panels=panels, custom_run_colors=colors)
+
+
+def _colors(spec: Spec) -> dict[Any, Any]:
+    """By arm; none in a specification from before there were any."""
+    return dict(spec["runs"].get("colors", {}))
+
+
+def _filters(spec: Spec, runs: str) -> Any:
+    """`all` of the study, `arms` and `runs` without the run of its report, `report` that alone."""
+    from wandb_workspaces import expr
+
+    kind, other = expr.Metric("JobType"), spec["runs"]["not_job_type"]
+    arms = [kind != other]
+    chosen = {"all": [], "arms": arms, "runs": arms, "report": [kind == other]}
+    return expr.And(expr.Metric("Group") == spec["runs"]["group"], *chosen[runs])
+
+
+def _panel(panel: Panel) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    makers = {"line": _line, "bar": _bar, "scatter": _scatter, "coordinates": _coordinates}
+    if panel["kind"] == "table":
+        return wr.WeavePanelSummaryTable(table_name=panel["name"], layout=wr.Layout(w=24, h=10))
+    if panel["kind"] not in makers:
+        raise ValueError(f"panel kind {panel['kind']!r}: use {', '.join(makers)} or table")
+    return makers[panel["kind"]](panel)
+
+
+def _line(panel: Panel) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.LinePlot(
+        title=panel["title"],
+        x=wr.Metric(panel["x"]),
+        y=[wr.Metric(name) for name in panel["y"]],
+        metric_regex=panel.get("regex"),
+        log_y=panel.get("log_y"),
+        groupby=wr.Metric(_FIELDS[panel["group_by"]]),
+        groupby_aggfunc="mean",
+        groupby_rangefunc="minmax",
+        smoothing_type="none",
+        max_runs_to_show=100,
+    )
+
+
+def _bar(panel: Panel) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.BarPlot(
+        title=panel["title"],
+        metrics=[wr.Metric(panel["metric"])],
+        groupby=wr.Metric(_FIELDS[panel["group_by"]]),
+        groupby_aggfunc="mean",
+        groupby_rangefunc="minmax",
+        max_bars_to_show=100,
+    )
+
+
+def _scatter(panel: Panel) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    x, y = (wr.SummaryMetric(panel[axis].removeprefix("summary:")) for axis in ("x", "y"))
+    return wr.ScatterPlot(title=panel["title"], x=x, y=y)
+
+
+def _coordinates(panel: Panel) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    kinds: dict[str, Any] = {"config": wr.Config, "summary": wr.SummaryMetric}
+    named = [column.partition(":") for column in panel["columns"]]
+    columns = [wr.ParallelCoordinatesPlotColumn(kinds[kind](name)) for kind, _, name in named]
+    return wr.ParallelCoordinatesPlot(title=panel["title"], columns=columns)
 
 
 def dashboard(

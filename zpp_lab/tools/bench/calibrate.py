@@ -39,8 +39,7 @@ from zpp_lab.config.parser import Parser, listed, new_file, number, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.runs.provenance import commit, cpu_model, machine_facts, versions
-from zpp_lab.tools.bench.calibrate_links import Links, codecs
-from zpp_lab.tools.bench.calibrate_steps import copy_rate, curve, host
+from zpp_lab.tools.bench.calibrate_steps import Links, codecs, copy_rate, curve, host
 from zpp_lab.tools.bench.ranks import join, start
 from zpp_lab.tools.plan.cost.machine import (
     MODES,

@@ -3,8 +3,7 @@
 Quantized weights are by default the very numbers that the **wire** brought in training.
 """
 
-from zpp_lab.tools.export.adapters import export_peft
-from zpp_lab.tools.export.model import export_hf
+from zpp_lab.tools.export.model import export_hf, export_peft
 from zpp_lab.tools.export.quantized import export_quantized
 
 __all__ = ["export_hf", "export_peft", "export_quantized"]

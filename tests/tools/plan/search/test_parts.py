@@ -10,7 +10,7 @@ from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.cost.step import predict
-from zpp_lab.tools.plan.search.parts import Parts
+from zpp_lab.tools.plan.search.fastest import Parts
 from zpp_lab.tools.plan.search.space import Candidate, Space
 from zpp_lab.train.memory.buffers import MOMENTS
 from zpp_lab.train.memory.estimate import estimate

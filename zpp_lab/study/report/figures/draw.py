@@ -18,13 +18,14 @@ from zpp_lab.files import write_atomic
 from zpp_lab.study.judge.effects import Interaction, MainEffect, cells_of, short_names
 from zpp_lab.study.judge.noise import one_seed
 from zpp_lab.study.judge.verdict import StudyResult
-from zpp_lab.study.report.figures.cost import bytes_figure, speed_figure
-from zpp_lab.study.report.figures.curves import MEASURES, Row, StudyCurves
-from zpp_lab.study.report.figures.effects import (
+from zpp_lab.study.report.figures.cost import (
     MOST_PAIRS,
+    bytes_figure,
     interactions_figure,
     main_effects_figure,
+    speed_figure,
 )
+from zpp_lab.study.report.figures.curves import MEASURES, Row, StudyCurves
 from zpp_lab.study.report.figures.gap import (
     Spec,
     cost_rows,
