@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,16 +62,6 @@ def test_what_is_left_beside_a_mistake_does_not_hide_it(tmp_path: Path) -> None:
             mistaken(*beside)
         assert [str(path) for path in tmp_path.glob("*/*")] == list(map(str, beside))
     assert other.exists()
-
-
-def test_a_look_from_elsewhere_refuses_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look = open(tmp_path / files.LOCK, "w")  # noqa: SIM115
-    fcntl.flock(look, fcntl.LOCK_SH)  # as `held` has it for a moment
-    monkeypatch.setattr(files.time, "sleep", lambda _: look.close())
-    with at_work(tmp_path):
-        assert look.closed
 
 
 def test_patience_is_for_jobs_that_start_again(

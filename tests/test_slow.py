@@ -37,14 +37,6 @@ def test_each_file_says_what_it_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "2 with failures" in said[-3]
 
 
-@pytest.mark.slow
-def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, monkeypatch, hangs="def test_a(): time.sleep(600)")
-    said: list[str] = []
-    assert not run_all(["hangs.py"], 1, 3.0, said.append)
-    assert said[-1] == "  hangs.py: ended after 0.05 minutes"
-
-
 def test_the_longest_come_first_and_exist() -> None:
     assert in_order(["tests/a.py", *LONGEST[::-1]]) == [*LONGEST, "tests/a.py"]
     assert all((Path(__file__).parents[1] / file).is_file() for file in LONGEST)

@@ -39,14 +39,6 @@ def test_planes_by_hand(bits: int, expected: list[int]) -> None:
     assert out[0].tolist() == expected
 
 
-def test_more_than_eight_bits_begin_with_whole_bytes() -> None:
-    codes = torch.tensor([[0b101_0101_1010, 0b010_0000_0001]], dtype=torch.int32)
-    out = torch.empty(1, packed_bytes(2, 11), dtype=torch.uint8)
-    pack(codes, 11, out)
-    planes = [0b0101_1010, 0b0000_0001], [0b10_01], [0b0_1]
-    assert out[0].tolist() == [byte for p in planes for byte in p + [0] * (16 - len(p))]
-
-
 def test_a_whole_row_by_hand() -> None:
     """4 bits, one block of 16: codes q + 8, then the fp32 scale, then zeros."""
     x = torch.tensor([[7.0, -7.0, 0.0, 3.4] + [0.0] * 12])

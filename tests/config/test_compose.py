@@ -17,7 +17,6 @@ from zpp_lab.config.flat import flat_config
 from zpp_lab.config.load import REMOVED, load, unknown_key, valid_names
 from zpp_lab.config.load import written as as_word
 from zpp_lab.config.schema import USUAL_WIRES, Config
-from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import conf_dir
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 
@@ -135,19 +134,6 @@ def test_every_setting_can_be_given_by_its_name() -> None:
     assert compose(["engine=fsdp", "engine.prefetch=2"]).engine.prefetch == 2
     with pytest.raises(ValueError, match=r"model\.dim is a setting of the built-in decoder"):
         compose(["model=hf", "model.path=somewhere", "model.dim=64"])
-
-
-def test_study_mistakes_are_answered() -> None:
-    with pytest.raises(ValueError, match=r"did you mean smoke\?\); there are: .*smoke"):
-        load_study("smokey")
-    arms = [{"name": "a"}, {"name": "a"}]
-    with pytest.raises(ValueError, match="named twice"):
-        load(StudyConfig, {"name": "s", "question": "q", "arms": arms, "seeds": [1]})
-    with pytest.raises(ValueError, match="is no arm"):
-        load(StudyConfig, {"name": "s", "question": "q", "arms": arms[:1], "seeds": [1]})
-    arms = [{"name": "zero3"}, {"name": "a", "against": "zero4"}]
-    with pytest.raises(ValueError, match=r"against='zero4' is no arm of role baseline.*zero3"):
-        load(StudyConfig, {"name": "s", "question": "q", "arms": arms, "seeds": [1]})
 
 
 def written(folder: Path, name: str, text: str) -> str:

@@ -115,19 +115,6 @@ def test_what_does_not_fit_is_refused(
         host(*(good | change).values())
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows", "room"),
-    [
-        ((5,), 1, 5),
-        ((70_000,), 1, 17_500),
-        ((7,), 170, 7 * norm.ROWS),
-        ((3, 9), 100, 100 * 3 + 60 * 9),
-    ],
-)
-def test_room_is_that_of_the_largest_launch(lengths: tuple[int, ...], rows: int, room: int) -> None:
-    assert norm._room(lengths, rows) == room
-
-
 def test_a_cpus_gradients_take_plain_torch() -> None:
     assert not norm.serves([torch.zeros(3)], [3])
     assert not norm.serves([], [])

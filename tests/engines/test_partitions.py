@@ -19,7 +19,7 @@ from tests.engines.uneven import batch, build_uneven
 from zpp_lab.collectives.traffic import Traffic
 from zpp_lab.config.load import load
 from zpp_lab.config.recipe import POINTS
-from zpp_lab.config.schema import Config, RecipeConfig
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import build_plan
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.checkpoint.write import Checkpoints
@@ -161,45 +161,3 @@ def test_sums_that_would_stay_in_the_node_are_an_error() -> None:
     for said in run_world(4, now_and_then):
         assert "now had a gradient in some micro-steps" in said
         assert "use recipe.sharding.grads=world" in said
-
-
-@pytest.mark.parametrize(
-    ("recipe", "cluster", "says"),
-    [
-        ({"shard": "node", "secondary": True}, (2, 2), "does not go with recipe.secondary=true"),
-        ({"shard": "node"}, (1, 4), "needs several nodes with several GPUs each, not 1 × 4"),
-        (
-            {"sharding": {"weights": "none", "grads": "node"}},
-            (4, 1),
-            "recipe.sharding.grads=node needs several nodes .* use recipe.sharding.grads=world",
-        ),
-        (
-            {
-                "sharding": {"weights": "none", "grads": "none", "optimizer": "none"},
-                "weights": {"bits": 8},
-            },
-            (2, 2),
-            "every rank has all weights, so weights_forward and weights_backward would carry",
-        ),
-    ],
-)
-def test_contradictions_are_errors(recipe: Any, cluster: tuple[int, int], says: str) -> None:
-    values = {"nodes": cluster[0], "gpus_per_node": cluster[1]}
-    with pytest.raises(ValueError, match=says):
-        build_plan(
-            build_uneven(), load(Config, {"recipe": {"name": "x", **recipe}, "cluster": values})
-        )
-
-
-@pytest.mark.parametrize(
-    ("parts", "nearest"),
-    [
-        (("world", "none", "node"), "weights=none, grads=none, optimizer=node"),
-        (("world", "world", "node"), "weights=world, grads=world, optimizer=world"),
-        (("none", "world", "none"), "weights=none, grads=none, optimizer=none"),
-    ],
-)
-def test_what_is_no_point_names_the_nearest(parts: tuple[str, ...], nearest: str) -> None:
-    sharding = dict(zip(("weights", "grads", "optimizer"), parts, strict=True))
-    with pytest.raises(ValueError, match=f"cut no finer .* the nearest that is: {nearest}"):
-        load(RecipeConfig, {"sharding": sharding})

@@ -37,11 +37,9 @@ def test_building_leaves_the_global_generator_alone():
     ("name", "deviation", "stds"),
     [
         ("embed.weight", 0.02, {}),
-        ("head.weight", 0.02, {}),
         ("embed.weight", 1.0, {"embedding_std": 1.0}),
         ("head.weight", 0.004, {"head_std": 0.004, "embedding_std": 1.0}),
         ("layers.0.attention.wq.weight", 256**-0.5, {"embedding_std": 1.0}),
-        ("layers.0.attention.wo.weight", 256**-0.5 / 8**0.5, {}),
         ("layers.0.mlp.w_down.weight", 256**-0.5 / 8**0.5, {"head_std": 1.0}),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zpp_lab
-from tests.study.fake_runs import ARMS, fake_study, write_failure, write_run, write_study_runs
+from tests.study.fake_runs import ARMS, fake_study, write_failure, write_study_runs
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.frames import Loaded
 
@@ -81,17 +81,6 @@ def test_a_row_an_arm_as_the_report_judges_it(found: Loaded) -> None:
     assert tuple(verdicts.loc["w4", ["low", "high"]]) == w4.gap.interval
     assert verdicts.loc["w4", "bytes"] == w4.bytes_total
     assert any("w2: seed 1 diverged" in note for note in found.notes)
-
-
-def test_one_run_alone_and_none(tmp_path: Path) -> None:
-    write_run(tmp_path / "w4" / "seed1", ARMS[5], 1, 3)
-    alone = zpp_lab.load(str(tmp_path / "w4" / "seed1"))
-    assert list(alone.runs["folder"]) == ["."]
-    assert len(alone.steps) == 3
-    assert list(alone.verdicts["verdict"]) == ["not run", "no baseline"]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no runs in or below it"):
-        zpp_lab.load(tmp_path / "empty")
 
 
 def test_without_pandas_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,11 @@ from tests.train.launch.test_launcher import lines
 from tests.train.test_trainer import last_checkpoint, without_times
 from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
-from zpp_lab.models import build_model
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.metrics import read
 from zpp_lab.study.report.appendix import _commit
 from zpp_lab.train.launch.launcher import launch
-from zpp_lab.train.piece import PAUSED, Piece, seconds, writing_seconds
+from zpp_lab.train.piece import PAUSED, Piece, seconds
 from zpp_lab.train.trainer import run
 
 
@@ -31,12 +30,6 @@ from zpp_lab.train.trainer import run
 )
 def test_times(text: str, value: float) -> None:
     assert seconds(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "0", "0m", "8 minutes", "-3m", "m"])
-def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 480"):
-        seconds(text)
 
 
 class Steps:
@@ -94,26 +87,6 @@ def test_a_piece_ends_with_a_whole_state_where_weights_alone_are_kept(tmp_path: 
     assert cut == ["unfinished"] * 3 + ["finished"]
     assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
     assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
-
-
-def test_a_piece_leaves_time_for_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its size at first: 13B on four ranks, 12 bytes a parameter, a GB a second."""
-    assert writing_seconds(13 * 10**9 // 4, "fp32") == pytest.approx(39)
-    assert writing_seconds(13 * 10**9 // 4, "8bit") == pytest.approx(19.5)
-    soon = f"run.until={time.time() + 3600}"
-    asked: list[int] = []
-
-    def slow(numel: int, _: str) -> float:
-        asked.append(numel)
-        return 7200.0 if len(asked) > 2 else 0.0
-
-    monkeypatch.setattr("zpp_lab.train.trainer.writing_seconds", slow)
-    ended = run(small(tmp_path, soon))
-    assert (ended["outcome"], ended["step"]) == ("unfinished", 2)
-    model = build_model(small(tmp_path).model, 256, "meta")
-    assert set(asked) == {sum(p.numel() for p in model.parameters())}
 
 
 def test_pieces_of_several_commits_are_told_apart(

@@ -14,7 +14,6 @@ import pytest
 
 from tests.small_runs import small
 from zpp_lab.cli.main import main
-from zpp_lab.files import hold
 from zpp_lab.train.trainer import run
 
 HERE = {"engine.device=cpu", "tracking.wandb=off", "data.path=texts", "data=text"}
@@ -32,14 +31,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr("zpp_lab.files.reachable", lambda: pytest.fail("the Hub was asked"))
-
-
-def test_two_starts_of_one_run_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path("runs/twice")
-    folder.mkdir()
-    with hold(folder):
-        assert main(["train", *sorted(HERE), "run.dir=runs/twice"]) == 2
-    assert "a run is at work here already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

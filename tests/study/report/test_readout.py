@@ -48,11 +48,3 @@ def test_its_gap_is_paired_with_an_interval_and_moves_no_verdict(tmp_path: Path)
     assert "mean training loss of the last 10 steps" in console_table(found)
     rows = list(csv.DictReader(io.StringIO(results_csv(found))))
     assert [float(row["readout_loss"]) for row in rows[3:]] == list(LOSSES["w4"])
-
-
-@pytest.mark.parametrize("steps", [{}, {"zero3": 0, "w4": 10}, {"zero3": 5, "w4": 10}])
-def test_only_means_over_as_many_steps_are_compared(tmp_path: Path, steps: dict[str, int]) -> None:
-    found = result(tmp_path, steps)
-    assert found.readout_gap(found.arms[1]) is None
-    assert READOUT not in verdict_rows(found)[0]
-    assert ("readout_loss" in results_csv(found)) == bool(steps)

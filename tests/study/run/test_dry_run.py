@@ -57,12 +57,9 @@ def test_predictions_are_the_cost_models() -> None:
 
 
 REFUSED = [
-    ("--for soon", "--for soon: give a time above 0"),
     ("--for 8m --launcher basic", "--for is for runs on this machine"),
     ("--launcher slrum", "Hydra's launcher 'slrum' cannot start"),
-    ("--launcher basic --jobs 2", "--jobs is for runs on this machine"),
     ("--launcher basic --runs-per-gpu 2", "--runs-per-gpu is for runs on this machine"),
-    ("--jobs -1", "--jobs: -1: use 0 or more"),
     ("--arms w5* --alone", "--arms w5*: no such arm"),
     ("data=text data.path=/no/text", "study smoke, zero3, zero3_reordered, zeropp, qsdp"),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +27,6 @@ def test_offline_it_writes_the_folders_pages(
     verdicts = spec["report"]["blocks"][2]["text"]
     assert "| w4 |" in verdicts
     assert "worse" in verdicts
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "name a study"),
-        (["smoke", "--apply", "x.json"], "name a study"),
-        (["no_such_study"], "no study 'no_such_study'"),
-        (["--apply", "missing.json"], "missing.json"),
-        (["--apply", "spec.json"], "wandb login"),
-        (["."], "is no study's folder"),
-    ],
-)
-def test_mistakes_are_named(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    spec = make_spec(load_study("smoke"), project="p")
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
-    assert main(["dashboard", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_server_that_refuses_is_one_line(

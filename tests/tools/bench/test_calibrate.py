@@ -12,14 +12,6 @@ from zpp_lab.tools.bench.calibrate import main
 from zpp_lab.tools.plan.cost.machine import load_machine
 from zpp_lab.tools.plan.cost.step import predict
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("modes", ["compiled", "eager,fast"])
-def test_modes_are_checked_before_anything_is_measured(modes: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--modes"):
-        main(["--out", str(tmp_path / "m.json"), "--modes", modes])
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without GPUs")
 def test_without_gpus_only_a_try_is_possible(tmp_path: Path) -> None:

@@ -56,17 +56,6 @@ def test_base_and_licence_come_along(
     assert str(tmp_path) not in text
 
 
-def test_random_weights_have_no_base_and_a_licence_that_is_named(tmp_path: Path) -> None:
-    run(small(tmp_path, "train.steps=2"))
-    words = ["export", str(tmp_path / "run"), "--to", "hf", "--out"]
-    assert main([*words, str(tmp_path / "a")]) == 0
-    facts, text = card(tmp_path / "a")
-    assert facts == {"library_name": "transformers", "license": "unknown"}
-    assert "random weights. No licence is known: `zpp-lab export --license NAME`" in text
-    assert main([*words, str(tmp_path / "b"), "--license", "mit"]) == 0
-    assert card(tmp_path / "b")[0]["license"] == "mit"
-
-
 def test_a_base_is_found_through_the_runs_between(adapted: Path, tmp_path: Path) -> None:
     plain = small(tmp_path)
     later = replace(plain, model=replace(plain.model, start=str(adapted / "run" / "checkpoints")))

@@ -39,11 +39,8 @@ MISTAKE = Failed(USER_ERROR, {"message": "ValueError: no such file"}, 8)
         ((OURS, KILLED, CLOSED), 1),
         ((CLOSED, OURS, RAISED), 2),
         ((ABORTED, ENDED, RAISED), 2),
-        ((ABORTED, KILLED), 1),
         ((RAISED, MISTAKE), 1),
-        ((RAISED, RAISED), 0),
         ((RAISED, Failed(1, "KeyError: 'b'", 6)), 1),
-        ((CLOSED,), 0),
         ((SILENT, KILLED), 0),  # by the launcher, as it did not end
         ((GONE, KILLED), 1),
         ((SILENT, ENDED, RAISED), 2),
