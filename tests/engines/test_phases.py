@@ -24,7 +24,9 @@ from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.runs.metrics import read
 from zpp_lab.tools.bench.step.arms import arms
 from zpp_lab.tools.export.wire import WireWeights
+from zpp_lab.tools.plan.planner import Outlook, as_dict
 from zpp_lab.train.inputs import check_recipe
+from zpp_lab.train.memory.forecast import foresee
 from zpp_lab.train.trainer import run
 
 STEPS = 4
@@ -185,3 +187,16 @@ def test_who_cannot_follow_them_says_so() -> None:
         shard(build_uneven(), "w8_then_w4", ClusterConfig(1, 2))
     with pytest.raises(ValueError, match=r"time one of them, with its settings and recipe.phases="):
         arms(["w8_then_w4"], ["engine=fsdp"])
+
+
+def test_a_plan_shows_each_phase_and_predicts_no_gap() -> None:
+    config = compose(["recipe=w8_then_w4", "model=tiny", "recipe.phases.0.after=20"])
+    whole = Outlook.of(config, 2**36)
+    each = [Outlook.of(phase.config, 2**36) for phase in config.phases]
+    told = as_dict(whole, [])
+    assert [p["wires"] for p in told["phases"]] == [as_dict(e, [])["wires"] for e in each]
+    assert told["peak"] == max(e.estimate.peak for e in each)
+    assert told["gap"] is None
+    assert each[1].gap is not None
+    sent = [sum(map(sum, e.plan.step_bytes().values())) for e in each]
+    assert foresee(config).step_bytes * 180 == 20 * sent[0] + 160 * sent[1]

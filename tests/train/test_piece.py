@@ -177,3 +177,12 @@ def test_real_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
     summaries = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("whole", "cut")]
     assert summaries[0]["heldout_loss"] == summaries[1]["heldout_loss"]
+
+
+def test_a_piece_that_is_too_short_says_so_and_costs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run(small(tmp_path, "run.until=1.0"))
+    assert (ended["outcome"], ended["step"]) == ("unfinished", 0)
+    assert "give longer pieces" in capsys.readouterr().out
+    assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run

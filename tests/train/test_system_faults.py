@@ -14,6 +14,7 @@ import pytest
 
 from tests.small_runs import small
 from zpp_lab.cli.main import main
+from zpp_lab.files import hold
 from zpp_lab.train.trainer import run
 
 HERE = {"engine.device=cpu", "tracking.wandb=off", "data.path=texts", "data=text"}
@@ -129,3 +130,11 @@ def test_ranks_on_a_full_disk_say_it_once() -> None:
     ended = start(code)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert Path("runs/ranks/summary.json").exists()
+
+
+def test_two_starts_of_one_run_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/twice")
+    folder.mkdir()
+    with hold(folder):
+        assert main(["train", *sorted(HERE), "run.dir=runs/twice"]) == 2
+    assert "a run is at work here already" in capsys.readouterr().err
