@@ -5,8 +5,9 @@ ncu ... python3 experiments/kernels/counters.py
 
 from __future__ import annotations
 
+from measure import one_segment, work
+
 from zpp_lab.codecs import BlockCodec, kernels
-from zpp_lab.tools.bench.measure import one_segment, work
 
 NUMEL = 2**25  # 64 MiB of bf16
 CASES = (

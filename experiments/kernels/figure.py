@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from zpp_lab.tools.bench import kernels
+import bench
 
 HERE = Path(__file__).parent
 
 if __name__ == "__main__":
-    kernels.draw(json.loads((HERE / "h200.json").read_text()), HERE / "h200.svg")
+    bench.draw(json.loads((HERE / "h200.json").read_text()), HERE / "h200.svg")

@@ -17,7 +17,7 @@ wait
 tail -3 "$out/pytest.log" | cut -c1-400
 cut -c1-200 "$out/sanitize.log"
 say checked
-timeout "$(within "${BENCH_LIMIT:-280}")" python3 -m zpp_lab.tools.bench.kernels --mib ${SIZES:-64 512} \
+timeout "$(within "${BENCH_LIMIT:-280}")" python3 experiments/kernels/bench.py --mib ${SIZES:-64 512} \
   ${BENCH:-} --peers --out "$out" > "$out/bench.log" 2>&1
 grep -v "64M\|512M" "$out/bench.log" | cut -c1-250 | tail -40
 say measured

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zpp_lab.tools.bench.measure import OPS
+from measure import OPS
 
 HERE = Path(__file__).parent
 BITS = (2, 4, 6, 8)

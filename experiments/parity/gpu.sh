@@ -22,7 +22,7 @@ for part in "$@"; do
   echo "== $part" | tee -a "$out/log.txt"
   began=$SECONDS
   case $part in
-    bench) limited "${BENCH:-90}" python3 -m zpp_lab.cli bench collectives --nodes 1,2 \
+    bench) limited "${BENCH:-90}" python3 experiments/collectives/bench.py --nodes 1,2 \
       --transports "${TRANSPORTS:-groups,peer}" --mib "${MIB:-1,4,16,64,640}" \
       --bits "${BITS:-8,6,4,2}" --calls "${CALLS:-12}" --out "$out/collectives.json" ;;
     table) run "${TABLE:-150}" --parts table --sizes "${TABLE_SIZE:-tiny}" \

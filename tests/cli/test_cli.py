@@ -68,7 +68,6 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["bench", "kernels"], "bench kernels needs an NVIDIA GPU"),
         (["mps", "--", "true"], "sharing GPUs needs nvidia-cuda-mps-control"),
         (["build"], "zpp-lab build: torch sees no GPU here: say what to compile for"),
     ],

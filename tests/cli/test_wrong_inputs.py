@@ -207,15 +207,9 @@ plan --jsn => unknown option --jsn; see zpp-lab plan --help
 plan model=hf model.path=models/lama => model.path=models/lama | download the model first (hf downlo
 plan model=hf => model=hf needs model.path (a folder with | ...}
 plan recipe=zeropp cluster.nodes=1 cluster.gpus_per_node=1 => recipe zeropp | change the cluster or
-bench => say what to measure | zpp-lab bench WHAT, of kernels, collectives,
-bench everything => no bench 'everything' | kernels, collectives, step
-bench collectives --ranks 0 => --ranks: 0: use 1 or more; see zpp-lab bench collectives --help
-bench collectives --bits 5 --cpu => 5 | see zpp-lab bench collectives --help
-bench collectives --nodes 3 --ranks 2 --cpu => --nodes 3 does not divide 2 ranks: set --ranks
-bench collectives --transports ether --cpu => --transports | see zpp-lab bench collectives --help
-bench collectives --calls 0 --cpu => --calls | see zpp-lab bench collectives --help
-bench collectives --nope => unrecognized arguments: --nope; see zpp-lab bench collectives --help
-bench collectives --out empty --cpu => empty is a folder | see zpp-lab bench collectives --help
+bench => say what to measure | zpp-lab bench WHAT, of step, calibrate
+bench everything => no bench 'everything' | step, calibrate
+bench collectives => bench collectives was removed; use python experiments/collectives/bench.py
 bench step --nodes 0 --cpu => --nodes: 0: use 1 or more; see zpp-lab bench step --help
 bench step --arm 'x: train.stepz=3' --cpu => train.stepz | accumulate, batch_size, beta1, beta2,
 bench step --steps 0 --cpu => --steps 0: use more than 0

@@ -21,12 +21,12 @@ GAP = "share of the baseline's loss, such as 0.01 (default: the study's margin)"
 ALLOW = "undecided: arms of the study too; untested: without --study, any bits"
 NEXT = "write a study of the faster recipes that the study did not measure"
 BENCHES = {
-    "kernels": "encode, decode and sum of every codec on a GPU",
-    "collectives": "gather and reduction of one unit, encode and decode included",
     "step": "training steps of several recipes over links of several speeds",
     "calibrate": "the figures that `zpp-lab plan --machine` takes",
 }
 REMOVED = {
+    "kernels": "use python experiments/kernels/bench.py",
+    "collectives": "use python experiments/collectives/bench.py",
     "virtual": "use python experiments/virtual/bench.py",
     "deterministic": "train twice, with engine.deterministic=true and false",
 }
@@ -35,7 +35,7 @@ REMOVED = {
 def add_machine(add: Add) -> None:
     _add_plan(add)
     add("doctor", "what this machine can do, and what to install for the rest", _doctor)
-    text = "measure kernels, collectives or training steps"
+    text = "measure training steps, or a machine for predictions"
     bench = add("bench", text, _bench, passes_on=True)
     bench.add_argument("what", nargs="?")
     add("emulate", "run a command on emulated nodes of this host", _emulate, passes_on=True)

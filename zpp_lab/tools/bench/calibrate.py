@@ -220,7 +220,7 @@ def main(argv: list[str]) -> int:
         ranks = args.ranks or gpus or 2
         if ranks < 2:
             raise ValueError("bench calibrate measures links: it needs two GPUs, or --cpu --tiny")
-        start("zpp_lab.tools.bench.calibrate", argv, ranks)
+        start(["-m", "zpp_lab.tools.bench.calibrate", *argv], ranks)
         return 0
     _measure(args, gpus > 0)
     return 0

@@ -14,7 +14,6 @@ changes, and Python's collector leaves alone what was there before, as in a trai
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +34,7 @@ from zpp_lab.engines.build import plan_of
 from zpp_lab.engines.norm import squares
 from zpp_lab.models import build_model
 from zpp_lab.models.start import materialize
-from zpp_lab.tools.bench.collectives import Bench
-from zpp_lab.tools.bench.measure import call_seconds
+from zpp_lab.tools.bench.ranks import Timing, call_seconds
 from zpp_lab.tools.bench.step.engines import PlainFsdp2
 from zpp_lab.tools.plan.cost.machine import OPERATORS, Between, Curve, Host, Inside
 from zpp_lab.tools.plan.cost.machine import Codec as CodecSeconds
@@ -54,11 +52,10 @@ BF16 = torch.bfloat16
 
 
 class Links:
-    """Transfers alone, as `zpp-lab bench collectives` times them."""
+    """Transfers alone, all ranks together."""
 
     def __init__(self, cluster: ClusterConfig, device: torch.device) -> None:
-        args = argparse.Namespace(calls=CALLS, warmup=WARMUP)
-        self.bench = Bench(cluster, device, args, "auto")
+        self.bench = Timing(cluster, device, "auto", CALLS, WARMUP)
         self.cluster, self.device = cluster, device
 
     def inside(self, shipments: Sequence[int]) -> Inside:

@@ -1,4 +1,4 @@
-"""`zpp-lab bench kernels`: the codecs' kernels against the memory's speed.
+"""The codecs' kernels against the memory's speed: python experiments/kernels/bench.py --help
 
 Counts the bytes that must move (inputs once, outputs once) and gives the rate as a fraction of
 a copy measured in the same run. Writes JSON and, where altair is installed, a figure: rates as a
@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from zpp_lab.codecs import BlockCodec, kernels
-from zpp_lab.config.codec import BITS
-from zpp_lab.config.parser import Parser, whole
-from zpp_lab.tools.bench.measure import (
+from measure import (
     OPS,
     Work,
     copy_work,
@@ -29,10 +25,15 @@ from zpp_lab.tools.bench.measure import (
     eager_device_seconds,
     fill_work,
     host_seconds,
+    measure_peers,
     one_segment,
     sets_for,
     work,
 )
+
+from zpp_lab.codecs import BlockCodec, kernels
+from zpp_lab.config.codec import BITS
+from zpp_lab.config.parser import Parser, whole
 
 KINDS = {
     "nearest": "nearest rounding",
@@ -213,7 +214,7 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="zpp-lab bench kernels", description=__doc__)
+    parser = Parser(prog="bench.py", description=__doc__)
     parser.add_argument(
         "--mib", type=whole(1), nargs="*", default=[64, 512], help="bf16 bytes per call"
     )
@@ -222,9 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-kernels"))
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        raise ValueError(
-            "bench kernels needs an NVIDIA GPU, and torch sees none here: run it where one is"
-        )
+        raise ValueError("this needs an NVIDIA GPU, and torch sees none here: run it where one is")
     kernels.configure("cuda")
     report: dict[str, Any] = {"machine": machine(), "grid": [], "copy": []}
     args.out.mkdir(parents=True, exist_ok=True)
@@ -265,8 +264,6 @@ def _kinds(report: dict[str, Any], args: argparse.Namespace) -> None:
 
 def _peers(report: dict[str, Any], args: argparse.Namespace) -> None:
     if args.peers:
-        from zpp_lab.tools.bench.measure import measure_peers
-
         report["peers"] = measure_peers()
 
 

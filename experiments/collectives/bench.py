@@ -1,4 +1,4 @@
-"""`zpp-lab bench collectives`: a gather and a reduction by codec, against the backend's own.
+"""A gather and a reduction by codec, against the backend's own; bench.py --help has the options.
 
 One unit of bf16 parameters of the given size, encode and decode included. Beside each time
 stand two floors: the bytes that one rank must receive at the wire's rate, and the bytes that
@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -29,21 +27,18 @@ from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.context import Clock
 from zpp_lab.collectives.gather import Gather, GatherSpec
 from zpp_lab.collectives.ledger import Ledger
-from zpp_lab.collectives.peer.choose import Choice, connect
+from zpp_lab.collectives.peer.choose import Choice
 from zpp_lab.collectives.reduce import Reduce, ReduceSpec
 from zpp_lab.collectives.transport import all_gather
-from zpp_lab.collectives.watchdog import Watchdog
 from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, listed, new_file, number, whole
 from zpp_lab.config.schema import ClusterConfig, Wire
 from zpp_lab.runs.provenance import commit, machine_facts, versions
-from zpp_lab.tools.bench.measure import call_seconds
-from zpp_lab.tools.bench.ranks import join, start
+from zpp_lab.tools.bench.ranks import Timing, join, start
 
 Call = Callable[[], object]
 COLUMNS, PARTS = 1024, 4  # a unit of four matrices
 MIB = 2**20
-AHEAD = 8_000_000  # clock ticks that a GPU waits while its host queues a call
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Row:
     stages_ms: tuple[float, ...] = ()  # encode, transfer, decode or sum: each on its own
 
 
-class Bench:
+class Bench(Timing):
     """One rank's measurements on one cluster."""
 
     def __init__(
@@ -72,9 +67,8 @@ class Bench:
         args: argparse.Namespace,
         choice: Choice,
     ):
-        self.cluster, self.device, self.args, self.choice = cluster, device, args, choice
-        self.transport = connect(cluster, Watchdog(120.0), choice, device)
-        self.tick = torch.zeros(1, device=device)
+        super().__init__(cluster, device, choice, args.calls, args.warmup)
+        self.args, self.choice = args, choice
         self.rows: list[Row] = []
 
     def size(self, mib: int) -> None:
@@ -197,26 +191,6 @@ class Bench:
                 flush=True,
             )
 
-    def milliseconds(self, call: Call) -> float:
-        """Median over calls of the slowest rank's time; the cache is flushed between calls.
-
-        On GPUs it is the devices' time: the host is ahead of them, as in training, and they
-        start together.
-        """
-        flush = torch.empty(64 * MIB, dtype=torch.int32, device=self.device)
-        meet = partial(dist.all_reduce, self.tick)  # so that no rank begins before the others
-        times = []
-        for i in range(self.args.warmup + self.args.calls):
-            if self.device.type == "cuda":
-                flush.zero_()
-            dist.barrier()
-            seconds = call_seconds(call, self.device, AHEAD, meet)
-            if i >= self.args.warmup:
-                times.append(seconds * 1000)
-        found = torch.tensor(times, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return statistics.median(found.tolist())
-
 
 def codecs(bits: list[int]) -> list[tuple[str, Codec]]:
     named: list[tuple[str, Codec]] = [("raw bf16", RawCodec(torch.bfloat16))]
@@ -228,7 +202,7 @@ def _nbytes(tensors: list[Tensor]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser("zpp-lab bench collectives", description=__doc__)
+    made = Parser("bench.py", description=__doc__)
     made.add_argument("--ranks", type=whole(1), help="processes (default: one a GPU, or 2)")
     made.add_argument(
         "--nodes", type=listed(whole(1)), default=[1], help="shapes: nodes of the ranks"
@@ -258,7 +232,7 @@ def main(argv: list[str]) -> int:
         for nodes in args.nodes:
             if ranks % nodes:
                 raise ValueError(f"--nodes {nodes} does not divide {ranks} ranks: set --ranks")
-        start("zpp_lab.tools.bench.collectives", argv, ranks)
+        start([__file__, *argv], ranks)
         return 0
     _measure(args, gpus > 0)
     return 0

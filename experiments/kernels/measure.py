@@ -62,26 +62,6 @@ def eager_device_seconds(calls: Sequence[Call], repeats: int = 5) -> float:
     return _median(lambda: [call() for call in many], repeats) / len(many)
 
 
-def call_seconds(
-    call: Call, device: torch.device, ahead: int, before: Call = lambda: None
-) -> float:
-    """One call; on a GPU its own time, which waits `ahead` clock ticks while the host queues
-    `before`, not counted, and the call."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(ahead)
-    before()
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
-
-
 def _median(run: Call, repeats: int) -> float:
     run()
     times = []
