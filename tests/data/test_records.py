@@ -92,15 +92,11 @@ def test_a_chat(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ('{"prompt": "x", "completion": }', r"some\.jsonl, line 3: no JSON \(Expecting value"),
-        ("[1]", "line 3: list is no record"),
         ({"text": "x"}, r"no field 'prompt' and no 'completion', and no 'messages'; it has 'text'"),
         ({"prompt": "x"}, r"line 3: no field 'completion', .*Name the fields with data\.records"),
-        ({"prompt": "x", "completion": ""}, "line 3: the completion is empty"),
         ({"prompt": "x", "completion": 3}, "line 3: 'completion' is int, not text"),
         ({"prompt": "x\0", "completion": "y"}, "line 3: a zero byte"),
-        ({"messages": []}, "line 3: 'messages' must be a list of messages"),
         ({"messages": [{"role": "user"}]}, "line 3: no message of the role 'assistant'"),
-        ({"messages": [{"role": "assistant"}]}, "must have a 'role' and a 'content'"),
         (
             {"messages": [{"role": "assistant", "content": ""}]},
             "line 3: an assistant's content is empty",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.experiments.scripts import loaded
+from tests.study.fake_runs import fake_study, write_study_runs
+from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
+from zpp_lab.study.judge.verdict import StudyResult, read_result
+from zpp_lab.study.report.speed.results import read_speeds
 
 script = loaded("experiments/reference/time_to_loss.py")
 Curve, to_make_up = script.Curve, script.to_make_up
@@ -27,21 +34,6 @@ def test_three_budgets_find_the_curve_that_made_them() -> None:
     assert found.power == pytest.approx(TRUE.power, rel=1e-4)
     assert found.loss(1e9) == pytest.approx(TRUE.loss(1e9), abs=1e-4)
     assert found.tokens(found.loss(7e7)) == pytest.approx(7e7)
-
-
-@pytest.mark.parametrize(
-    ("losses", "why"),
-    [
-        ({AT: 1.9}, "needs two"),
-        ({BUDGETS[0]: 1.9, AT: 1.9}, "do not fall"),
-        ({BUDGETS[0]: 1.9, AT: 2.0, BUDGETS[2]: 1.8}, "do not fall"),
-        ({BUDGETS[0]: 3.0, AT: 2.9, BUDGETS[2]: 1.0}, "leave a budget out"),
-        ({BUDGETS[0]: 3.0, AT: 2.0, BUDGETS[2]: 1.99999}, "leave a budget out"),
-    ],
-)
-def test_losses_that_no_curve_has_are_refused(losses: dict[int, float], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        Curve.through(losses)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
@@ -66,6 +58,49 @@ def test_a_gap_that_no_tokens_make_up() -> None:
     assert 1 < perhaps.low < perhaps.value < perhaps.high == math.inf
     unlikely = to_make_up(losses, [below + 0.3, below - 0.2] * 2, AT)
     assert 0 < unlikely.low < unlikely.value == math.inf
+
+
+# ---------------------------------------------------------------------- rows of a table of speeds
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[StudyResult]:
+    """An invented study and its baseline on a quarter of the tokens, 0.4 nats higher."""
+    whole, quarter = (tmp_path_factory.mktemp(name) for name in ("whole", "quarter"))
+    write_study_runs(whole, fake_study())
+    alone = replace(fake_study(), arms=fake_study().arms[:1])
+    write_study_runs(quarter, alone, steps=75)
+    for file in quarter.glob("*/*/summary.json"):
+        summary = json.loads(file.read_text())
+        summary["heldout_loss"] += 0.4
+        file.write_text(json.dumps(summary))
+    return [read_result(whole, fake_study()), read_result(quarter, alone)]
+
+
+W4 = {"recipe.name": "mine", "recipe.weights.bits": 4}
+MORE = (
+    *ARMS[:2],
+    Arm("mine", 1.8, 0.15, config=W4),
+    Arm("kept", 1.8, 0.15, config=W4 | {"recipe.secondary": True}),
+    Arm("w3", 1.4, 0.15, config={"recipe.name": "w3", "recipe.weights.bits": 3}),
+    Arm("ds_w4", 1.8, 0.15, "deepspeed", W4),
+)
+
+
+def test_an_arm_has_the_gap_of_the_studys_arm_that_trains_alike(
+    tmp_path: Path, results: list[StudyResult]
+) -> None:
+    found = {
+        row.arm: row
+        for row in script.rows_of(read_speeds(write_speeds(tmp_path, rows(MORE))), results)
+    }
+    assert list(found) == ["fsdp2+node", "fsdp2", "mine", "kept"]  # w3 has no gap, DeepSpeed none
+    w4 = next(arm for arm in results[0].arms if arm.name == "w4")
+    for name in ("mine", "kept"):
+        assert found[name].alike == "w4"
+        assert list(found[name].gaps) == list(w4.gaps.values())
+        assert found[name].tokens.low > 1
+    assert not found["fsdp2"].gaps
 
 
 @pytest.mark.slow

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 import torch._dynamo
@@ -65,23 +63,3 @@ def test_written_out_rotation_has_the_bits_of_the_complex_product(dtype, head_di
     assert torch.equal(found[0][0], rope.rotate(x)), "eager rotations are complex products"
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
-
-
-def test_units_are_the_blocks_and_the_rest_is_the_root():
-    model = build_model(SMALL, VOCAB)
-    names = [name for name, _ in model.units()]
-    assert names == ["layers.0", "layers.1"]
-    assert all(dict(model.named_modules())[name] is unit for name, unit in model.units())
-    root = [n for n, _ in model.named_parameters() if not n.startswith(tuple(names))]
-    assert root == ["embed.weight", "norm.weight", "head.weight"]
-
-
-def test_bf16_copy_rotates_by_the_same_table():
-    model = build_model(SMALL, VOCAB)
-    half = copy.deepcopy(model).bfloat16()
-    assert list(half.buffers()) == []
-    assert half.rope is half.layers[0].attention.rope
-    assert half.rope.table(12, torch.device("cpu")).dtype == torch.float32
-    assert half(tokens()).dtype == torch.bfloat16
-    x, y = tokens(), tokens().roll(1, 1)
-    assert half(x, y).item() == pytest.approx(model(x, y).item(), abs=0.02)

@@ -8,7 +8,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.study.report.style import (
     BASELINE,
     GREYS,
@@ -18,7 +17,6 @@ from zpp_lab.study.report.style import (
     Look,
     arm_looks,
     dark,
-    study_looks,
 )
 
 NAMES = [f"arm{i}" for i in range(TOLD)]
@@ -73,15 +71,3 @@ def test_dark_pages_keep_arms_apart() -> None:
     for eyes in ("red-blind", "green-blind"):
         for one, other in combinations(night.values(), 2):
             assert apart(one, other, eyes) > 0.06 or one.dash != other.dash
-
-
-def test_controls_are_grey_and_take_no_hue() -> None:
-    arms = [ArmConfig(name) for name in ("zero3", "order", "w4", "broken", "g4")]
-    roles = {"order": "order_control", "broken": "negative_control"}
-    arms = [replace(arm, role=roles.get(arm.name, "arm")) for arm in arms]
-    looks = study_looks(StudyConfig("s", "?", arms=arms, seeds=[1]))
-    assert [looks["w4"], looks["g4"]] == list(HUES[:2])
-    assert [looks["order"], looks["broken"]] == list(GREYS[:2])
-    assert not {look.dash for look in GREYS} & {look.dash for look in HUES}
-    for grey in GREYS:
-        assert len({grey.color[i : i + 2] for i in (1, 3, 5)}) == 1

@@ -15,7 +15,7 @@ from zpp_lab.config.compose import compose
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
-from zpp_lab.study.report.speed.results import is_speed_table, read_speeds
+from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.study.report.speed.speeds import BLOCK, match, recipe_settings
 
 LINK = {(2, 2): ("25",)}
@@ -154,16 +154,3 @@ def test_faults_of_a_table_name_their_place(
     table[0] |= change
     with pytest.raises(ValueError, match=message):
         read_speeds(write_speeds(tmp_path, table))
-
-
-def test_what_is_no_table_of_speeds(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bench step --out"):
-        read_speeds(tmp_path)
-    (tmp_path / "results.csv").write_text("arm,seed\nzero3,1\n")
-    assert not is_speed_table(tmp_path)
-    with pytest.raises(ValueError, match="no column nodes, gpus_per_node"):
-        read_speeds(tmp_path)
-    write_speeds(tmp_path, [row for row in rows([FSDP2], LINK) if row["arm"] == "compute"])
-    assert is_speed_table(tmp_path)
-    with pytest.raises(ValueError, match="no arm was measured"):
-        read_speeds(tmp_path)

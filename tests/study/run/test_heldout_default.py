@@ -8,7 +8,6 @@ import pytest
 
 from tests.study.fake_trainer import fake_compose
 from zpp_lab.config.compose import compose, load_study
-from zpp_lab.config.schema import Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.run.plan import Planner, heldout_default
@@ -59,10 +58,3 @@ def test_one_that_has_begun_goes_on_with_what_it_has(
     assert [tokens(one, tmp_path) for one in kept] == [{32768}, {2**21}]
     gpu.setenv("CUDA_VISIBLE_DEVICES", "")
     assert heldout_default(study(), tmp_path / "newer", fake_compose) == kept[1]
-
-
-def test_a_mistake_is_left_to_the_planner(tmp_path: Path, gpu: object) -> None:
-    def refuses(overrides: list[str]) -> Config:
-        raise ValueError("a typo")
-
-    assert heldout_default(study(), tmp_path, refuses) == study()

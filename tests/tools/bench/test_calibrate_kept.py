@@ -87,15 +87,6 @@ def test_parts_of_another_machine_or_code_are_not_used(
     assert told.strip().endswith("all is measured anew")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"place": {}}'])
-def test_a_damaged_file_is_said_and_measured_anew(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / f"m.json{PART}").write_text(text)
-    assert kept(tmp_path / "m.json").parts == {}
-    assert "is damaged" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
     out, part = tmp_path / "here.json", tmp_path / f"here.json{PART}"

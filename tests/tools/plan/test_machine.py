@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 from zpp_lab.tools.plan.cost.machine import Curve, load_machine
 
 
-def test_a_curve_is_linear_between_points_and_keeps_the_last_rate() -> None:
-    curve = Curve(((0.0, 1.0), (10.0, 2.0), (20.0, 6.0)))
-    assert curve.seconds(0) == 0.0
-    assert curve.seconds(5) == pytest.approx(1.5)
-    assert curve.seconds(15) == pytest.approx(4.0)
-    assert curve.seconds(20) == pytest.approx(6.0)
-    assert curve.seconds(40) == pytest.approx(12.0)
-
-
 @given(
     st.lists(st.tuples(st.floats(1, 1e12), st.floats(1e-9, 1e3)), min_size=1, max_size=6),
     st.floats(0, 1e13),
