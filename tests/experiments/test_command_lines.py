@@ -31,7 +31,7 @@ from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import compose
 from zpp_lab.study.run.plan import matching, run_overrides
 from zpp_lab.tools.bench.step import arms as step_arms
-from zpp_lab.tools.bench.step.command import links
+from zpp_lab.tools.bench.step.run import links
 
 PAGES = sorted(ROOT.glob("experiments/**/[A-Z]*.md"))
 RECORDED = ("python", "python3", "torchrun", "zpp-lab", "compute-sanitizer", "ncu", "nvidia-smi")

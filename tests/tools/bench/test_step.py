@@ -19,8 +19,7 @@ from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
 from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, with_compute
-from zpp_lab.tools.bench.step.command import main
-from zpp_lab.tools.bench.step.run import Pace, StepBench
+from zpp_lab.tools.bench.step.run import Pace, StepBench, main
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
 from zpp_lab.train.launch import processes

@@ -3,6 +3,6 @@
 
 def main(words: list[str]) -> int:
     """The command; its parts import torch, which words that are wrong do not wait for."""
-    from zpp_lab.tools.bench.step.command import main as command
+    from zpp_lab.tools.bench.step.run import main as command
 
     return command(words)
