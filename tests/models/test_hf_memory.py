@@ -86,7 +86,7 @@ def test_shapes_alone_tell_what_a_run_keeps(kind: str, dtype: torch.dtype) -> No
     assert found.block + (0 if found.keeps_input else found.row) == block + other
     assert found.flow == flow
     assert passing <= found.passing <= passing + 2 * other
-    acts = TracedActivations(found, 2, checkpointed=False)
+    acts = TracedActivations(**vars(found), layers=2, checkpointed=False)
     last = other // max(norms, 1)  # the norm behind the blocks
     few = 5 * TOKENS * 8  # integers: positions and the like
     assert 0 <= acts.kept - (at_head + 2 * other + last) + few <= 2 * few

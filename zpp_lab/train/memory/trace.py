@@ -164,11 +164,10 @@ class Traced:
     itemsize: int
 
 
-@dataclass(frozen=True)
-class TracedActivations:
+@dataclass(frozen=True, kw_only=True)
+class TracedActivations(Traced):
     """`activations.Activations` of a model of transformers."""
 
-    found: Traced
     layers: int
     checkpointed: bool
     chunk: int = 0
@@ -187,15 +186,7 @@ class TracedActivations:
         not run on shapes."""
         light, model = model.checkpoint_activations, replace(model, checkpoint_activations=False)
         found = _kept_trace(_Key(model), vocab, shape, dtype, compiled)
-        return cls(found, layers, light, model.loss_chunk)
-
-    @property
-    def row(self) -> int:
-        return self.found.row
-
-    @property
-    def block(self) -> int:
-        return self.found.block
+        return cls(**vars(found), layers=layers, checkpointed=light, chunk=model.loss_chunk)
 
     @property
     def between(self) -> int:
@@ -203,41 +194,24 @@ class TracedActivations:
 
     @property
     def kept(self) -> int:
-        return self.layers * self.between + self.found.shared + self.found.outside
+        return self.layers * self.between + self.shared + self.outside
 
     @property
     def recomputed(self) -> int:
         if not self.checkpointed:
             return 0
-        return self.block - (self.row if self.found.keeps_input else 0)
+        return self.block - (self.row if self.keeps_input else 0)
 
     def backward(self, grads: int) -> int:
         """`grads` are in it: they were counted with the rest."""
-        return self.found.flow
-
-    @property
-    def loss(self) -> int:
-        return self.found.loss
-
-    @property
-    def passing(self) -> int:
-        return self.found.passing
+        return self.flow
 
     @property
     def heldout_loss(self) -> int:
         """As `Activations.heldout_loss`; in fp32 beside the model's own, or their logarithms."""
-        width = self.found.itemsize
+        width = self.itemsize
         each = width + FP32 if self.chunk else max(width + FP32, 2 * FP32)
-        tokens = self.found.tokens
-        return self.row + each * min(self.chunk or tokens, tokens) * self.found.outs
-
-    @property
-    def head(self) -> int:
-        return self.found.head
-
-    @property
-    def tied(self) -> bool:
-        return self.found.tied
+        return self.row + each * min(self.chunk or self.tokens, self.tokens) * self.outs
 
 
 @dataclass(frozen=True)
