@@ -6,13 +6,15 @@ of every kind become objects, the others PTX, in which every template is instant
 
 from __future__ import annotations
 
+import re
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from zpp_lab.codecs.kernels import build
+from zpp_lab.codecs.kernels import build, wheel
 from zpp_lab.files import cuda_dir
 
 WHOLE = {"adamw", "encode", "ship"}  # all of our inline assembly, and TMA
@@ -79,6 +81,27 @@ def test_the_bindings_compile_against_this_torch(tmp_path: Path) -> None:
         "squares_cpp",
     ]
     assert all(o.stat().st_size > 10_000 for o in objects)
+
+
+def test_a_wheel_asks_for_torch_by_name_and_for_no_folder_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def little(found: build.Toolchain, out: Path) -> list[Path]:
+        (out / "little.cpp").write_text("int little() { return 1; }")
+        build._compile(found, [], out / "little.cpp", out / "little.o")
+        return [out / "little.o"]
+
+    tools()
+    monkeypatch.setattr(build, "compile_bindings", little)
+    monkeypatch.setattr(build, "compile_kernels", lambda *_: [])
+    monkeypatch.setenv("ZPP_CACHE_DIR", str(tmp_path / "cache"))
+    assert build.main(["--wheel", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        library = archive.extract(f"{wheel.NAME}/{wheel.LIBRARY}", tmp_path)
+    read = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
+    assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= set(re.findall(r"\[(\S+)\]", read.stdout))
+    assert "PATH" not in read.stdout
 
 
 def test_the_key_changes_with_the_architecture() -> None:

@@ -61,6 +61,7 @@ def checks() -> list[Check]:
         cuda_device,
         nvcc,
         cutlass,
+        kernels,
         compiler,
         distributed,
         peer_memory,
@@ -182,6 +183,19 @@ def cutlass() -> Check:
             return Check("cutlass", "ok", f"headers {_version('nvidia-cutlass')}")
     fix = f"{install('cuda')}; only the CUDA kernels need it"
     return Check("cutlass", "absent", "no CUTLASS headers", fix)
+
+
+def kernels() -> Check:
+    """Which library of the CUDA kernels serves: a wheel's, the cache's, or one yet to be built."""
+    from zpp_lab.codecs.kernels import build
+
+    library = _torch()
+    if library is None or not library.cuda.is_available():
+        return Check("kernels", "absent", "no GPU", "none are needed: plain torch serves")
+    try:
+        return Check("kernels", "ok", build.serving()[1])
+    except RuntimeError as error:
+        return Check("kernels", "absent", "plain torch serves", str(error))
 
 
 def compiler() -> Check:

@@ -79,7 +79,12 @@ def _load_library() -> None:
         raise RuntimeError(_no_gpu())
     from zpp_lab.codecs.kernels import build, cuda
 
-    torch.ops.load_library(str(build.library()))
+    path, what = build.serving()
+    try:
+        torch.ops.load_library(str(path or build.library()))
+    except OSError as error:
+        fix = f"{error}; without that package kernels are compiled here"
+        raise RuntimeError(f"{what} does not load: {fix}") from None
     cuda.register_fakes()
 
 

@@ -7,6 +7,8 @@ its holder's process, so it cannot be left behind, and waiting for it ends after
 
 `zpp-lab build` compiles ahead of time; ZPP_CUTLASS_INCLUDE names CUTLASS headers that do not
 come from the `nvidia-cutlass` wheel, ZPP_CACHE_DIR another cache, ZPP_NVCC another compiler.
+
+None of this is needed where a wheel of the kernels is installed that fits (wheel.py).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -21,6 +24,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,11 +32,14 @@ from pathlib import Path
 
 import torch
 
+from zpp_lab.codecs.kernels import wheel
 from zpp_lab.config.parser import Parser, whole
 from zpp_lab.files import cuda_dir
 
 ALL_ARCHS = ("80", "90a", "100")  # the last one also as PTX, for newer GPUs
-TARGET = "0x020B000000000000"  # torch 2.11's stable ABI, and everything after it
+TORCH = "2.11"  # its stable ABI, and everything after it
+TARGET = "0x{:02X}{:02X}000000000000".format(*map(int, TORCH.split(".")))
+LINKED = ("torch_cpu", "torch_cuda")  # what the bindings call lies in these
 KERNEL_FLAGS = ("-O3", "--fmad=false", "--expt-relaxed-constexpr", "--split-compile=0")
 LOCK_SECONDS = 900.0
 
@@ -95,8 +102,29 @@ def arch_flags(archs: tuple[str, ...]) -> list[str]:
     return flags
 
 
+def serving() -> tuple[Path | None, str]:
+    """The library that serves the current GPU, and what it is; None where it is yet to be built.
+
+    RuntimeError, naming the fix, when there is none and none can be built.
+    """
+    unfit, found = "", wheel.installed()
+    if found is not None:
+        why = found[1].misfit(digest(), torch.cuda.get_device_capability())
+        if why is None:
+            return found[0], str(found[1])
+        unfit = f"{found[1]} does not fit: {why}; "
+    try:
+        path = place(Toolchain.find(), (local_arch(),))
+    except RuntimeError as error:
+        raise RuntimeError(f"{unfit}{error}, or install a wheel of {wheel.NAME}") from None
+    if path.is_file():
+        return path, f"{unfit}cache {path}"
+    return None, f"{unfit}to be built when first used, or by `zpp-lab build`"
+
+
 def library(archs: tuple[str, ...] | None = None, jobs: int = 0) -> Path:
-    """The compiled library for these architectures (the local GPU's by default), built if absent.
+    """The library compiled here for these architectures (the local GPU's by default), built if
+    absent.
 
     RuntimeError, naming the fix, when it cannot be built.
     """
@@ -126,13 +154,14 @@ def cache_dir() -> Path:
     return place
 
 
-def sources() -> hashlib._Hash:
-    """A digest of cuda/'s files."""
-    digest = hashlib.sha256()
+def digest() -> str:
+    """Of cuda/'s files and of how they are compiled."""
+    found = hashlib.sha256()
     for path in _files("*.cu", "*.cuh", "*.cpp", "*.h"):
         name = path.relative_to(cuda_dir()).as_posix()
-        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest
+        found.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    found.update("\0".join((*KERNEL_FLAGS, TARGET, *LINKED)).encode())
+    return found.hexdigest()
 
 
 def _files(*patterns: str) -> list[Path]:
@@ -141,11 +170,9 @@ def _files(*patterns: str) -> list[Path]:
 
 
 def _key(tools: Toolchain, archs: tuple[str, ...]) -> str:
-    digest = sources()
     cutlass = (tools.cutlass / "cutlass" / "version.h").read_bytes()
-    parts = (tools.version, torch.__version__, *archs, *KERNEL_FLAGS, TARGET)
-    digest.update("\0".join(parts).encode() + cutlass)
-    return digest.hexdigest()[:20]
+    parts = "\0".join((digest(), tools.version, torch.__version__, *archs))
+    return hashlib.sha256(parts.encode() + cutlass).hexdigest()[:20]
 
 
 @contextlib.contextmanager
@@ -182,6 +209,8 @@ def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
     """Every .cpp file → an object file in `out`."""
     include = Path(torch.__file__).parent / "include"
     flags = ["-O2", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TARGET}", "-isystem", str(include)]
+    for place in (include, cuda_dir()):  # checks name their file, not this machine's folders
+        flags += ["-Xcompiler", f"-fmacro-prefix-map={place}/="]
     sources = _files("*.cpp")
     objects = [out / f"{s.stem}_cpp.o" for s in sources]
     for source, target in zip(sources, objects, strict=True):
@@ -190,15 +219,25 @@ def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
 
 
 def compile_library(tools: Toolchain, archs: tuple[str, ...], out: Path, jobs: int = 0) -> Path:
-    """cuda/ → a shared library in `out`, linked to this torch."""
+    """cuda/ → a shared library in `out`, for any machine."""
     with ThreadPoolExecutor(1) as pool:
         bindings = pool.submit(compile_bindings, tools, out)
         objects = [*compile_kernels(tools, archs, out, jobs), *bindings.result()]
-    lib = Path(torch.__file__).parent / "lib"
-    libs = [n for n in ("torch", "torch_cpu", "torch_cuda", "c10") if (lib / f"lib{n}.so").exists()]
-    target = out / "zpp_lab_kernels.so"
-    _run([tools.nvcc, "-shared", "-o", str(target), *map(str, objects), "-L", str(lib)]
-         + [f"-l{n}" for n in libs] + ["-Xlinker", "-rpath", "-Xlinker", str(lib)])  # fmt: skip
+    return link(tools, objects, out)
+
+
+def link(tools: Toolchain, objects: list[Path], out: Path) -> Path:
+    """A library that asks for torch's by name alone: where it is loaded, they are there already.
+
+    So empty ones of these names serve here, where a torch for CPUs lacks one of them.
+    """
+    empty, target = out / "empty.cpp", out / "zpp_lab_kernels.so"
+    empty.touch()
+    for name in (f"lib{name}.so" for name in LINKED):
+        words = ["-cudart", "none", "-Xcompiler", "-fPIC", "-Xlinker", f"-soname={name}"]
+        _run([tools.nvcc, "-shared", *words, str(empty), "-o", str(out / name)])
+    libraries = ["-L", str(out), "-Xlinker", "--no-as-needed", *(f"-l{name}" for name in LINKED)]
+    _run([tools.nvcc, "-shared", "-o", str(target), *map(str, objects), *libraries])
     return target
 
 
@@ -217,27 +256,49 @@ def _run(command: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
     parser = Parser(prog="zpp-lab build", description="Compile the CUDA kernels ahead of time.")
-    parser.add_argument(
-        "--arch", default="local", help="local (this GPU), all, or names such as 80,90a,100"
-    )
+    text = "local (this GPU; the default), all (the default of a wheel), or such as 80,90a,100"
+    parser.add_argument("--arch", help=text)
     parser.add_argument(
         "--jobs", type=whole(0), default=0, help="compilers side by side; 0: all cores"
     )
+    parser.add_argument(
+        "--wheel", type=Path, metavar="DIR", help="write a wheel for machines without a compiler"
+    )
     args = parser.parse_args(argv)
-    if args.arch == "local":
+    start = time.monotonic()
+    try:
+        archs = _archs(args.arch or ("all" if args.wheel else "local"))
+        path = None if args.arch or args.wheel else serving()[0]
+        path = path or library(archs, args.jobs)
+        if args.wheel:
+            path = wheel.write(path, _facts(archs), args.wheel)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    size, seconds = path.stat().st_size / 1e6, time.monotonic() - start
+    print(f"{path}  ({size:.1f} MB, {seconds:.1f} s)")
+    return 0
+
+
+def _archs(text: str) -> tuple[str, ...]:
+    if text == "local":
         if not torch.cuda.is_available():
             raise ValueError(
                 "torch sees no GPU here: say what to compile for, such as --arch 90a or --arch all"
             )
-        archs = None
-    else:
-        archs = ALL_ARCHS if args.arch == "all" else tuple(args.arch.split(","))
-        if wrong := [arch for arch in archs if not re.fullmatch(r"[89]\da?|1[0-2]\d[af]?", arch)]:
-            raise ValueError(f"--arch {wrong[0]}: use local, all, or names such as 80,90a,100")
-    start = time.monotonic()
+        return (local_arch(),)
+    archs = ALL_ARCHS if text == "all" else tuple(text.split(","))
+    if wrong := [arch for arch in archs if not re.fullmatch(r"[89]\da?|1[0-2]\d[af]?", arch)]:
+        raise ValueError(f"--arch {wrong[0]}: use local, all, or names such as 80,90a,100")
+    return archs
+
+
+def _facts(archs: tuple[str, ...]) -> wheel.Facts:
+    release = re.search(r"release ([\d.]+)", Toolchain.find().version)
+    if release is None:
+        raise RuntimeError("nvcc --version names no release: set ZPP_NVCC to CUDA's own")
     try:
-        path = library(archs, args.jobs)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
-    print(f"{path}  ({time.monotonic() - start:.1f} s)")
-    return 0
+        version = importlib.metadata.version("zpp_lab")
+    except importlib.metadata.PackageNotFoundError:  # a bare copy of the checkout
+        project = cuda_dir().with_name("pyproject.toml").read_text(encoding="utf-8")
+        version = tomllib.loads(project)["project"]["version"]
+    return wheel.Facts(version, digest(), archs, TORCH, release[1])
