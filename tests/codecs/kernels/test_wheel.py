@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -42,9 +43,9 @@ def made(folder: Path, facts: wheel.Facts = FACTS) -> Path:
 
 
 def install(path: Path, site: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
-    pip += ["--disable-pip-version-check", "--target", str(site)]
-    subprocess.run([*pip, str(path)], check=True, capture_output=True)
+    """As pip does, which takes seconds."""
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(site)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_the_gpus_that_its_code_runs_on(capability, archs, runs) -> None:
         ({"torch": "2.99"}, f"needs torch 2.99 or newer, not {torch.__version__}"),
         ({"cuda": "14.0"}, "needs a torch for CUDA 14 or newer, not 13.2"),
         ({"cuda": "12.8"}, None),
-        ({"archs": ("100",)}, r"no code for compute capability 9\.0"),
+        ({"archs": ("100",)}, "no code for compute capability 9.0"),
     ],
 )
 def test_one_that_fits_serves_and_another_says_why_not(
@@ -92,7 +93,7 @@ def test_one_that_fits_serves_and_another_says_why_not(
         with pytest.raises(ValueError, match=r"does not load.*without that package"):
             kernels.configure("cuda")  # what this one holds is no library
         return
-    with pytest.raises(RuntimeError, match=f"does not fit: .*{why}.*; .*--version failed"):
+    with pytest.raises(RuntimeError, match=f"does not fit: .*{re.escape(why)}; .*--version failed"):
         build.serving()
     assert row.state == "absent"
     assert "does not fit" in row.fix
@@ -146,8 +147,11 @@ def test_its_files_are_those_of_its_record(tmp_path: Path) -> None:
     assert made(tmp_path).read_bytes() == first
 
 
-def test_pip_ties_it_to_the_version_of_zpp_lab(tmp_path: Path) -> None:
-    install(made(tmp_path), tmp_path / "site")
+def test_pip_installs_it_and_knows_what_it_needs(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    pip += ["--disable-pip-version-check", "--target", str(tmp_path / "site")]
+    subprocess.run([*pip, str(made(tmp_path))], check=True, capture_output=True)
     (found,) = distributions(name=wheel.NAME, path=[str(tmp_path / "site")])
     assert found.version == "0.1.0"
     assert found.requires == ["torch>=2.11", "zpp_lab==0.1.0"]
+    assert (tmp_path / "site" / wheel.NAME / wheel.LIBRARY).is_file()

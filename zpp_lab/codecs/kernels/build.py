@@ -116,7 +116,7 @@ def serving() -> tuple[Path | None, str]:
     try:
         path = place(Toolchain.find(), (local_arch(),))
     except RuntimeError as error:
-        raise RuntimeError(f"{unfit}{error}, or install a wheel of {wheel.NAME}") from None
+        raise RuntimeError(f"{unfit}{error}; a wheel of {wheel.NAME} needs no compiler") from None
     if path.is_file():
         return path, f"{unfit}cache {path}"
     return None, f"{unfit}to be built when first used, or by `zpp-lab build`"
