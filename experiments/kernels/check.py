@@ -4,7 +4,8 @@
 
 Cases of each start, one a seed. What goes wrong in a case, an operator's error too, is a failure
 of that case; after a fault of the GPU nothing more is run on it. The exit status is 0 only where
-every case ran and none differs. --cpu tries the way without a GPU: the reference against itself.
+every case ran and none differs. The first line says which library serves. --cpu tries the way
+without a GPU: the reference against itself.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="then no more is begun")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
+    if not args.cpu:
+        from zpp_lab.codecs.kernels import build
+
+        print(build.serving()[1], flush=True)
     began = time.monotonic()
     seeds = [seed for start in args.start for seed in range(start, start + args.cases)]
     one = partial(work, device="cpu" if args.cpu else "cuda", deadline=time.time() + args.seconds)

@@ -1,11 +1,12 @@
 # Everything that experiments/kernels/README.md reports: bash experiments/kernels/run.sh OUT_FOLDER
-# Runs from the project's root on a machine with an NVIDIA GPU and nvcc; about three minutes.
+# Runs from the project's root on a machine with an NVIDIA GPU and nvcc (or a wheel of the kernels in
+# .whl); about three minutes.
 out="${1:?name a folder for the results}"
 mkdir -p "$out"
 source experiments/kernels/env.sh
 start=$SECONDS
 say() { echo "[$((SECONDS - start)) s] $*"; }
-python3 -c "from zpp_lab.codecs.kernels import build; build.main(['--arch', 'local'])" 2>&1 | tail -20
+python3 -c "from zpp_lab.codecs.kernels import build; build.main([])" 2>&1 | tail -20
 say built
 timeout "$(within 120)" python3 experiments/kernels/check.py --cases "${CASES:-10000}" \
   --start ${STARTS:-1000} --seconds 100 > "$out/check.log" 2>&1

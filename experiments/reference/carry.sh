@@ -11,7 +11,7 @@ for text in "${@:-python}"; do
   case $text in python) file=corpus ;; *) file=corpus_$text ;; esac
   [ -f .queue/$file.tar.xz ] || PYTHONPATH="$PWD" $python $here/corpus.py make "$text" .queue
 done
-PYTHONPATH="$PWD" $python $here/kernels.py make .queue
+PYTHONPATH="$PWD" $python -m zpp_lab.cli build --arch 90a --wheel .queue/whl
 headers=$(dirname "$($python -c 'import cutlass_library as c; print(c.__file__)')")
 [ -f .queue/cutlass.tar.xz ] || tar cJf .queue/cutlass.tar.xz -C "$headers/source" include
 for package in hydra-core omegaconf pydantic pydantic_core annotated-types typing-inspection; do

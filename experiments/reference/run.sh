@@ -28,13 +28,13 @@ say "$gpus GPUs, commit ${ZPP_COMMIT:-$(git rev-parse --short HEAD 2> /dev/null 
 
 [ -d .cutlass ] || export ZPP_CUTLASS_INCLUDE="$PWD/.site/cutlass/include"
 
-kernels() {  # those of .queue where they serve, else compiled here
+kernels() {  # those of .queue/whl where they serve, else compiled here
   [ "$gpus" -gt 0 ] || return 0
   mkdir -p .site/cutlass
   if [ -f "$queue/cutlass.tar.xz" ]; then tar xJf "$queue/cutlass.tar.xz" -C .site/cutlass; fi
-  python3 $here/kernels.py use "$queue" && return
-  $zpp build || return 1
-  python3 $here/kernels.py save "$out" &  # for .queue, so that the next call has them
+  python3 $here/kernels.py "$out" && return
+  rm -rf .site/zpp_lab_kernels*
+  python3 $here/kernels.py "$out"
 }
 tokens() {  # of the text that the study reads; of all studies, of those texts that .queue has
   local text texts=python name

@@ -27,6 +27,7 @@ import pytest
 from tests.experiments.scripts import ROOT, loaded
 from zpp_lab.cli.adding import check_words
 from zpp_lab.cli.main import _parser
+from zpp_lab.codecs.kernels import build
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config import compose
 from zpp_lab.study.run.plan import matching, run_overrides
@@ -172,7 +173,7 @@ def check_cli(words: list[str]) -> None:
     elif known.command == "bench":
         check_bench(known.what, rest)
     elif known.command == "build":
-        assert rest == []
+        build.words().parse_args(rest)
 
 
 def check_config(words: Sequence[str]) -> None:

@@ -209,8 +209,7 @@ def compile_bindings(tools: Toolchain, out: Path) -> list[Path]:
     """Every .cpp file → an object file in `out`."""
     include = Path(torch.__file__).parent / "include"
     flags = ["-O2", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TARGET}", "-isystem", str(include)]
-    for place in (include, cuda_dir()):  # checks name their file, not this machine's folders
-        flags += ["-Xcompiler", f"-fmacro-prefix-map={place}/="]
+    flags += ["-Xcompiler", f"-fmacro-prefix-map={include}/="]
     sources = _files("*.cpp")
     objects = [out / f"{s.stem}_cpp.o" for s in sources]
     for source, target in zip(sources, objects, strict=True):
@@ -237,13 +236,15 @@ def link(tools: Toolchain, objects: list[Path], out: Path) -> Path:
         words = ["-cudart", "none", "-Xcompiler", "-fPIC", "-Xlinker", f"-soname={name}"]
         _run([tools.nvcc, "-shared", *words, str(empty), "-o", str(out / name)])
     libraries = ["-L", str(out), "-Xlinker", "--no-as-needed", *(f"-l{name}" for name in LINKED)]
-    _run([tools.nvcc, "-shared", "-o", str(target), *map(str, objects), *libraries])
+    _run([tools.nvcc, "-shared", "-nodlink", "-o", str(target), *map(str, objects), *libraries])
     return target
 
 
 def _compile(tools: Toolchain, flags: list[str], source: Path, target: Path) -> None:
     base = [tools.nvcc, "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     includes = ["-I", str(cuda_dir()), "-I", str(tools.cutlass)]
+    for place in (cuda_dir(), tools.cutlass):  # errors name files, not this machine's folders
+        includes += ["-Xcompiler", f"-fmacro-prefix-map={place}/="]
     _run([*base, *flags, *includes, "-c", str(source), "-o", str(target)])
 
 
@@ -253,8 +254,8 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)}\nfailed:\n{done.stderr[-4000:]}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
+def words() -> Parser:
+    """What `zpp-lab build` takes."""
     parser = Parser(prog="zpp-lab build", description="Compile the CUDA kernels ahead of time.")
     text = "local (this GPU; the default), all (the default of a wheel), or such as 80,90a,100"
     parser.add_argument("--arch", help=text)
@@ -264,7 +265,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--wheel", type=Path, metavar="DIR", help="write a wheel for machines without a compiler"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
+    args = words().parse_args(argv)
     start = time.monotonic()
     try:
         archs = _archs(args.arch or ("all" if args.wheel else "local"))
