@@ -2,12 +2,11 @@
 # Runs from the project's root on a machine with NVIDIA GPUs, on each of which one GPU plays the four
 # ranks of a run; or with real ranks on four:
 #   GPUS=4 bash experiments/finetune_1b/run.sh OUT
-# STUDIES: finetune_350m, finetune_1b (on four GPUs finetune_1b_x4, whose base real ranks train),
-# finetune_wires (bits on gradients too; sixteen ranks, so without GPUS=4), finetune_wires_older and
-# finetune_weights (the same on two GPUs, whose base real ranks train; after the latter, before its
-# checkpoints go: finetune_weights/rounded.py), or finetune_1b_mini and finetune_wires_mini (no
-# GPU). PER_GPU: runs that share a GPU, so that one computes while another
-# starts, evaluates or saves; `zpp-lab mps -- bash ...` lets them compute side by side.
+# STUDIES: finetune_350m, finetune_1b, finetune_wires (bits on gradients too; sixteen ranks, so without
+# GPUS=4), finetune_wires_older and finetune_weights (the same on two GPUs, whose base real ranks
+# train; after the latter, before its checkpoints go: finetune_weights/rounded.py), or with _mini
+# behind a name its rehearsal (no GPU). PER_GPU: runs that share a GPU, so that one computes while
+# another starts, evaluates or saves; `zpp-lab mps -- bash ...` lets them compute side by side.
 # LIMIT: seconds after which each study is asked to stop. The same command goes on from there:
 # pretraining from its last checkpoint; an arm's run that was cut, about a minute, starts over.
 # The archive leaves checkpoints out; `zpp-lab report` builds the report from it on any machine.
@@ -28,9 +27,7 @@ if nvidia-smi > /dev/null 2>&1; then
   settings+=(ops.backend=cuda)
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader > "$out/machine.log"
 fi
-sized=finetune_1b
-if [ "$gpus" = 4 ] && [ "${GPUS:-1}" -lt 4 ]; then sized=finetune_1b_x4; fi
-for study in ${STUDIES:-finetune_350m $sized}; do
+for study in ${STUDIES:-finetune_350m finetune_1b}; do
   timeout -k 30 "$(within "${LIMIT:-3600}")" python3 -m zpp_lab.cli study "$study" --dir "runs/$study" \
     --jobs "$((gpus * ${PER_GPU:-1}))" --runs-per-gpu "${PER_GPU:-1}" "${settings[@]}" "$@" 2>&1 | tee "$out/$study.log"
   packed "$out/$study.tar.gz" runs "$study" checkpoints

@@ -21,6 +21,9 @@ unpack "$queue/whl" .site
 zpp="python3 -m zpp_lab.cli"
 gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
 settings=("$@")
+case $study in *_mini)  # other text, which needs no file
+  settings=(data=stdlib data.path=null data.tokenizer=bytes data.tokenizer_path=null data.end_token=null "$@") ;;
+esac
 if [ "$gpus" -gt 0 ]; then settings+=(ops.backend=cuda); fi
 case $gpus:$study in 0:*_mini | [1-9]*) ;; *) die "no GPU: only STUDY=reference_10m_mini runs here" ;; esac
 python3 -c 'import hydra, pydantic, torch, tokenizers, zpp_lab.config.compose' || die "a package is missing"

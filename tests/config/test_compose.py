@@ -183,6 +183,24 @@ def test_two_grids_may_share_their_arms_pattern(tmp_path: Path) -> None:
         load_study(written(tmp_path, "mine", twice))
 
 
+def test_a_rehearsal_is_the_study_with_other_settings_and_folders() -> None:
+    whole, mini = (load_study(f"finetune_30b_x2{end}") for end in ("", "_mini"))
+    assert (mini.name, mini.seeds, mini.arms) == ("finetune_30b_x2_mini", [1], whole.arms)
+    config = compose(mini.overrides)
+    assert config.model.start == "runs/finetune_30b_x2_mini_base"
+    assert (config.cluster, config.engine.device) == (compose(whole.overrides).cluster, "cpu")
+    assert (config.train.steps, config.model.dim) == (8, compose(["model=tiny"]).model.dim)
+
+
+def test_hardware_behind_a_studys_name_is_in_place_of_its_own() -> None:
+    study = load_study("pretrain_13b", {}, ["hardware=1gpu"])
+    config = compose(study.overrides)
+    assert (config.cluster.nodes, config.cluster.gpus_per_node) == (1, 8)
+    assert (config.engine.name, config.engine.compile) == ("virtual", True)
+    with pytest.raises(ValueError, match=r"\(for so many GPUs: finetune_1b hardware=4gpus\)"):
+        load_study("finetune_1b_x4")
+
+
 def test_a_setting_that_only_the_run_before_the_arms_would_have_is_heard(tmp_path: Path) -> None:
     arm = "{name: zero3, role: baseline, overrides: [recipe=zero3, train.lr=1e-3]}"
     text = f"name: mine\nquestion: q\nbaseline: zero3\nseeds: [1]\narms: [{arm}]\n"

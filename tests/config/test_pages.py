@@ -23,7 +23,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_every_study_and_every_page_of_results_is_listed() -> None:
     readme, results = ((ROOT / name / "README.md").read_text() for name in ("", "experiments"))
     for path in (ROOT / "conf" / "study").glob("*.yaml"):
-        name = re.sub(r"(_x\d)?(_mini)?$", "", path.stem)
+        name = path.stem.removesuffix("_x2")
         assert f"`{name}`" in readme, name
     listed = re.findall(r"^\| \[(\w+)\]\(\1\) \|", results, re.M)
     assert sorted(listed) == sorted(p.parent.name for p in ROOT.glob("experiments/*/README.md"))

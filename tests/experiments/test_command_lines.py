@@ -92,7 +92,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in RECORDED:
         (folder / "bin" / name).symlink_to("recorder")
     left = ["data_cache/installation-bpe-x/tokenizer.json"]  # what the commands would leave
-    for size in ("", "_mini", "_x2", "_x2_mini"):
+    for size in ("", "_x2"):
         base = f"runs/finetune_30b{size}_base"
         left += [f"{base}/summary.json", f"{base}/checkpoints/step-00000120/x"]
     for name in left:

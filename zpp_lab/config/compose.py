@@ -284,12 +284,18 @@ def load_study(
     """The study of conf/study/NAME.yaml, or of a YAML file named by its path.
 
     Arms written as a grid are expanded, and what it `extends` is there; with `only` it has those
-    of them that are named, and no composite that names another. `changes` replace the study's own
-    settings; `overrides` go to every run.
+    of them that are named, and no composite that names another. NAME_mini is its rehearsal, by
+    conf/mini.yaml. `changes` replace the study's own settings; `overrides` go to every run.
     """
-    values = _inherited(_study_path(name))
+    whole = _rehearsed(name)
+    values = _inherited(_study_path(whole or name))
+    if whole:
+        values |= _as_rehearsal(values, whole, name)
     values |= changes or {}
-    values["overrides"] = [*values.get("overrides", []), *overrides]
+    own = values.get("overrides", [])
+    if "hardware" in map(setting_of, overrides):  # in place of what the study says of that
+        own = [w for w in own if not re.match(r"engine=|cluster[.=]", str(w))]
+    values["overrides"] = [*own, *overrides]
     _choose(name, values, values.pop("only", None))
     try:
         study = load(StudyConfig, values)
@@ -335,6 +341,19 @@ def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
             )
 
 
+def _rehearsed(name: str) -> str:
+    """The study whose rehearsal has this name; "" where it is none's."""
+    whole = name.removesuffix("_mini")
+    return whole if name not in (there := study_names()) and whole in there else ""
+
+
+def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, Any]:
+    """What a study's rehearsal has in its place; it reads and writes folders of its own."""
+    mini = _mapping(conf_dir() / "mini.yaml")
+    own = [str(w).replace(f"runs/{whole}_", f"runs/{name}_") for w in values.get("overrides", [])]
+    return mini | {"name": name, "overrides": [*own, *mini["overrides"]]}
+
+
 def _study_path(name: str) -> Path:
     """The file that a study's name or path means; ValueError when there is none."""
     if name.endswith((".yaml", ".yml")):
@@ -347,6 +366,9 @@ def _study_path(name: str) -> Path:
             raise ValueError(f"{name}: a study's file ends with .yaml; rename it, or name another")
         near = difflib.get_close_matches(name, study_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
+        size = re.fullmatch(r"(.+)_x(\d+)", name)
+        if size and size[1] in study_names():
+            hint = f" (for so many GPUs: {size[1]} hardware={size[2]}gpus)"
         raise ValueError(
             f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
         )

@@ -305,7 +305,7 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
         ):
             raise ValueError(
                 f"study {study.name}, arm {arm.name}: a sum of {terms} ranks is the same in both "
-                "orders, so this {arm.role} cannot differ from its baseline; let it halve "
+                f"orders, so this {arm.role} cannot differ from its baseline; let it halve "
                 "train.batch_size and double train.micro_steps, with its baseline's recipe"
             )
 
