@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.tools.export.checkpoints import gathered, leave
 from tests.tools.export.test_model import llama, loaded
 from tests.tools.export.test_quantized import theirs
+from zpp_lab.tools.evaluate import load_folder
 from zpp_lab.tools.export import export_quantized
-from zpp_lab.tools.export.loaded import load_folder
 from zpp_lab.tools.export.model import open_run
 from zpp_lab.tools.export.packed import codes_with_zero_points
 from zpp_lab.tools.export.wire import WireWeights
