@@ -299,6 +299,7 @@ emulate --iproute nope -- true => no such folder | install iproute2 (apt install
 mps => name a command behind --: zpp-lab mps -- COMMAND
 mps --nope => name a command behind --: zpp-lab mps -- COMMAND
 build --arch 12 => --arch 12: use local, all, or names such as 80,90a,100
+build --wheel binary.jsonl => --wheel binary.jsonl: is no folder
 build --wheel nope --arch 12 => --arch 12: use local, all, or names such as 80,90a,100
 build --nope => unrecognized arguments: --nope; see zpp-lab build --help
 trian => no command 'trian' (did you mean train?) | train, study, from-deepspeed, prepare,

@@ -168,7 +168,7 @@ def nvcc() -> Check:
     path = shutil.which("nvcc", path=f"{home}/bin") if home else None
     path = path or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if path is None:
-        fix = "install the CUDA toolkit and set CUDA_HOME; only the CUDA kernels need it"
+        fix = "install the CUDA toolkit and set CUDA_HOME; only compiling the CUDA kernels needs it"
         return Check("nvcc", "absent", "no CUDA compiler", fix)
     release = re.search(r"release ([\d.]+)", provenance.output([path, "--version"]) or "")
     if release is None:
@@ -181,18 +181,22 @@ def cutlass() -> Check:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / "source/include/cutlass/cutlass.h").is_file():
             return Check("cutlass", "ok", f"headers {_version('nvidia-cutlass')}")
-    fix = f"{install('cuda')}; only the CUDA kernels need it"
+    fix = f"{install('cuda')}; only compiling the CUDA kernels needs it"
     return Check("cutlass", "absent", "no CUTLASS headers", fix)
 
 
 def kernels() -> Check:
     """Which library of the CUDA kernels serves: a wheel's, the cache's, or one yet to be built."""
-    from zpp_lab.codecs.kernels import build
-
     library = _torch()
-    if library is None or not library.cuda.is_available():
-        return Check("kernels", "absent", "no GPU", "none are needed: plain torch serves")
+    if library is None:
+        return Check("kernels", "absent", "no torch", "install torch")
+    from zpp_lab.codecs.kernels import build, wheel
+
     try:
+        if not library.cuda.is_available():
+            found = wheel.installed()
+            what = f"no GPU for the {found[1]}" if found else "no GPU"
+            return Check("kernels", "absent", what, "none are needed: plain torch serves")
         return Check("kernels", "ok", build.serving()[1])
     except RuntimeError as error:
         return Check("kernels", "absent", "plain torch serves", str(error))

@@ -130,6 +130,16 @@ def test_one_that_is_not_whole_is_named(
         build.serving()
 
 
+def test_without_a_gpu_doctor_still_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.kernels().found == "no GPU"
+    install(made(tmp_path), tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert doctor.kernels().found == f"no GPU for the {FACTS}"
+
+
 def test_its_files_are_those_of_its_record(tmp_path: Path) -> None:
     path = made(tmp_path)
     assert path.name.startswith(f"{wheel.NAME}-0.1.0-py3-none-linux_")

@@ -272,12 +272,15 @@ def main(argv: list[str] | None = None) -> int:
     """`zpp-lab build`: compile ahead of time. ValueError, naming the fix, when that cannot be."""
     args = words().parse_args(argv)
     start = time.monotonic()
+    if args.wheel and args.wheel.exists() and not args.wheel.is_dir():
+        raise ValueError(f"--wheel {args.wheel}: is no folder")
     try:
         archs = _archs(args.arch or ("all" if args.wheel else "local"))
+        facts = _facts(archs) if args.wheel else None
         path = None if args.arch or args.wheel else serving()[0]
         path = path or library(archs, args.jobs)
-        if args.wheel:
-            path = wheel.write(path, _facts(archs), args.wheel)
+        if facts is not None:
+            path = wheel.write(path, facts, args.wheel)
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     size, seconds = path.stat().st_size / 1e6, time.monotonic() - start
