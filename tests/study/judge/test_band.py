@@ -9,6 +9,7 @@ import pytest
 
 from tests.study.fake_seed import judged
 from zpp_lab.study.judge.noise import (
+    Beside,
     beside,
     heldout_band,
     noise_bands,
@@ -57,3 +58,8 @@ def test_bands_are_symmetric_and_as_wide_as_the_largest() -> None:
     parting = training_band([{s: 0.0 if s < 60 else 0.3 for s in range(1, 101)}], {59, 60, 75})
     assert [r["high"] for r in parting] == [0.0, 0.3, 0.3]
     assert training_band([], {1}) == heldout_band([], {1}) == []
+
+
+def test_a_gap_lies_inside_above_or_below() -> None:
+    texts = [Beside(gap, 0.02).text for gap in (-0.014, 0.05, -0.03)]
+    assert texts == ["inside, 0.7×", "above, 2.5×", "below, 1.5×"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,14 @@ def test_pages_are_sent_with_gaps_over_tokens_and_time(fake_wandb: FakeWandb) ->
     for view in fake_wandb.views:
         for name in ("gap_vs_zero3/heldout_loss", "tokens", "seconds"):
             assert name in view["spec"]
+
+
+@pytest.mark.parametrize("words", [["no_such_study"], ["--apply", "spec.json"], ["."]])
+def test_mistakes_are_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.json").write_text(json.dumps(make_spec(load_study("smoke"), project="p")))
+    assert main(["dashboard", *words]) == 2
+    said = capsys.readouterr().err
+    assert any(fix in said for fix in ("no study", "wandb login", "is no study's folder"))
