@@ -83,9 +83,3 @@ def test_a_profile_is_a_trace_of_each_process_and_changes_no_bit(
         assert not named & {"step 1", "step 4"}
     said = capfd.readouterr().out
     assert said.count("profile of steps 2 to 3") == said.count("snapshot is there on GPUs") == 1
-
-
-@pytest.mark.parametrize("steps", ["10", "3:2", "0:2", "2:13", "a:b"])
-def test_a_range_of_steps_that_is_none_is_named(steps: str) -> None:
-    with pytest.raises(ValueError, match=f"train.profile={steps}: use FIRST:LAST"):
-        compose([f"train.profile='{steps}'", "train.steps=12"])
