@@ -144,10 +144,6 @@ def _no_command(word: str, names: list[str]) -> str:
     return f"no command {word!r}{hint}; there are: {', '.join(names)}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 SHELLS = ("bash", "zsh", "fish")
 _NO_SETTING = ("study", "law", "machine")  # folders of conf/ that no setting chooses from
 
@@ -203,3 +199,7 @@ def _by_hydra(words: str) -> str:
     with contextlib.redirect_stdout(said):
         by_hydra(lambda _: None, "-sc", words, program="zpp-lab")
     return said.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

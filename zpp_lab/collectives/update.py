@@ -10,8 +10,8 @@ keep m + d, d being what the payload decodes to. What rounding lost is part of t
 So 4 bits of a difference are as fine as a step is small (Jia et al. 2024, "SDP4Bit",
 arXiv:2410.15526). Parameters without a codec travel whole.
 
-Exchanges can run on a stream of their own (`beside`): the next forward's first gather waits for its
-own unit's rows alone, so later units travel while earlier ones compute.
+Exchanges can run on a stream of their own: the next forward's first gather waits for its own unit's
+rows alone, so later units travel while earlier ones compute.
 
 Each operation is rounded alone, in fp32; what is kept is rounded once more, to param_dtype.
 """

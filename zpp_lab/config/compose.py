@@ -349,8 +349,9 @@ def _rehearsed(name: str) -> str:
 
 def _as_rehearsal(values: dict[str, Any], whole: str, name: str) -> dict[str, Any]:
     """What a study's rehearsal has in its place; it reads and writes folders of its own."""
-    mini = _mapping(conf_dir() / "mini.yaml")
+    mini, shape = _mapping(conf_dir() / "mini.yaml"), {f"model.{field}" for field in _SHAPE}
     own = [str(w).replace(f"runs/{whole}_", f"runs/{name}_") for w in values.get("overrides", [])]
+    own = [word for word in own if setting_of(word) not in shape]
     return mini | {"name": name, "overrides": [*own, *mini["overrides"]]}
 
 

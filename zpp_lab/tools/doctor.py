@@ -198,7 +198,7 @@ def kernels() -> Check:
             what = f"no GPU for the {found[1]}" if found else "no GPU"
             return Check("kernels", "absent", what, "none are needed: plain torch serves")
         return Check("kernels", "ok", build.serving()[1])
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # OSError: no cache can be written
         return Check("kernels", "absent", "plain torch serves", str(error))
 
 

@@ -73,6 +73,8 @@ def test_every_study_has_a_question_a_baseline_and_controls(name: str) -> None:
 def test_every_study_can_be_rehearsed(name: str) -> None:
     config = config_of(f"{name}_mini", study_of(name).baseline)
     assert (config.engine.device, config.train.steps, config.data.seq_len) == ("cpu", 8, 64)
+    assert config.train.micro_steps == 1
+    assert config.model.layers == 2 or name == "scale"  # whose arms are sizes
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,13 @@ def _load_library() -> None:
     from zpp_lab.codecs.kernels import build, cuda
 
     path, what = build.serving()
+    if path is None:
+        path = build.library()
+        what = f"cache {path}"
     try:
-        torch.ops.load_library(str(path or build.library()))
+        torch.ops.load_library(str(path))
     except OSError as error:
-        fix = f"{error}; without that package kernels are compiled here"
+        fix = f"{error}; without {path.parent} kernels are compiled here"
         raise RuntimeError(f"{what} does not load: {fix}") from None
     cuda.register_fakes()
 

@@ -29,7 +29,7 @@ from zpp_lab.files import parse_json
 
 NAME = "zpp_lab_kernels"
 LIBRARY, FACTS = f"{NAME}.so", "facts.json"
-AGAIN = f"install a wheel of {NAME} again"
+AGAIN = f"install a wheel of {NAME} again, with --force-reinstall --no-deps"
 
 
 @dataclass(frozen=True)
