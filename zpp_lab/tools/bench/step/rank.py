@@ -99,8 +99,8 @@ class Rank:
             return random_batch(config, number, rank, micro)
 
         sent = self.made[arm].step(number, batch)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":  # not other streams: new weights travel beside the next step
+            torch.cuda.current_stream(self.device).synchronize()
         return sent
 
     def _allocated(self) -> int:
