@@ -116,6 +116,7 @@ train --dry-run --dry-run=3 => --dry-run: ignored explicit argument '3'; see zpp
 train hydra.run.dir=x => hydra.run.dir=x: settings of Hydra's own go with -m; leave it out
 study => the following arguments are required: name; see zpp-lab study --help
 study nothing => no study 'nothing' | bits, bits_13b, bits_full, block, deepspeed,
+study world hardware=4gpus => hardware: zero3_2_global of study world sets cluster | leave
 study nope.yaml => nope.yaml: no such file (did you mean s_role.yaml?); name a study's YAML file
 study binary.yaml => binary.yaml is damaged (no text in UTF-8 | mend it, or name another file
 study empty.yaml => empty.yaml: a study is a mapping with name, question, arms and seeds

@@ -328,10 +328,18 @@ def _choose(name: str, values: dict[str, Any], only: list[str] | None) -> None:
 
 def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
     """ValueError for a setting that every arm, and every run before the arms, sets again, so that
-    no run would have it."""
+    no run would have it, and for hardware where one has its own."""
     arms = ([*study.start_overrides, *arm.overrides] for arm in study.arms)
     runs = [*arms, *(one.overrides for one in study.prepare)]
     by_run = [{setting_of(word) for word in own} for own in runs]
+    if "hardware" in map(setting_of, overrides):
+        names = [*(arm.name for arm in study.arms), *(one.name for one in study.prepare)]
+        for name, own in zip(names, by_run, strict=True):
+            if place := next((w for w in own if re.match(r"engine$|cluster(\.|$)", w)), None):
+                raise ValueError(
+                    f"hardware: {name} of study {study.name} sets {place} itself: leave "
+                    f"hardware out, or write a study of your own (extends: {study.name})"
+                )
     for word in overrides:
         if all(setting_of(word) in own for own in by_run):
             raise ValueError(
