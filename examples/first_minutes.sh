@@ -1,6 +1,6 @@
 #!/bin/bash
 # The first minutes with zpp_lab, to read or to run: in a fresh clone, bash examples/first_minutes.sh
-# It takes a quarter of an hour on two free cores, six minutes of it `make study`. Needs make and
+# It takes nine minutes on two free cores, six of them `make study`. Needs make and
 # Python 3.11 to 3.13, no GPU. Everything stays in the clone; it may be run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
