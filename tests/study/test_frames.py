@@ -78,7 +78,7 @@ def test_a_row_an_arm_as_the_report_judges_it(found: Loaded) -> None:
         assert verdicts.loc[arm.name, "verdict"] == arm.verdict
     w4 = found.result.arms[1]
     assert w4.gap is not None
-    assert tuple(verdicts.loc["w4", ["low", "high"]]) == w4.gap.interval
+    assert tuple(verdicts.loc["w4", ["low", "high"]]) == w4.gap.shown
     assert verdicts.loc["w4", "bytes"] == w4.bytes_total
     assert any("w2: seed 1 diverged" in note for note in found.notes)
 

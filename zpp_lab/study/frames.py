@@ -64,8 +64,8 @@ class Loaded:
 
     @cached_property
     def verdicts(self) -> DataFrame:
-        """One row an arm and composite: its verdict, gap with interval (`low`, `high`), margin,
-        seeds, share of the baseline's bytes, corrected p-values of the three claims."""
+        """One row an arm and composite: its verdict, gap, the interval beside them (`low`, `high`),
+        margin, seeds, share of the baseline's bytes, corrected p-values of the three claims."""
         return _frame([_verdict(arm) for arm in self.result.every], (*_JUDGED, *_P))
 
     def _each(self) -> list[tuple[ArmResult, Run]]:
@@ -94,7 +94,7 @@ class Loaded:
 
 def _verdict(arm: ArmResult) -> dict[str, Any]:
     gap, tests = arm.gap, arm.tests
-    low, high = (gap and gap.interval) or (None, None)
+    low, high = (gap and gap.shown) or (None, None)
     numbers = (gap and gap.mean, low, high, arm.margin, arm.heldout_loss, arm.bytes_total)
     found = (tests.differs_corrected, tests.equal_corrected, tests.beyond_corrected)
     return {
