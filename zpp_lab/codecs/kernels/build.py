@@ -113,8 +113,9 @@ def serving() -> tuple[Path | None, str]:
         if why is None:
             return found[0], str(found[1])
         unfit = f"{found[1]} does not fit: {why}; "
+    archs = (local_arch(),)
     try:
-        path = place(Toolchain.find(), (local_arch(),))
+        path = place(Toolchain.find(), archs)
     except RuntimeError as error:
         raise RuntimeError(f"{unfit}{error}; a wheel of {wheel.NAME} needs no compiler") from None
     if path.is_file():
