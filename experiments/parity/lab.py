@@ -63,10 +63,11 @@ class Lab:
             (self.out / f"{name}.json").write_text(text + "\n")
 
     def clusters(self) -> list[ClusterConfig]:
-        shapes = [ClusterConfig(nodes=1, gpus_per_node=self.world)]
-        if self.world % 2 == 0 and self.world > 2:
-            shapes.append(ClusterConfig(nodes=2, gpus_per_node=self.world // 2))
-        return [c for c in shapes if not self.only or f"{c.nodes}x{c.gpus_per_node}" in self.only]
+        """Those asked for, else one node, and two of several ranks."""
+        nodes = [int(shape.split("x")[0]) for shape in self.only]
+        if not nodes:
+            nodes = [1, 2] if self.world % 2 == 0 and self.world > 2 else [1]
+        return [ClusterConfig(nodes=n, gpus_per_node=self.world // n) for n in nodes]
 
     def transport(self, cluster: ClusterConfig, choice: Choice) -> Transport:
         key = cluster, choice

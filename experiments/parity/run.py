@@ -114,12 +114,13 @@ def main() -> None:
     parser.add_argument("--cases", default="all")
     parser.add_argument("--steps", type=int, default=20, help="of the table")
     parser.add_argument("--race-size", default="125m")
+    parser.add_argument("--race-case", default="zeropp")
     parser.add_argument("--race-steps", type=int, default=500)
     parser.add_argument("--cost-sizes", default="125m,1b", help="of cost")
     parser.add_argument("--profile-size", default="1b-long")
     parser.add_argument("--transport", default="auto", help="engine.transport of all parts")
     parser.add_argument("--priced", default="auto", help="engine.transport in cost, several")
-    parser.add_argument("--clusters", default="", help="shapes such as 2x2; all by default")
+    parser.add_argument("--clusters", default="", help="such as 4x1,2x2; else 1xN and 2x(N/2)")
     parser.add_argument("--cost-steps", type=int, default=24)
     args = parser.parse_args()
     die_with_parent()
@@ -139,7 +140,7 @@ def main() -> None:
                 args.steps,
             )
         elif part == "race":
-            ok &= race(lab, args.race_size, "zeropp", args.race_steps, repeats=2)
+            ok &= race(lab, args.race_size, args.race_case, args.race_steps, repeats=2)
         elif part == "profile":
             profile(lab, args.profile_size)
         else:

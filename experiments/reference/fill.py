@@ -22,9 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import yaml
+
 from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.schema import RunConfig
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import METRICS
+from zpp_lab.files import CONFIG, METRICS, SUMMARY
 from zpp_lab.runs.provenance import cores
 from zpp_lab.runs.reader import last_step, read_metrics, write_study
 from zpp_lab.study.run.attempts import ended_run, ending
@@ -63,9 +66,19 @@ class Part:
     seeds: Sequence[int]
 
 
+REMEMBERING = (  # of memories; the others have no kernel
+    "w4_diff",
+    "sdp4bit",
+    "loco",
+    "g2_remembered",
+    "g4_forgotten",
+    "g4_remembered",
+    "g2_forgotten",
+)
 FOUR, MORE = range(1, 5), range(5, 9)
 PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger sizes wait for them
     Part("reference_10m", MAIN, FOUR),
+    Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
     Part("reference_30m", None, FOUR),
@@ -171,8 +184,13 @@ def main() -> int:
     parts = PARTS if name == "reference" else (Part(name, None, range(10**6)),)
     studies = {p.study: load_study(p.study, {}, overrides) for p in parts}
     runs = ordered(parts, studies, Path(root))
-    todo = [run for run in runs if not ended_before(run)]
-    say(f"{len(runs) - len(todo)} of {len(runs)} runs are there")
+    there = {alike(run): run for run in runs if ended_before(run)}
+    absent = [run for run in runs if not ended_before(run)]
+    lent = [(there[alike(run)], run) for run in absent if alike(run) in there]
+    todo = list({alike(run): run for run in reversed(absent)}.values())[::-1]  # once each
+    todo = [run for run in todo if alike(run) not in there]
+    done = len(runs) - len(absent)
+    say(f"{done} of {len(runs)} runs are there, {len(lent)} in another study, {len(todo)} left")
     if "--list" in sys.argv:
         print(*map(named, todo), sep="\n")
         return 0
@@ -183,8 +201,11 @@ def main() -> int:
     for study in studies.values():
         Path(root, study.name).mkdir(parents=True, exist_ok=True)
         write_study(Path(root, study.name), study)
+    for source, run in lent:
+        lend(source, run)
     gpus = [Gpu(gpu) for gpu in gpus_to_share([todo[0].config])] if todo else []
     queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
+    queue.lent = [run.dir for _, run in lent]
     return queue.run(todo, float(os.environ["CALL_END"]))
 
 
@@ -234,12 +255,32 @@ def ended_before(run: PlannedRun) -> bool:
     return failure.is_file() and json.loads(failure.read_text())["outcome"] == "diverged"
 
 
+def alike(run: PlannedRun) -> str:
+    """Equal of runs that give the same bits: whose settings are the same but for name and place."""
+    return repr(replace(run.config, run=RunConfig()))
+
+
+def lend(source: PlannedRun, run: PlannedRun) -> None:
+    """What `source`, of another study, has left becomes `run`'s; its commit stays in it."""
+    run.dir.mkdir(parents=True, exist_ok=True)
+    for name, content in kept(source.dir):
+        (run.dir / name).write_bytes(content)
+    own = run.config.run
+    config = yaml.safe_load((run.dir / CONFIG).read_text())
+    config["run"] |= {"dir": own.dir, "study": own.study, "arm": own.arm}
+    (run.dir / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    summary = json.loads((run.dir / SUMMARY).read_text())
+    summary |= {"study": own.study, "arm": own.arm}
+    (run.dir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+
+
 class Queue:
     def __init__(self, root: Path, out: Path, gpus: list[Gpu], per_gpu: int) -> None:
         self.root, self.out, self.gpus, self.per_gpu = root, out, gpus, per_gpu
         self.pool, self.pace = Pool(ENTRY), Pace()
         self.threads = max(1, cores() // (len(gpus) * per_gpu))
         self.finished: list[Path] = []
+        self.lent: list[Path] = []  # packed too
         self.failed = 0
         self.measured = Measured(self.pace)
 
@@ -300,12 +341,13 @@ class Queue:
 
     def pack(self) -> None:
         """OUT/NAME.tar.gz anew, of each study: itself and what its runs of this call wrote."""
-        for study in {folder.relative_to(self.root).parts[0] for folder in self.finished}:
+        folders = [*self.lent, *self.finished]
+        for study in {folder.relative_to(self.root).parts[0] for folder in folders}:
             target = self.out / f"{study}.tar.gz"
             part = target.with_suffix(".part")
             with tarfile.open(part, "w:gz") as tar:
                 tar.add(self.root / study / "study.yaml", f"{study}/study.yaml")
-                for folder in self.finished:
+                for folder in folders:
                     if folder.is_relative_to(self.root / study):
                         self._add(tar, folder)
             part.replace(target)
