@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from measure import (
     host_seconds,
     measure_peers,
     one_segment,
+    remembering,
     sets_for,
     work,
 )
 
 from zpp_lab.codecs import BlockCodec, kernels
+from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, whole
 
@@ -178,6 +181,22 @@ def measure_telemetry(mib: int) -> list[Row]:
     return [{"mib": mib, "plain_us": plain * 1e6, "with_errors_us": sums * 1e6}]
 
 
+def measure_memory(mib: int) -> list[Row]:
+    """Encode with a residual memory in each store: its rate over that of encode without one."""
+    rows = []
+    for bits, hadamard in product((8, 4, 2), (0, 64)):
+        layout = one_segment(BlockCodec(bits, 64, hadamard=hadamard), mib * MIB // 2)
+        plain = work("encode", layout)
+        rate = plain.nbytes / timed(plain)
+        for store in ("fp32", "bf16", "8bit"):
+            task = remembering(layout, Memory(store))  # type: ignore[arg-type]
+            seconds = timed(task)
+            row = {"bits": bits, "hadamard": hadamard, "store": store, "mib": mib}
+            row |= {"us": seconds * 1e6, "gb_s": task.nbytes / seconds / 1e9}
+            rows.append(row | {"of_plain": task.nbytes / seconds / rate})
+    return rows
+
+
 def measure_segments() -> list[Row]:
     """A 13B decoder block in 10 segments against one segment of the same length."""
     rows = []
@@ -260,6 +279,9 @@ def _kinds(report: dict[str, Any], args: argparse.Namespace) -> None:
         times = row["ten_us"] / row["one_us"]
         print(f"10 segments / 1: {row['op']:18} 1/{row['shards']} {times:.4f}")
     print("telemetry:", report["telemetry"])
+    report["memory"] = measure_memory(max(args.mib))
+    for row in report["memory"]:
+        print("memory:", row)
 
 
 def _peers(report: dict[str, Any], args: argparse.Namespace) -> None:

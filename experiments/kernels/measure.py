@@ -21,6 +21,8 @@ from torch import Tensor
 
 from zpp_lab.codecs import BlockCodec, Noise, RawCodec, kernels
 from zpp_lab.codecs.errors import SUMS
+from zpp_lab.codecs.kernels import memory
+from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Layout
 
 NODES = 40  # calls in a graph, so that starting it counts for little
@@ -141,6 +143,37 @@ def _prepare(op: str, layout: Layout) -> Callable[[], object]:
         sums = torch.zeros(1, layout.coded_numel, device="cuda")
         return lambda: kernels.decode_sum(layout, rows, sums)
     return lambda: kernels.decode_sum_encode(layout, layout, rows, NOISE, out)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """`memory.Remembered` of one segment, each row written over by the next."""
+
+    settings: dict[str, Memory]
+    row: Tensor
+
+    def stored(self, name: str) -> Tensor:
+        return self.row
+
+    def room(self, name: str, device: torch.device) -> Tensor:
+        return self.row
+
+    def save(self, name: str, row: Tensor) -> None:
+        pass
+
+
+def remembering(layout: Layout, kept: Memory) -> Work:
+    """`encode` with a residual memory of the one segment, which is read and written too."""
+    (segment,) = layout.segments
+
+    def prepare() -> Callable[[], object]:
+        values = [torch.randn(segment.numel, device="cuda", dtype=BF16)]
+        row = kept.pack(torch.randn(1, segment.numel, device="cuda"))
+        out = torch.empty(1, layout.nbytes, dtype=torch.uint8, device="cuda")
+        rows = InPlace({segment.name: kept}, row)
+        return lambda: memory.encode_in_one_pass(None, layout, values, NOISE, out, rows)
+
+    return Work(2 * layout.numel + layout.nbytes + 2 * kept.nbytes(layout.numel), prepare)
 
 
 def copy_work(nbytes: int) -> Work:
