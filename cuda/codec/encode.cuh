@@ -104,12 +104,13 @@ __device__ __forceinline__ void write_scale(Slots const& to, bool bf16, int bloc
 }
 
 struct Affine {
-  float inverse, zero;
+  float inverse, zero, scale;
 };
 
 // Ranges → what quantizes each chunk; one lane of each block writes its scale. The lanes of a
-// block share the divisions: lane l works on chunk l % 4 and the others fetch its result.
-template <int BITS, bool SYM>
+// block share the divisions: lane l works on chunk l % 4 and the others fetch its result; that
+// with the scale itself where BACK.
+template <int BITS, bool SYM, bool BACK>
 __device__ __forceinline__ void scale_blocks(
     Codec const& codec, Slots const& to, Place const& at, int left, Range const (&r)[CHUNKS],
     Affine (&affine)[CHUNKS]) {
@@ -130,6 +131,7 @@ __device__ __forceinline__ void scale_blocks(
     for (int v = 0; v < CHUNKS; ++v) {
       affine[v].inverse = __shfl_sync(ALL, s.inverse, (lane & ~3) | v);
       affine[v].zero = SYM ? 0.0f : __shfl_sync(ALL, s.zero, (lane & ~3) | v);
+      if (BACK) affine[v].scale = __shfl_sync(ALL, s.scale, (lane & ~3) | v);
     }
     return;
   }
@@ -138,7 +140,7 @@ __device__ __forceinline__ void scale_blocks(
     Scale const s = make_scale(r[v].least, r[v].most, levels, SYM, bf16, reach);
     int const begin = at.within + v * CHUNK;
     if (within == 0 && begin < left) write_scale<SYM>(to, bf16, begin >> lb, s);
-    affine[v] = {s.inverse, s.zero};
+    affine[v] = {s.inverse, s.zero, s.scale};
   }
 }
 
@@ -200,10 +202,11 @@ __device__ __forceinline__ Packed quantize(
   return {ok ? p.a : 0, ok ? p.b : 0};
 }
 
+// `back`, maybe `x` itself: what the codes decode to, or null.
 template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
 __device__ __forceinline__ void write_tile(
     Slots const& to, Place const& at, int left, Tile const& x, Affine const (&affine)[CHUNKS],
-    NoiseAt const& noise) {
+    NoiseAt const& noise, Tile* back) {
   uint32_t const octet = uint32_t(at.start >> 3) + uint32_t(at.within >> 3);
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
@@ -211,6 +214,14 @@ __device__ __forceinline__ void write_tile(
     Packed const p =
         quantize<BITS, SYM, STOCHASTIC, CLAMP>(x[v], affine[v], noise, octet + v * (CHUNK / 8));
     left == TILE ? write_codes<BITS>(to, first, p) : write_last_codes<BITS>(to, first, left, p);
+    if (back) {
+      float q[8];
+      levels<BITS, SYM>(p, q);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        (*back)[v][i] = dequantize<SYM>(q[i], affine[v].scale, affine[v].zero);
+      }
+    }
   }
 }
 
@@ -224,9 +235,9 @@ __device__ __forceinline__ void write_scale_padding(
   if (used + threadIdx.x < end) to.scales[used + threadIdx.x] = 0;
 }
 
-template <int BITS, bool SYM, bool STOCHASTIC>
+template <int BITS, bool SYM, bool STOCHASTIC, bool BACK = false>
 __device__ __forceinline__ void encode_block_tile(
-    char* row, Place const& at, Tile const& x, NoiseAt const& noise) {
+    char* row, Place const& at, Tile const& x, NoiseAt const& noise, Tile* back = nullptr) {
   Codec const codec = at.segment().to_codec;
   int64_t const numel = at.segment().to_len;
   Slots const to = tile_slots<BITS>(row, at.segment().to_planes, at.part);
@@ -244,18 +255,18 @@ __device__ __forceinline__ void encode_block_tile(
   if (at.start + TILE >= numel) write_scale_padding(to, codec, at.start, numel);
   join_blocks<SYM>(ranges, codec.log2_block);
   Affine affine[CHUNKS];
-  scale_blocks<BITS, SYM>(codec, to, at, left, ranges, affine);
+  scale_blocks<BITS, SYM, BACK>(codec, to, at, left, ranges, affine);
   if constexpr (STOCHASTIC) {
     // with 4 bits and an fp32 scale the noise, 2^-17 or more away from 0 and 1, keeps the range
     if (codec.stochastic && (BITS > 4 || codec.bf16_scale)) {
-      return write_tile<BITS, SYM, true, true>(to, at, left, x, affine, noise);
+      return write_tile<BITS, SYM, true, true>(to, at, left, x, affine, noise, back);
     }
-    if (codec.stochastic) return write_tile<BITS, SYM, true, false>(to, at, left, x, affine, noise);
+    if (codec.stochastic) return write_tile<BITS, SYM, true, false>(to, at, left, x, affine, noise, back);
   }
   if (codec.bf16_scale) {
-    write_tile<BITS, SYM, false, true>(to, at, left, x, affine, noise);
+    write_tile<BITS, SYM, false, true>(to, at, left, x, affine, noise, back);
   } else {
-    write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise);
+    write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise, back);
   }
 }
 
@@ -266,24 +277,26 @@ __device__ __forceinline__ NoiseAt noise_at(Plan const& plan, Place const& at) {
           at.segment().parameter, uint32_t(plan.key), uint32_t(plan.key >> 32)};
 }
 
-// x → the outgoing payload row, by whatever codec the segment has.
-template <bool STOCHASTIC>
-__device__ __forceinline__ void encode_tile(Plan const& plan, Place const& at, Tile const& x) {
+// x → the outgoing payload row, by whatever codec the segment has. BACK: `back`, maybe `x` itself,
+// becomes what a block codec's row decodes to.
+template <bool STOCHASTIC, bool BACK = false>
+__device__ __forceinline__ void encode_tile(
+    Plan const& plan, Place const& at, Tile const& x, Tile* back = nullptr) {
   Segment const& s = at.segment();
   if (s.to_codec.raw) return store_floats(s.to, s.to_dtype, at, s.to_len, true, x);
   NoiseAt const noise = noise_at<STOCHASTIC>(plan, at);
   char* row = plan.out + at.row * plan.out_row;
   switch (s.to_codec.bits * 2 + s.to_codec.symmetric) {
-    case 16: return encode_block_tile<8, false, STOCHASTIC>(row, at, x, noise);
-    case 17: return encode_block_tile<8, true, STOCHASTIC>(row, at, x, noise);
-    case 12: return encode_block_tile<6, false, STOCHASTIC>(row, at, x, noise);
-    case 13: return encode_block_tile<6, true, STOCHASTIC>(row, at, x, noise);
-    case 8: return encode_block_tile<4, false, STOCHASTIC>(row, at, x, noise);
-    case 9: return encode_block_tile<4, true, STOCHASTIC>(row, at, x, noise);
-    case 6: return encode_block_tile<3, false, STOCHASTIC>(row, at, x, noise);
-    case 7: return encode_block_tile<3, true, STOCHASTIC>(row, at, x, noise);
-    case 4: return encode_block_tile<2, false, STOCHASTIC>(row, at, x, noise);
-    default: return encode_block_tile<2, true, STOCHASTIC>(row, at, x, noise);
+    case 16: return encode_block_tile<8, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 17: return encode_block_tile<8, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 12: return encode_block_tile<6, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 13: return encode_block_tile<6, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 8: return encode_block_tile<4, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 9: return encode_block_tile<4, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 6: return encode_block_tile<3, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 7: return encode_block_tile<3, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 4: return encode_block_tile<2, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    default: return encode_block_tile<2, true, STOCHASTIC, BACK>(row, at, x, noise, back);
   }
 }
 

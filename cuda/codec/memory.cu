@@ -1,7 +1,5 @@
-// encode with a memory: a tile and what is remembered of it are encoded, decoded again, and what was
-// lost is remembered, in one pass.
-//
-// Values are loaded a second time, from the cache, rather than kept in registers meanwhile.
+// encode with a memory: a tile and what is remembered of it are encoded, and what the codes lost is
+// remembered, in one pass.
 #include "codec/decode.cuh"
 
 namespace zpp {
@@ -9,13 +7,10 @@ namespace zpp {
 struct Remember : EachTile<Remember> {
   static constexpr int BLOCKS = 2;
 
-  struct Segments {
-    Segment back, codes;  // what was written, as it is read; the memory's codes, as they are written
-  };
-
-  __device__ __forceinline__ static Segments& own() {
-    __shared__ Segments both;
-    return both;
+  // As the segment of a memory's codes is written.
+  __device__ __forceinline__ static Segment& codes() {
+    __shared__ Segment own;
+    return own;
   }
 
   __device__ __forceinline__ static Memory const& memory(RememberPlan const& plan, Place const& at) {
@@ -48,62 +43,73 @@ struct Remember : EachTile<Remember> {
     if (m.store != Store::eight) {
       return store_floats(floats(m, m.to), dtype(m), at, at.segment().from_len, true, x);
     }
-    at.where = &own().codes;
+    at.where = &codes();
     encode_block_tile<8, true, false>(m.to + at.row * m.bytes, at, x, {});
   }
 
-  // What is encoded: x + m.
-  __device__ __forceinline__ static void given(Memory const& m, Place const& at, Tile& y) {
-    Segment const& s = at.segment();
-    load_floats(s.from, s.from_dtype, at, s.from_len, 0, y);
-    if (m.store == Store::none) return;
-    Tile kept;
-    load(m, at, kept);
-    for_each([&](int v, int i) { y[v][i] = add(y[v][i], kept[v][i]); });
+  // Asks for bytes that the next tile needs, a line a thread.
+  __device__ __forceinline__ static void fetch(char const* from, int bytes) {
+#if defined(__CUDA_ARCH__)
+    for (int b = threadIdx.x * 128; b < bytes; b += THREADS * 128) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + b));
+    }
+#endif
   }
 
-  // d, what y decodes to, becomes what is remembered: average m + weight (y - d).
-  __device__ __forceinline__ static void lose(Memory const& m, Place const& at, Tile& d) {
-    Tile other;
-    given(m, at, other);
-    for_each([&](int v, int i) {
-      d[v][i] = add(other[v][i], -d[v][i]);
-      if (m.weight != 1.0f) d[v][i] = mul(d[v][i], m.weight);
-    });
-    if (m.average == 0.0f) return;
-    load(m, at, other);
-    for_each([&](int v, int i) { d[v][i] = add(mul(other[v][i], m.average), d[v][i]); });
+  __device__ __forceinline__ static void fetch(RememberPlan const& plan, Place const& at) {
+    Segment const& s = at.segment();
+    Memory const& m = memory(plan, at);
+    if (at.row >= plan.rows) return;
+    int const left = at.left(s.from_len), each = itemsize(Dtype(s.from_dtype));
+    fetch(s.from.base + (at.row * s.from.row_stride + at.start) * each, left * each);
+    if (m.store == Store::none || !m.from) return;
+    int const width = m.store == Store::fp32 ? 4 : m.store == Store::bf16 ? 2 : 1;
+    fetch(m.from + at.row * m.bytes + at.start * width, left * width);
   }
 
   __device__ __forceinline__ static void segment(
       RememberPlan const& plan, Place at, Stride const& stride) {
     __syncthreads();  // the last segment's tiles are done
     if (threadIdx.x == 0) {
-      own() = {written(at.segment()), at.segment()};
-      Segment& codes = own().codes;
-      codes.to_codec = {0, 8, 8, 1, 0, 0, 0, 0};  // 8 bits, blocks of 256, symmetric, fp32 scales
-      codes.to_planes = memory(plan, at).planes;
-      codes.to_len = codes.from_len;
+      codes() = at.segment();
+      codes().to_codec = {0, 8, 8, 1, 0, 0, 0, 0};  // 8 bits, blocks of 256, symmetric, fp32 scales
+      codes().to_planes = memory(plan, at).planes;
+      codes().to_len = codes().from_len;
     }
-    EachTile::segment(plan, at, stride);
+    __syncthreads();
+    Place next;
+#pragma unroll 1
+    for (; at.row < plan.rows; at = next) {
+      fetch(plan, next = stride.after(at));
+      tile(plan, at);
+    }
   }
 
   __device__ __forceinline__ static void tile(RememberPlan const& plan, Place const& at) {
     Segment const& s = at.segment();
     Memory const& m = memory(plan, at);
     if (s.copy) return copy_segment(s, at);
-    Tile x;
-    given(m, at, x);
-    change_domain(s, at, x);
-    encode_tile<true>(plan, at, x);
+    Tile y, d;  // what is encoded, x + m; what that decodes to
+    load_floats(s.from, s.from_dtype, at, s.from_len, 0, y);
+    if (m.store != Store::none) {
+      load(m, at, d);
+      for_each([&](int v, int i) { y[v][i] = add(y[v][i], d[v][i]); });
+    }
+    for_each([&](int v, int i) { d[v][i] = y[v][i]; });
+    change_domain(s, at, d);
+    encode_tile<true, true>(plan, at, d, &d);
     if (m.store == Store::none) return;
-    __syncthreads();  // the tile's bytes are there for all, and so are the segment's two others
-    Place place = at;
-    place.where = &own().back;
-    sum_tile<true>(plan, place, x);
-    change_domain(own().back, place, x);
-    lose(m, at, x);
-    store(m, at, x);
+    if (at.left(s.to_len) < TILE) zero_from(d, at.within, at.left(s.to_len));
+    if (s.forward) leave_domain(s.to_codec, s.numel, at, d);
+    for_each([&](int v, int i) {
+      y[v][i] = add(y[v][i], -d[v][i]);
+      if (m.weight != 1.0f) y[v][i] = mul(y[v][i], m.weight);
+    });
+    if (m.average != 0.0f) {  // m again, from the cache
+      load(m, at, d);
+      for_each([&](int v, int i) { y[v][i] = add(mul(d[v][i], m.average), y[v][i]); });
+    }
+    store(m, at, y);
   }
 };
 

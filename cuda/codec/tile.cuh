@@ -141,14 +141,24 @@ __device__ __forceinline__ cutlass::half_t narrow_one(float x) {
   return cutlass::half_t::bitcast(x != x ? nan : __half_as_ushort(__float2half_rn(x)));
 }
 
+// `exact`: by narrow_one, which costs more.
 template <typename T>
-__device__ __forceinline__ void store_whole(T* p, Tile const& x) {
+__device__ __forceinline__ void store_whole(T* p, Tile const& x, bool exact) {
 #pragma unroll
-  for (int v = 0; v < CHUNKS; ++v) *reinterpret_cast<Eight<T>*>(p + v * CHUNK) = narrow<T>(x[v]);
+  for (int v = 0; v < CHUNKS; ++v) {
+    Eight<T> to;
+    if (exact) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[i] = narrow_one<T>(x[v][i]);
+    } else {
+      to = narrow<T>(x[v]);
+    }
+    *reinterpret_cast<Eight<T>*>(p + v * CHUNK) = to;
+  }
 }
 
 template <>
-__device__ __forceinline__ void store_whole(float* p, Tile const& x) {
+__device__ __forceinline__ void store_whole(float* p, Tile const& x, bool) {
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
     float4* to = reinterpret_cast<float4*>(p + v * CHUNK);
@@ -163,8 +173,7 @@ __device__ __forceinline__ void store_as(
   int64_t const begin = at.row * view.row_stride;
   T* tile = reinterpret_cast<T*>(view.base) + begin + at.start;
   int const left = at.left(min(view.total - begin, len));
-  bool const exact = exact_nan && sizeof(T) == 2;
-  if (left == TILE && aligned16(tile) && !exact) return store_whole(tile + at.within, x);
+  if (left == TILE && aligned16(tile)) return store_whole(tile + at.within, x, exact_nan);
   for_each([&](int v, int i) {
     int const to = at.within + v * CHUNK + i;
     if (to < left) tile[to] = narrow_one<T>(x[v][i]);
@@ -249,13 +258,17 @@ __device__ __forceinline__ void zero_from(Tile& x, int within, int left) {
   for_each([&](int v, int i) { x[v][i] = within + v * CHUNK + i < left ? x[v][i] : 0.0f; });
 }
 
+// Out of the domain of a codec that rotates.
+__device__ __forceinline__ void leave_domain(
+    Codec const& codec, int64_t numel, Place const& at, Tile& x) {
+  transform(x, codec.log2_group);
+  if (codec.signs) apply_signs(x, codec.log2_group);
+  if (at.left(numel) < TILE) zero_from(x, at.within, at.left(numel));
+}
+
 // Out of the incoming codec's domain and into the outgoing one's.
 __device__ __forceinline__ void change_domain(Segment const& s, Place const& at, Tile& x) {
-  if (s.inverse) {
-    transform(x, s.from_codec.log2_group);
-    if (s.from_codec.signs) apply_signs(x, s.from_codec.log2_group);
-    if (at.left(s.numel) < TILE) zero_from(x, at.within, at.left(s.numel));
-  }
+  if (s.inverse) leave_domain(s.from_codec, s.numel, at, x);
   if (s.forward) {
     if (s.to_codec.signs) apply_signs(x, s.to_codec.log2_group);
     transform(x, s.to_codec.log2_group);

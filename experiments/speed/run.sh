@@ -42,6 +42,7 @@ groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, 
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
+diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
 links=${LINKS:-12,25,50,max}
 
 stopped=""
@@ -107,7 +108,7 @@ for part in "$@"; do
         --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
     *x*)
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
-        $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
+        $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" --arm "$diff_g84h" ;;
     studies)
       bench "${SECONDS_LINKS:-300}" 1_3b "$out" --nodes 2 --gpus-per-node 2 $(shared 2 2) \
         --tag studies --link-gbps "$links" --recipes "${ARMS:-w8,w4,g8_4_hadamard}" ;;

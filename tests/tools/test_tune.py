@@ -14,6 +14,7 @@ from tests.small_runs import small
 from tests.tools.export.checkpoints import leave
 from zpp_lab.cli.main import main
 from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 from zpp_lab.runs.checkpoint.read import newest
@@ -24,7 +25,7 @@ from zpp_lab.tools.tune import Choice, spend, tune
 @st.composite
 def classes(draw: st.DrawFn) -> list[list[Choice]]:
     sizes = st.integers(1, 9)
-    one = st.builds(lambda n, c: Choice(4, 64, n, 0.0, c / 4), sizes, sizes)
+    one = st.builds(lambda n, c: Choice(CodecConfig(bits=4), n, 0.0, c / 4), sizes, sizes)
     return draw(st.lists(st.lists(one, min_size=1, max_size=4), min_size=1, max_size=4))
 
 

@@ -39,6 +39,8 @@ from zpp_lab.tools.export.wire import WireWeights
 from zpp_lab.tools.plan.law import load_law
 
 PROBES = (4, 3)  # bits: errors large enough to see, small enough to stay in proportion
+CHOSEN = ("bits", "block_size", "symmetric", "scale_dtype")
+KINDS = tuple(product((True, False), ("fp32", "bf16")))  # symmetric, scale_dtype
 POWER = 1  # of NAMES in tools/plan/law.py: a gap grows as this power of the weights' error
 GATHERS = ["weights_forward", "weights_backward"]
 
@@ -47,15 +49,16 @@ GATHERS = ["weights_forward", "weights_backward"]
 class Choice:
     """What a class may be sent with; nbytes: of all its parameters, all ranks together."""
 
-    bits: int
-    block_size: int
+    codec: CodecConfig
     nbytes: int
     nmse: float  # Σ(y-x)² / Σx² over the class
     cost: float  # nats a token, of this class alone
 
     @property
     def text(self) -> str:
-        return f"{self.bits} bits, blocks of {self.block_size}"
+        kind = "" if self.codec.symmetric else ", asymmetric"
+        kind += ", bf16 scales" if self.codec.scale_dtype == "bf16" else ""
+        return f"{self.codec.bits} bits, blocks of {self.codec.block_size}{kind}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def tune(
     device: str = "auto",
 ) -> Tuned:
     """The recipe of least expected gap that sends at most `bits` a quantized weight on average,
-    scales and filling included, from the newest weights of `run`.
+    scales and filling included, from the newest weights of `run`. Of each choice it takes the best
+    of symmetric and asymmetric codes, with scales in fp32 or bf16.
 
     among, blocks: bits and block sizes to choose from. tokens: held-out tokens to measure on, in
     place of the run's train.eval_tokens. What the run's recipe exempts stays raw. ValueError for
@@ -131,36 +135,31 @@ def tune(
     params = dict(model.named_parameters())
     bench.fill(model, WireWeights(config, saved).source, config.seed)
     loss = bench.loss(model)
-    wires = {
-        (b, n): WireWeights(config, saved, CodecConfig(bits=b, block_size=n))
-        for b, n in {*product(among, blocks), *((b, max(blocks)) for b in PROBES)}
-    }
+    probes = [_codec(b, max(blocks), True, "fp32") for b in PROBES]
+    offered = [_codec(b, n, *kind) for b, n, kind in product(among, blocks, KINDS)]
+    wires = {codec: WireWeights(config, saved, codec) for codec in (*probes, *offered)}
     by_pattern: dict[str, list[str]] = {}
     for parameter in next(iter(wires.values())).quantized:
         by_pattern.setdefault(_pattern(parameter), []).append(parameter)
     classes = []
     for pattern, names in by_pattern.items():
         masters = {n: params[n].detach().clone() for n in names}
-        rises, nmse = [], {}
-        for (b, n), wire in wires.items():
+        nmse, rises = {}, []
+        for codec, wire in wires.items():
             rounded = {p: wire.decoded(p, bench.device) for p in names}
-            nmse[b, n] = _nmse(masters, rounded)
-            if b in PROBES and n == max(blocks):
+            nmse[codec] = _nmse(masters, rounded)
+            if codec in probes:
                 _load(params, rounded)
-                rises.append((b, bench.loss(model) - loss))
+                rises.append(bench.loss(model) - loss)
         _load(params, masters)
-        rises.sort(key=lambda r: PROBES.index(r[0]))
-        seen = sum(nmse[b, max(blocks)] for b in PROBES)
-        slope = max(0.0, sum(r for _, r in rises)) / seen if seen else 0.0
+        seen = sum(nmse[codec] for codec in probes)
+        slope = max(0.0, sum(rises)) / seen if seen else 0.0
         choices = tuple(
-            Choice(b, n, _nbytes(wires[b, n], names), nmse[b, n], slope * nmse[b, n])
-            for b, n in sorted(wires)
-            if b in among
+            Choice(codec, _nbytes(wires[codec], names), nmse[codec], slope * nmse[codec])
+            for codec in offered
         )
         numel = sum(t.numel() for t in masters.values())
-        classes.append(
-            Class(pattern, tuple(names), numel, tuple(r for _, r in rises), slope, choices)
-        )
+        classes.append(Class(pattern, tuple(names), numel, tuple(rises), slope, choices))
     if not classes:
         raise ValueError(f"{run}: its recipe exempts all weights, so there is nothing to tune")
     numel = sum(c.numel for c in classes)
@@ -204,6 +203,11 @@ def spend(choices: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | No
     return list(best[-1][2]) if best else None
 
 
+def _codec(bits: int, block_size: int, symmetric: bool, scale_dtype: str) -> CodecConfig:
+    kind = {"symmetric": symmetric, "scale_dtype": scale_dtype}
+    return load(CodecConfig, {"bits": bits, "block_size": block_size, **kind})
+
+
 def _pattern(parameter: str) -> str:
     """Of its class: numbers between dots are a layer's, others (fc1 and fc2) part of a name."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", parameter)
@@ -229,22 +233,22 @@ def _recipe(
 ) -> RecipeConfig:
     """The choice that most weights have for all, and a rule for each class with another one. What
     the run's recipe exempts, by rules too, stays exempt."""
-    held: dict[tuple[int, int], int] = {}
+    held: dict[CodecConfig, int] = {}
     for c in classes:
-        key = chosen[c.pattern].bits, chosen[c.pattern].block_size
-        held[key] = held.get(key, 0) + c.numel
-    common = max(held, key=lambda key: held[key])
+        codec = chosen[c.pattern].codec
+        held[codec] = held.get(codec, 0) + c.numel
+    common = max(held, key=lambda codec: held[codec])
     rules = [
-        {"name": pattern, "wires": GATHERS, "set": {"bits": c.bits, "block_size": c.block_size}}
+        {"name": pattern, "wires": GATHERS, "set": _given(c.codec)}
         for pattern, c in chosen.items()
-        if (c.bits, c.block_size) != common
+        if c.codec != common
     ]
     rules += [_exempting(r) for r in config.recipe.rules if r.exempt and GATHERS[0] in r.wires]
     exempt = config.recipe.exempt
     given = {"max_ndim": exempt.max_ndim, "names": exempt.names, "below_numel": exempt.below_numel}
     values = {
         "name": name,
-        "weights": {"bits": common[0], "block_size": common[1]},
+        "weights": _given(common),
         "rules": rules,
         **({} if exempt == type(exempt)() else {"exempt": given}),
     }
@@ -268,13 +272,14 @@ def _check(
     may reach into another class."""
     cluster = config.cluster if config.cluster.world > 1 else ClusterConfig(1, 2)
     made = Recipe(recipe, cluster)
-    wanted: dict[str, tuple[int, int] | None] = dict.fromkeys(shapes)
+    wanted: dict[str, CodecConfig | None] = dict.fromkeys(shapes)
     for c in classes:
-        choice = chosen[c.pattern]
-        wanted.update(dict.fromkeys(c.names, (choice.bits, choice.block_size)))
+        wanted.update(dict.fromkeys(c.names, chosen[c.pattern].codec))
     for name, shape in shapes.items():
         codec = made.codec("weights_forward", Parameter(name, shape, cluster.world))
-        own = (codec.bits, codec.block_size) if isinstance(codec, BlockCodec) else None
+        own = None
+        if isinstance(codec, BlockCodec):
+            own = _codec(*(getattr(codec, name) for name in CHOSEN))
         if own != wanted[name]:
             raise ValueError(
                 f"{name} would be sent by the rule of another class, since * in a rule's name "
@@ -309,8 +314,8 @@ def recipe_text(tuned: Tuned, source: Path) -> str:
     return head + text
 
 
-def _given(codec: CodecConfig) -> dict[str, int | None]:
-    return {"bits": codec.bits, "block_size": codec.block_size}
+def _given(codec: CodecConfig) -> dict[str, Any]:
+    return {name: getattr(codec, name) for name in CHOSEN}
 
 
 def _title(name: str) -> str:

@@ -94,12 +94,15 @@ def example_args() -> dict[str, tuple[object, ...]]:
     plain = torch.zeros(2, layout.numel, device="cuda")
     out = torch.zeros_like(payload)
     read, write = incoming(layout).rows, outgoing(layout).rows
+    none, room = out.new_empty(0), torch.zeros(2, LENGTH, dtype=torch.bfloat16, device="cuda")
+    remembers = torch.tensor([[2, 0, 0x3F800000], [0, 0, 0]])  # bf16, all of what is lost; none
     return {
         "encode": (x, write, 5, rows, out),
         "decode": (payload, read, [torch.zeros_like(t) for t in x]),
         "decode_sum": (stack, read, sums),
         "reduce": (stack, read, plain),
         "encode_sums": (sums, hop, 5, rows, out),
+        "encode_remembering": (x, False, write, 5, rows, out, remembers, [none] * 2, [room, none]),
         "finish_sums": (sums, read, plain),
         "decode_sum_encode": (stack, hop, 5, rows, out),
     }
