@@ -78,6 +78,7 @@ REMEMBERING = (  # of memories; the others have no kernel
 FOUR, MORE = range(1, 5), range(5, 9)
 PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger sizes wait for them
     Part("reference_10m", MAIN, FOUR),
+    Part("memories", ("zero3", "g2_asymmetric", "g2_rotated", "g2_both"), (1, 2)),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
