@@ -10,6 +10,7 @@ import pytest
 
 from zpp_lab.config.compose import compose, load_study, study_names
 from zpp_lab.config.flat import flat_config
+from zpp_lab.config.recipe import POINTS
 from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.engines.build import build_plan
@@ -114,6 +115,11 @@ def test_an_arm_is_its_baseline_but_for_the_recipe(name: str, arms: Arms) -> Non
             assert sent > whole
         else:
             assert sent == whole * rounds if reordered else sent < whole
+
+
+def test_partitions_has_every_point_of_the_grid() -> None:
+    arms = all_arms("partitions")
+    assert {config_of("partitions", arm.name).recipe.parts for arm in arms} == set(POINTS)
 
 
 def bytes_of(config: Config, between: bool) -> int:
