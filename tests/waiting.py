@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 240
+def until(true: Callable[[], object], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,15 @@ from tests.engines.fsdp_world import run_world
 from tests.small_runs import newest, small
 from tests.train.launch.test_launcher import lines
 from tests.train.test_trainer import last_checkpoint, without_times
+from tests.waiting import until
 from zpp_lab.cli.main import main
 from zpp_lab.config.schema import Config
 from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.metrics import read
+from zpp_lab.runs.reader import queued_at
 from zpp_lab.study.report.appendix import _commit
-from zpp_lab.train.launch.launcher import launch
-from zpp_lab.train.piece import PAUSED, Piece, seconds
+from zpp_lab.train.launch.launcher import launch, queue_again
+from zpp_lab.train.piece import JOB, PAUSED, Piece, SlurmJob, seconds
 from zpp_lab.train.trainer import run
 
 
@@ -186,3 +191,58 @@ def test_a_piece_that_is_too_short_says_so_and_costs_nothing(
     assert (ended["outcome"], ended["step"]) == ("unfinished", 0)
     assert "give longer pieces" in capsys.readouterr().out
     assert run(small(tmp_path))["steps"] == 12  # the time is no setting of the run
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A job of Slurm's, whose commands answer with the scripts in this folder."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, line in (("scontrol", f'echo "$@" >> {commands}/told'), ("squeue", "echo NONE")):
+        (commands / name).write_text(f"#!/bin/sh\n{line}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    yield commands
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    vars(JOB).update(vars(SlurmJob()))
+
+
+def warned(config: Config, monkeypatch: pytest.MonkeyPatch, step: int, told: str = "") -> str:
+    """A start that Slurm warns before its step `step`, up to its end, and not before the file
+    `told` is there; why its job was not queued again."""
+
+    class Warned(Piece):
+        def over(self, next_step: float = 0.0) -> bool:
+            if self.asked + 1 == step:
+                os.kill(os.getpid(), signal.SIGUSR2)
+                until(lambda: not told or Path(told).exists())
+            return super().over(next_step)
+
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    vars(JOB).update(vars(SlurmJob()))
+    monkeypatch.setattr("zpp_lab.train.trainer.Piece", Warned)
+    return queue_again(launch(config))
+
+
+def test_a_run_that_slurm_warns_stops_and_its_job_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: Path
+) -> None:
+    run(small(tmp_path, "train.checkpoint_every=0", f"run.dir={tmp_path / 'whole'}"))
+    cut = small(tmp_path, "train.checkpoint_every=0", f"run.dir={tmp_path / 'cut'}")
+    assert warned(cut, monkeypatch, step=6) == ""
+    assert (slurm / "told").read_text() == "requeue 7\n"
+    assert queued_at(tmp_path / "cut") == 5
+    assert "after step 5): give it a longer --time" in warned(cut, monkeypatch, step=1)
+    (slurm / "scontrol").write_text("#!/bin/sh\necho it is disabled >&2; exit 1\n")
+    assert "(it is disabled): submit it with" in warned(cut, monkeypatch, step=2)
+    (slurm / "scontrol").write_text(f"#!/bin/sh\ntouch {slurm}/late\n")
+    (slurm / "squeue").write_text("#!/bin/sh\ndate -d '1 sec' +%FT%T\n")  # the step outlasts it
+    assert warned(cut, monkeypatch, step=2, told=f"{slurm}/late") == ""
+    assert warned(cut, monkeypatch, step=0) == ""
+    assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")

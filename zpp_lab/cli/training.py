@@ -152,7 +152,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     checked = not ended and not one_of_many  # those look together, once they have met
     if checked:
         check_run(config)
-    from zpp_lab.train.launch.launcher import launch, leave
+    from zpp_lab.train.launch.launcher import launch, leave, queue_again
 
     try:
         summary = launch(config, checked)
@@ -163,7 +163,9 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         print("stopped before the end; the same command goes on from here")
     elif summary:  # rank 0, when somebody else started the ranks
         print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
-    leave()  # ends a rank with 0: torchrun and srun take anything else for a failure
+    leave(at_exit=paused)  # a rank ends with 0: torchrun and srun take all else for a failure
+    if why := queue_again(summary):
+        print(f"zpp-lab train: {why}", file=sys.stderr)
     return PAUSED if paused else 0
 
 

@@ -30,6 +30,7 @@ from zpp_lab.files import (
     HELDOUT,
     LOG,
     METRICS,
+    QUEUED,
     STUDY_FILE,
     SUMMARY,
     damaged,
@@ -278,6 +279,12 @@ def last_record(folder: Path) -> dict[str, Any] | None:
 def last_step(folder: Path) -> int:
     """The step of `last_record`, 0 when there is none."""
     return int((last_record(folder) or {}).get("step", 0))
+
+
+def queued_at(folder: Path) -> int | None:
+    """The step after which the run's Slurm job was last queued again; None where it never was."""
+    path = folder / QUEUED
+    return int(path.read_text()) if path.is_file() else None
 
 
 def read_study(root: Path) -> StudyConfig | None:

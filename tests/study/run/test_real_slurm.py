@@ -7,6 +7,7 @@ There is no accounting database, so `sacct`, which submitit asks, is a script ov
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.study.run.test_kill import write_study
 from tests.train.launch.test_srun import port
@@ -33,6 +35,7 @@ pytestmark = [
         reason="needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge",
     ),
 ]
+SIDES = ("real", "virtual")
 NODES = ("n1", "n2")
 CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -56,6 +59,7 @@ AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=5
+KillWait=5
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=8 RealMemory=64000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -167,3 +171,76 @@ def test_an_array_outlives_a_requeue_and_a_lost_node_to_the_bit(
     assert main([*words[3:], *alone]) == 0
     assert losses(root) == losses(tmp_path / "alone")
     assert len(losses(root)) == 2
+
+
+def restarts(job: str = "") -> list[int]:
+    return list(
+        map(int, re.findall(r"Restarts=(\d+)", run("scontrol", "show", "job", *job.split())))
+    )
+
+
+@pytest.mark.timeout(1500)
+def test_jobs_that_meet_their_time_limit_go_on_to_the_bit(
+    tmp_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(write_study(tmp_path))
+    words = ["study", file, "--seeds", "1", "train.steps=2500", "engine.threads=1"]
+    words.append("train.checkpoint_every=0")  # no checkpoint but the warning's
+    root, told = tmp_path / "out", ["--no-report", "--launcher", "slurm"]
+    told += ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=10"]
+    command = [sys.executable, "-m", "zpp_lab.cli", *words, "--dir", str(root), *told]
+    study = subprocess.Popen(command, cwd=Path(__file__).parents[3])
+
+    def watched() -> str:
+        assert main([*words, "--dir", str(root), "--watch"]) == 0
+        return capsys.readouterr().out
+
+    try:
+        until(lambda: root.is_dir() and (root / "study.yaml").is_file())
+        until(lambda: "queued again at" in watched())
+        assert study.wait(1000) == 0
+    finally:
+        study.kill()
+    assert max(restarts()) >= 1
+    assert "goes on after step" in "".join(p.read_text() for p in root.glob(".submitit/*/*.out"))
+    assert main([*words, "--dir", str(tmp_path / "alone"), "--no-report"]) == 0
+    assert losses(root) == losses(tmp_path / "alone")
+    assert len(losses(root)) == 2
+
+
+@pytest.mark.timeout(1500)
+def test_the_examples_batch_script_goes_on_after_its_time_limit(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    """Two ranks, as srun's tasks, on two nodes."""
+    given = (Path(__file__).parents[3] / "examples/slurm/train.sbatch").read_text()
+    head, found, _ = given.partition("    zpp-lab train")
+    assert found
+    head = head.replace("source .venv/bin/activate", "").replace("#SBATCH --gpus-per-node", "# ")
+    head = head.replace("export MASTER_ADDR", "export MASTER_ADDR=127.0.0.1")  # n1 has no address
+    settings = yaml.safe_load(write_study(tmp_path).read_text())["overrides"]
+    settings += ["recipe=qsdp", "cluster=2x1", "train.checkpoint_every=0", "engine.threads=1"]
+    script = tmp_path / "train.sbatch"
+    script.write_text(f'{head}    {sys.executable} -m zpp_lab.cli train engine=fsdp "$@"\n')
+
+    def submit(name: str, *options: str) -> tuple[str, Path]:
+        told = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--output={tmp_path / name}.log"]
+        own = [*settings, f"run.dir={tmp_path / name}", "train.steps=3000", "engine.device=cpu"]
+        told += ["--time=1", "--signal=USR2@10", "--parsable", *options]
+        chdir = f"--chdir={Path(__file__).parents[3]}"
+        return run("sbatch", chdir, *told, str(script), *own).strip(), tmp_path / f"{name}.log"
+
+    job, log = submit("real")
+    until(lambda: "State=COMPLETED" in run("scontrol", "show", "job", job), 1000)
+    assert restarts(job)[0] >= 1
+    assert "goes on after step" in log.read_text()
+    own = ["train.steps=3000", "engine.device=cpu", f"run.dir={tmp_path / 'virtual'}"]
+    assert main(["train", *settings, *own]) == 0
+    real, virtual = (json.loads((tmp_path / n / "summary.json").read_text()) for n in SIDES)
+    assert real["heldout_loss"] == virtual["heldout_loss"]
+
+    job, log = submit("once", "--no-requeue", "--time=10")
+    until(lambda: steps(tmp_path / "once") > 5)
+    run("scancel", "--signal=USR2", job)
+    until(lambda: "submit it with `#SBATCH --requeue`" in log.read_text())
+    assert list((tmp_path / "once" / "checkpoints").glob("step-*"))

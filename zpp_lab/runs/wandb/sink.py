@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 import time
 import traceback
@@ -243,6 +244,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when wandb has everything, 1 when something could not be sent."""
     args = _arguments(argv)
     os.nice(10)  # training comes first
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm warns all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     try:
         auto: Mode = args.mode or resolve("auto")[0]
         if args.study:

@@ -37,6 +37,7 @@ from zpp_lab.config.load import readable, setting_of, written
 from zpp_lab.config.schema import Config
 from zpp_lab.files import conf_dir
 from zpp_lab.study.run.batch import check_sbatch, hydra_settings, jobs_of
+from zpp_lab.train.piece import PAUSED, UNFINISHED
 
 
 def multirun(overrides: list[str]) -> int:
@@ -224,7 +225,7 @@ def _command_line(*words: str) -> Iterator[None]:
 def _job(composed: DictConfig, varying: set[str]) -> float:
     """One job; returns the held-out loss, for sweepers that optimize."""
     from zpp_lab.train.inputs import check_run
-    from zpp_lab.train.launch.launcher import launch, leave
+    from zpp_lab.train.launch.launcher import RankFailed, launch, leave, queue_again
 
     settings = HydraConfig.get()
     check_recipe_name(str(composed.recipe.name))
@@ -238,6 +239,10 @@ def _job(composed: DictConfig, varying: set[str]) -> float:
         check_run(config)
     summary = launch(config)
     leave(at_exit=True)  # a rank that srun started has still to write down what this returns
+    if why := queue_again(summary):
+        raise RankFailed(why)
+    if summary.get("outcome") == UNFINISHED:  # no other run of a sweep begins
+        raise SystemExit(PAUSED)
     return float(summary.get("heldout_loss", math.nan))
 
 

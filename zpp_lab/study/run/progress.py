@@ -26,7 +26,7 @@ from rich.text import Text
 
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import CONFIG, FAILURE, SUMMARY, held, missing, read_yaml
-from zpp_lab.runs.reader import last_record, last_step, read_run, read_study
+from zpp_lab.runs.reader import last_record, last_step, queued_at, read_run, read_study
 from zpp_lab.study.run.plan import PlannedRun, check_folder, run_folder
 
 _CLEAR = "\r\x1b[K"
@@ -95,7 +95,8 @@ def duration(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class RunState:
-    """One run: finished, diverged, out_of_memory, crashed, running, stopped or waiting."""
+    """One run: finished, diverged, out_of_memory, crashed, running, stopped, queued again (its
+    Slurm job) or waiting."""
 
     arm: str
     seed: int
@@ -154,8 +155,10 @@ class Watch:
             state = "running"
         elif run is not None and run.outcome in ENDED:
             state = run.outcome
+        elif step:
+            state = "queued again" if queued_at(folder) == step else "stopped"
         else:
-            state = "stopped" if step else "waiting"
+            state = "waiting"
         loss = run.heldout_loss if run is not None else None
         found = RunState(arm, seed, state, step, self._planned(folder), seconds, loss)
         if state == "finished":
@@ -219,7 +222,7 @@ def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
         own = [s for s in states if s.arm == arm.name]
         losses = [s.loss for s in own if s.loss is not None]
         others = Counter(s.state for s in own if s.state in ENDED and s.state != "finished")
-        now = [_now(s) for s in own if s.state in ("running", "stopped")]
+        now = [_now(s) for s in own if s.state in ("running", "stopped", "queued again")]
         table.add_row(
             arm.name,
             f"{sum(s.state == 'finished' for s in own)} of {len(own)}",
@@ -231,7 +234,7 @@ def _table(study: StudyConfig, states: Sequence[RunState]) -> Table:
 
 
 def _now(s: RunState) -> str:
-    where = "stopped at " if s.state == "stopped" else ""
+    where = "" if s.state == "running" else f"{s.state} at "
     return f"seed {s.seed}: {where}{s.step}/{s.steps or '?'}"
 
 

@@ -62,7 +62,7 @@ from zpp_lab.train.launch.place import (
     see_own_gpus,
 )
 from zpp_lab.train.memory.estimate import KILLED, check_host_memory
-from zpp_lab.train.piece import UNFINISHED
+from zpp_lab.train.piece import JOB, UNFINISHED
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 _ALONE = "; engine=virtual is one process, engine=fsdp one for each that torchrun or srun starts"
@@ -81,6 +81,7 @@ def launch(config: Config, checked: bool = False) -> Record:
     joined as another rank than 0 gets an empty summary. checked: this process has asked
     `check_run` already, which ranks that somebody else started leave to this.
     """
+    JOB.listen(run_dir(config))
     ranks_are_there = placed(os.environ)
     if config.engine.ranked and ranks_are_there:
         return join_watched(config)
@@ -102,14 +103,25 @@ def train(config: Config, checked: bool = False) -> Record:
 def job(config: Config) -> Record:
     """One job of a batch system, or one rank of it, inside a Python that goes on: what it returns
     is still to be written. A second job of the same run waits, and then finds it finished."""
+    folder = run_dir(config)
+    JOB.listen(folder)
     if config.engine.ranked and placed(os.environ):
         summary = launch(config)
         leave(at_exit=True)
-        return summary
-    folder = run_dir(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    with hold(folder):
-        return train(config)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold(folder):
+            summary = train(config)
+    if why := queue_again(summary):
+        _write_failure(folder, None, why, why)
+        raise RankFailed(why)
+    return summary
+
+
+def queue_again(summary: Record) -> str:
+    """After `leave`: where Slurm's warning stopped the run, its job is queued again; why that
+    failed, else ""."""
+    return JOB.again() if summary.get("outcome") == UNFINISHED else ""
 
 
 def run(
@@ -157,7 +169,7 @@ def start(config: Config) -> Record:
                 elastic_launch(settings, sys.executable)(*words)
         except ChildFailedError as error:
             _report(error, folder, oom_kills() > kills)
-    in_pieces = config.run.until is not None or config.run.piece_steps > 0
+    in_pieces = config.run.until is not None or config.run.piece_steps > 0 or JOB.warning
     if in_pieces and not (folder / SUMMARY).is_file():
         return {"outcome": UNFINISHED}
     return read_summary(folder / SUMMARY)
@@ -425,6 +437,7 @@ def main(parent: str, path: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     die_with_parent(int(parent))
+    JOB.listen(None)
     import zpp_lab.train.trainer  # noqa: F401  # belongs to the imports, before ranks meet
 
     start_up = StartUp.of_process(int(parent))
