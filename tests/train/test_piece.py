@@ -25,7 +25,7 @@ from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.metrics import read
 from zpp_lab.runs.reader import queued_at
 from zpp_lab.study.report.appendix import _commit
-from zpp_lab.train.launch.launcher import launch, queue_again
+from zpp_lab.train.launch.launcher import RankFailed, job, launch, queue_again
 from zpp_lab.train.piece import JOB, PAUSED, Piece, SlurmJob, seconds
 from zpp_lab.train.trainer import run
 
@@ -211,9 +211,16 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     vars(JOB).update(vars(SlurmJob()))
 
 
-def warned(config: Config, monkeypatch: pytest.MonkeyPatch, step: int, told: str = "") -> str:
+def warned(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    told: str = "",
+    other: Any = signal.SIG_DFL,
+    start: Any = launch,
+) -> str:
     """A start that Slurm warns before its step `step`, up to its end, and not before the file
-    `told` is there; why its job was not queued again."""
+    `told` is there; why its job was not queued again. other: who listened before."""
 
     class Warned(Piece):
         def over(self, next_step: float = 0.0) -> bool:
@@ -223,10 +230,10 @@ def warned(config: Config, monkeypatch: pytest.MonkeyPatch, step: int, told: str
             return super().over(next_step)
 
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, other)
     vars(JOB).update(vars(SlurmJob()))
     monkeypatch.setattr("zpp_lab.train.trainer.Piece", Warned)
-    return queue_again(launch(config))
+    return queue_again(start(config))
 
 
 def test_a_run_that_slurm_warns_stops_and_its_job_is_queued_again(
@@ -243,6 +250,13 @@ def test_a_run_that_slurm_warns_stops_and_its_job_is_queued_again(
     (slurm / "scontrol").write_text(f"#!/bin/sh\ntouch {slurm}/late\n")
     (slurm / "squeue").write_text("#!/bin/sh\ndate -d '1 sec' +%FT%T\n")  # the step outlasts it
     assert warned(cut, monkeypatch, step=2, told=f"{slurm}/late") == ""
+
+    def submitit(*_: object) -> None:
+        raise RuntimeError("timed-out too many times.")
+
+    with pytest.raises(RankFailed, match=r"\(timed-out too many times\): raise hydra\.launcher"):
+        warned(cut, monkeypatch, step=2, other=submitit, start=job)
+    assert "raise hydra.launcher" in (tmp_path / "cut" / "failure.json").read_text()
     assert warned(cut, monkeypatch, step=0) == ""
     assert last_checkpoint(tmp_path / "cut") == last_checkpoint(tmp_path / "whole")
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
