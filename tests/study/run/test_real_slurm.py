@@ -184,7 +184,7 @@ def test_jobs_that_meet_their_time_limit_go_on_to_the_bit(
     tmp_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(write_study(tmp_path))
-    words = ["study", file, "--seeds", "1", "train.steps=2500", "engine.threads=1"]
+    words = ["study", file, "--seeds", "1", "train.steps=4000", "engine.threads=1"]
     words.append("train.checkpoint_every=0")  # no checkpoint but the warning's
     root, told = tmp_path / "out", ["--no-report", "--launcher", "slurm"]
     told += ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=10"]
