@@ -11,7 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,10 @@ def measure_telemetry(mib: int) -> list[Row]:
     return [{"mib": mib, "plain_us": plain * 1e6, "with_errors_us": sums * 1e6}]
 
 
-def measure_memory(mib: int) -> list[Row]:
+def measure_memory(mib: int, widths: Sequence[int] = (8, 4, 2)) -> list[Row]:
     """Encode with a residual memory in each store: its rate over that of encode without one."""
     rows = []
-    for bits, hadamard in product((8, 4, 2), (0, 64)):
+    for bits, hadamard in product(widths, (0, 64)):
         layout = one_segment(BlockCodec(bits, 64, hadamard=hadamard), mib * MIB // 2)
         plain = work("encode", layout)
         rate = plain.nbytes / timed(plain)

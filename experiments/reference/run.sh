@@ -70,7 +70,7 @@ fill() {  # plans while kernels and tokens are made, and begins when they are th
 }
 rm -f "$out/ready"
 mkdir -p data_cache runs
-for archive in "$kept"/reference_*.tar.xz; do
+for archive in "$kept"/*.tar.xz; do
   [ ! -f "$archive" ] || tar xJf "$archive" -C runs || die "$archive is no whole archive"
 done
 kernels > "$out/kernels.log" 2>&1 &
