@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engines.fsdp_jobs import real
-from tests.engines.fsdp_parity import configured
+from tests.engines.fsdp_parity import RAW_GRID, configured
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.collectives.reduce import Reduce
@@ -35,6 +35,7 @@ CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_sec
 CASES += ["bf16_states", "8bit_states", "memory_8bit", "memory_bf16"]
 NODES = ["kept", "differences"]  # of one GPU each
 GRID = ["grid_node_node_node", "grid_none_node_world", "grid_none_none_none", "grid_memory"]
+GRID += [*RAW_GRID, "raw_secondary"]
 RUNS = {(1, 2): CASES, (2, 1): NODES, (2, 2): GRID}
 
 # ---------------------------------------------------------------------- a real run
