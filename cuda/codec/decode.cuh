@@ -5,15 +5,6 @@
 
 namespace zpp {
 
-// The segment as a decoder of what was just written sees it.
-__device__ __forceinline__ Segment written(Segment const& s) {
-  Segment back = s;
-  back.from_codec = s.to_codec, back.from_planes = s.to_planes;
-  back.from = s.to, back.from_dtype = s.to_dtype, back.from_len = s.to_len;
-  back.inverse = s.forward, back.forward = 0;
-  return back;
-}
-
 struct Coded {  // one lane's share of a row
   Packed codes[CHUNKS];
   uint32_t scale[CHUNKS], zero[CHUNKS];

@@ -202,11 +202,17 @@ __device__ __forceinline__ Packed quantize(
   return {ok ? p.a : 0, ok ? p.b : 0};
 }
 
-// `back`, maybe `x` itself: what the codes decode to, or null.
+// What codes decode to, maybe in the place of what they were made of, and how many of them are at
+// either end of the range. A kernel that asks for no count has none.
+struct Back {
+  Tile& y;
+  int saturated = 0;
+};
+
 template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
 __device__ __forceinline__ void write_tile(
     Slots const& to, Place const& at, int left, Tile const& x, Affine const (&affine)[CHUNKS],
-    NoiseAt const& noise, Tile* back) {
+    NoiseAt const& noise, Back* back) {
   uint32_t const octet = uint32_t(at.start >> 3) + uint32_t(at.within >> 3);
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
@@ -215,11 +221,14 @@ __device__ __forceinline__ void write_tile(
         quantize<BITS, SYM, STOCHASTIC, CLAMP>(x[v], affine[v], noise, octet + v * (CHUNK / 8));
     left == TILE ? write_codes<BITS>(to, first, p) : write_last_codes<BITS>(to, first, left, p);
     if (back) {
+      using G = Grid<BITS, SYM>;
       float q[8];
       levels<BITS, SYM>(p, q);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        (*back)[v][i] = dequantize<SYM>(q[i], affine[v].scale, affine[v].zero);
+        bool const end = q[i] == G::lowest || q[i] == G::levels;
+        if (end && first + i < left) ++back->saturated;
+        back->y[v][i] = dequantize<SYM>(q[i], affine[v].scale, affine[v].zero);
       }
     }
   }
@@ -237,7 +246,7 @@ __device__ __forceinline__ void write_scale_padding(
 
 template <int BITS, bool SYM, bool STOCHASTIC, bool BACK = false>
 __device__ __forceinline__ void encode_block_tile(
-    char* row, Place const& at, Tile const& x, NoiseAt const& noise, Tile* back = nullptr) {
+    char* row, Place const& at, Tile const& x, NoiseAt const& noise, Back* back = nullptr) {
   Codec const codec = at.segment().to_codec;
   int64_t const numel = at.segment().to_len;
   Slots const to = tile_slots<BITS>(row, at.segment().to_planes, at.part);
@@ -277,11 +286,11 @@ __device__ __forceinline__ NoiseAt noise_at(Plan const& plan, Place const& at) {
           at.segment().parameter, uint32_t(plan.key), uint32_t(plan.key >> 32)};
 }
 
-// x → the outgoing payload row, by whatever codec the segment has. BACK: `back`, maybe `x` itself,
-// becomes what a block codec's row decodes to.
+// x → the outgoing payload row, by whatever codec the segment has. BACK: with `back` of block codecs,
+// which past their end is anything.
 template <bool STOCHASTIC, bool BACK = false>
 __device__ __forceinline__ void encode_tile(
-    Plan const& plan, Place const& at, Tile const& x, Tile* back = nullptr) {
+    Plan const& plan, Place const& at, Tile const& x, Back* back = nullptr) {
   Segment const& s = at.segment();
   if (s.to_codec.raw) return store_floats(s.to, s.to_dtype, at, s.to_len, true, x);
   NoiseAt const noise = noise_at<STOCHASTIC>(plan, at);

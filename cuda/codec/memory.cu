@@ -1,11 +1,16 @@
 // encode with a memory: a tile and what is remembered of it are encoded, and what the codes lost is
 // remembered, in one pass.
 #include "codec/decode.cuh"
+#include "codec/stage.cuh"
 
 namespace zpp {
 
-struct Remember : EachTile<Remember> {
+struct Remember {
   static constexpr int BLOCKS = 2;
+
+  Stages stages;
+
+  __device__ __forceinline__ void begin(Plan const& plan) { stages.begin(plan.stage_bytes); }
 
   // As the segment of a memory's codes is written.
   __device__ __forceinline__ static Segment& codes() {
@@ -47,8 +52,13 @@ struct Remember : EachTile<Remember> {
     encode_block_tile<8, true, false>(m.to + at.row * m.bytes, at, x, {});
   }
 
-  // Asks for bytes that the next tile needs, a line a thread.
-  __device__ __forceinline__ static void fetch(char const* from, int bytes) {
+  // Asks for what is remembered of a tile, a line a thread.
+  __device__ __forceinline__ static void fetch(RememberPlan const& plan, Place const& at) {
+    Memory const& m = memory(plan, at);
+    if (at.row >= plan.rows || m.store == Store::none || !m.from) return;
+    int const width = m.store == Store::fp32 ? 4 : m.store == Store::bf16 ? 2 : 1;
+    char const* const from = m.from + at.row * m.bytes + at.start * width;
+    int const bytes = at.left(at.segment().from_len) * width;
 #if defined(__CUDA_ARCH__)
     for (int b = threadIdx.x * 128; b < bytes; b += THREADS * 128) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(from + b));
@@ -56,19 +66,9 @@ struct Remember : EachTile<Remember> {
 #endif
   }
 
-  __device__ __forceinline__ static void fetch(RememberPlan const& plan, Place const& at) {
-    Segment const& s = at.segment();
-    Memory const& m = memory(plan, at);
-    if (at.row >= plan.rows) return;
-    int const left = at.left(s.from_len), each = itemsize(Dtype(s.from_dtype));
-    fetch(s.from.base + (at.row * s.from.row_stride + at.start) * each, left * each);
-    if (m.store == Store::none || !m.from) return;
-    int const width = m.store == Store::fp32 ? 4 : m.store == Store::bf16 ? 2 : 1;
-    fetch(m.from + at.row * m.bytes + at.start * width, left * width);
-  }
-
-  __device__ __forceinline__ static void segment(
+  __device__ __forceinline__ void segment(
       RememberPlan const& plan, Place at, Stride const& stride) {
+    if (at.segment().copy) return Copy::segment(plan, at, stride);
     __syncthreads();  // the last segment's tiles are done
     if (threadIdx.x == 0) {
       codes() = at.segment();
@@ -77,27 +77,37 @@ struct Remember : EachTile<Remember> {
       codes().to_len = codes().from_len;
     }
     __syncthreads();
-    Place next;
-#pragma unroll 1
-    for (; at.row < plan.rows; at = next) {
-      fetch(plan, next = stride.after(at));
-      tile(plan, at);
+    Place ahead = at;
+    for (int j = 0; j < STAGES; ++j, ahead = stride.after(ahead)) {
+      stages.request(ahead, plan.rows, j);
     }
+    int stage = 0;
+#pragma unroll 1
+    for (; at.row < plan.rows; at = stride.after(at), ahead = stride.after(ahead)) {
+      Tile y;
+      fetch(plan, stride.after(at));
+      stages.take(at, stage, y);
+      __syncthreads();
+      stages.request(ahead, plan.rows, stage);
+      tile(plan, at, y);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    __syncthreads();
   }
 
-  __device__ __forceinline__ static void tile(RememberPlan const& plan, Place const& at) {
+  // y: what is encoded, from x on.
+  __device__ __forceinline__ static void tile(RememberPlan const& plan, Place const& at, Tile& y) {
     Segment const& s = at.segment();
     Memory const& m = memory(plan, at);
-    if (s.copy) return copy_segment(s, at);
-    Tile y, d;  // what is encoded, x + m; what that decodes to
-    load_floats(s.from, s.from_dtype, at, s.from_len, 0, y);
+    Tile d;  // what that decodes to
     if (m.store != Store::none) {
       load(m, at, d);
       for_each([&](int v, int i) { y[v][i] = add(y[v][i], d[v][i]); });
     }
     for_each([&](int v, int i) { d[v][i] = y[v][i]; });
     change_domain(s, at, d);
-    encode_tile<true, true>(plan, at, d, &d);
+    Back back{d};
+    encode_tile<true, true>(plan, at, d, &back);
     if (m.store == Store::none) return;
     if (at.left(s.to_len) < TILE) zero_from(d, at.within, at.left(s.to_len));
     if (s.forward) leave_domain(s.to_codec, s.numel, at, d);
@@ -114,7 +124,7 @@ struct Remember : EachTile<Remember> {
 };
 
 int launch_encode_remembering(RememberPlan& plan, void* stream) {
-  return launch<Remember>(plan, stream);
+  return launch<Remember>(plan, stream, STAGES * plan.stage_bytes);
 }
 
 }  // namespace zpp
