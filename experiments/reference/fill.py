@@ -78,8 +78,8 @@ REMEMBERING = (  # of memories; the others have no kernel
 FOUR, MORE = range(1, 5), range(5, 9)
 PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger sizes wait for them
     Part("reference_10m", MAIN, FOUR),
-    Part("memories", ("zero3", "g2_asymmetric", "g2_rotated", "g2_both"), (1, 2)),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
+    Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
     Part("reference_30m", None, FOUR),
@@ -110,8 +110,8 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_134m": Size(5.5, 20.0),
     "reference_368m": Size(14.0, 40.0),
 }
-# times as long: without a kernel the host holds them back; tagc's is a guess, not measured
-SLOW = {"sham": 6.0, "tagc": 12.0}
+# times as long: without a kernel the host holds them back; sham's alone is measured
+SLOW = {"sham": 6.0, "topk": 12.0, "mask": 12.0, "tagc": 12.0}
 ROOM = 125.0  # GiB of a GPU
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -188,8 +188,10 @@ def main() -> int:
     there = {alike(run): run for run in runs if ended_before(run)}
     absent = [run for run in runs if not ended_before(run)]
     lent = [(there[alike(run)], run) for run in absent if alike(run) in there]
-    todo = list({alike(run): run for run in reversed(absent)}.values())[::-1]  # once each
-    todo = [run for run in todo if alike(run) not in there]
+    once: dict[str, PlannedRun] = {}
+    for run in absent:
+        once.setdefault(alike(run), run)
+    todo = [run for same, run in once.items() if same not in there]
     done = len(runs) - len(absent)
     say(f"{done} of {len(runs)} runs are there, {len(lent)} in another study, {len(todo)} left")
     if "--list" in sys.argv:
