@@ -32,10 +32,11 @@ from zpp_lab.study.run.plan import PlannedRun, check_folder, run_folder
 _CLEAR = "\r\x1b[K"
 ENDED = ("finished", "diverged", "out_of_memory", "crashed")
 _LOOK = 2.0  # seconds between looks
+_QUIET = 60.0  # seconds without a word, after which one is said where no terminal is
 
 
 class Progress:
-    """Counts runs and steps. The live line appears on a terminal only."""
+    """Counts runs and steps. The live line is a terminal's; elsewhere it is said now and then."""
 
     def __init__(self, total: int, todo: Sequence[PlannedRun], stream: TextIO | None = None):
         self._stream = stream or sys.stdout
@@ -44,7 +45,7 @@ class Progress:
         self._begun = {run.dir: last_step(run.dir) for run in todo}  # resumed runs start late
         self._steps = sum(run.config.train.steps - self._begun[run.dir] for run in todo)
         self._done = 0
-        self._start = time.monotonic()
+        self._start = self._said = time.monotonic()
 
     def add(self, runs: Sequence[PlannedRun]) -> None:
         """Runs that were decided on later."""
@@ -61,16 +62,19 @@ class Progress:
     def say(self, text: str) -> None:
         self._stream.write(f"{_CLEAR if self._live else ''}{text}\n")
         self._stream.flush()
+        self._said = time.monotonic()
 
     def update(self, running: Sequence[PlannedRun]) -> None:
         """Rewrite the live line from the running runs' last steps."""
-        if not self._live or not running:
+        if not running or not (self._live or time.monotonic() - self._said >= _QUIET):
             return
         steps = [(run, last_step(run.dir)) for run in running]
         done = self._done + sum(max(0, step - self._begun[run.dir]) for run, step in steps)
         left = duration(self._remaining(done))
         now = ", ".join(f"{run} {step}/{run.config.train.steps}" for run, step in steps)
         line = f"{self._ended}/{self._total} runs, {left} left: {now}"
+        if not self._live:
+            return self.say(line)
         self._stream.write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
         self._stream.flush()
 
