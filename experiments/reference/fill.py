@@ -79,6 +79,7 @@ FOUR, MORE = range(1, 5), range(5, 9)
 PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger sizes wait for them
     Part("reference_10m", MAIN, FOUR),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
+    Part("reference_10m", ("zero3", "g8_4_plain"), FOUR),
     Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
