@@ -1,0 +1,104 @@
+"""The page's tables of losses, from the study's runs: `table.py STUDY_FOLDER`
+
+1. Bytes of a step between nodes, all ranks together, over the model's elements, as the ledger
+   counted them; where the plan has others, that is an error. Without runs, the plan's. Gap
+   and verdict are the report's; the range beside them is 95 % for that arm alone.
+2. Arms against each other, paired by seed: 95 % over seeds alone, nothing corrected, and the
+   report's verdict, which is corrected for all pairs.
+3. Ratios of two gaps to the baseline, with Fieller's 95 % interval over seeds (covariance counts).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import t as student
+
+from zpp_lab.config.compose import compose
+from zpp_lab.config.study import StudyConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.models import build_model
+from zpp_lab.runs.reader import read_metrics
+from zpp_lab.study.judge.stats import t_interval
+from zpp_lab.study.judge.verdict import ArmResult, pairwise, read_result
+from zpp_lab.study.report.render import markdown_table
+from zpp_lab.study.report.table import NOTHING, gap_text, signed
+
+VOCABULARY = 4096  # of the study's tokenizer: the text need not be there
+PAIRS = (
+    *(("w4_256_symmetric", "w4_diff"), ("zeropp", "sdp4bit"), ("sdp4bit", "g4_remembered")),
+    *(("g4_remembered", "g4_forgotten"), ("loco", "g4_forgotten"), ("loco", "g4_remembered")),
+    *(("g2_remembered", "g2_forgotten"), ("g4_forgotten", "g2_remembered")),
+    *(("g4_forgotten", f"g2_{way}") for way in ("asymmetric", "rotated", "both")),
+    *(("g2_remembered", f"g2_{way}") for way in ("asymmetric", "rotated", "both")),
+)
+RATIOS = (
+    *(("w4_diff", "w4_256_symmetric"), ("g2_remembered", "g2_forgotten")),
+    ("g2_remembered", "g4_forgotten"),
+)
+
+
+def between(study: StudyConfig, arm: ArmResult) -> tuple[float, float]:
+    """Bytes an element between nodes in a step: of weights, of gradients."""
+    config = compose([*study.overrides, *arm.arm.overrides])
+    model = build_model(config.model, VOCABULARY, "meta")
+    moved = build_plan(model, config).step_bytes()
+    wires = {wire: {"intra": sent.intra, "inter": sent.inter} for wire, sent in moved.items()}
+    assert all(row["bytes"] == wires for run in arm.finished for row in read_metrics(run.dir))
+    size = sum(p.numel() for p in model.parameters())
+    gradients = sum(n["inter"] for wire, n in wires.items() if wire.startswith("grads"))
+    return (sum(n["inter"] for n in wires.values()) - gradients) / size, gradients / size
+
+
+def spread(values: Sequence[float]) -> str:
+    low, high = t_interval(values, 0.95)
+    return f"{signed((low + high) / 2)} ± {(high - low) / 2:.4f}"
+
+
+def fieller(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the ratio of two means of pairs: every r for which Student's test of
+    mean(over − r · under) = 0 is not rejected. Bounded only where `under` is not 0 by that test."""
+    n, (x, y) = len(over), (np.mean(over), np.mean(under))
+    cov = np.cov(over, under) / n * student.ppf(0.975, n - 1) ** 2
+    a, b, c = y * y - cov[1, 1], cov[0, 1] - x * y, x * x - cov[0, 0]
+    if a <= 0:
+        raise ValueError("the gap below the line may be 0: its ratio has no bounds")
+    root = math.sqrt(b * b - a * c)
+    return (-b - root) / a, (-b + root) / a
+
+
+def main() -> None:
+    result, rows = read_result(Path(sys.argv[1])), []
+    for arm in result.every:
+        alone = arm.gap.interval if arm.gap and arm.verdict != "baseline" else None
+        ends = f"{signed(alone[0])} to {signed(alone[1])}" if alone else NOTHING
+        weights, gradients = between(result.study, arm)
+        sent = [f"{n:.2f}" for n in (weights, gradients, weights + gradients)]
+        found = [gap_text(arm), ends, arm.verdict, str(len(arm.finished))]
+        rows.append([f"`{arm.name}`", *sent, *found])
+    columns = ["Arm", "weights", "gradients", "both", "Gap", "Alone", "Verdict", "Seeds"]
+    print(markdown_table(columns, rows), end="\n\n")
+    gaps = {arm.name: arm.gaps for arm in result.every}
+    judged = {(one, other): apart for one, other, apart in pairwise(result)}
+    rows = []
+    for one, other in PAIRS:
+        apart = [gaps[one][s] - gaps[other][s] for s in sorted({*gaps[one]} & {*gaps[other]})]
+        known = judged[one, other]
+        row = [f"`{one}`", f"`{other}`", spread(apart), ", ".join(map(signed, apart))]
+        rows.append([*row, known.verdict, gap_text(known)])
+    columns = ["Arm", "less", "95 %, alone", "single seeds", "Verdict", "Gap that decides"]
+    print(markdown_table(columns, rows), end="\n\n")
+    for one, other in RATIOS:
+        both = [[gaps[arm][s] for s in sorted(gaps[one])] for arm in (one, other)]
+        low, high = fieller(*both)
+        print(
+            f"{one} / {other}: {np.mean(both[0]) / np.mean(both[1]):.2f} ({low:.2f} to {high:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
