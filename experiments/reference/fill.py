@@ -66,7 +66,7 @@ class Part:
     seeds: Sequence[int]
 
 
-REMEMBERING = (  # of memories; the others have no kernel
+REMEMBERING = (  # of memories, those that come first
     "w4_diff",
     "sdp4bit",
     "loco",
@@ -186,7 +186,7 @@ def main() -> int:
     parts = PARTS if name == "reference" else (Part(name, None, range(10**6)),)
     studies = {p.study: load_study(p.study, {}, overrides) for p in parts}
     runs = ordered(parts, studies, Path(root))
-    there = {alike(run): run for run in runs if ended_before(run)}
+    there = {alike(run): run for run in runs if run.finished}
     absent = [run for run in runs if not ended_before(run)]
     lent = [(there[alike(run)], run) for run in absent if alike(run) in there]
     once: dict[str, PlannedRun] = {}
