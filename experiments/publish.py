@@ -130,9 +130,14 @@ def speed(runs: Sequence[Run]) -> tuple[float | None, float | None]:
 
 
 def _steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
-    """(seconds, tokens) of each step after the first."""
+    """(seconds, tokens) of a step, from each two rows that follow one another: kept runs may have
+    one step in many."""
     for before, row in pairwise(rows):
-        yield row["seconds"] - before["seconds"], row["tokens"] - before["tokens"]
+        steps = row["step"] - before["step"]
+        yield (
+            (row["seconds"] - before["seconds"]) / steps,
+            (row["tokens"] - before["tokens"]) // steps,
+        )
 
 
 def peak_gib(runs: Sequence[Run]) -> float | None:
