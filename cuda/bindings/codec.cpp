@@ -107,7 +107,6 @@ void encode_remembering(std::vector<Tensor> sources, bool sums, Tensor table, in
                   "settings: must be a contiguous int64 host tensor [segments, 3]");
   RememberPlan plan = {};
   set_output(plan, out, key, noise_rows, call);
-  decode_again(plan);
   run(plan, call, rows, [&](int64_t s, Segment& seg) {
     Dtype dtype = Dtype::fp32;
     if (sums) {

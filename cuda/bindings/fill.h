@@ -210,11 +210,6 @@ inline void set_output(Plan& plan, Tensor const& out, int64_t key,
   plan.noise_rows = static_cast<int32_t const*>(t.const_data_ptr());
 }
 
-// What is written is decoded by the same kernel.
-inline void decode_again(Plan& plan) {
-  plan.payload = plan.out, plan.payload_row = plan.out_row, plan.k = 1;
-}
-
 // Where tiles of floats to encode are whole and start at multiples of 16 bytes.
 inline void set_bulk(Segment& seg) {
   FloatView const& v = seg.from;
@@ -299,7 +294,6 @@ inline void set_errors(Plan& plan, std::optional<Tensor> const& errors, Call con
                       errors->size(1) == ERROR_SUMS && errors->is_contiguous(),
                   "errors: must be contiguous float64 [tiles, ", int(ERROR_SUMS), "]");
   plan.errors = static_cast<double*>(errors->mutable_data_ptr());
-  decode_again(plan);
 }
 
 // Row `s` of `settings`, int64 on the host: Store, and the bits of average and weight. Rows that are

@@ -64,10 +64,13 @@ class Lab:
 
     def clusters(self) -> list[ClusterConfig]:
         """Those asked for, else one node, and two of several ranks."""
-        nodes = [int(shape.split("x")[0]) for shape in self.only]
-        if not nodes:
-            nodes = [1, 2] if self.world % 2 == 0 and self.world > 2 else [1]
-        return [ClusterConfig(nodes=n, gpus_per_node=self.world // n) for n in nodes]
+        two = [f"2x{self.world // 2}"] if self.world % 2 == 0 and self.world > 2 else []
+        shapes = self.only or [f"1x{self.world}", *two]
+        found = [ClusterConfig(*map(int, shape.split("x"))) for shape in shapes]
+        for shape, cluster in zip(shapes, found, strict=True):
+            if cluster.world != self.world:
+                raise ValueError(f"--clusters {shape}: has not the {self.world} ranks that run")
+        return found
 
     def transport(self, cluster: ClusterConfig, choice: Choice) -> Transport:
         key = cluster, choice

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.experiments.scripts import loaded
+from zpp_lab.config.flat import stored_config
+from zpp_lab.config.schema import Config, RunConfig
+from zpp_lab.study.run.plan import PlannedRun, write_config
 
+fill = loaded("experiments/reference/fill.py")
 corpus = loaded("experiments/reference/corpus.py")
 FITTED = ("reference_10m", "reference_3m", "reference_10m_12m", "reference_30m")  # as its page
 
@@ -30,6 +36,29 @@ def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
     assert corpus.unpack(text, tmp_path) == 1
     assert "another corpus" in capsys.readouterr().err
     assert (tmp_path / "text" / "c.txt").read_bytes() == b"two"
+
+
+def test_a_run_that_another_study_has_is_lent_under_its_own_name(tmp_path: Path) -> None:
+    def planned(study: str, seed: int = 1) -> PlannedRun:
+        folder = tmp_path / study
+        own = RunConfig(dir=str(folder), study=study, arm=f"{study} arm")
+        return PlannedRun(f"{study} arm", seed, folder, Config(seed=seed, run=own))
+
+    there, absent = planned("old"), planned("new")
+    assert fill.alike(there) == fill.alike(absent) != fill.alike(planned("new", 2))
+    there.dir.mkdir()
+    (there.dir / "summary.json").write_text(json.dumps({"study": "old", "arm": "old arm", "n": 3}))
+    write_config(there)
+    (there.dir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    fill.lend(there, absent)
+    assert json.loads((absent.dir / "summary.json").read_text()) == {
+        "study": "new",
+        "arm": "new arm",
+        "n": 3,
+    }
+    assert stored_config(yaml.safe_load((absent.dir / "config.yaml").read_text())) == absent.config
+    metrics = [run.dir / "metrics.jsonl" for run in (there, absent)]
+    assert metrics[0].read_text() == metrics[1].read_text()
 
 
 @pytest.mark.slow
