@@ -56,7 +56,7 @@ def drawn(
 @given(U63, SMALL, SMALL, st.sampled_from(WIRES), NAMES, SMALL, SMALL, st.integers(1, 30))
 def test_a_draw(seed, step, micro, wire, name, rank, row, numel) -> None:  # type: ignore[no-untyped-def]
     noise = Noise(noise_key(seed, step, micro, wire), (rank, 7), (row, 9))
-    found = noise.uniform(parameter_id(name), numel, torch.device("cpu"))
+    found = noise.uniform((parameter_id(name),), numel, torch.device("cpu"))
     for i, (r, w) in enumerate(((rank, row), (7, 9))):
         wanted = [drawn(seed, step, micro, wire, name, r, w, e) for e in range(numel)]
         assert found[i].tolist() == wanted

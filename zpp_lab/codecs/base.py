@@ -31,8 +31,7 @@ class SegmentNoise(NamedTuple):
 
     def uniform(self, numel: int, device: torch.device) -> Tensor:
         """fp32 [R (1 + len(more)), numel] in (0, 1)."""
-        ids = (self.parameter, *self.more)
-        return torch.cat([self.noise.uniform(i, numel, device) for i in ids])
+        return self.noise.uniform((self.parameter, *self.more), numel, device)
 
 
 class Domain(Protocol):

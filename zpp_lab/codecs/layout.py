@@ -101,6 +101,16 @@ class Layout:
             found.setdefault((segment.codec, segment.numel), []).append(i)
         return tuple(tuple(group) for group in found.values())
 
+    def part(self, chosen: tuple[int, ...]) -> Layout:
+        """Some of the segments, each at its place in the whole layout's payloads and sums. Made
+        once; this layout itself where all of them are chosen."""
+        if len(chosen) == len(self.segments):
+            return self
+        parts: dict[tuple[int, ...], Layout] = self.__dict__.setdefault("_parts", {})
+        if chosen not in parts:
+            parts[chosen] = Layout(tuple(self.segments[i] for i in chosen))
+        return parts[chosen]
+
     def select(self, names: Set[str]) -> Layout:
         """The layout of those segments alone (parameters that have a gradient)."""
         kept = [s for s in self.segments if s.name in names]

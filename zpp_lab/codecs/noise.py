@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -103,15 +104,20 @@ class Noise:
     def __post_init__(self) -> None:
         assert len(self.ranks) == len(self.rows)
 
-    def uniform(self, parameter: int, numel: int, device: torch.device) -> Tensor:
-        """fp32 [R, numel] in (0, 1), for the segment of the parameter with this id."""
+    def uniform(self, parameters: tuple[int, ...], numel: int, device: torch.device) -> Tensor:
+        """fp32 [R len(parameters), numel] in (0, 1): one below the other, for segments of one
+        length, of the parameters with these ids."""
         groups = torch.arange((numel + LANES - 1) // LANES, dtype=torch.int64, device=device)
-        rows = torch.tensor(self.rows, dtype=torch.int64, device=device)[:, None]
-        ranks = torch.tensor(self.ranks, dtype=torch.int64, device=device)[:, None]
-        words = philox(
-            (groups.expand(len(self.rows), -1), rows, ranks, torch.full_like(rows, parameter)),
-            self.key,
-        )
+        rows = _column(self.rows * len(parameters), device)
+        ranks = _column(self.ranks * len(parameters), device)
+        each = _column(tuple(i for i in parameters for _ in self.rows), device)
+        words = philox((groups.expand(len(rows), -1), rows, ranks, each), self.key)
         halves = torch.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], dim=-1)
         bits = halves.flatten(1)[:, :numel].to(torch.float32)
         return (bits + 0.5) * 2.0**-16
+
+
+@lru_cache(maxsize=1024)
+def _column(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [n, 1], uploaded once."""
+    return torch.tensor(values, dtype=torch.int64, device=device)[:, None]

@@ -23,7 +23,7 @@ class Outside(BlockCodec):
     """A subclass may change anything: no kernel knows it."""
 
 
-NUMELS = (100, 257, 100, 64)
+NUMELS = (100, 257, 100, 64, 257)  # the last is stacked with the second
 ROWS = 2
 NOISE = Noise(5, (0, 1), (0, 1))
 BEFORE: tuple[Codec, ...] = (
@@ -31,12 +31,14 @@ BEFORE: tuple[Codec, ...] = (
     Outside(4, 64, rounding="stochastic"),
     BlockCodec(8, 64, hadamard=32),
     Outside(8, 32, hadamard=32),
+    Outside(4, 64, rounding="stochastic"),
 )
 AFTER: tuple[Codec, ...] = (
     BlockCodec(8),
     Outside(2, 64),
     BlockCodec(4, 64, hadamard=32),
     Outside(4, 64, rounding="stochastic", hadamard=32),
+    Outside(2, 64),
 )
 
 

@@ -162,10 +162,13 @@ class SketchCodec(CodecBase):
 
     def kept(self, x: Tensor) -> Tensor:
         """fp32 [R, n] with zeros in place of what is not sent, by rows."""
-        size = abs(x)
-        below = torch.stack([(size < step).sum(-1) for step in STEPS], dim=-1)
-        chosen = (below < self.sparsity * x.shape[-1]).sum(-1, keepdim=True)
-        least = torch.tensor((0.0, *STEPS), device=x.device)[chosen]
+        size, share = abs(x), math.ceil(float(torch.tensor(self.sparsity * x.shape[-1])))
+        if not share:
+            return x
+        # less than a share lies below a step where the last element of the share does not
+        last = size.sort(dim=-1).values[..., share - 1 : share].contiguous()
+        steps = torch.tensor((0.0, *STEPS), device=x.device)
+        least = steps[torch.bucketize(last, steps[1:], right=True)]
         return torch.where(size < least, 0.0, x)
 
     def sent(self, x: Tensor) -> Tensor:

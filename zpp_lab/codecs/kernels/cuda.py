@@ -1,6 +1,7 @@
 """The layout operators on CUDA kernels: the same calls as reference.py, the same bits.
 
-Segments of codecs that the kernels do not know run through their own torch code, one by one.
+Segments of codecs that the kernels do not know run through their own torch code, those that share
+codec and length together.
 """
 
 from __future__ import annotations
@@ -57,9 +58,15 @@ def encode(
         )
         if errors is not None and partials is not None:
             _fold_partials(layout, table.kernel, partials, errors)
-    for i in table.others:
-        part = None if errors is None else errors[:, i : i + 1]
-        reference.encode(_alone(layout, i), [sources[i]], noise, _bytes(layout, i, out), part)
+    if table.others:
+        part = layout.part(table.others)
+        own = [sources[i] for i in table.others]
+        if errors is None or part is layout:
+            reference.encode(part, own, noise, out, errors)
+        else:
+            found = errors.new_empty(len(errors), len(own), errors.shape[-1])
+            reference.encode(part, own, noise, out, found)
+            errors[:, list(table.others)] = found
 
 
 def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
@@ -67,26 +74,25 @@ def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
     if table.kernel:
         own = [outs[i] for i in table.kernel] if table.others else list(outs)
         torch.ops.zpp_lab.decode.default(payload, table.rows, own)
-    for i in table.others:
-        reference.decode(_alone(layout, i), _bytes(layout, i, payload), [outs[i]])
+    if table.others:
+        part = layout.part(table.others)
+        reference.decode(part, payload, [outs[i] for i in table.others])
 
 
 def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
     table = incoming(layout)
     if table.kernel:
         torch.ops.zpp_lab.decode_sum.default(payload, table.rows, sums)
-    for i in table.others:
-        reference.decode_sum(_alone(layout, i), _bytes(layout, i, payload), _sums(layout, i, sums))
+    if table.others:
+        reference.decode_sum(layout.part(table.others), payload, sums)
 
 
 def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
     table = incoming(layout)
     if table.kernel:
         torch.ops.zpp_lab.reduce.default(payload, table.rows, out)
-    for i in table.others:
-        at = layout.segments[i].offset_numel
-        part = out[:, at : at + layout.segments[i].numel]
-        reference.reduce(_alone(layout, i), _bytes(layout, i, payload), part)
+    if table.others:
+        reference.reduce(layout.part(table.others), payload, out)
 
 
 def encode_sums(
@@ -95,9 +101,9 @@ def encode_sums(
     table = hop(before, layout)
     if table.kernel:
         torch.ops.zpp_lab.encode_sums.default(sums, table.rows, *_noise(noise, layout, out), out)
-    for i in table.others:
-        old, new = _alone(before, i), _alone(layout, i)
-        reference.encode_sums(old, new, _sums(before, i, sums), noise, _bytes(layout, i, out))
+    if table.others:
+        old, new = before.part(table.others), layout.part(table.others)
+        reference.encode_sums(old, new, sums, noise, out)
 
 
 def encode_remembering(
@@ -148,28 +154,9 @@ def decode_sum_encode(
     if table.kernel:
         args = _noise(noise, layout, out)
         torch.ops.zpp_lab.decode_sum_encode.default(payload, table.rows, *args, out)
-    for i in table.others:
-        old, new = _alone(before, i), _alone(layout, i)
-        rows = _bytes(before, i, payload)
-        reference.decode_sum_encode(old, new, rows, noise, _bytes(layout, i, out))
-
-
-def _alone(layout: Layout, i: int) -> Layout:
-    """The segment as a layout of its own, whose payloads and sums start with it."""
-    segment = layout.segments[i]
-    return Layout.build([segment.name], [segment.numel], [segment.codec])
-
-
-def _bytes(layout: Layout, i: int, payload: Tensor) -> Tensor:
-    """The segment's bytes in payload rows uint8 [..., nbytes]."""
-    segment = layout.segments[i]
-    return payload[..., segment.offset : segment.offset + segment.nbytes]
-
-
-def _sums(layout: Layout, i: int, sums: Tensor) -> Tensor:
-    """The segment's columns in sums [R, coded_numel]."""
-    segment = layout.segments[i]
-    return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]
+    if table.others:
+        old, new = before.part(table.others), layout.part(table.others)
+        reference.decode_sum_encode(old, new, payload, noise, out)
 
 
 def _tiles(segment: Segment) -> int:

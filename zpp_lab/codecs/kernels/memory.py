@@ -157,21 +157,24 @@ def encode(
         encode_in_one_pass(None, layout, sources, noise, out, kept)
         return []
     given, rows = list(sources), len(out)
-    chosen = [i for i, s in enumerate(layout.segments) if s.name in kept.settings]
-    for i in chosen:
-        segment = layout.segments[i]
-        x = kernels.padded_rows(sources[i], rows, segment.numel).to(torch.float32)
-        m = _load(kept, segment.name, x)
-        given[i] = kept.settings[segment.name].before(x, m)
+    together = _together(layout, kept)
+    stacks = []
+    for chosen in together:
+        numel = layout.segments[chosen[0]].numel
+        x = torch.cat([kernels.padded_rows(sources[i], rows, numel) for i in chosen])
+        y = _before(kept, _names(layout, chosen), x.to(torch.float32))
+        stacks.append(y)
+        for i, part in zip(chosen, y.chunk(len(chosen)), strict=True):
+            given[i] = part
     kernels.encode(layout, given, noise, out, errors)
-    for i in chosen:
-        segment = layout.segments[i]
-        d = torch.empty(rows, segment.numel, device=out.device)
-        if isinstance(segment.codec, SketchCodec):  # its own row may not come back
-            d = segment.codec.sent(given[i])
+    for chosen, y in zip(together, stacks, strict=True):
+        codec = layout.segments[chosen[0]].codec
+        if isinstance(codec, SketchCodec):  # its own row may not come back
+            d = codec.sent(y)
         else:
-            kernels.decode(_alone(layout, i), out, [d])
-        _keep(kept, segment.name, given[i], d)
+            d = torch.empty_like(y)
+            kernels.decode(layout.part(chosen), out, d.chunk(len(chosen)))
+        _keep(kept, _names(layout, chosen), y, d)
     return given
 
 
@@ -192,20 +195,22 @@ def encode_sums(
     if not looked and _in_one_pass(held, layout, kept, out):
         encode_in_one_pass(held, layout, [given], noise, out, kept)
         return given
-    given = given.clone()
-    for segment in held.segments:
-        if segment.name in kept.settings:
-            part = _columns(given, segment)
-            m = _load(kept, segment.name, part)
-            part.copy_(kept.settings[segment.name].before(part, m))
+    parts = [_columns(given, segment) for segment in held.segments]
+    together = _together(held, kept)
+    stacks = []
+    for chosen in together:
+        y = _before(kept, _names(held, chosen), torch.cat([parts[i] for i in chosen]))
+        stacks.append(y)
+        for i, part in zip(chosen, y.chunk(len(chosen)), strict=True):
+            parts[i] = part
+    given = torch.cat(parts, dim=1)
     kernels.encode_sums(held, layout, given, noise, out)
     decoded = torch.zeros(len(out), layout.coded_numel, device=out.device)
     kernels.decode_sum(layout, out[None], decoded)
     decoded = _in_domain(layout, held, decoded)
-    for segment in held.segments:
-        if segment.name in kept.settings:
-            y, d = _columns(given, segment), _columns(decoded, segment)
-            _keep(kept, segment.name, y, d)
+    for chosen, y in zip(together, stacks, strict=True):
+        d = torch.cat([_columns(decoded, held.segments[i]) for i in chosen])
+        _keep(kept, _names(held, chosen), y, d)
     return given
 
 
@@ -240,20 +245,42 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _load(kept: Remembered, name: str, like: Tensor) -> Tensor:
-    """What is remembered, fp32 of the shape of `like`."""
-    stored = kept.stored(name)
-    if stored is None:
+def _together(layout: Layout, kept: Remembered) -> list[tuple[int, ...]]:
+    """Indices of segments that remember, those together that are alike: in the plan and in whether
+    there is something to remember."""
+    found: dict[object, list[int]] = {}
+    for i, s in enumerate(layout.segments):
+        if s.name in kept.settings:
+            key = s.codec, s.numel, kept.settings[s.name], kept.stored(s.name) is None
+            found.setdefault(key, []).append(i)
+    return [tuple(chosen) for chosen in found.values()]
+
+
+def _names(layout: Layout, chosen: Sequence[int]) -> list[str]:
+    return [layout.segments[i].name for i in chosen]
+
+
+def _load(kept: Remembered, names: Sequence[str], like: Tensor) -> Tensor:
+    """What is remembered of parameters that are alike, one below the other, fp32 of the shape of
+    `like`."""
+    stored = [rows for name in names if (rows := kept.stored(name)) is not None]
+    if not stored:
         return torch.zeros_like(like)
-    return kept.settings[name].unpack(stored, like.shape[1])
+    return kept.settings[names[0]].unpack(torch.cat(stored), like.shape[1])
 
 
-def _keep(kept: Remembered, name: str, y: Tensor, d: Tensor) -> None:
-    memory = kept.settings[name]
-    m = _load(kept, name, y) if memory.average else d  # not looked at
-    room = kept.room(name, y.device)
-    room.copy_(memory.pack(memory.after(y, d, m)))
-    kept.save(name, room)
+def _before(kept: Remembered, names: Sequence[str], x: Tensor) -> Tensor:
+    return kept.settings[names[0]].before(x, _load(kept, names, x))
+
+
+def _keep(kept: Remembered, names: Sequence[str], y: Tensor, d: Tensor) -> None:
+    memory = kept.settings[names[0]]
+    m = _load(kept, names, y) if memory.average else d  # not looked at
+    packed = memory.pack(memory.after(y, d, m))
+    rooms = [kept.room(name, y.device) for name in names]
+    torch._foreach_copy_(rooms, packed.chunk(len(names)))
+    for name, room in zip(names, rooms, strict=True):
+        kept.save(name, room)
 
 
 def _in_one_pass(held: Layout | None, layout: Layout, kept: Remembered, out: Tensor) -> bool:
@@ -307,12 +334,3 @@ def _bits(*factors: float) -> list[int]:
 
 def _columns(sums: Tensor, segment: Segment) -> Tensor:
     return sums[:, segment.coded_offset : segment.coded_offset + segment.coded_numel]
-
-
-def _alone(layout: Layout, i: int) -> Layout:
-    """One segment, at its place in the payload."""
-    kept = layout.__dict__.setdefault("_alone", {})
-    if i not in kept:
-        kept[i] = Layout((layout.segments[i],))
-    found: Layout = kept[i]
-    return found

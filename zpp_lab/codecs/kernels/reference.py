@@ -51,8 +51,9 @@ def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
         values = segments[0].codec.decode(_stack(payload, segments), segments[0].numel)
-        for i, part in zip(group, values.chunk(len(group)), strict=True):
-            outs[i].view(-1).copy_(part.reshape(-1)[: outs[i].numel()])
+        parts = [part.reshape(-1) for part in values.chunk(len(group))]
+        flat = [outs[i].view(-1) for i in group]
+        torch._foreach_copy_(flat, [x[: len(f)] for x, f in zip(parts, flat, strict=True)])
 
 
 def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
@@ -89,7 +90,7 @@ def finish_sums(layout: Layout, sums: Tensor) -> Tensor:
     itself where nothing is rotated."""
     if not any(s.codec.rotation for s in layout.segments):
         return sums
-    return torch.cat([_leave(s, sums, stay=False) for s in layout.segments], dim=1)
+    return torch.cat(_finished(layout, sums), dim=1)
 
 
 def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
@@ -97,7 +98,10 @@ def reduce(layout: Layout, payload: Tensor, out: Tensor) -> None:
 
     0 + row 0 + row 1 + ... in fp32, then out of the rotated domain, then one rounding.
     """
-    out.copy_(finish_sums(layout, _summed(layout, payload)))
+    for segment, values in zip(
+        layout.segments, _finished(layout, _summed(layout, payload)), strict=True
+    ):
+        out[:, segment.offset_numel : segment.offset_numel + segment.numel].copy_(values)
 
 
 def decode_sum_encode(
@@ -120,7 +124,9 @@ def padded_rows(source: Tensor, rows: int, numel: int) -> Tensor:
 
 
 def _summed(layout: Layout, payload: Tensor) -> Tensor:
-    sums = torch.zeros(payload.shape[1], layout.coded_numel, device=payload.device)
+    """The sums of payload rows; of a part of a layout, at their places in the whole one's."""
+    width = max((s.coded_offset + s.coded_numel for s in layout.segments), default=0)
+    sums = torch.zeros(payload.shape[1], width, device=payload.device)
     decode_sum(layout, payload, sums)
     return sums
 
@@ -156,6 +162,19 @@ def _sums(sums: Tensor, segment: Segment) -> Tensor:
 
 def _stays(old: Segment, rotation: object) -> bool:
     return rotation is not None and old.codec.rotation == rotation
+
+
+def _finished(layout: Layout, sums: Tensor) -> list[Tensor]:
+    """Each segment's sums [R, numel], out of the rotated domain."""
+    found = [_sums(sums, s) for s in layout.segments]
+    for group in layout.groups:
+        first = layout.segments[group[0]]
+        if first.codec.rotation is not None:
+            stacked = torch.cat([found[i] for i in group])
+            left = first.codec.rotation.inverse(stacked, first.numel)
+            for i, part in zip(group, left.chunk(len(group)), strict=True):
+                found[i] = part
+    return found
 
 
 def _leave(segment: Segment, sums: Tensor, stay: bool) -> Tensor:
