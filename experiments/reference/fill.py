@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import tarfile
@@ -32,7 +33,7 @@ from zpp_lab.runs.provenance import cores
 from zpp_lab.runs.reader import last_step, read_metrics, write_study
 from zpp_lab.study.run.attempts import ended_run, ending
 from zpp_lab.study.run.launch import ENTRY
-from zpp_lab.study.run.places import Slot, gpus_to_share
+from zpp_lab.study.run.places import Slot, gpu_memory, gpus_to_share
 from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
 from zpp_lab.study.run.queue import Ended, Pool, stop_on_signals
 
@@ -75,23 +76,27 @@ REMEMBERING = (  # of memories, those that come first
     "g4_remembered",
     "g2_forgotten",
 )
+SPARSE = ("topk_ef", "tagc_topk", "mask_ef", "tagc")  # of memories too
 FOUR, MORE = range(1, 5), range(5, 9)
-PARTS = (  # 30M and 200M tokens first of what is left: predictions of larger sizes wait for them
+PARTS = (
     Part("reference_10m", MAIN, FOUR),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
-    Part("reference_10m", ("zero3", "g8_4_plain"), FOUR),
-    Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
+    Part("memories", SPARSE, (1, 2)),  # they take long, so they begin early
+    Part("reference_10m_200m", ("zero3",), (1, 2)),
+    Part("reference_10m", ("zero3", "g8_4_plain"), FOUR),
+    Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_30m", None, FOUR),
+    Part("reference_10m", MAIN, MORE),
+    Part("memories", None, FOUR),
+    Part("reference_134m", None, FOUR),  # after their predictions, as the next
+    Part("memories_134m", None, FOUR),
+    Part("reference_368m", None, FOUR),
+    Part("reference_10m", None, FOUR),
+    Part("reference_10m", None, MORE),
     Part("reference_10m_200m", None, FOUR),
     Part("reference_10m_prose", None, FOUR),
-    Part("memories", None, FOUR),
-    Part("reference_10m", None, FOUR),
-    Part("reference_10m", MAIN, MORE),
-    Part("reference_134m", None, FOUR),
-    Part("reference_10m", None, MORE),
-    Part("reference_368m", None, FOUR),
 )
 
 
@@ -109,11 +114,12 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_10m_200m": Size(4.0),
     "reference_30m": Size(2.0, 10.0),
     "reference_134m": Size(5.5, 20.0),
+    "memories_134m": Size(5.5, 24.0),
     "reference_368m": Size(14.0, 40.0),
 }
-# times as long: without a kernel the host holds them back; sham's alone is measured
-SLOW = {"sham": 6.0, "topk": 12.0, "mask": 12.0, "tagc": 12.0}
-ROOM = 125.0  # GiB of a GPU
+# times as long: without a kernel the host holds them back; first figures
+SLOW = {"sham": 2.0, "topk": 2.0, "mask": 4.0, "tagc": 2.0}
+SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
 KEPT = (
@@ -155,6 +161,7 @@ class Gpu:
     """One GPU and the runs on it. None: without one, on the CPU."""
 
     name: str | None
+    room: float = math.inf  # GiB
     runs: dict[Path, tuple[PlannedRun, float]] = field(default_factory=dict)  # and when it began
 
     def left(self) -> list[float]:
@@ -167,7 +174,7 @@ class Gpu:
 
     def has_room(self, run: PlannedRun, most: int) -> bool:
         taken = sum(size(other).gib for other, _ in self.runs.values())
-        return len(self.runs) < most and (not self.runs or taken + size(run).gib <= ROOM)
+        return len(self.runs) < most and (not self.runs or taken + size(run).gib <= self.room)
 
 
 def named(run: PlannedRun) -> str:
@@ -207,7 +214,8 @@ def main() -> int:
         write_study(Path(root, study.name), study)
     for source, run in lent:
         lend(source, run)
-    gpus = [Gpu(gpu) for gpu in gpus_to_share([todo[0].config])] if todo else []
+    room = (gpu_memory() or math.inf) / 2**30 - SPARED
+    gpus = [Gpu(gpu, room) for gpu in gpus_to_share([todo[0].config])] if todo else []
     queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
     queue.lent = [run.dir for _, run in lent]
     return queue.run(todo, float(os.environ["CALL_END"]))
