@@ -27,12 +27,16 @@ void encode(std::vector<Tensor> sources, Tensor table, int64_t key,
   }, errors);
 }
 
-void decode(Tensor payload, Tensor table, std::vector<Tensor> outs) {
+// onto: what block codecs have encoded is added to `outs`; ok: a bool, false where nothing changes.
+void decode(Tensor payload, Tensor table, std::vector<Tensor> outs, bool onto,
+            std::optional<Tensor> ok) {
   Call const call = begin(payload, "payload", table);
   check_payload(payload, 2, "payload", call, true);
   check_count(outs, call, "outs");
   Plan plan = {};
   set_input(plan, payload);
+  plan.onto = onto;
+  if (ok) plan.ok = static_cast<bool*>(checked(*ok, ScalarType::Bool, 1, call.device, "ok"));
   run(plan, call, payload.size(0), [&](int64_t s, Segment& seg) {
     Dtype dtype;
     seg.to = parameter_view(outs[s], call, seg.numel, payload.size(0), "outs", dtype);
@@ -92,7 +96,8 @@ void encode_sums(Tensor sums, Tensor table, int64_t key,
   });
 }
 
-// encode, or encode_sums where `sums` is the one source, of what memories make of the sources.
+// encode, or encode_sums where `sums` is the one source, of what memories, or what nodes keep, make of
+// the sources.
 void encode_remembering(std::vector<Tensor> sources, bool sums, Tensor table, int64_t key,
                         std::optional<Tensor> noise_rows, Tensor out, Tensor settings,
                         std::vector<Tensor> from, std::vector<Tensor> to) {
@@ -117,10 +122,11 @@ void encode_remembering(std::vector<Tensor> sources, bool sums, Tensor table, in
     }
     seg.from_dtype = uint8_t(dtype);
     view_raw_output(plan, call, s, seg);
-    seg.copy = seg.to_codec.raw && same_floats(seg) && !seg.inverse;
     Memory& memory = plan.memory[plan.segments];
     memory = memory_at(settings, from[s], to[s], s, rows, seg, call);
-    STD_TORCH_CHECK(memory.store == Store::none || !(seg.to_codec.raw || seg.inverse),
+    bool const as_it_is = memory.store == Store::none && !seg.inverse;
+    seg.copy = seg.to_codec.raw && same_floats(seg) && as_it_is;
+    STD_TORCH_CHECK(!memory.to || !(seg.to_codec.raw || seg.inverse),
                     "memory: of raw segments, or in a domain that is left, there is none");
   }, [](RememberPlan& p, Flags, void* stream) { return launch_encode_remembering(p, stream); });
 }
@@ -164,7 +170,8 @@ void decode_sum_encode(Tensor payload, Tensor table, int64_t key,
 STABLE_TORCH_LIBRARY(zpp_lab, m) {
   m.def("encode(Tensor[] sources, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out, "
         "Tensor(b!)? errors=None) -> ()");
-  m.def("decode(Tensor payload, Tensor table, Tensor(a!)[] outs) -> ()");
+  m.def("decode(Tensor payload, Tensor table, Tensor(a!)[] outs, bool onto=False, "
+        "Tensor? ok=None) -> ()");
   m.def("decode_sum(Tensor payload, Tensor table, Tensor(a!) sums) -> ()");
   m.def("reduce(Tensor payload, Tensor table, Tensor(a!) out) -> ()");
   m.def("encode_sums(Tensor sums, Tensor table, int key, Tensor? noise_rows, Tensor(a!) out) "

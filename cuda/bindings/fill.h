@@ -297,24 +297,32 @@ inline void set_errors(Plan& plan, std::optional<Tensor> const& errors, Call con
 }
 
 // Row `s` of `settings`, int64 on the host: Store, and the bits of average and weight. Rows that are
-// remembered now and next: [rows, elements of the store], the first one perhaps empty.
+// remembered now and next: [rows, elements of the store], the first one perhaps empty. Where the last
+// one is empty, `from` is a parameter as the sources are, of the store's dtype.
 inline Memory memory_at(Tensor const& settings, Tensor const& from, Tensor const& to, int64_t s,
                         int64_t rows, Segment const& seg, Call const& call) {
   int64_t const* row = static_cast<int64_t const*>(settings.const_data_ptr()) + 3 * s;
   Memory m = {};
   m.store = Store(row[0]);
-  if (m.store == Store::none) return m;
+  if (m.store == Store::none || m.store == Store::rounded) return m;
   std::memcpy(&m.average, row + 1, 4), std::memcpy(&m.weight, row + 2, 4);
   m.planes = planes_of(0, {0, 8, 8, 1, 0, 0, 0, 0}, seg.from_len);
   bool const codes = m.store == Store::eight, wide = m.store == Store::fp32;
   int64_t const scales = (seg.from_len + 255) / 256 * 4;
   int64_t const width = codes ? m.planes.scales + (scales + 15) / 16 * 16 : seg.from_len;
   auto const type = codes ? ScalarType::Byte : wide ? ScalarType::Float : ScalarType::BFloat16;
+  m.bytes = width * (codes ? 1 : wide ? 4 : 2), m.total = ENDLESS;
+  if (!to.numel()) {
+    Dtype dtype;
+    FloatView const view = parameter_view(from, call, seg.numel, rows, "kept", dtype);
+    STD_TORCH_CHECK(from.scalar_type() == type, "kept: has the wrong dtype");
+    m.from = view.base, m.total = view.total;
+    return m;
+  }
   m.to = static_cast<char*>(checked(to, type, rows * width, call.device, "memory"));
   if (from.numel()) {
     m.from = static_cast<char*>(checked(from, type, rows * width, call.device, "memory"));
   }
-  m.bytes = width * (codes ? 1 : wide ? 4 : 2);
   return m;
 }
 

@@ -3,8 +3,9 @@
 
 namespace zpp {
 
-// Decodes all of a block's tiles in a segment, each read while the one before is stored.
-template <bool ROTATED>
+// Decodes all of a block's tiles in a segment, each read while the one before is stored. ONTO: by the
+// plan's `onto`.
+template <bool ROTATED, bool ONTO>
 struct DecodeCoded {
   template <int BITS, bool SYM, bool BF16>
   __device__ __forceinline__ static void run(Plan const& plan, Place at, Stride const& stride) {
@@ -24,6 +25,11 @@ struct DecodeCoded {
       Place const next = stride.after(at);
       if (next.row < plan.rows) read(next);
       if constexpr (ROTATED) change_domain(s, at, x);
+      if (ONTO && plan.onto) {
+        Tile m;
+        load_floats(s.to, s.to_dtype, at, s.to_len, 0, m);
+        for_each([&](int v, int i) { x[v][i] = add(m[v][i], x[v][i]); });
+      }
       store_floats(s.to, s.to_dtype, at, s.to_len, false, x);
       at = next;
     }
@@ -40,18 +46,20 @@ struct Convert : EachTile<Convert> {
   }
 };
 
-template <bool ROTATED>
+// ONTO: by the plan's `ok` and `onto` too.
+template <bool ROTATED, bool ONTO = false>
 struct Decode {
-  static constexpr int BLOCKS = 4;
+  static constexpr int BLOCKS = ONTO ? 2 : 4;
 
   __device__ __forceinline__ void begin(Plan const&) {}
 
   __device__ __forceinline__ static void segment(
       Plan const& plan, Place const& at, Stride const& stride) {
     Segment const& s = at.segment();
+    if (ONTO && plan.ok && !*plan.ok) return;
     if (s.copy) return Copy::segment(plan, at, stride);
     if (s.from_codec.raw) return Convert::segment(plan, at, stride);
-    by_kind<DecodeCoded<ROTATED>>(s.from_codec, plan, at, stride);
+    by_kind<DecodeCoded<ROTATED, ONTO>>(s.from_codec, plan, at, stride);
   }
 };
 
@@ -68,6 +76,7 @@ struct FinishSums : EachTile<FinishSums> {
 };
 
 int launch_decode(Plan& plan, bool rotated, void* stream) {
+  if (plan.ok || plan.onto) return launch<Decode<true, true>>(plan, stream);
   return rotated ? launch<Decode<true>>(plan, stream) : launch<Decode<false>>(plan, stream);
 }
 

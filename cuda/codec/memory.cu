@@ -1,5 +1,5 @@
 // encode with a memory: a tile and what is remembered of it are encoded, and what the codes lost is
-// remembered, in one pass.
+// remembered, in one pass. Or a tile less what nodes keep of it, or rounded as they would keep it.
 #include "codec/decode.cuh"
 #include "codec/stage.cuh"
 
@@ -24,7 +24,7 @@ struct Remember {
 
   __device__ __forceinline__ static FloatView floats(Memory const& m, char const* base) {
     int64_t const each = m.store == Store::fp32 ? 4 : 2;
-    return {const_cast<char*>(base), m.bytes / each, INT64_MAX, 0};
+    return {const_cast<char*>(base), m.bytes / each, m.total, 0};
   }
 
   __device__ __forceinline__ static uint8_t dtype(Memory const& m) {
@@ -58,7 +58,8 @@ struct Remember {
     if (at.row >= plan.rows || m.store == Store::none || !m.from) return;
     int const width = m.store == Store::fp32 ? 4 : m.store == Store::bf16 ? 2 : 1;
     char const* const from = m.from + at.row * m.bytes + at.start * width;
-    int const bytes = at.left(at.segment().from_len) * width;
+    int64_t const len = at.segment().from_len;
+    int const bytes = at.left(min(m.total - at.row * len, len)) * width;
 #if defined(__CUDA_ARCH__)
     for (int b = threadIdx.x * 128; b < bytes; b += THREADS * 128) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(from + b));
@@ -100,15 +101,17 @@ struct Remember {
     Segment const& s = at.segment();
     Memory const& m = memory(plan, at);
     Tile d;  // what that decodes to
-    if (m.store != Store::none) {
+    if (m.store == Store::rounded) {
+      for_each([&](int v, int i) { y[v][i] = float(narrow_one<cutlass::bfloat16_t>(y[v][i])); });
+    } else if (m.store != Store::none) {
       load(m, at, d);
-      for_each([&](int v, int i) { y[v][i] = add(y[v][i], d[v][i]); });
+      for_each([&](int v, int i) { y[v][i] = add(y[v][i], m.to ? d[v][i] : -d[v][i]); });
     }
     for_each([&](int v, int i) { d[v][i] = y[v][i]; });
     change_domain(s, at, d);
     Back back{d};
     encode_tile<true, true>(plan, at, d, &back);
-    if (m.store == Store::none) return;
+    if (!m.to) return;
     if (at.left(s.to_len) < TILE) zero_from(d, at.within, at.left(s.to_len));
     if (s.forward) leave_domain(s.to_codec, s.numel, at, d);
     for_each([&](int v, int i) {

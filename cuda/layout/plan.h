@@ -58,24 +58,32 @@ struct Plan {
   uint64_t key;
   int32_t const* noise_rows;  // [R, 2]: rank and row of each outgoing payload row
   double* errors;             // [tiles, ERROR_SUMS], or null: no telemetry
+  bool const* ok;             // decode: where it is false nothing is written; null: true
   int32_t k;
   int32_t segments;
   uint32_t tiles;
   int32_t rows;         // R
   int32_t stage_bytes;  // of one tile of the widest floats to encode
+  int32_t onto;         // decode: what codes stand for is added to what is there
   Segment segment[MAX_SEGMENTS];
 };
 static_assert(sizeof(Plan) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
 
 // What the encoder of one segment remembers; zpp_lab/codecs/kernels/memory.py has the arithmetic.
-enum class Store : int32_t { none = 0, fp32 = 1, bf16 = 2, eight = 3 };  // eight bits: codes
+// Or what nodes keep of it: see `to`.
+enum class Store : int32_t {
+  none = 0, fp32 = 1, bf16 = 2,
+  eight = 3,    // bits: codes
+  rounded = 4,  // to bf16 is what is encoded; nothing is remembered
+};
 
 struct Memory {
   Store store;
   float average, weight;
   char const* from;  // rows of `bytes` each; null stands for zeros
-  char* to;          // may be `from`
+  char* to;          // may be `from`; null: `from` is taken away, not added, and nothing remembered
   int64_t bytes;
+  int64_t total;     // elements from `from` on; past them there are zeros
   Planes planes;     // of a row of codes
 };
 

@@ -144,7 +144,7 @@ CLUSTERS = [(1, 4), (2, 2), (3, 2)]
 @pytest.fixture(autouse=True)
 def no_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels need nothing beyond their arguments."""
-    for name in ("encode", "decode", "reduce", "decode_sum_encode"):
+    for name in ("encode", "encode_update", "decode", "reduce", "decode_sum_encode"):
         monkeypatch.setattr(ops, name, lambda *_: None)
     monkeypatch.setattr(buffers, "LEAST", LEAST)
 

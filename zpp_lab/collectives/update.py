@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Noise, RawCodec, kernels, noise_key
+from zpp_lab.codecs import Noise, kernels, noise_key
 from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
@@ -40,31 +40,6 @@ WIRE: Wire = "weights_update"
 def update_noise(seed: int, done: int, ranks: Sequence[int]) -> Noise:
     """Of the shards of `ranks`, each encoded by its owner: weights after `done` steps."""
     return Noise(noise_key(seed, done, 0, WIRE), tuple(ranks), tuple(ranks))
-
-
-def outgoing(
-    plan: UnitPlan, layout: Layout, masters: Sequence[Tensor], kept: Sequence[Tensor]
-) -> list[Tensor]:
-    """What is encoded of the layout's segments: masters fp32, and what is kept of the same
-    elements, in param_dtype."""
-    if not plan.recipe.differences:
-        return [x.to(m.dtype) for x, m in zip(masters, kept, strict=True)]
-    every = zip(layout.segments, masters, kept, strict=True)
-    return [x if isinstance(s.codec, RawCodec) else x - m for s, x, m in every]
-
-
-def incoming(
-    plan: UnitPlan, layout: Layout, payload: Tensor, kept: Sequence[Tensor], ok: Tensor | None
-) -> None:
-    """Payload uint8 [R, nbytes] → what is kept [R, n] of each segment, or whole parameters.
-    Nothing changes where `ok`, a bool on the device, is false; None is true."""
-    differences = plan.recipe.differences
-    outs = [torch.empty_like(m, dtype=torch.float32 if differences else None) for m in kept]
-    kernels.decode(layout, payload, outs)
-    for segment, d, m in zip(layout.segments, outs, kept, strict=True):
-        whole = not differences or isinstance(segment.codec, RawCodec)
-        new = d if whole else m + d  # torch computes fp32 with bf16 in fp32
-        m.copy_(new if ok is None else torch.where(ok, new, m))
 
 
 @dataclass(frozen=True)
@@ -180,17 +155,17 @@ class Update:
         layout, kept = self.layout, [self.kept[s.name] for s in self.layout.segments]
         if not kept:
             return Traffic(0, 0)
-        own = [k.own for k in kept]
-        rows = [_row(x, m) for x, m in zip(masters, own, strict=True)]
+        own, differences = [k.own for k in kept], self.plan.recipe.differences
+        masters = [x.to(own[0].device) for x in masters]
         payload = self._empty(layout)
         leg = self.transport.gathering(payload, "across", self.label)
         noise = update_noise(self.clock.seed, done, [self.rank]) if layout.stochastic else None
         errors = observer.room(WIRE, layout, leg.room) if observer is not None else None
-        kernels.encode(layout, outgoing(self.plan, layout, rows, own), noise, leg.room, errors)
+        kernels.encode_update(layout, masters, own, differences, noise, leg.room, errors)
         if observer is not None:
             observer.encoded(WIRE, layout, errors)
         sent = leg.send()
-        incoming(self.plan, layout, payload, [k.rows for k in kept], ok)
+        kernels.decode(layout, payload, [k.rows for k in kept], differences, ok)
         for padding in (p for k in kept for p in k.padding):
             padding.zero_()
         return sent

@@ -137,14 +137,18 @@ def random_tensor(
 
 
 def sources_of(
-    draw: random.Random, layout: Layout, rows: int, device: str
+    draw: random.Random,
+    layout: Layout,
+    rows: int,
+    device: str,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters that fill their rows, or end inside the last ones."""
     pairs = []
     for segment in layout.segments:
         whole = rows * segment.numel
         short = draw.randint(0, whole) if draw.random() < 0.3 else whole
-        pairs.append(random_tensor(draw, short, draw.choice(FLOATS), device))
+        pairs.append(random_tensor(draw, short, draw.choice(dtypes), device))
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
@@ -231,6 +235,7 @@ def check(seed: int, kernels: object, device: str = "cuda") -> None:
 def check_case(case: Case, kernels: object, device: str = "cuda") -> None:
     try:
         _check_encode(case, kernels, device)
+        _check_update(case, kernels, device)
         _check_sums(case, kernels, device)
         segments = [*case.before.segments, *case.after.segments]
         known = all(has_kernel(s.codec) for s in segments)
@@ -260,6 +265,36 @@ def _check_encode(case: Case, ops: object, device: str) -> None:
     ops.decode(layout, got, mine)  # type: ignore[attr-defined]
     for i, (a, b) in enumerate(zip(mine, outs, strict=True)):
         same(f"decode {i}", a, b)
+
+
+def _check_update(case: Case, ops: object, device: str) -> None:
+    """New weights for those who keep some, near them or not: whole and as differences."""
+    draw = random.Random(case.seed + 4)
+    layout, noise = case.before, random_noise(draw, case.rows)
+    for differences in (True, False):
+        host, there = sources_of(draw, layout, case.rows, device, FLOATS[:1])
+        dtype, near = draw.choice(FLOATS[:2]), draw.random() < 0.5
+        pairs = [random_tensor(draw, len(x), dtype, device) for x in host]
+        kept, mine = [p[0] for p in pairs], [p[1] for p in pairs]
+        for x, m, own in zip(host, kept, mine, strict=True):
+            if near:
+                m.copy_(x)
+                m[::3] += 1e-3
+                own.copy_(m)
+        want, got = (poisoned(case.rows, layout.nbytes, device=d) for d in ("cpu", device))
+        reference.encode_update(layout, host, kept, differences, noise, want)
+        ops.encode_update(layout, there, mine, differences, noise, got)  # type: ignore[attr-defined]
+        same_payload("encode_update", layout, got, want)
+        errors = torch.zeros(case.rows, len(host), len(SUMS), dtype=torch.float64, device=device)
+        args = (layout, there, mine, differences, noise, again := torch.zeros_like(got), errors)
+        ops.encode_update(*args)  # type: ignore[attr-defined]
+        same_payload("encode_update with errors", layout, again, want)
+        ok = draw.choice((None, torch.tensor(True), torch.tensor(False)))
+        told = None if ok is None else ok.to(device)
+        reference.decode(layout, want, kept, differences, ok)
+        ops.decode(layout, got, mine, differences, told)  # type: ignore[attr-defined]
+        for i, (a, b) in enumerate(zip(mine, kept, strict=True)):
+            same(f"decode {i} onto, {differences}, {ok}", a, b)
 
 
 def _payload(draw: random.Random, case: Case) -> Tensor:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.codecs.kernels import cases
@@ -21,7 +22,7 @@ def checked(name: str) -> Any:
     """The reference's operator behind the checks of payload rows in cuda/bindings/fill.h."""
 
     def call(*args: Any) -> Any:
-        for payload in (a for a in args if isinstance(a, Tensor) and not a.is_floating_point()):
+        for payload in (a for a in args if isinstance(a, Tensor) and a.dtype == torch.uint8):
             assert payload.dim() in (2, 3)
             if payload.numel():
                 assert payload.stride(-1) == 1
@@ -33,7 +34,7 @@ def checked(name: str) -> Any:
     return call
 
 
-NAMES = ("encode", "decode", "decode_sum", "reduce", "encode_sums", "finish_sums")
+NAMES = ("encode", "encode_update", "decode", "decode_sum", "reduce", "encode_sums", "finish_sums")
 OPERATORS = SimpleNamespace(**{n: checked(n) for n in (*NAMES, "decode_sum_encode")})
 
 

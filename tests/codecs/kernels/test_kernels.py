@@ -136,6 +136,17 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zpp_lab, name).default, example_args()[name])
 
 
+def test_opcheck_of_an_update() -> None:
+    args = example_args()
+    x, sums, write, key, rows, out, _, none, _ = args["encode_remembering"]
+    kept = [torch.zeros_like(t, dtype=torch.bfloat16) for t in x]  # type: ignore[attr-defined]
+    settings = torch.tensor([[2, 0, 0], [4, 0, 0]])  # less what is kept; rounded to its dtype
+    call = (x, sums, write, key, rows, out, settings, kept, none)
+    torch.library.opcheck(torch.ops.zpp_lab.encode_remembering.default, call)
+    ok = torch.tensor(True, device="cuda")
+    torch.library.opcheck(torch.ops.zpp_lab.decode.default, (*args["decode"], True, ok))
+
+
 def test_opcheck_with_errors() -> None:
     args = example_args()["encode"]
     tiles = 2 * 2 * -(-LENGTH // 8192)
@@ -227,6 +238,11 @@ def bad_calls() -> dict[str, tuple[str, object]]:
         "needs 2 rows": ("reduce", (layout, out[None], sums[:1])),
         "or wider": ("reduce", (layout, out[None], sums[:, :-1])),
         "at least one row": ("reduce", (layout, out[None][:0], sums)),
+        "ok: has the wrong dtype": ("decode", (layout, out, [x], True, sums)),
+        "kept: has": (
+            "encode_update",
+            (layout, [x], [x[None].repeat(2, 1)], True, None, out),
+        ),
     }
 
 
@@ -234,7 +250,7 @@ BAD = (
     "must be on a CUDA device", "use float32, bfloat16 or float16", "too short", "must be uint8",
     "rows of", "needs noise", "multiple of 16 bytes", "segments, but there are",
     "must be contiguous; call", "must be float32", "needs 3 dimensions", "needs 2 rows",
-    "or wider", "at least one row",
+    "or wider", "at least one row", "ok: has the wrong dtype", "kept: has",
 )  # fmt: skip
 
 

@@ -119,17 +119,30 @@ def test_outside_segments_in_any_place(name: str, outside_only: bool, kernels: l
             assert bool((mine == (0xA5 if mine.dtype == torch.uint8 else 3.0)).all())
 
 
-def test_decode_and_finish(kernels: list[str]) -> None:
+@pytest.mark.parametrize("onto", [False, True])
+def test_decode_and_finish(onto: bool, kernels: list[str]) -> None:
     before, _ = layouts(outside_only=False)
     payload, _ = call(reference, "encode", before, before)
     want, got = ([torch.full_like(s, 9.0) for s in sources(before)] for _ in range(2))
-    reference.decode(before, payload, want)
-    cuda.decode(before, payload, got)
+    reference.decode(before, payload, want, onto)
+    cuda.decode(before, payload, got, onto)
     for segment, mine, truth in zip(before.segments, got, want, strict=True):
         outside = isinstance(segment.codec, Outside)
         assert torch.equal(mine, truth if outside else torch.full_like(truth, 9.0))
     sums = torch.randn(ROWS, before.coded_numel)
     assert torch.equal(cuda.finish_sums(before, sums), reference.finish_sums(before, sums))
+
+
+def test_an_update_is_one_call_each_way(kernels: list[str]) -> None:
+    """Where all codecs are the kernels' own and nobody asks for errors."""
+    count = 170
+    layout = Layout.build([f"w{i}" for i in range(count)], [64] * count, [BlockCodec(4)] * count)
+    x, m = ([torch.zeros(1, 64, dtype=d)] * count for d in (torch.float32, torch.bfloat16))
+    out = torch.zeros(1, layout.nbytes, dtype=torch.uint8)
+    for differences in (True, False):
+        cuda.encode_update(layout, x, m, differences, None, out)
+        cuda.decode(layout, out, m, differences, torch.tensor(True))
+    assert kernels == ["encode_remembering", "decode"] * 2
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ __all__ = [
     "decode_sum_encode",
     "encode",
     "encode_sums",
+    "encode_update",
     "finish_sums",
     "padded_rows",
     "reduce",
@@ -46,6 +47,7 @@ def _served(plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
 
 
 encode = _served(reference.encode, cuda.encode)
+encode_update = _served(reference.encode_update, cuda.encode_update)
 decode = _served(reference.decode, cuda.decode)
 decode_sum = _served(reference.decode_sum, cuda.decode_sum)
 reduce = _served(reference.reduce, cuda.reduce)

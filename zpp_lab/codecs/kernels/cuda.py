@@ -14,7 +14,15 @@ from torch import Tensor
 from zpp_lab.codecs import Noise
 from zpp_lab.codecs.errors import SUMS, TILE
 from zpp_lab.codecs.kernels import reference
-from zpp_lab.codecs.kernels.table import hop, incoming, noise_rows, outgoing, signed
+from zpp_lab.codecs.kernels.table import (
+    STORES,
+    hop,
+    incoming,
+    noise_rows,
+    outgoing,
+    signed,
+    update_settings,
+)
 from zpp_lab.codecs.layout import Layout, Segment
 from zpp_lab.codecs.numerics import fold_sum
 
@@ -69,14 +77,40 @@ def encode(
             errors[:, list(table.others)] = found
 
 
-def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
+def encode_update(
+    layout: Layout,
+    masters: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    differences: bool,
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None = None,
+) -> None:
+    known = kept[0].dtype in STORES and not outgoing(layout).others
+    if errors is not None or not known:
+        given = reference.news(layout, masters, kept, differences, len(out))
+        return encode(layout, given, noise, out, errors)
+    settings = update_settings(layout, kept[0].dtype, differences)
+    if settings is None:
+        return encode(layout, masters, noise, out)
+    nothing = [out.new_empty(0)] * len(kept)
+    encode_remembering(None, layout, masters, noise, out, settings, kept, nothing)
+
+
+def decode(
+    layout: Layout,
+    payload: Tensor,
+    outs: Sequence[Tensor],
+    onto: bool = False,
+    ok: Tensor | None = None,
+) -> None:
     table = incoming(layout)
     if table.kernel:
         own = [outs[i] for i in table.kernel] if table.others else list(outs)
-        torch.ops.zpp_lab.decode.default(payload, table.rows, own)
+        torch.ops.zpp_lab.decode.default(payload, table.rows, own, onto, ok)
     if table.others:
         part = layout.part(table.others)
-        reference.decode(part, payload, [outs[i] for i in table.others])
+        reference.decode(part, payload, [outs[i] for i in table.others], onto, ok)
 
 
 def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:
@@ -121,7 +155,8 @@ def encode_remembering(
     that is. All segments are the kernels' own.
 
     settings: int64 [segments, 3] on the host, see memory_at in cuda/bindings/fill.h. kept, rooms:
-    what is remembered now (empty: zeros) and the place of what is next, a segment each.
+    what is remembered now (empty: zeros) and the place of what is next, a segment each. Without a
+    place `kept` is taken away and nothing remembered.
     """
     table = outgoing(layout) if before is None else hop(before, layout)
     assert not table.others

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import Noise, SegmentNoise
+from zpp_lab.codecs import Noise, RawCodec, SegmentNoise
 from zpp_lab.codecs.errors import error_sums
 from zpp_lab.codecs.layout import Layout, Segment
 
@@ -45,15 +45,64 @@ def encode(
             errors[:, i] = error_sums(segment.codec, x.float(), _slot(out, segment))
 
 
-def decode(layout: Layout, payload: Tensor, outs: Sequence[Tensor]) -> None:
-    """Payload uint8 [R, nbytes] → whole contiguous parameters, rounded once to their dtype."""
+def encode_update(
+    layout: Layout,
+    masters: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    differences: bool,
+    noise: Noise | None,
+    out: Tensor,
+    errors: Tensor | None = None,
+) -> None:
+    """`encode` of `news`: masters for those who keep `kept` of the same elements."""
+    encode(layout, news(layout, masters, kept, differences, len(out)), noise, out, errors)
+
+
+def news(
+    layout: Layout,
+    masters: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    differences: bool,
+    rows: int,
+) -> list[Tensor]:
+    """Masters x fp32 and what is kept m → x rounded to m's dtype; with `differences` x - m in fp32,
+    [rows, n], and of raw segments x itself."""
+    every = zip(layout.segments, masters, kept, strict=True)
+    if not differences:
+        return [x.to(m.dtype) for _, x, m in every]
+    return [
+        x
+        if isinstance(s.codec, RawCodec)
+        else padded_rows(x, rows, s.numel) - padded_rows(m, rows, s.numel)
+        for s, x, m in every
+    ]
+
+
+def decode(
+    layout: Layout,
+    payload: Tensor,
+    outs: Sequence[Tensor],
+    onto: bool = False,
+    ok: Tensor | None = None,
+) -> None:
+    """Payload uint8 [R, nbytes] → whole contiguous parameters, rounded once to their dtype.
+
+    onto: add to what is there, in fp32, but for raw segments, which take its place. ok: a bool on
+    the device; where it is false nothing changes.
+    """
     assert len(outs) == len(layout.segments)
     for group in layout.groups:
         segments = [layout.segments[i] for i in group]
         values = segments[0].codec.decode(_stack(payload, segments), segments[0].numel)
-        parts = [part.reshape(-1) for part in values.chunk(len(group))]
+        add = onto and not isinstance(segments[0].codec, RawCodec)
         flat = [outs[i].view(-1) for i in group]
-        torch._foreach_copy_(flat, [x[: len(f)] for x, f in zip(parts, flat, strict=True)])
+        parts = [part.reshape(-1) for part in values.chunk(len(group))]
+        new = [part[: len(out)] for part, out in zip(parts, flat, strict=True)]
+        if add:  # torch computes fp32 with bf16 in fp32
+            new = [out + x for out, x in zip(flat, new, strict=True)]
+        if ok is not None:
+            new = [torch.where(ok, x, out) for out, x in zip(flat, new, strict=True)]
+        torch._foreach_copy_(flat, new)
 
 
 def decode_sum(layout: Layout, payload: Tensor, sums: Tensor) -> None:

@@ -16,6 +16,8 @@ from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
 from zpp_lab.codecs.layout import Layout, Segment
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STORES = {torch.float32: 1, torch.bfloat16: 2}  # of what nodes keep, see Store in plan.h
+ROUNDED = 4
 _MAX_INT64 = 2**63 - 1
 
 
@@ -45,6 +47,24 @@ def hop(before: Layout, after: Layout) -> Table:
         kept = (before, _build(before, after))
         after.__dict__["_hop"] = kept
     return kept[1]
+
+
+def update_settings(layout: Layout, kept: torch.dtype, differences: bool) -> Tensor | None:
+    """How masters become what is encoded for those who keep weights in a dtype of STORES: int64
+    [segments, 3] as cuda/bindings/fill.h reads it; None: they stay as they are."""
+    made: dict[object, Tensor | None] = layout.__dict__.setdefault("_update", {})
+    if (kept, differences) not in made:
+        rows = [[_change(s.codec, kept, differences), 0, 0] for s in layout.segments]
+        changed = any(row[0] for row in rows)
+        made[kept, differences] = torch.tensor(rows, dtype=torch.int64) if changed else None
+    return made[kept, differences]
+
+
+def _change(codec: Codec, kept: torch.dtype, differences: bool) -> int:
+    raw = codec.dtype if isinstance(codec, RawCodec) else None
+    if differences:
+        return STORES[kept] if raw is None else 0
+    return ROUNDED if kept == torch.bfloat16 and kept != raw else 0
 
 
 def _cached(layout: Layout, name: str, before: Layout | None, after: Layout | None) -> Table:

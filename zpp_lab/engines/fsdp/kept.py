@@ -83,8 +83,9 @@ class Kept:
         for update in self.updates:
             update.wait()
 
+    @torch.no_grad()  # else each DTensor goes through autograd, which takes the host longer
     def _masters(self, names: Iterable[str]) -> list[Tensor]:
-        return [local(self.parameters[name].detach()) for name in names]
+        return [local(self.parameters[name]) for name in names]
 
     def state(self) -> dict[str, DTensor]:
         """What is remembered, sharded as the masters are; it shares memory with what is kept.

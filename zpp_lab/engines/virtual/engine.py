@@ -28,7 +28,7 @@ from zpp_lab.collectives.context import Memories
 from zpp_lab.collectives.ledger import Ledger
 from zpp_lab.collectives.plan import PassUse, Plan, StepUse
 from zpp_lab.collectives.recipe import DTYPES
-from zpp_lab.collectives.update import incoming, outgoing, update_noise
+from zpp_lab.collectives.update import update_noise
 from zpp_lab.config.schema import Config, Wire
 from zpp_lab.engines.base import Batch, Batches, Engine, NonFiniteError, StepResult
 from zpp_lab.engines.build import plans_by_step
@@ -309,16 +309,16 @@ class VirtualEngine(Engine):
         ranks = tuple(range(self.cluster.world))
         noise = update_noise(self.seed, done, ranks)
         for unit in self._plan_at(max(0, done - 1)).units:
-            layout = unit.update
+            layout, differences = unit.update, unit.recipe.differences
             if not layout.segments:
                 continue
             masters = [self.master[s.name].detach() for s in layout.segments]
             kept = [self.sources[s.name] for s in layout.segments]
             payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=self.device)
             errors = watch.room(layout, payload)
-            kernels.encode(layout, outgoing(unit, layout, masters, kept), noise, payload, errors)
+            kernels.encode_update(layout, masters, kept, differences, noise, payload, errors)
             watch.encoded("weights_update", 0, ranks, layout, errors)
-            incoming(unit, layout, payload, kept, None)
+            kernels.decode(layout, payload, kept, differences)
 
     def _round_sources(self) -> None:
         """Master weights in param_dtype, which is what gets encoded."""

@@ -216,15 +216,8 @@ class Buffers:
     # ------------------------------------------------------------------ new weights
 
     def update(self, unit: UnitPlan) -> int:
-        """The most while a unit's new weights travel to where nodes keep them: the nodes' payloads,
-        what they decode to, and of one parameter what is made of that."""
-        recipe, segments = unit.recipe, unit.update.segments
-        widest = max((s.numel for s in segments), default=0)
-        made = 2 * 4 * widest if recipe.differences else recipe.weights_dtype.itemsize * widest
-        each = 4 if recipe.differences else recipe.weights_dtype.itemsize
-        return recipe.cluster.nodes * (
-            unit.update.nbytes + each * sum(s.numel for s in segments) + made
-        )
+        """While a unit's new weights travel to where nodes keep them: the nodes' payloads."""
+        return unit.recipe.cluster.nodes * unit.update.nbytes
 
     # ------------------------------------------------------------------ slots
 
