@@ -76,14 +76,12 @@ REMEMBERING = (  # of memories, those that come first
     "g4_remembered",
     "g2_forgotten",
 )
-SPARSE = ("topk_ef", "tagc_topk", "mask_ef", "tagc")  # of memories too
 FOUR, MORE = range(1, 5), range(5, 9)
 PARTS = (
     Part("reference_10m", MAIN, FOUR),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
-    Part("memories", SPARSE, (1, 2)),  # they take long, so they begin early
     Part("reference_10m_200m", ("zero3",), (1, 2)),
     Part("reference_10m", ("zero3", "g8_4_plain"), FOUR),
     Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
@@ -117,8 +115,8 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "memories_134m": Size(5.5, 24.0),
     "reference_368m": Size(14.0, 40.0),
 }
-# times as long: without a kernel the host holds them back; first figures
-SLOW = {"sham": 2.0, "topk": 2.0, "mask": 4.0, "tagc": 2.0}
+# times as long, without a kernel; topk's as measured beside other runs, the rest are guesses
+SLOW = {"sham": 2.0, "topk": 3.3, "mask": 4.5, "tagc": 4.5}
 SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -145,15 +143,23 @@ class Pace:
     start: float = 12.0
     shared: float = 22.0
 
-    def ends(self, left: Sequence[float]) -> float:
-        """Seconds until the last of the runs is over, of each of which so much is left (1: a whole
-        run of reference_10m), if none joins them and the GPU's time is shared out evenly."""
-        seconds, open_runs, done = 0.0, sorted(left), 0.0
-        while open_runs:
-            each = self.shared * max(ALONE, len(open_runs))  # for as much as a whole run
-            seconds += (open_runs[0] - done) * each
-            done = open_runs.pop(0)
-        return seconds
+    def ends(self, left: Sequence[float]) -> list[float]:
+        """Seconds until each run is over, of which so much is left (1: a whole run of
+        reference_10m), if none joins them and the GPU's time is shared out evenly."""
+        seconds, done, found = 0.0, 0.0, [0.0] * len(left)
+        in_turn = sorted(range(len(left)), key=lambda i: left[i])
+        for ended, i in enumerate(in_turn):
+            each = self.shared * max(ALONE, len(left) - ended)  # for as much as a whole run
+            seconds += (left[i] - done) * each
+            done, found[i] = left[i], seconds
+        return found
+
+    def fits(self, left: Sequence[float], more: float, seconds: float) -> bool:
+        """Whether one more run is over within these seconds, and each of the others that would be
+        without it."""
+        alone, joined = self.ends(left), self.ends([*left, more])
+        others = zip(alone, joined, strict=False)
+        return joined[-1] <= seconds and all(b <= seconds for a, b in others if a <= seconds)
 
 
 @dataclass
@@ -293,6 +299,7 @@ class Queue:
         self.threads = max(1, cores() // (len(gpus) * per_gpu))
         self.finished: list[Path] = []
         self.lent: list[Path] = []  # packed too
+        self.again: set[Path] = set()
         self.failed = 0
         self.measured = Measured(self.pace)
 
@@ -307,7 +314,7 @@ class Queue:
                     if not self.pool.running or now > until - STOP:
                         break
                     for ended in self.pool.wait(1.0):
-                        self.settle(ended)
+                        waiting = self.settle(ended) + waiting
                     self.measured.look(self.gpus)
                     if self.failed >= 3 and not self.finished:
                         say("three runs failed and none finished: stopped")
@@ -332,7 +339,7 @@ class Queue:
                 break
             gpu = min(free, key=lambda g: sum(g.left()))
             own = size(run).work * (1 + ENDING)
-            if now + self.pace.start + self.pace.ends([*gpu.left(), own]) > until - SPARE:
+            if not self.pace.fits(gpu.left(), own, until - SPARE - self.pace.start - now):
                 continue
             waiting.remove(run)
             clean(run.dir)
@@ -340,16 +347,23 @@ class Queue:
             self.pool.start(run, Slot(self.threads, gpu.name))
         return waiting
 
-    def settle(self, ended: Ended) -> None:
+    def settle(self, ended: Ended) -> list[PlannedRun]:
+        """Note how it ended. A run that fails before its first step is to be begun once more: while
+        many start, MPS may have no room for one of them."""
         gpu = next(gpu for gpu in self.gpus if ended.run.dir in gpu.runs)
         _, began = gpu.runs.pop(ended.run.dir)
         result = ended_run(ended.run, ended.code, False)
         if result.outcome in ("finished", "diverged"):
             self.finished.append(ended.run.dir)
+        elif not last_step(ended.run.dir) and ended.run.dir not in self.again:
+            self.again.add(ended.run.dir)
+            say(f"{named(ended.run)}: {ending(result)}; begun once more")
+            return [ended.run]
         else:
             self.failed += 1
         took = f"{time.time() - began:.0f} s, {self.pace.shared:.0f} GPU-seconds a run"
         say(f"{len(self.finished)} {named(ended.run)}: {ending(result)}; {took}")
+        return []
 
     def pack(self) -> None:
         """OUT/NAME.tar.gz anew, of each study: itself and what its runs of this call wrote."""

@@ -61,6 +61,16 @@ def test_a_run_that_another_study_has_is_lent_under_its_own_name(tmp_path: Path)
     assert metrics[0].read_text() == metrics[1].read_text()
 
 
+def test_a_run_begins_if_it_ends_in_time_and_makes_no_other_late() -> None:
+    pace = fill.Pace(shared=10.0)  # seconds of a GPU that at least 3.1 runs share
+    assert pace.ends([1.0, 0.5]) == pytest.approx([31.0, 15.5])
+    assert pace.fits([], 1.0, 31.5)
+    assert not pace.fits([], 1.0, 30.5)
+    assert pace.fits([9.0], 1.0, 40.0), "one that is late anyway holds up no other"
+    assert pace.ends([1.0, 1.0, 1.0]) == pytest.approx([31.0] * 3)
+    assert not pace.fits([1.0, 1.0, 1.0], 0.5, 35.0), "the three would end at 35.5"
+
+
 @pytest.mark.slow
 def test_the_published_law_is_what_the_kept_runs_give() -> None:
     script = loaded("experiments/reference/law.py")
