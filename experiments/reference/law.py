@@ -77,7 +77,7 @@ def measured(name: str) -> list[law.Cell]:
     """Arms with two seeds or more. A gap's scatter over few seeds may be small by chance: none
     counts as smaller than that of half of the arms."""
     gaps = {arm: values for arm, values in kept_gaps(name).items() if len(values) >= 2}
-    if not gaps:
+    if not any(any(values) for values in gaps.values()):  # the baseline alone, or nothing
         return []
     usual = median(stdev(values) for values in gaps.values() if any(values))
     return [
