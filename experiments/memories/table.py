@@ -87,9 +87,9 @@ def main() -> None:
     rows = []
     for one, other in PAIRS:
         apart = [gaps[one][s] - gaps[other][s] for s in sorted({*gaps[one]} & {*gaps[other]})]
-        known = judged[one, other]
+        known = judged.get((one, other))  # of many arms the report judges no pairs
         row = [f"`{one}`", f"`{other}`", spread(apart), ", ".join(map(signed, apart))]
-        rows.append([*row, known.verdict, gap_text(known)])
+        rows.append([*row, *([known.verdict, gap_text(known)] if known else [NOTHING, NOTHING])])
     columns = ["Arm", "less", "95 %, alone", "single seeds", "Verdict", "Gap that decides"]
     print(markdown_table(columns, rows), end="\n\n")
     for one, other in RATIOS:
