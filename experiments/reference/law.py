@@ -2,7 +2,8 @@
 
     python experiments/reference/law.py fit STUDY...        → conf/law/reference.json
     python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran
-    python experiments/reference/law.py compare             predictions beside what was measured
+    python experiments/reference/law.py compare             predictions beside what was measured,
+                                                            and both as predicted.svg
     python experiments/reference/law.py gaps STUDY...       renews the page's table of gaps
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
@@ -17,10 +18,14 @@ import math
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import Any
+
+import altair as alt
+import vl_convert
 
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.study import StudyConfig
@@ -30,13 +35,58 @@ from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult, read_result
+from zpp_lab.study.report.figures.draw import vegalite_version
+from zpp_lab.study.report.style import FONT
 from zpp_lab.study.run.plan import Planner
 from zpp_lab.tools.plan import law
 
 HERE = Path(__file__).parent
 PREDICTED = HERE / "predicted.json"
 ARMS = "arm, gap in nats a token (seeds)"  # the page's table
+SHOWN = {  # studies in predicted.svg: what they are called, their colour, and it on a dark screen
+    "reference_10m": ("13.8M", "#0b6eff", "#6aa8ff"),
+    "reference_10m_12m": ("13.8M, 12M tokens", "#6b7280", "#9aa4b2"),
+    "reference_10m_200m": ("13.8M, 197M tokens", "#aa4499", "#e59bd9"),
+    "reference_30m": ("32.7M", "#c21b0d", "#ff8a7a"),
+    "reference_134m": ("133M", "#117733", "#5ad87e"),
+    "reference_368m": ("367M", "#b45309", "#f5a524"),
+    "reference_10m_prose": ("13.8M, prose", "#0f766e", "#5eead4"),
+}
 VOCABULARY = 4096  # of tokenizer.json: the data need not be there
+
+FIGURE = {
+    "font": FONT,
+    "background": "#ffffff",
+    "padding": {"left": 12, "right": 20, "top": 12, "bottom": 12},
+    "view": {"stroke": None},
+    "axis": {
+        "labelFontSize": 15,
+        "titleFontSize": 15,
+        "titleFontWeight": "normal",
+        "titlePadding": 10,
+        "labelColor": "#374151",
+        "titleColor": "#374151",
+        "gridColor": "#e8eaee",
+        "domainColor": "#9ca3af",
+        "tickColor": "#9ca3af",
+    },
+    "title": {
+        "anchor": "start",
+        "frame": "group",
+        "fontSize": 18,
+        "color": "#101828",
+        "subtitleFontSize": 15,
+        "subtitleColor": "#374151",
+        "offset": 12,
+    },
+}
+DARK = {  # what the figure's colours are on a dark screen
+    "#ffffff": "#0d1117",
+    "#101828": "#f0f3f6",
+    "#374151": "#c9d1d9",
+    "#e8eaee": "#262c36",
+    "#9ca3af": "#6e7681",
+}
 
 
 def main() -> int:
@@ -181,8 +231,72 @@ def compare() -> None:
         )
     if rows:
         print(f"{inside} of {len(rows)} inside 90 % intervals; median error {median(off):.0%}")
+        write_atomic(HERE / "predicted.svg", draw(rows))
     else:
         print("none of the predicted arms has run")
+
+
+def draw(rows: Sequence[tuple[law.Cell, Mapping[str, Any]]]) -> str:
+    """Measured over predicted gaps, with both 90 % intervals, as SVG."""
+    points = [
+        {"study": SHOWN[cell.name.split("/")[0]][0], "x": told["gap"], "y": cell.gap}
+        | {"left": told["low"], "right": told["high"]}
+        | {
+            "low": cell.gap - law.QUANTILE * cell.error,
+            "high": cell.gap + law.QUANTILE * cell.error,
+        }
+        for cell, told in rows
+    ]
+    looks = [look for look in SHOWN.values() if any(p["study"] == look[0] for p in points)]
+    ticks = [-0.1, -0.03, -0.01, -0.003, 0, 0.003, 0.01, 0.03, 0.1, 0.3]
+    scale = {"type": "symlog", "constant": 0.003, "nice": False}
+    x = alt.X(
+        "x:Q",
+        title=None,
+        scale=alt.Scale(domain=[-0.002, 1.1], **scale),
+        axis=alt.Axis(values=[t for t in ticks if t >= 0], format="~g", grid=False),
+    )
+    y = alt.Y(
+        "y:Q",
+        title=None,
+        scale=alt.Scale(domain=[-0.12, 1.1], **scale),
+        axis=alt.Axis(values=ticks, format="~g"),
+    )
+    color = alt.Color(
+        "study:N",
+        scale=alt.Scale(domain=[look[0] for look in looks], range=[look[1] for look in looks]),
+        legend=alt.Legend(title=None, orient="top-left", labelFontSize=14, labelColor="#374151"),
+    )
+    every = alt.Chart(alt.Data(values=points)).encode(x=x, y=y, color=color)
+    ends = [{"x": v, "y": v} for v in (-0.002, *(0.001 * 1.3**i for i in range(27)))]
+    equal = alt.Chart(alt.Data(values=ends)).mark_line(color="#9ca3af", strokeDash=[4, 4])
+    layers = [
+        equal.encode(x=x, y=y),
+        every.mark_rule(opacity=0.45).encode(x=alt.X("left:Q", title=None), x2="right:Q"),
+        every.mark_rule(opacity=0.45).encode(y=alt.Y("low:Q", title=None), y2="high:Q"),
+        every.mark_point(size=60, filled=True, opacity=1),
+    ]
+    title = {
+        "text": "What the law had predicted",
+        "subtitle": "measured gap, nats a token, over the predicted one; bars are 90 %",
+    }
+    chart = alt.layer(*layers).properties(width=450, height=390, title=title)
+    return figure(chart, {light: dark for _, light, dark in looks})
+
+
+def figure(chart: alt.LayerChart, colors: Mapping[str, str]) -> str:
+    """As SVG, dark where the screen is. colors: the chart's own, and what they are then."""
+    svg = vl_convert.vegalite_to_svg(
+        chart.to_dict() | {"config": FIGURE}, vl_version=vegalite_version()
+    )
+    rules = "".join(
+        f'[{kind}="{light}"]{{{kind}:{dark}}}'
+        for light, dark in {**DARK, **colors}.items()
+        for kind in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
+    head, tail = svg.split(">", 1)
+    return f"{head}>{style}{tail}\n"
 
 
 def show(found: law.Law, of: list[law.Cell]) -> None:

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 import altair as alt
 import numpy as np
-import vl_convert
-from law import HERE, interval, kept, renew
+from law import HERE, figure, interval, kept, renew
 from scipy.optimize import minimize_scalar
 
 from zpp_lab.config.flat import stored_config
@@ -38,9 +37,7 @@ from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.files import write_atomic
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult
-from zpp_lab.study.report.figures.draw import vegalite_version
 from zpp_lab.study.report.speed.results import BASE, Measured, read_speeds
-from zpp_lab.study.report.style import FONT
 from zpp_lab.tools.plan.search.limits import Numbers
 
 BUDGETS = ("reference_10m", "reference_10m_12m", "reference_10m_200m")  # the first has the gaps
@@ -86,39 +83,6 @@ LOOKS = {  # 8-bit weights alone would lie on the base's line
 TITLE: Any = {
     "text": "Time to the loss of plain training",
     "subtitle": "% of the fastest plain FSDP2's; lower is sooner",
-}
-FIGURE = {
-    "font": FONT,
-    "background": "#ffffff",
-    "padding": {"left": 12, "right": 20, "top": 12, "bottom": 12},
-    "view": {"stroke": None},
-    "axis": {
-        "labelFontSize": 15,
-        "titleFontSize": 15,
-        "titleFontWeight": "normal",
-        "titlePadding": 10,
-        "labelColor": "#374151",
-        "titleColor": "#374151",
-        "gridColor": "#e8eaee",
-        "domainColor": "#9ca3af",
-        "tickColor": "#9ca3af",
-    },
-    "title": {
-        "anchor": "start",
-        "frame": "group",
-        "fontSize": 18,
-        "color": "#101828",
-        "subtitleFontSize": 15,
-        "subtitleColor": "#374151",
-        "offset": 12,
-    },
-}
-DARK = {  # what the figure's colours are on a dark screen
-    "#ffffff": "#0d1117",
-    "#101828": "#f0f3f6",
-    "#374151": "#c9d1d9",
-    "#e8eaee": "#262c36",
-    "#9ca3af": "#6e7681",
 }
 
 
@@ -418,18 +382,8 @@ def draw(rows: Sequence[Row], gbps: Mapping[str, float]) -> str:
             text=look.text, align="left", dx=10 if look.after else 0, dy=look.dy, fontSize=15
         )
         layers.append(text.encode(x=x, y=y, color=color))
-    spec = alt.layer(*layers).properties(width=450, height=390, title=TITLE).to_dict()
-    spec["config"] = FIGURE
-    svg = vl_convert.vegalite_to_svg(spec, vl_version=vegalite_version())
-    pairs = {**DARK, **{look.color: look.dark for look in looks}}
-    rules = "".join(
-        f'[{kind}="{light}"]{{{kind}:{dark}}}'
-        for light, dark in pairs.items()
-        for kind in ("fill", "stroke")
-    )
-    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
-    head, tail = svg.split(">", 1)
-    return f"{head}>{style}{tail}\n"
+    chart = alt.layer(*layers).properties(width=450, height=390, title=TITLE)
+    return figure(chart, {look.color: look.dark for look in looks})
 
 
 def sources() -> tuple[list[Measured], list[StudyResult]]:
