@@ -34,6 +34,7 @@ from pydantic.dataclasses import dataclass
 from zpp_lab.codecs.base import Codec, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.codecs.noise import Noise
+from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
@@ -99,7 +100,8 @@ def nmse(codec: Codec, grads: bool) -> float:
     rows = tuple(range(SAMPLE[0]))
     noise = SegmentNoise(Noise(1, rows, rows), 0) if codec.stochastic else None
     error = codec.decode(encode(codec, x, noise), SAMPLE[1]) - x
-    return float(error.double().square().sum() / x.double().square().sum())
+    lost, whole = (fold_sum(t.double().square().flatten()) for t in (error, x))
+    return float(lost / whole)
 
 
 @dataclass(frozen=True)
