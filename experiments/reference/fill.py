@@ -6,16 +6,20 @@ and only one that would finish before CALL_END (a unix time): what each GPU gets
 OUT/NAME.tar.gz has what finished runs of study NAME wrote, renewed each minute. Kept runs lie in
 ROOT/NAME before this starts, so nothing is trained twice. More words are settings of all runs.
 Where READY is set, no run starts before that file is there.
+BESIDE: a command that begins a minute after the first runs and ends with the call: OUT/beside.log.
 
 With `--list` it says what would run, in order, and starts nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import tarfile
 import time
@@ -131,6 +135,7 @@ KEPT = (
 )
 SPARE = 32.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
+AFTER = 60.0  # seconds after the first runs in which BESIDE begins
 ENDING = 0.03  # of a run's seconds: what follows its last step
 ALONE = 3.1  # how much longer a run of 10M takes with a GPU to itself than its share of a full one
 
@@ -302,17 +307,19 @@ class Queue:
         self.again: set[Path] = set()
         self.failed = 0
         self.measured = Measured(self.pace)
+        self.beside = Beside(os.environ.get("BESIDE"), out / "beside.log")
 
     def run(self, todo: list[PlannedRun], until: float) -> int:
         """Exit code: 0, or 1 where three runs fail before any finishes."""
         packed, waiting = time.time(), list(todo)
         with stop_on_signals() as stop:
             try:
-                while (waiting or self.pool.running) and not stop.requested:
+                while (waiting or self.busy) and not stop.requested:
                     now = time.time()
                     waiting = self.start(waiting, now, until)
-                    if not self.pool.running or now > until - STOP:
+                    if not self.busy or now > until - STOP:
                         break
+                    self.beside.look(now)
                     for ended in self.pool.wait(1.0):
                         waiting = self.settle(ended) + waiting
                     self.measured.look(self.gpus)
@@ -324,11 +331,16 @@ class Queue:
                         self.pack()
             finally:
                 cut = [str(run) for run in self.pool.running]
+                self.beside.stop()
                 self.pool.stop()
                 self.pack()
         say(f"{len(self.finished)} runs ended, {self.failed} failed, {len(waiting)} not begun"
             f"{', cut: ' * bool(cut)}{', '.join(cut)}")  # fmt: skip
         return int(self.failed > 0 and not self.finished)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.pool.running) or self.beside.running
 
     def start(self, waiting: list[PlannedRun], now: float, until: float) -> list[PlannedRun]:
         """Begins what has room and time, in order, and returns the runs that wait on. Where one
@@ -400,6 +412,39 @@ def kept(folder: Path) -> Iterator[tuple[str, bytes]]:
         or {"heldout_loss", "telemetry"} & row.keys()
     ]
     yield METRICS, "".join(json.dumps(row) + "\n" for row in thin).encode()
+
+
+class Beside:
+    """A command of the shell beside the runs, in a group of its own, so that all of it ends."""
+
+    def __init__(self, command: str | None, log: Path) -> None:
+        self.command, self.log = command, log
+        self.began = time.time()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Also before it has begun."""
+        return bool(self.command) and (self.process is None or self.process.poll() is None)
+
+    def look(self, now: float) -> None:
+        """Begin it when most runs have: processes that come to MPS together may be refused."""
+        if self.command and self.process is None and now - self.began > AFTER:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    ["bash", "-c", self.command],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        if self.running:
+            say("BESIDE had not ended")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_a_run_begins_if_it_ends_in_time_and_makes_no_other_late() -> None:
     assert pace.fits([9.0], 1.0, 40.0), "one that is late anyway holds up no other"
     assert pace.ends([1.0, 1.0, 1.0]) == pytest.approx([31.0] * 3)
     assert not pace.fits([1.0, 1.0, 1.0], 0.5, 35.0), "the three would end at 35.5"
+
+
+def test_all_that_runs_beside_ends_with_the_queue(tmp_path: Path) -> None:
+    beside = fill.Beside(f"sleep 60 & echo $! > {tmp_path}/child; wait", tmp_path / "log")
+    beside.look(beside.began + fill.AFTER - 1)
+    assert beside.process is None
+    assert beside.running, "it is still to begin"
+    beside.look(beside.began + fill.AFTER + 1)
+    child = tmp_path / "child"
+    while not (child.exists() and child.read_text()):
+        time.sleep(0.01)
+    beside.stop()
+    beside.process.wait()
+    assert not beside.running
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child.read_text().strip()}/cmdline").exists():
+        if not Path(f"/proc/{child.read_text().strip()}/cmdline").read_bytes():
+            break  # gone, not yet reaped
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
