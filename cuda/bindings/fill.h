@@ -305,6 +305,7 @@ inline Memory memory_at(Tensor const& settings, Tensor const& from, Tensor const
   Memory m = {};
   m.store = Store(row[0]);
   if (m.store == Store::none || m.store == Store::rounded) return m;
+  if (!rows || !seg.from_len) return m;  // nothing to remember, so no tensor either
   std::memcpy(&m.average, row + 1, 4), std::memcpy(&m.weight, row + 2, 4);
   m.planes = planes_of(0, {0, 8, 8, 1, 0, 0, 0, 0}, seg.from_len);
   bool const codes = m.store == Store::eight, wide = m.store == Store::fp32;

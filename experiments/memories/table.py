@@ -1,11 +1,12 @@
-"""The page's tables of losses, from the study's runs: `table.py STUDY_FOLDER`
+"""The page's tables of losses, from the study's runs: `table.py STUDY_FOLDER [ONE/OTHER...]`
 
 1. Bytes of a step between nodes, all ranks together, over the model's elements, as the ledger
    counted them; where the plan has others, that is an error. Without runs, the plan's. Gap
    and verdict are the report's; the range beside them is 95 % for that arm alone.
-2. Arms against each other, paired by seed: 95 % over seeds alone, nothing corrected, and the
-   report's verdict, which is corrected for all pairs.
+2. Arms against each other, paired by seed: 95 % over seeds alone, nothing corrected.
 3. Ratios of two gaps to the baseline, with Fieller's 95 % interval over seeds (covariance counts).
+
+With pairs of arms it prints 2 and 3 of these alone, of any study.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
 from zpp_lab.runs.reader import read_metrics
 from zpp_lab.study.judge.stats import t_interval
-from zpp_lab.study.judge.verdict import ArmResult, pairwise, read_result
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 from zpp_lab.study.report.render import markdown_table
 from zpp_lab.study.report.table import NOTHING, gap_text, signed
 
@@ -72,7 +73,28 @@ def fieller(over: Sequence[float], under: Sequence[float]) -> tuple[float, float
 
 
 def main() -> None:
-    result, rows = read_result(Path(sys.argv[1])), []
+    result = read_result(Path(sys.argv[1]))
+    given = [(one, other) for one, _, other in (word.partition("/") for word in sys.argv[2:])]
+    if not given:
+        arms(result)
+    gaps = {arm.name: arm.gaps for arm in result.every}
+    rows = []
+    for one, other in given or PAIRS:
+        apart = [gaps[one][s] - gaps[other][s] for s in sorted({*gaps[one]} & {*gaps[other]})]
+        rows.append([f"`{one}`", f"`{other}`", spread(apart), ", ".join(map(signed, apart))])
+    print(markdown_table(["Arm", "less", "95 %, alone", "single seeds"], rows), end="\n\n")
+    for one, other in given or RATIOS:
+        seeds = sorted({*gaps[one]} & {*gaps[other]})
+        both = [[gaps[arm][s] for s in seeds] for arm in (one, other)]
+        try:
+            bounds = "{:.2f} to {:.2f}".format(*fieller(*both))
+        except ValueError as error:
+            bounds = str(error)
+        print(f"{one} / {other}: {np.mean(both[0]) / np.mean(both[1]):.2f} ({bounds})")
+
+
+def arms(result: StudyResult) -> None:
+    rows = []
     for arm in result.every:
         alone = arm.gap.interval if arm.gap and arm.verdict != "baseline" else None
         ends = f"{signed(alone[0])} to {signed(alone[1])}" if alone else NOTHING
@@ -82,22 +104,6 @@ def main() -> None:
         rows.append([f"`{arm.name}`", *sent, *found])
     columns = ["Arm", "weights", "gradients", "both", "Gap", "Alone", "Verdict", "Seeds"]
     print(markdown_table(columns, rows), end="\n\n")
-    gaps = {arm.name: arm.gaps for arm in result.every}
-    judged = {(one, other): apart for one, other, apart in pairwise(result)}
-    rows = []
-    for one, other in PAIRS:
-        apart = [gaps[one][s] - gaps[other][s] for s in sorted({*gaps[one]} & {*gaps[other]})]
-        known = judged.get((one, other))  # of many arms the report judges no pairs
-        row = [f"`{one}`", f"`{other}`", spread(apart), ", ".join(map(signed, apart))]
-        rows.append([*row, *([known.verdict, gap_text(known)] if known else [NOTHING, NOTHING])])
-    columns = ["Arm", "less", "95 %, alone", "single seeds", "Verdict", "Gap that decides"]
-    print(markdown_table(columns, rows), end="\n\n")
-    for one, other in RATIOS:
-        both = [[gaps[arm][s] for s in sorted(gaps[one])] for arm in (one, other)]
-        low, high = fieller(*both)
-        print(
-            f"{one} / {other}: {np.mean(both[0]) / np.mean(both[1]):.2f} ({low:.2f} to {high:.2f})"
-        )
 
 
 if __name__ == "__main__":

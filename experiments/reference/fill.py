@@ -87,7 +87,7 @@ PARTS = (
     Part("reference_3m", None, FOUR),
     Part("reference_10m_12m", None, FOUR),
     Part("reference_10m_200m", ("zero3",), (1, 2)),
-    Part("reference_10m", ("zero3", "g8_4_plain"), FOUR),
+    Part("reference_10m", ("g8_4_plain",), FOUR),
     Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_30m", None, FOUR),
     Part("reference_10m", MAIN, MORE),
@@ -119,8 +119,8 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "memories_134m": Size(5.5, 24.0),
     "reference_368m": Size(14.0, 40.0),
 }
-# times as long, without a kernel; topk's as measured beside other runs, the rest are guesses
-SLOW = {"sham": 2.0, "topk": 3.3, "mask": 4.5, "tagc": 4.5}
+# times as long, without a kernel: those of topk as measured beside other runs, the rest are guesses
+SLOW = {"sham": 2.0, "topk": 3.3, "mask": 4.5, "tagc_topk": 2.8, "tagc": 4.5}
 SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -160,11 +160,12 @@ class Pace:
         return found
 
     def fits(self, left: Sequence[float], more: float, seconds: float) -> bool:
-        """Whether one more run is over within these seconds, and each of the others that would be
-        without it."""
+        """Whether one more run is over within these seconds, its start among them, and each of the
+        others that would be without it."""
         alone, joined = self.ends(left), self.ends([*left, more])
         others = zip(alone, joined, strict=False)
-        return joined[-1] <= seconds and all(b <= seconds for a, b in others if a <= seconds)
+        in_time = all(b <= seconds for a, b in others if a <= seconds)
+        return in_time and self.start + joined[-1] <= seconds
 
 
 @dataclass
@@ -194,7 +195,7 @@ def named(run: PlannedRun) -> str:
 
 def size(run: PlannedRun) -> Size:
     own = SIZES.get(str(run.config.run.study), Size())
-    slow = (times for arm, times in SLOW.items() if run.arm.split("_")[:1] == [arm])
+    slow = (times for start, times in SLOW.items() if run.arm.startswith(start))
     return replace(own, work=own.work * next(slow, 1.0))
 
 
@@ -349,10 +350,11 @@ class Queue:
             free = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
             if not free:
                 break
-            gpu = min(free, key=lambda g: sum(g.left()))
-            own = size(run).work * (1 + ENDING)
-            if not self.pace.fits(gpu.left(), own, until - SPARE - self.pace.start - now):
+            own, seconds = size(run).work * (1 + ENDING), until - SPARE - now
+            fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
+            if not fit:
                 continue
+            gpu = min(fit, key=lambda g: sum(g.left()))
             waiting.remove(run)
             clean(run.dir)
             gpu.runs[run.dir] = (run, now)

@@ -415,6 +415,13 @@ def main() -> int:
         f"loss = {curve.floor:.3f} + {curve.scale:.4g} tokens^-{curve.power:.3f}; twice the "
         f"{at / 1e6:.0f}M take {curve.loss(at) - curve.loss(2 * at):.2f} nats off"
     )
+    later = [r for r in results if _tokens(r) > at]
+    if later:  # the least that a token gains, if the curve is convex
+        far = max(later, key=_tokens)
+        slope = math.log(_tokens(far) / at) / (fmean(_losses(results[0])) - fmean(_losses(far)))
+        for row in (row for row in rows if row.gaps):
+            more = math.expm1(fmean(row.gaps) * slope)
+            print(f"{row.arm}: {more:.1%} more by a straight line to {_tokens(far) / 1e6:.0f}M")
     for row in rows:
         if math.isfinite(row.spare):
             print(f"{row.arm}: a loss that falls {row.spare:.1f} times more slowly takes a lead")

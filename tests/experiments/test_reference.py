@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import yaml
 from tests.experiments.scripts import loaded
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config, RunConfig
+from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun, write_config
+from zpp_lab.study.run.queue import Ended
 
 fill = loaded("experiments/reference/fill.py")
 corpus = loaded("experiments/reference/corpus.py")
@@ -63,13 +66,15 @@ def test_a_run_that_another_study_has_is_lent_under_its_own_name(tmp_path: Path)
 
 
 def test_a_run_begins_if_it_ends_in_time_and_makes_no_other_late() -> None:
-    pace = fill.Pace(shared=10.0)  # seconds of a GPU that at least 3.1 runs share
+    pace = fill.Pace(start=5.0, shared=10.0)  # seconds of a GPU that at least 3.1 runs share
     assert pace.ends([1.0, 0.5]) == pytest.approx([31.0, 15.5])
-    assert pace.fits([], 1.0, 31.5)
-    assert not pace.fits([], 1.0, 30.5)
+    assert pace.fits([], 1.0, 36.5)
+    assert not pace.fits([], 1.0, 35.5)
     assert pace.fits([9.0], 1.0, 40.0), "one that is late anyway holds up no other"
     assert pace.ends([1.0, 1.0, 1.0]) == pytest.approx([31.0] * 3)
-    assert not pace.fits([1.0, 1.0, 1.0], 0.5, 35.0), "the three would end at 35.5"
+    assert pace.ends([1.0, 1.0, 1.0, 0.5])[0] == pytest.approx(35.5)
+    assert pace.fits([1.0, 1.0, 1.0], 0.5, 36.0)
+    assert not pace.fits([1.0, 1.0, 1.0], 0.5, 35.0)
 
 
 def test_all_that_runs_beside_ends_with_the_queue(tmp_path: Path) -> None:
@@ -79,17 +84,32 @@ def test_all_that_runs_beside_ends_with_the_queue(tmp_path: Path) -> None:
     assert beside.running, "it is still to begin"
     beside.look(beside.began + fill.AFTER + 1)
     child = tmp_path / "child"
-    while not (child.exists() and child.read_text()):
-        time.sleep(0.01)
+    until(lambda: child.exists() and child.read_text().strip() != "")
     beside.stop()
     beside.process.wait()
     assert not beside.running
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child.read_text().strip()}/cmdline").exists():
-        if not Path(f"/proc/{child.read_text().strip()}/cmdline").read_bytes():
-            break  # gone, not yet reaped
+    words = Path(f"/proc/{child.read_text().strip()}/cmdline")  # empty until it is reaped
+    until(lambda: not words.exists() or not words.read_bytes())
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_fails_at_its_start_is_begun_once_more(tmp_path: Path) -> None:
+    """MPS may refuse one of many that come together; a second refusal is a failure."""
+    folder = tmp_path / "study" / "arm" / "seed1"
+    run = PlannedRun("arm", 1, folder, Config(run=RunConfig(dir=str(folder), study="study")))
+    folder.mkdir(parents=True)
+    (folder / "failure.json").write_text(json.dumps({"outcome": "crashed", "error": "busy"}))
+    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1)
+    for again, failed in (([run], 0), ([], 1)):
+        queue.gpus[0].runs[folder] = (run, 0.0)
+        assert queue.settle(Ended(run, Slot(1, "0"), 1)) == again
+        assert queue.failed == failed
 
 
 @pytest.mark.slow

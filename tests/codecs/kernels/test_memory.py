@@ -135,6 +135,40 @@ def test_rotated_sums_are_remembered_as_they_are_encoded() -> None:
     assert all(bool(m.any()) for m in found[-6:-1])  # signs are lossless in 8 bits
 
 
+def remembered(store: Any, together: bool) -> dict[str, list[Tensor]]:
+    """Payloads and memories of two parameters that are alike, of which one comes a step later; in
+    one layout, or in one each."""
+    codec, memory = BlockCodec(4, 64, rounding="stochastic"), Memory(store, average=0.5)
+    numel, rows = 300, 2
+    settings, numels = dict.fromkeys("ab", memory), dict.fromkeys("ab", numel)
+    first, second = (Held(settings, {}, numels, rows) for _ in range(2))
+    found: dict[str, list[Tensor]] = {name: [] for name in "ab"}
+    for step in range(3):
+        present = ["a", "b"] if step else ["a"]
+        noise = Noise(step, (1, 1), (0, 1))
+        for names in [present] if together else [[name] for name in present]:
+            layout = Layout.build(names, [numel] * len(names), [codec] * len(names))
+            seeds = [10 * step + ord(name) for name in names]
+            sources = [values(rows * numel, seed=seed) for seed in seeds]
+            sums = torch.cat([values(rows, numel, seed=seed + 5) for seed in seeds], dim=1)
+            out, again = torch.empty(2, rows, layout.nbytes, dtype=torch.uint8)
+            remembering.encode(layout, sources, noise, out, None, first)
+            remembering.encode_sums(layout, layout, sums, noise, again, second)
+            for s in layout.segments:
+                own = slice(s.offset, s.offset + s.nbytes)
+                kept = [held.rows[s.name] for held in (first, second)]
+                found[s.name] += [out[:, own], again[:, own], *kept]
+    return found
+
+
+@pytest.mark.parametrize("store", ["fp32", "bf16", "8bit"])
+def test_parameters_that_are_alike_remember_as_each_does_alone(store: Any) -> None:
+    one_by_one = remembered(store, together=False)
+    for name, every in remembered(store, together=True).items():
+        for got, want in zip(every, one_by_one[name], strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_kernels_remember_the_same_bits() -> None:

@@ -119,18 +119,36 @@ def test_outside_segments_in_any_place(name: str, outside_only: bool, kernels: l
             assert bool((mine == (0xA5 if mine.dtype == torch.uint8 else 3.0)).all())
 
 
+@pytest.mark.parametrize("ok", [None, True, False])
 @pytest.mark.parametrize("onto", [False, True])
-def test_decode_and_finish(onto: bool, kernels: list[str]) -> None:
+def test_decode_and_finish(onto: bool, ok: bool | None, kernels: list[str]) -> None:
     before, _ = layouts(outside_only=False)
     payload, _ = call(reference, "encode", before, before)
     want, got = ([torch.full_like(s, 9.0) for s in sources(before)] for _ in range(2))
-    reference.decode(before, payload, want, onto)
-    cuda.decode(before, payload, got, onto)
+    chosen = None if ok is None else torch.tensor(ok)
+    reference.decode(before, payload, want, onto, chosen)
+    cuda.decode(before, payload, got, onto, chosen)
+    assert all(torch.equal(w, torch.full_like(w, 9.0)) == (ok is False) for w in want)
     for segment, mine, truth in zip(before.segments, got, want, strict=True):
         outside = isinstance(segment.codec, Outside)
         assert torch.equal(mine, truth if outside else torch.full_like(truth, 9.0))
     sums = torch.randn(ROWS, before.coded_numel)
     assert torch.equal(cuda.finish_sums(before, sums), reference.finish_sums(before, sums))
+
+
+@pytest.mark.parametrize("differences", [True, False])
+def test_new_weights_of_outside_segments(differences: bool, kernels: list[str]) -> None:
+    layout, _ = layouts(outside_only=False)
+    masters = sources(layout)
+    kept = [m.bfloat16() for m in masters]
+    got, want = torch.full((2, ROWS, layout.nbytes), 0xA5, dtype=torch.uint8)
+    cuda.encode_update(layout, masters, kept, differences, NOISE, got)
+    reference.encode_update(layout, masters, kept, differences, NOISE, want)
+    assert kernels == ["encode"]
+    for segment in (s for s in layout.segments if isinstance(s.codec, Outside)):
+        own = slice(segment.offset, segment.offset + segment.nbytes)
+        assert torch.equal(got[:, own], want[:, own]), segment.name
+    cuda.encode_update(Layout(()), [], [], differences, None, got[:, :0])
 
 
 def test_an_update_is_one_call_each_way(kernels: list[str]) -> None:

@@ -162,10 +162,11 @@ class SketchCodec(CodecBase):
 
     def kept(self, x: Tensor) -> Tensor:
         """fp32 [R, n] with zeros in place of what is not sent, by rows."""
-        size, share = abs(x), math.ceil(float(torch.tensor(self.sparsity * x.shape[-1])))
+        share = math.ceil(float(torch.tensor(self.sparsity * x.shape[-1])))  # rounded to fp32 first
         if not share:
             return x
-        # less than a share lies below a step where the last element of the share does not
+        # fewer than the share lie below a step where the share's last element does not
+        size = abs(x)
         last = size.sort(dim=-1).values[..., share - 1 : share].contiguous()
         steps = torch.tensor((0.0, *STEPS), device=x.device)
         least = steps[torch.bucketize(last, steps[1:], right=True)]

@@ -86,6 +86,8 @@ def encode_update(
     out: Tensor,
     errors: Tensor | None = None,
 ) -> None:
+    if not kept:
+        return
     known = kept[0].dtype in STORES and not outgoing(layout).others
     if errors is not None or not known:
         given = reference.news(layout, masters, kept, differences, len(out))

@@ -159,22 +159,21 @@ def encode(
     given, rows = list(sources), len(out)
     together = _together(layout, kept)
     stacks = []
-    for chosen in together:
-        numel = layout.segments[chosen[0]].numel
-        x = torch.cat([kernels.padded_rows(sources[i], rows, numel) for i in chosen])
-        y = _before(kept, _names(layout, chosen), x.to(torch.float32))
-        stacks.append(y)
-        for i, part in zip(chosen, y.chunk(len(chosen)), strict=True):
+    for alike in together:
+        numel = alike.segments[0].numel
+        x = torch.cat([kernels.padded_rows(sources[i], rows, numel) for i in alike.places])
+        stacks.append(alike.before(x.to(torch.float32)))
+        for i, part in zip(alike.places, alike.parts(stacks[-1]), strict=True):
             given[i] = part
     kernels.encode(layout, given, noise, out, errors)
-    for chosen, y in zip(together, stacks, strict=True):
-        codec = layout.segments[chosen[0]].codec
+    for alike, y in zip(together, stacks, strict=True):
+        codec = alike.segments[0].codec
         if isinstance(codec, SketchCodec):  # its own row may not come back
             d = codec.sent(y)
         else:
             d = torch.empty_like(y)
-            kernels.decode(layout.part(chosen), out, d.chunk(len(chosen)))
-        _keep(kept, _names(layout, chosen), y, d)
+            kernels.decode(layout.part(alike.places), out, alike.parts(d))
+        alike.keep(kept, y, d)
     return given
 
 
@@ -198,19 +197,17 @@ def encode_sums(
     parts = [_columns(given, segment) for segment in held.segments]
     together = _together(held, kept)
     stacks = []
-    for chosen in together:
-        y = _before(kept, _names(held, chosen), torch.cat([parts[i] for i in chosen]))
-        stacks.append(y)
-        for i, part in zip(chosen, y.chunk(len(chosen)), strict=True):
+    for alike in together:
+        stacks.append(alike.before(torch.cat([parts[i] for i in alike.places])))
+        for i, part in zip(alike.places, alike.parts(stacks[-1]), strict=True):
             parts[i] = part
-    given = torch.cat(parts, dim=1)
+    given = torch.cat(parts, dim=1) if together else given
     kernels.encode_sums(held, layout, given, noise, out)
     decoded = torch.zeros(len(out), layout.coded_numel, device=out.device)
     kernels.decode_sum(layout, out[None], decoded)
     decoded = _in_domain(layout, held, decoded)
-    for chosen, y in zip(together, stacks, strict=True):
-        d = torch.cat([_columns(decoded, held.segments[i]) for i in chosen])
-        _keep(kept, _names(held, chosen), y, d)
+    for alike, y in zip(together, stacks, strict=True):
+        alike.keep(kept, y, torch.cat([_columns(decoded, s) for s in alike.segments]))
     return given
 
 
@@ -245,42 +242,56 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _together(layout: Layout, kept: Remembered) -> list[tuple[int, ...]]:
-    """Indices of segments that remember, those together that are alike: in the plan and in whether
-    there is something to remember."""
-    found: dict[object, list[int]] = {}
+@dataclass(frozen=True)
+class Alike:
+    """Segments of one codec, length and memory, handled one below the other: as rows do not see
+    each other this changes no bit. stored: what they remember; none of them does where it is
+    empty."""
+
+    memory: Memory
+    places: tuple[int, ...]
+    segments: list[Segment]
+    stored: list[Tensor]
+
+    def parts(self, stacked: Tensor) -> list[Tensor]:
+        """[G R, n] → [R, n] of each."""
+        return list(stacked.chunk(len(self.places)))
+
+    def before(self, x: Tensor) -> Tensor:
+        return self.memory.before(x, self._load(x))
+
+    def keep(self, kept: Remembered, y: Tensor, d: Tensor) -> None:
+        m = self._load(y) if self.memory.average else d  # not looked at
+        packed = self.memory.pack(self.memory.after(y, d, m))
+        rooms = [kept.room(s.name, y.device) for s in self.segments]
+        torch._foreach_copy_(rooms, self.parts(packed))
+        for segment, room in zip(self.segments, rooms, strict=True):
+            kept.save(segment.name, room)
+
+    def _load(self, like: Tensor) -> Tensor:
+        """fp32 of the shape of `like`."""
+        if not self.stored:
+            return torch.zeros_like(like)
+        return self.memory.unpack(torch.cat(self.stored), like.shape[1])
+
+
+def _together(layout: Layout, kept: Remembered) -> list[Alike]:
+    """The segments that remember."""
+    found: dict[object, list[tuple[int, Segment, Tensor | None]]] = {}
     for i, s in enumerate(layout.segments):
         if s.name in kept.settings:
-            key = s.codec, s.numel, kept.settings[s.name], kept.stored(s.name) is None
-            found.setdefault(key, []).append(i)
-    return [tuple(chosen) for chosen in found.values()]
-
-
-def _names(layout: Layout, chosen: Sequence[int]) -> list[str]:
-    return [layout.segments[i].name for i in chosen]
-
-
-def _load(kept: Remembered, names: Sequence[str], like: Tensor) -> Tensor:
-    """What is remembered of parameters that are alike, one below the other, fp32 of the shape of
-    `like`."""
-    stored = [rows for name in names if (rows := kept.stored(name)) is not None]
-    if not stored:
-        return torch.zeros_like(like)
-    return kept.settings[names[0]].unpack(torch.cat(stored), like.shape[1])
-
-
-def _before(kept: Remembered, names: Sequence[str], x: Tensor) -> Tensor:
-    return kept.settings[names[0]].before(x, _load(kept, names, x))
-
-
-def _keep(kept: Remembered, names: Sequence[str], y: Tensor, d: Tensor) -> None:
-    memory = kept.settings[names[0]]
-    m = _load(kept, names, y) if memory.average else d  # not looked at
-    packed = memory.pack(memory.after(y, d, m))
-    rooms = [kept.room(name, y.device) for name in names]
-    torch._foreach_copy_(rooms, packed.chunk(len(names)))
-    for name, room in zip(names, rooms, strict=True):
-        kept.save(name, room)
+            stored = kept.stored(s.name)
+            key = s.codec, s.numel, kept.settings[s.name], stored is None
+            found.setdefault(key, []).append((i, s, stored))
+    return [
+        Alike(
+            kept.settings[every[0][1].name],
+            tuple(i for i, _, _ in every),
+            [s for _, s, _ in every],
+            [stored for _, _, stored in every if stored is not None],
+        )
+        for every in found.values()
+    ]
 
 
 def _in_one_pass(held: Layout | None, layout: Layout, kept: Remembered, out: Tensor) -> bool:

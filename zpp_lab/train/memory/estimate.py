@@ -13,11 +13,13 @@ in which nothing else on the machine can work, and none can say why.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 from zpp_lab.codecs.errors import AT_ONCE
+from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.plan import Plan, UnitPlan
 from zpp_lab.config.schema import Config
@@ -192,12 +194,17 @@ class _Rank:
 
     def _encoding(self, unit: UnitPlan) -> int:
         """While memories stand before a codec: of a first hop what is encoded, of a second one
-        sums, what is encoded and what that decodes to; beside them what one parameter takes."""
+        sums, what is encoded and what that decodes to; beside them what parameters take that are
+        handled together."""
         found = []
         for wire in self.plan.recipe.hops:
-            numels = [m.rows * m.numel for (w, _), m in unit.memories.items() if w == wire]
+            alike: Counter[tuple[Memory, int]] = Counter()
+            for (where, _), m in unit.memories.items():
+                if where == wire:
+                    alike[m.memory, m.numel] += m.rows * m.numel
             wholes = 1 if wire == self.plan.recipe.hops[0] else 3
-            found.append(FP32 * (wholes * sum(numels) + 4 * max(numels, default=0)))
+            most = max(alike.values(), default=0)
+            found.append(FP32 * (wholes * alike.total() + 4 * most))
         return max(found)
 
     def _remembered(self) -> int:
@@ -210,11 +217,25 @@ class _Rank:
         """While a unit's new weights travel. torch keeps that memory for their stream alone, so
         other moments do without it."""
         kept = self.plan.recipe.kept
-        most = max(map(self.buffers.update, self.plan.units)) if kept else 0
+        most = max(map(self._update, self.plan.units)) if kept else 0
         return [
             Item("new weights, on their way", moments(update=most)),
             Item("new weights, their stream's", always(most) | {"update": 0}, outside=True),
         ]
+
+    def _update(self, unit: UnitPlan) -> int:
+        """A unit's payloads, and what torch makes: of masters what is encoded where telemetry looks
+        or no kernel serves, without kernels also what alike parameters decode to, what that
+        becomes and the choice of either; masters of host memory."""
+        recipe, segments = self.plan.recipe, unit.update.segments
+        numel = sum(s.numel for s in segments)
+        most = self.buffers.update(unit)
+        if not self.kernels or self.config.tracking.telemetry_every:
+            most += (FP32 if recipe.differences else self.weight) * numel
+        if not self.kernels:
+            groups = [sum(segments[i].numel for i in group) for group in unit.update.groups]
+            most += 3 * FP32 * recipe.cluster.nodes * max(groups, default=0)
+        return most + (FP32 * numel if self.config.engine.offload else 0)
 
     def _moments(
         self, trained: list[Parameter], kind: StateKind, place: Literal["gpu", "host"]
