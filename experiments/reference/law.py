@@ -37,6 +37,7 @@ from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult, read_result
 from zpp_lab.study.report.figures.draw import vegalite_version
 from zpp_lab.study.report.style import FONT
+from zpp_lab.study.report.table import signed
 from zpp_lab.study.run.plan import Planner
 from zpp_lab.tools.plan import law
 
@@ -185,7 +186,7 @@ def interval(values: list[float]) -> str:
     if len(values) < 2:
         return ""
     low, high = t_interval(values, 0.95)
-    return f"{fmean(values):+.4f} ± {(high - low) / 2:.4f} ({len(values)})".replace("-", "−")
+    return f"{signed(fmean(values))} ± {(high - low) / 2:.4f} ({len(values)})"
 
 
 def renew(page: Path, head: str, made: str) -> None:

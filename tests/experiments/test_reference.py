@@ -112,6 +112,29 @@ def test_what_fails_at_its_start_is_begun_once_more(tmp_path: Path) -> None:
         assert queue.failed == failed
 
 
+def test_predictions_are_counted_with_and_without_the_measured_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = loaded("experiments/reference/law.py")
+    told = {"gap": 0.010, "low": 0.008, "high": 0.012, "beyond": [], "commit": ""}
+    measured = {"inside": (0.011, 1e-4), "by its error": (0.013, 2e-3), "outside": (0.013, 1e-4)}
+    cells = [
+        script.law.Cell(f"reference_10m/{name}", script.law.Errors(0.1, 0.0), 1e7, 5e7, *gap)
+        for name, gap in measured.items()
+    ]
+    known = tmp_path / "predicted.json"
+    known.write_text(json.dumps({cell.name: told for cell in cells}))
+    monkeypatch.setattr(script, "PREDICTED", known)
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    monkeypatch.setattr(script, "measured", lambda _: cells)
+    script.compare()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said if "OUTSIDE" in line] == ["reference_10m/outside"]
+    assert said[-1].startswith("2 of 3 inside")
+    assert "1 without that" in said[-1]
+    assert "<svg" in (tmp_path / "predicted.svg").read_text()
+
+
 @pytest.mark.slow
 def test_the_published_law_is_what_the_kept_runs_give() -> None:
     script = loaded("experiments/reference/law.py")
