@@ -80,6 +80,7 @@ REMEMBERING = (  # of memories, those that come first
     "g4_remembered",
     "g2_forgotten",
 )
+FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
 FOUR, MORE = range(1, 5), range(5, 9)
 PARTS = (
     Part("reference_10m", MAIN, FOUR),
@@ -90,9 +91,11 @@ PARTS = (
     Part("reference_10m", ("g8_4_plain",), FOUR),
     Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_30m", None, FOUR),
+    Part("reference_134m", FIRST_134M, (1, 2)),  # after their predictions, as the next
+    Part("memories_134m", ("w4_diff",), (1, 2)),
     Part("reference_10m", MAIN, MORE),
     Part("memories", None, FOUR),
-    Part("reference_134m", None, FOUR),  # after their predictions, as the next
+    Part("reference_134m", None, FOUR),
     Part("memories_134m", None, FOUR),
     Part("reference_368m", None, FOUR),
     Part("reference_10m", None, FOUR),
@@ -115,9 +118,9 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_10m_12m": Size(0.26),
     "reference_10m_200m": Size(4.0),
     "reference_30m": Size(2.0, 10.0),
-    "reference_134m": Size(5.5, 20.0),
-    "memories_134m": Size(5.5, 24.0),
-    "reference_368m": Size(14.0, 40.0),
+    "reference_134m": Size(5.5, 10.0),
+    "memories_134m": Size(5.5, 13.0),
+    "reference_368m": Size(14.0, 22.0),
 }
 # times as long, without a kernel: those of topk as measured beside other runs, the rest are guesses
 SLOW = {"sham": 2.0, "topk": 3.3, "mask": 4.5, "tagc_topk": 2.8, "tagc": 4.5}

@@ -198,6 +198,8 @@ def test_the_loss_takes_what_was_planned(dtype: torch.dtype, chunk: int, z_loss:
     wanted = Activations(cfg, vocab, tokens, dtype.itemsize).loss
     if chunk and dtype == torch.bfloat16:  # on the CPU a softmax widens what comes in first
         wanted += 4 * chunk * vocab
+    if not chunk and dtype == torch.bfloat16:  # and backward's gradients are fp32
+        wanted += 2 * tokens * vocab
     assert 0.8 * wanted < live.most <= 1.001 * wanted
 
 

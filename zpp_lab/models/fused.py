@@ -3,10 +3,19 @@
 A small model's time goes into passes over activations. Eagerly a rotation is a cast, a complex
 product and a cast, and each reads and writes the whole tensor; SwiGLU takes two kernels forward and
 three backward. On a GPU each is one Triton kernel here. It rounds where torch's kernels round,
-fuses a product into a sum where torch's build does, and takes exp and division from the same
+fuses a product into a sum where torch's build does, and takes exp, log and division from the same
 library, so runs keep their bits: tests/models/test_fused.py compares them on a GPU. What autograd
-keeps is the same too. Elsewhere, and in compiled blocks, torch's operators do it. A machine without
-Triton, or without the C compiler that starts its kernels, is slower and has the same bits.
+keeps of these two is the same too. Elsewhere, and in compiled blocks, torch's operators do it. A
+machine without Triton, or without the C compiler that starts its kernels, is slower and has the
+same bits.
+
+Cross-entropy moves most of all: whole logits in fp32, their log-softmax, its gradient and that of
+the logits, 18 bytes a logit written and 26 read. Here the logits stay as the product left them, and
+of each row two numbers are kept, its largest logit and the logarithm of its sum, from which
+backward makes a log-probability again in one pass. The bits of a row's sum depend on the order in
+which its terms are added, and torch's kernels add in orders of their own by version and vocabulary.
+So the kernel that adds in one such order serves where torch is seen to have the same one; elsewhere
+torch's own takes the logarithms, and backward alone is one pass.
 """
 
 from __future__ import annotations
@@ -27,7 +36,9 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-BLOCK = 1024  # pairs or elements of a program
+BLOCK = 1024  # pairs or elements of a program; of a row's sum the terms that are added side by side
+MOST_SUMS = 16  # such sums of one row; above, its program would not keep the row in registers
+SEEN_ROWS = 256  # that tell torch's order of adding: of 512 rows another order changed 116
 HALVES = (torch.bfloat16, torch.float16)  # fp32 would gain no cast
 
 
@@ -57,6 +68,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return _product(gate, up, None)
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """fp32 [N]: of each row of log_softmax(logits, in fp32) the target's.
+
+    logits [N, vocab], which `serves`; targets int64 [N], each in the vocabulary.
+    """
+    out: Tensor = _LogProbs.apply(logits, targets)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -109,6 +129,66 @@ def _product(gate: Tensor, up: Tensor, silu: Tensor | None) -> Tensor:
     return out
 
 
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        made, top, log_sum = _rows_of(logits, targets)
+        ctx.save_for_backward(logits, targets, top, log_sum)
+        return made
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, targets, top, log_sum = ctx.saved_tensors
+        out, (rows, vocab) = torch.empty_like(logits), logits.shape
+        _logits_back_kernel[(rows, -(-vocab // BLOCK))](
+            grad.contiguous(), logits, targets, top, log_sum, out, vocab, BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return out, None
+
+
+def _rows_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the target's log-probability, the largest logit and the logarithm of the sum of
+    exp(logit - largest), fp32 [N] each."""
+    vocab = logits.shape[1]
+    if _known_order(vocab, logits.dtype, logits.device):
+        return _log_probs(logits, targets)
+    whole = torch.log_softmax(logits.float(), -1)
+    # at the largest logit it is 0 - that logarithm
+    made = whole.gather(1, targets[:, None]).squeeze(1)
+    return made, logits.amax(-1).float(), -whole.amax(-1)
+
+
+def _log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, vocab = logits.shape
+    made, top, log_sum = (torch.empty(rows, device=logits.device) for _ in range(3))
+    _log_probs_kernel[(rows,)](
+        logits, targets, made, top, log_sum, vocab, -(-vocab // BLOCK), enable_fp_fusion=False,
+        num_warps=8,
+    )  # fmt: skip
+    return made, top, log_sum
+
+
+def _known_order(vocab: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's log-softmax of such rows adds in the order of `_log_probs_kernel`."""
+    if vocab > MOST_SUMS * BLOCK:
+        return False
+    if (vocab, dtype, device) not in _SEEN:
+        if torch.cuda.is_current_stream_capturing():  # nothing can be looked at
+            return False
+        turns = torch.arange(SEEN_ROWS * vocab, device=device, dtype=torch.float64)
+        logits = (4 * turns.mul_(0.7).sin_()).view(SEEN_ROWS, vocab).to(dtype)
+        targets = torch.arange(SEEN_ROWS, device=device) % vocab
+        found = _log_probs(logits, targets)[0]
+        wanted = torch.log_softmax(logits.float(), -1).gather(1, targets[:, None]).squeeze(1)
+        _SEEN[vocab, dtype, device] = torch.equal(found, wanted)
+    return _SEEN[vocab, dtype, device]
+
+
+_SEEN: dict[tuple[int, torch.dtype, torch.device], bool] = {}
+
+
 if triton is not None:  # fusion is off: what torch's build fuses is written as fma
 
     @triton.jit  # type: ignore[misc]
@@ -155,3 +235,50 @@ if triton is not None:  # fusion is off: what torch's build fuses is written as 
         sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-g))
         slope = tl.fma(g, 1.0 - sigmoid, 1.0)
         tl.store(to_gate + at, (to_silu * sigmoid * slope).to(dtype), at < n)
+
+    @triton.jit  # type: ignore[misc]
+    def _log_probs_kernel(logits, targets, made, top, log_sum, vocab, SUMS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """A row as 1024 threads add it: each every 1024th term, then 32 threads and 32 warps, each
+        by halves."""
+        row = tl.program_id(0)
+        at = tl.arange(0, 1024)
+        logits += row * vocab
+        most = tl.full((1024,), float("-inf"), tl.float32)
+        for i in tl.static_range(SUMS):
+            column = i * 1024 + at
+            x = tl.load(logits + column, column < vocab, other=float("-inf")).to(tl.float32)
+            most = tl.maximum(most, x)
+        largest = tl.max(most, 0)
+        sums = tl.zeros((1024,), tl.float32)
+        for i in tl.static_range(SUMS):
+            column = i * 1024 + at
+            x = tl.load(logits + column, column < vocab, other=0.0).to(tl.float32)
+            sums += tl.where(column < vocab, libdevice.exp(x - largest), 0.0)
+        rows = tl.reshape(sums, (32, 2, 16))
+        rows = tl.reshape(tl.sum(rows, 1), (32, 2, 8))
+        rows = tl.reshape(tl.sum(rows, 1), (32, 2, 4))
+        rows = tl.reshape(tl.sum(rows, 1), (32, 2, 2))
+        rows = tl.reshape(tl.sum(rows, 1), (32, 2))
+        warps = tl.reshape(tl.sum(rows, 1), (2, 16))
+        warps = tl.reshape(tl.sum(warps, 0), (2, 8))
+        warps = tl.reshape(tl.sum(warps, 0), (2, 4))
+        warps = tl.reshape(tl.sum(warps, 0), (2, 2))
+        warps = tl.sum(warps, 0)
+        log = libdevice.log(tl.sum(warps, 0))
+        target = tl.load(logits + tl.load(targets + row)).to(tl.float32)
+        tl.store(made + row, target - largest - log)
+        tl.store(top + row, largest)
+        tl.store(log_sum + row, log)
+
+    @triton.jit  # type: ignore[misc]
+    def _logits_back_kernel(grad, logits, targets, top, log_sum, out, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Of a row whose only gradient is its target's, which is therefore the sum of them too."""
+        row = tl.program_id(0)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        at, inside = row * vocab + column, column < vocab
+        x = tl.load(logits + at, inside).to(tl.float32)
+        log = x - tl.load(top + row) - tl.load(log_sum + row)
+        own = tl.load(grad + row)
+        to_log = tl.where(column == tl.load(targets + row), own, 0.0)
+        to_x = tl.fma(-libdevice.exp(log), own, to_log)
+        tl.store(out + at, to_x.to(out.dtype.element_ty), inside)

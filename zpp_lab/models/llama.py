@@ -40,10 +40,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zpp_lab.config.model import ModelConfig
-from zpp_lab.data.packed import IGNORED
 from zpp_lab.models import fused
 from zpp_lab.models.llama_hf import LlamaStart
-from zpp_lab.models.loss import chunked_losses, mean_of, times
+from zpp_lab.models.loss import chunked_losses, cross_entropy, mean_of, times
 from zpp_lab.models.start import CounterStart, RunStart, SeededStart, Start
 
 Whole = Callable[[Tensor], Tensor]
@@ -333,9 +332,7 @@ class Llama(nn.Module):
             return losses.mean() if share is None else times(losses.sum(), share)
         logits = F.linear(x, head).flatten(0, 1)
         if each:
-            return F.cross_entropy(
-                logits.float(), targets.flatten(), reduction="none", ignore_index=IGNORED
-            )
+            return cross_entropy(logits, targets.flatten(), "none")
         return mean_of(logits, targets.flatten(), share)
 
     def units(self) -> list[tuple[str, nn.Module]]:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zpp_lab.data.packed import IGNORED
+from zpp_lab.models import fused
 
 
 def heldout_size(length: int) -> int:
@@ -82,9 +83,19 @@ def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
     logits [N, vocab] of any floating dtype, targets int64 [N], share int64 [2]: a fraction.
     """
     if share is None:
-        return F.cross_entropy(logits.float(), targets)
-    total = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
-    return times(total, share)
+        return cross_entropy(logits, targets, "mean")
+    return times(cross_entropy(logits, targets, "sum"), share)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """In nats and fp32: torch's, of logits [N, vocab] in fp32 and int64 targets [N], without those
+    that are IGNORED. On a GPU by one kernel each way, see `fused.log_probs`: the bits are torch's,
+    who takes the mean, and the gradient of a row's target, in either case."""
+    if not fused.serves(logits):
+        return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=IGNORED)
+    made = fused.log_probs(logits, targets.clamp_min(0))[:, None]  # of one class
+    own = targets.clamp_max(0)  # IGNORED is below
+    return F.nll_loss(made, own, reduction=reduction, ignore_index=IGNORED)
 
 
 def times(total: Tensor, share: Tensor) -> Tensor:

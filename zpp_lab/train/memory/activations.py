@@ -114,15 +114,18 @@ class Activations:
 
     @property
     def loss(self) -> int:
-        """Logits and what a loss makes of them, at the largest: in backward.
+        """Logits and what a loss makes of them, at the largest.
 
-        Whole logits: log-probabilities, their gradient and the logits' gradient, all fp32. In
-        chunks: one chunk's logits and its fp32 softmax, and the head's gradient; of several chunks
-        that is a sum in fp32 and a part to add.
+        Whole logits of fp32: log-probabilities, their gradient and the logits' gradient. Of bf16:
+        the logits, the same in fp32 and the log-probabilities, as backward is one kernel
+        (`models/fused.py`; a vocabulary whose order of adding that knows takes less). In chunks:
+        one chunk's logits and its fp32 softmax, and the head's gradient; of several chunks that is
+        a sum in fp32 and a part to add.
         """
         chunk = self._chunk
         if not chunk:
-            return 3 * FP32 * self.tokens * self.vocab
+            each = 3 * FP32 if self.itemsize == FP32 else self.itemsize + 2 * FP32
+            return each * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
         head = (FP32 * (chunk < self.tokens) + self.itemsize) * self.head
         return at_once + head + self.row
