@@ -10,12 +10,12 @@ machine without Triton, or without the C compiler that starts its kernels, is sl
 same bits.
 
 Cross-entropy moves most of all: whole logits in fp32, their log-softmax, its gradient and that of
-the logits, 18 bytes a logit written and 26 read. Here the logits stay as the product left them, and
-of each row two numbers are kept, its largest logit and the logarithm of its sum, from which
-backward makes a log-probability again in one pass. The bits of a row's sum depend on the order in
-which its terms are added, and torch's kernels add in orders of their own by version and vocabulary.
-So the kernel that adds in one such order serves where torch is seen to have the same one; elsewhere
-torch's own takes the logarithms, and backward alone is one pass.
+the logits, 36 bytes a logit. Here it is 6: the logits stay as the product left them, and of each
+row two numbers are kept, its largest logit and the logarithm of its sum, from which backward makes
+a log-probability again. The bits of a row's sum depend on the order in which its terms are added,
+and torch's kernels add in orders of their own by version and vocabulary. So the kernel that adds in
+one such order serves where torch is seen to have the same one; elsewhere torch's own takes the
+logarithms, and backward alone is one pass.
 """
 
 from __future__ import annotations

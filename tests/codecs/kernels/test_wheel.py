@@ -25,6 +25,13 @@ DIGEST = build.digest()
 FACTS = wheel.Facts("0.1.0", DIGEST, build.ALL_ARCHS, build.TORCH, "13.0")
 
 
+@pytest.fixture(autouse=True)
+def none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's own wheel is not what these tests are about."""
+    own = [path for path in sys.path if not (Path(path) / wheel.NAME).is_dir()]
+    monkeypatch.setattr(sys, "path", own)
+
+
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with such a GPU and no compiler."""
