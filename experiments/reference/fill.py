@@ -24,7 +24,9 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 
 import yaml
@@ -137,7 +139,7 @@ KEPT = (
     "commits.json",
     "shared.json",
 )
-SPARE = 32.0  # seconds before the call's end at which the last run shall have finished
+SPARE = 26.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
 AFTER = 60.0  # seconds after the first runs in which BESIDE begins
 ENDING = 0.03  # of a run's seconds: what follows its last step
@@ -261,11 +263,9 @@ def ordered(
 ) -> list[PlannedRun]:
     """All runs, part by part and seed by seed, so that after any of them the arms so far can be
     compared."""
-    runs: dict[tuple[str, str, int], PlannedRun] = {}
-    for study in studies.values():
-        arms = dict.fromkeys((arm.name for arm in study.arms), study.seeds)
-        for run in Planner(study, root / study.name, compose).plan(arms):
-            runs[study.name, run.arm, run.seed] = run
+    with ProcessPoolExecutor(max(1, min(cores(), len(studies)))) as pool:  # seconds each
+        planned = pool.map(plan_of, studies.values(), repeat(root))
+        runs = {(str(r.config.run.study), r.arm, r.seed): r for found in planned for r in found}
     found: dict[tuple[str, str, int], PlannedRun] = {}
     for part in parts:
         study = studies[part.study]
@@ -273,6 +273,11 @@ def ordered(
             for arm in part.arms or [arm.name for arm in study.arms]:
                 found.setdefault((study.name, arm, seed), runs[study.name, arm, seed])
     return list(found.values())
+
+
+def plan_of(study: StudyConfig, root: Path) -> list[PlannedRun]:
+    arms = dict.fromkeys((arm.name for arm in study.arms), study.seeds)
+    return Planner(study, root / study.name, compose).plan(arms)
 
 
 def ended_before(run: PlannedRun) -> bool:
