@@ -37,8 +37,9 @@ from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import CONFIG, METRICS, SUMMARY
 from zpp_lab.runs.provenance import cores
 from zpp_lab.runs.reader import last_step, read_metrics, write_study
+from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.run.attempts import ended_run, ending
-from zpp_lab.study.run.launch import ENTRY
+from zpp_lab.study.run.launch import ENTRY, next_seeds
 from zpp_lab.study.run.places import Slot, gpu_memory, gpus_to_share
 from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
 from zpp_lab.study.run.queue import Ended, Pool, stop_on_signals
@@ -83,7 +84,7 @@ REMEMBERING = (  # of memories, those that come first
     "g2_forgotten",
 )
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
-FOUR, MORE = range(1, 5), range(5, 9)
+FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 17)
 PARTS = (
     Part("reference_10m", MAIN, FOUR),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
@@ -103,6 +104,7 @@ PARTS = (
     Part("reference_368m", None, FOUR),
     Part("reference_10m", None, FOUR),
     Part("reference_10m", None, MORE),
+    Part("reference_10m", None, NEXT),
     Part("reference_10m_200m", None, FOUR),
     Part("reference_10m_prose", None, FOUR),
 )
@@ -208,7 +210,7 @@ def size(run: PlannedRun) -> Size:
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "--list"]
     name, root, out, *overrides = words
-    parts = PARTS if name == "reference" else (Part(name, None, range(10**6)),)
+    parts = PARTS if name == "reference" else (Part(name, None, range(1, 1000)),)
     studies = {p.study: load_study(p.study, {}, overrides) for p in parts}
     runs = ordered(parts, studies, Path(root))
     there = {alike(run): run for run in runs if run.finished}
@@ -269,14 +271,19 @@ def ordered(
     found: dict[tuple[str, str, int], PlannedRun] = {}
     for part in parts:
         study = studies[part.study]
-        for seed in (seed for seed in study.seeds if seed in part.seeds):
+        for seed in part.seeds:
             for arm in part.arms or [arm.name for arm in study.arms]:
-                found.setdefault((study.name, arm, seed), runs[study.name, arm, seed])
+                if (key := (study.name, arm, seed)) in runs:
+                    found.setdefault(key, runs[key])
     return list(found.values())
 
 
 def plan_of(study: StudyConfig, root: Path) -> list[PlannedRun]:
-    arms = dict.fromkeys((arm.name for arm in study.arms), study.seeds)
+    """Of all arms the study's seeds, and of those that it has not decided the next ones."""
+    arms = {arm.name: list(study.seeds) for arm in study.arms}
+    if study.max_seeds and (root / study.name).is_dir():
+        more = next_seeds(study, read_result(root / study.name, study))
+        arms = {arm: sorted({*seeds, *more.get(arm, [])}) for arm, seeds in arms.items()}
     return Planner(study, root / study.name, compose).plan(arms)
 
 

@@ -11,7 +11,7 @@ from scipy.stats import binom
 from zpp_lab.config.study import ArmConfig, CompositeConfig, StudyConfig
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.families import Entry, PValues, replay
-from zpp_lab.study.judge.verdict import StudyResult, judge_study
+from zpp_lab.study.judge.verdict import StudyResult, judge_study, pairwise
 from zpp_lab.study.run.launch import next_seeds
 
 from .test_sequential import run as drawn
@@ -106,3 +106,10 @@ def replay_as_it_runs(
             return seen.tests["mean"]
         for name, seeds in seen.missing.items():
             done[name] = max(seeds)
+
+
+def test_arms_of_a_study_with_a_composite_are_compared_with_each_other() -> None:
+    found = judged({"w4_32": [0.02, 0.021, 0.022], "w4_64": [0.0, 0.0001, 0.0002]})
+    ((one, other, apart),) = pairwise(found)
+    assert (one, other) == ("w4_32", "w4_64")
+    assert list(apart.gaps.values()) == pytest.approx([0.02, 0.0209, 0.0218])

@@ -239,7 +239,7 @@ def pairwise(result: StudyResult) -> list[tuple[str, str, ArmResult]]:
     as gaps to the baseline are, corrected for the number of pairs. Controls are in none; of more
     than MOST_PAIRED arms there are no pairs, since corrected for so many they would show nothing.
     """
-    study, known = result.study, entries(result.study, result.arms, [])
+    study, known = result.study, entries(result.study, result.arms, result.composites)
     arms = [arm for arm in result.arms if arm.arm.role == "arm" and arm.verdict in VERDICTS]
     pairs, family = [], {}
     for one, other in combinations(arms, 2) if len(arms) <= MOST_PAIRED else ():
