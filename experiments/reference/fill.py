@@ -95,10 +95,12 @@ PARTS = (
     Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_30m", None, FOUR),
     Part("reference_10m", ("diff_g84h",), FOUR),
+    Part("memories", ("mask_ef", "tagc"), (1, 2)),
     Part("reference_134m", FIRST_134M, (1, 2)),  # after their predictions, as the next
     Part("memories_134m", ("w4_diff",), (1, 2)),
     Part("reference_10m", MAIN, MORE),
     Part("memories", None, FOUR),
+    Part("memories", None, MORE),
     Part("reference_134m", None, FOUR),
     Part("memories_134m", None, FOUR),
     Part("reference_368m", None, FOUR),

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
-from law import cells, kept, kept_gaps
+from law import VOCABULARY, kept, kept_gaps
 
-from zpp_lab.config.compose import load_study
+from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.study import StudyConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.models import build_model
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.claims import UNDECIDED
 from zpp_lab.study.judge.verdict import judge_study
 from zpp_lab.study.run.launch import next_seeds
+from zpp_lab.study.run.plan import Planner
 from zpp_lab.tools.plan import law
 
 DRAWS = 40
@@ -42,21 +46,30 @@ class Noise(NamedTuple):
 
 
 def of_arms(study: StudyConfig) -> dict[str, Noise]:
-    """Of every arm that is compared with the baseline."""
+    """Of arms that are compared with the baseline, those of which runs or the law say something."""
     gaps = kept_gaps(study.name)
     known = {arm: v for arm, v in gaps.items() if len(v) >= ENOUGH and any(v)}
-    published, told = law.load_law(), {}
-    for cell in cells(study):
-        told[cell.name] = published.predict(cell.errors, cell.parameters, cell.tokens).gap
-    found = {}
-    for arm in (arm.name for arm in study.arms if arm.role != "baseline"):
-        if arm in known:
-            found[arm] = Noise(fmean(known[arm]), stdev(known[arm]))
+    found = {arm: Noise(fmean(v), stdev(v)) for arm, v in known.items()}
+    rest = [a.name for a in study.arms if a.role != "baseline" and a.name not in known]
+    for arm, law_says in predictions(study, rest):
+        if law_says is None and arm not in gaps:
+            print(f"{arm} is left out: it has no run, and the law says nothing of it")
             continue
-        mean = told[SHAM.get(arm, arm)] if SHAM.get(arm, arm) in told else fmean(gaps[arm])
+        mean = fmean(gaps[arm]) if law_says is None else law_says
         near = min(known, key=lambda name: abs(_size(fmean(known[name])) - _size(mean)))
         found[arm] = Noise(mean, stdev(known[near]))
     return found
+
+
+def predictions(study: StudyConfig, arms: Sequence[str]) -> Iterator[tuple[str, float | None]]:
+    """Of each arm the law's gap; None where it says nothing."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        planner = Planner(study, Path(nowhere), compose)
+        for arm in arms:
+            (run,) = planner.plan({SHAM.get(arm, arm): study.seeds[:1]})
+            model = build_model(run.config.model, VOCABULARY, "meta")
+            told = law.predicted(run.config, build_plan(model, run.config))
+            yield arm, told.gap if told else None
 
 
 def _size(gap: float) -> float:
@@ -81,7 +94,7 @@ def drawn(study: StudyConfig, noise: Mapping[str, Noise], loss: float, seed: int
             break
         for name, at in more:
             add(name, at)
-    verdicts = Counter(arm.verdict for arm in result.arms if arm.arm.role == "arm")
+    verdicts = Counter(a.verdict for a in result.arms if a.arm.role == "arm")
     return verdicts + Counter({"runs": len(runs)})
 
 
@@ -92,17 +105,17 @@ def main() -> int:
     study = load_study(sys.argv[1])
     noise, result = of_arms(study), kept(study.name)
     assert result is not None, "kept_gaps found its runs"
+    arms = [arm for arm in study.arms if arm.name in noise or arm.role == "baseline"]
     loss = fmean(r.heldout_loss for r in result.baseline.finished if r.heldout_loss is not None)
     for plan in sys.argv[2:] or [f"{len(study.seeds)}:{study.max_seeds}:{study.seeds_per_look}"]:
         first, most, step = [*map(int, plan.split(":")), 0, 1][:3]
-        planned = replace(
-            study, seeds=list(range(1, first + 1)), max_seeds=most, seeds_per_look=step
-        )
+        seeds = list(range(1, first + 1))
+        planned = replace(study, arms=arms, seeds=seeds, max_seeds=most, seeds_per_look=step)
         found = [drawn(planned, noise, loss, seed) for seed in range(DRAWS)]
-        arms = sum(found[0].values()) - found[0]["runs"]
-        decided = sorted(1 - one[UNDECIDED] / arms for one in found)
+        judged = sum(found[0].values()) - found[0]["runs"]
+        decided = sorted(1 - one[UNDECIDED] / judged for one in found)
         print(
-            f"{plan}: of {arms} arms {fmean(decided):.0%} decided ({decided[0]:.0%} to "
+            f"{plan}: of {judged} arms {fmean(decided):.0%} decided ({decided[0]:.0%} to "
             f"{decided[-1]:.0%} in {DRAWS} draws), {fmean(one['runs'] for one in found):.0f} runs",
             flush=True,
         )
