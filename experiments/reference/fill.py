@@ -84,7 +84,7 @@ REMEMBERING = (  # of memories, those that come first
     "g2_forgotten",
 )
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
-FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 17)
+FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 21)
 PARTS = (
     Part("reference_10m", MAIN, FOUR),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
@@ -170,11 +170,11 @@ class Pace:
         return found
 
     def fits(self, left: Sequence[float], more: float, seconds: float) -> bool:
-        """Whether one more run is over within these seconds, its start among them, and each of the
-        others that would be without it, or late by less than what the call's end spares."""
+        """Whether one more run is over within these seconds, its start among them, and holds up
+        none of the others that would be in time without it, or before the call ends its runs."""
         alone, joined = self.ends(left), self.ends([*left, more])
         others = zip(alone, joined, strict=False)
-        in_time = all(b <= seconds for a, b in others if a <= seconds + SPARE - STOP)
+        in_time = all(b <= max(seconds, a + 1) for a, b in others if a <= seconds + SPARE - STOP)
         return in_time and self.start + joined[-1] <= seconds
 
 
@@ -212,7 +212,7 @@ def size(run: PlannedRun) -> Size:
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "--list"]
     name, root, out, *overrides = words
-    parts = PARTS if name == "reference" else (Part(name, None, range(1, 1000)),)
+    parts = PARTS if name == "reference" else (Part(name, None, range(10**6)),)
     studies = {p.study: load_study(p.study, {}, overrides) for p in parts}
     runs = ordered(parts, studies, Path(root))
     there = {alike(run): run for run in runs if run.finished}
@@ -267,26 +267,32 @@ def ordered(
 ) -> list[PlannedRun]:
     """All runs, part by part and seed by seed, so that after any of them the arms so far can be
     compared."""
-    with ProcessPoolExecutor(max(1, min(cores(), len(studies)))) as pool:  # seconds each
+    # seconds each; forked before anything starts a thread or a GPU
+    with ProcessPoolExecutor(max(1, min(cores(), len(studies)))) as pool:
         planned = pool.map(plan_of, studies.values(), repeat(root))
         runs = {(str(r.config.run.study), r.arm, r.seed): r for found in planned for r in found}
     found: dict[tuple[str, str, int], PlannedRun] = {}
     for part in parts:
         study = studies[part.study]
-        for seed in part.seeds:
-            for arm in part.arms or [arm.name for arm in study.arms]:
+        arms = part.arms or [arm.name for arm in study.arms]
+        assert {*arms} <= {arm.name for arm in study.arms}, f"{part} names an arm that is none"
+        for seed in sorted({s for name, _, s in runs if name == study.name and s in part.seeds}):
+            for arm in arms:
                 if (key := (study.name, arm, seed)) in runs:
                     found.setdefault(key, runs[key])
     return list(found.values())
 
 
 def plan_of(study: StudyConfig, root: Path) -> list[PlannedRun]:
-    """Of all arms the study's seeds, and of those that it has not decided the next ones."""
-    arms = {arm.name: list(study.seeds) for arm in study.arms}
+    """Of all arms the study's seeds and those that have run, and the next ones that it asks for."""
+    arms = {arm.name: {*study.seeds} for arm in study.arms}
     if study.max_seeds and (root / study.name).is_dir():
-        more = next_seeds(study, read_result(root / study.name, study))
-        arms = {arm: sorted({*seeds, *more.get(arm, [])}) for arm, seeds in arms.items()}
-    return Planner(study, root / study.name, compose).plan(arms)
+        result = read_result(root / study.name, study)
+        for found in ({a.name: a.runs for a in result.arms}, next_seeds(study, result)):
+            arms = {arm: seeds | {*found.get(arm, ())} for arm, seeds in arms.items()}
+    return Planner(study, root / study.name, compose).plan(
+        {arm: sorted(seeds) for arm, seeds in arms.items()}
+    )
 
 
 def ended_before(run: PlannedRun) -> bool:

@@ -115,12 +115,14 @@ def main() -> int:
 
 
 def cells(study: StudyConfig) -> Iterator[law.Cell]:
-    """Of every arm that is no control, without a gap."""
+    """Of every arm that is no control and of which the law says something, without a gap."""
     arms = {arm.name: study.seeds[:1] for arm in study.arms if arm.role == "arm"}
     with tempfile.TemporaryDirectory() as nowhere:
         for run in Planner(study, Path(nowhere), compose).plan(arms):
             model = build_model(run.config.model, VOCABULARY, "meta")
             plan = build_plan(model, run.config)
+            if law.predicted(run.config, plan) is None:
+                continue
             yield law.Cell(run.arm, law.Errors.of(plan), *law.extent(run.config, plan), 0.0, 1.0)
 
 

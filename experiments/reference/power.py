@@ -4,35 +4,31 @@ FIRST seeds of each arm, then STEP more of the arms that are neither inside nor 
 up to MOST (`max_seeds`, `seeds_per_look`); FIRST alone: no more. Without any: what the study says.
 
 Studies are drawn and judged as the report judges them, over seeds alone. An arm's gaps by seed are
-normal. With four kept seeds or more their mean and scatter are the measured ones; else the mean is
-the law's, and the scatter that of the arm with so many seeds whose gap is nearest in size. Whether
-arms are decided is what is asked, so nothing here looks at who is.
+normal, and no two arms share any. With four kept seeds or more their mean and scatter are the
+measured ones, so this is the power at the gaps seen. Else the mean is the law's, and the scatter
+that of the arm with so many seeds whose gap is nearest in size, or of half of them if that is more.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 import numpy as np
-from law import VOCABULARY, kept, kept_gaps
+from law import cells, kept, kept_gaps
 
-from zpp_lab.config.compose import compose, load_study
+from zpp_lab.config.compose import load_study
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.engines.build import build_plan
-from zpp_lab.models import build_model
 from zpp_lab.runs.reader import Run
-from zpp_lab.study.judge.claims import UNDECIDED
+from zpp_lab.study.judge.claims import OPEN, UNDECIDED
 from zpp_lab.study.judge.verdict import judge_study
 from zpp_lab.study.run.launch import next_seeds
-from zpp_lab.study.run.plan import Planner
 from zpp_lab.tools.plan import law
 
 DRAWS = 40
@@ -46,30 +42,25 @@ class Noise(NamedTuple):
 
 
 def of_arms(study: StudyConfig) -> dict[str, Noise]:
-    """Of arms that are compared with the baseline, those of which runs or the law say something."""
+    """Of arms that are compared with the baseline, those of which runs or the law say something.
+    ValueError where no arm has seeds enough."""
     gaps = kept_gaps(study.name)
-    known = {arm: v for arm, v in gaps.items() if len(v) >= ENOUGH and any(v)}
-    found = {arm: Noise(fmean(v), stdev(v)) for arm, v in known.items()}
-    rest = [a.name for a in study.arms if a.role != "baseline" and a.name not in known]
-    for arm, law_says in predictions(study, rest):
-        if law_says is None and arm not in gaps:
+    known = {arm: Noise(fmean(v), stdev(v)) for arm, v in gaps.items() if len(v) >= ENOUGH}
+    like = [known[arm.name] for arm in study.arms if arm.role == "arm" and arm.name in known]
+    if not like:
+        raise ValueError(f"{study.name}: no arm has {ENOUGH} kept seeds, so no scatter is known")
+    usual, published = median(noise.scatter for noise in like), law.load_law()
+    told = {c.name: published.predict(c.errors, c.parameters, c.tokens).gap for c in cells(study)}
+    for arm in (arm.name for arm in study.arms if arm.role != "baseline"):
+        mean = told.get(SHAM.get(arm, arm), fmean(gaps.get(arm, [math.nan])))
+        if arm in known:
+            continue
+        if math.isnan(mean):
             print(f"{arm} is left out: it has no run, and the law says nothing of it")
             continue
-        mean = fmean(gaps[arm]) if law_says is None else law_says
-        near = min(known, key=lambda name: abs(_size(fmean(known[name])) - _size(mean)))
-        found[arm] = Noise(mean, stdev(known[near]))
-    return found
-
-
-def predictions(study: StudyConfig, arms: Sequence[str]) -> Iterator[tuple[str, float | None]]:
-    """Of each arm the law's gap; None where it says nothing."""
-    with tempfile.TemporaryDirectory() as nowhere:
-        planner = Planner(study, Path(nowhere), compose)
-        for arm in arms:
-            (run,) = planner.plan({SHAM.get(arm, arm): study.seeds[:1]})
-            model = build_model(run.config.model, VOCABULARY, "meta")
-            told = law.predicted(run.config, build_plan(model, run.config))
-            yield arm, told.gap if told else None
+        near = min(like, key=lambda noise: abs(_size(noise.mean) - _size(mean)))
+        known[arm] = Noise(mean, max(usual, near.scatter))
+    return known
 
 
 def _size(gap: float) -> float:
@@ -104,19 +95,24 @@ def main() -> int:
         return 2
     study = load_study(sys.argv[1])
     noise, result = of_arms(study), kept(study.name)
-    assert result is not None, "kept_gaps found its runs"
+    assert result is not None, "it has gaps"
     arms = [arm for arm in study.arms if arm.name in noise or arm.role == "baseline"]
     loss = fmean(r.heldout_loss for r in result.baseline.finished if r.heldout_loss is not None)
     for plan in sys.argv[2:] or [f"{len(study.seeds)}:{study.max_seeds}:{study.seeds_per_look}"]:
-        first, most, step = [*map(int, plan.split(":")), 0, 1][:3]
+        first, *more = map(int, plan.split(":"))
+        most, step = more or (0, 1)
         seeds = list(range(1, first + 1))
         planned = replace(study, arms=arms, seeds=seeds, max_seeds=most, seeds_per_look=step)
         found = [drawn(planned, noise, loss, seed) for seed in range(DRAWS)]
         judged = sum(found[0].values()) - found[0]["runs"]
-        decided = sorted(1 - one[UNDECIDED] / judged for one in found)
+        told, closed = (
+            [1 - sum(one[verdict] for verdict in left) / judged for one in found]
+            for left in ((UNDECIDED,), OPEN)
+        )
         print(
-            f"{plan}: of {judged} arms {fmean(decided):.0%} decided ({decided[0]:.0%} to "
-            f"{decided[-1]:.0%} in {DRAWS} draws), {fmean(one['runs'] for one in found):.0f} runs",
+            f"{plan}: of {judged} arms {fmean(told):.0%} end otherwise than undecided "
+            f"({min(told):.0%} to {max(told):.0%} in {DRAWS} draws), {fmean(closed):.0%} inside or "
+            f"beyond the margin; {fmean(one['runs'] for one in found):.0f} runs",
             flush=True,
         )
     return 0

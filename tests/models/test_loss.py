@@ -1,4 +1,4 @@
-"""The chunked loss against whole logits: values, gradients, memory, repeats."""
+"""The chunked loss against whole logits: values, gradients, memory, repeats. The fused one's frame."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.data.packed import IGNORED
-from zpp_lab.models import build_model
-from zpp_lab.models.loss import chunked_losses, token_losses
+from zpp_lab.models import build_model, fused
+from zpp_lab.models.loss import chunked_losses, cross_entropy, token_losses
 
 N, DIM, VOCAB = 37, 24, 101
 
@@ -103,3 +103,28 @@ def test_the_decoder_never_makes_whole_logits(tied: bool) -> None:
     assert held_out.shape == (512,)
     assert torch.allclose(held_out, token_losses(whole, x, y))
     assert chunked(x).shape == whole(x).shape == (4, 128, 997)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_kernel_that_gives_the_targets_alone_leaves_the_rest_to_torch(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch in the kernel's place: loss, gradient, what does not count, and a wrong target."""
+
+    def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None]).squeeze(1)
+
+    logits = torch.randn(33, 50, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 50, (33,))
+    targets[::5] = IGNORED
+    wanted = cross_entropy(logits, targets, reduction)
+    monkeypatch.setattr(fused, "serves", lambda x: True)
+    monkeypatch.setattr(fused, "log_probs", log_probs)
+    found = cross_entropy(logits, targets, reduction)
+    assert torch.equal(found, wanted)
+    grad = torch.rand_like(wanted)
+    one, other = (torch.autograd.grad(y, logits, grad)[0] for y in (found, wanted))
+    assert torch.equal(one, other)
+    targets[7] = 50
+    with pytest.raises(IndexError):
+        cross_entropy(logits, targets, reduction)

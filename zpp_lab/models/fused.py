@@ -10,12 +10,12 @@ machine without Triton, or without the C compiler that starts its kernels, is sl
 same bits.
 
 Cross-entropy moves most of all: whole logits in fp32, their log-softmax, its gradient and that of
-the logits, 36 bytes a logit. Here it is 6: the logits stay as the product left them, and of each
-row two numbers are kept, its largest logit and the logarithm of its sum, from which backward makes
-a log-probability again. The bits of a row's sum depend on the order in which its terms are added,
-and torch's kernels add in orders of their own by version and vocabulary. So the kernel that adds in
-one such order serves where torch is seen to have the same one; elsewhere torch's own takes the
-logarithms, and backward alone is one pass.
+the logits, 36 bytes a logit. Here it is 6, and some 24 where torch adds: the logits stay as the
+product left them, and of each row two numbers are kept, its largest logit and the logarithm of its
+sum, from which backward makes a log-probability again. The bits of a row's sum depend on the order
+in which its terms are added, and torch's kernels add in orders of their own by version and
+vocabulary. So the kernel that adds in one such order serves where torch is seen to have the same
+one; elsewhere torch's own takes the logarithms, and backward alone is one pass.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-BLOCK = 1024  # pairs or elements of a program; of a row's sum the terms that are added side by side
-MOST_SUMS = 16  # such sums of one row; above, its program would not keep the row in registers
+BLOCK = 1024  # pairs or elements of a program
+THREADS = 1024  # that add a row side by side in torch's kernel, as 32 warps of 32
+MOST_SUMS = 16  # terms of each of them; the loop over them is unrolled
 SEEN_ROWS = 256  # that tell torch's order of adding: of 512 rows another order changed 116
 HALVES = (torch.bfloat16, torch.float16)  # fp32 would gain no cast
 
@@ -162,9 +163,9 @@ def _rows_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocab = logits.shape
-    made, top, log_sum = (torch.empty(rows, device=logits.device) for _ in range(3))
+    made, top, log_sum = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     _log_probs_kernel[(rows,)](
-        logits, targets, made, top, log_sum, vocab, -(-vocab // BLOCK), enable_fp_fusion=False,
+        logits, targets, made, top, log_sum, vocab, -(-vocab // THREADS), enable_fp_fusion=False,
         num_warps=8,
     )  # fmt: skip
     return made, top, log_sum
@@ -172,7 +173,7 @@ def _log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def _known_order(vocab: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch's log-softmax of such rows adds in the order of `_log_probs_kernel`."""
-    if vocab > MOST_SUMS * BLOCK:
+    if vocab > MOST_SUMS * THREADS:
         return False
     if (vocab, dtype, device) not in _SEEN:
         if torch.cuda.is_current_stream_capturing():  # nothing can be looked at

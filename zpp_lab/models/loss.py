@@ -55,8 +55,7 @@ def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     if getattr(model, "gives_token_losses", False):
         losses: Tensor = model(inputs, targets, each=True)
     else:
-        logits = model(inputs).float().flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
+        losses = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), "none")
     return losses[targets.flatten() != IGNORED]
 
 
@@ -93,8 +92,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     who takes the mean, and the gradient of a row's target, in either case."""
     if not fused.serves(logits):
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=IGNORED)
-    made = fused.log_probs(logits, targets.clamp_min(0))[:, None]  # of one class
-    own = targets.clamp_max(0)  # IGNORED is below
+    vocab = logits.shape[1]
+    made = fused.log_probs(logits, targets.clamp(0, vocab - 1))[:, None]  # of one class: 0, which
+    own = targets.clamp_max(0).masked_fill(targets >= vocab, 1)  # one beyond the vocabulary is not
     return F.nll_loss(made, own, reduction=reduction, ignore_index=IGNORED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import zipfile
 from base64 import urlsafe_b64encode
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -28,8 +30,14 @@ FACTS = wheel.Facts("0.1.0", DIGEST, build.ALL_ARCHS, build.TORCH, "13.0")
 @pytest.fixture(autouse=True)
 def none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine's own wheel is not what these tests are about."""
-    own = [path for path in sys.path if not (Path(path) / wheel.NAME).is_dir()]
-    monkeypatch.setattr(sys, "path", own)
+    find = importlib.util.find_spec
+    own = find(wheel.NAME)
+
+    def without(name: str, package: str | None = None) -> ModuleSpec | None:
+        spec = find(name, package)
+        return None if spec and own and spec.origin == own.origin else spec
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
 
 
 @pytest.fixture

@@ -116,15 +116,16 @@ class Activations:
     def loss(self) -> int:
         """Logits and what a loss makes of them, at the largest.
 
-        Whole logits of fp32: log-probabilities, their gradient and the logits' gradient. Of bf16:
-        the logits, the same in fp32 and the log-probabilities, as backward is one kernel
+        Whole logits of fp32: log-probabilities, their gradient and the logits' gradient. Of bf16 on
+        a GPU: the logits, the same in fp32 and the log-probabilities, as backward is one kernel
         (`models/fused.py`; a vocabulary whose order of adding that knows takes less). In chunks:
         one chunk's logits and its fp32 softmax, and the head's gradient; of several chunks that is
         a sum in fp32 and a part to add.
         """
         chunk = self._chunk
         if not chunk:
-            each = 3 * FP32 if self.itemsize == FP32 else self.itemsize + 2 * FP32
+            large = self.tokens * self.vocab >= 2**31  # for that kernel
+            each = 3 * FP32 if self.itemsize == FP32 or large else self.itemsize + 2 * FP32
             return each * self.tokens * self.vocab
         at_once = (self.itemsize + FP32) * min(chunk, self.tokens) * self.vocab
         head = (FP32 * (chunk < self.tokens) + self.itemsize) * self.head
