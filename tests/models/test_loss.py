@@ -1,4 +1,4 @@
-"""The chunked loss against whole logits: values, gradients, memory, repeats. The fused one's frame."""
+"""The chunked loss against whole logits: values, gradients, memory, repeats."""
 
 from __future__ import annotations
 
