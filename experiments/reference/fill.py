@@ -170,8 +170,9 @@ class Pace:
         return found
 
     def fits(self, left: Sequence[float], more: float, seconds: float) -> bool:
-        """Whether one more run is over within these seconds, its start among them, and holds up
-        none of the others that would be in time without it, or before the call ends its runs."""
+        """Whether one more run is over within these seconds, its start among them, and makes none
+        of the others late. One that is late already, but would be over before the call ends its
+        runs, it delays by a second at most."""
         alone, joined = self.ends(left), self.ends([*left, more])
         others = zip(alone, joined, strict=False)
         in_time = all(b <= max(seconds, a + 1) for a, b in others if a <= seconds + SPARE - STOP)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import lzma
+import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.experiments.scripts import loaded
+from zpp_lab.config.compose import load_study
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun, write_config
 from zpp_lab.study.run.queue import Ended
 
+ROOT = Path(__file__).parents[2]
 fill = loaded("experiments/reference/fill.py")
 corpus = loaded("experiments/reference/corpus.py")
 FITTED = ("reference_10m", "reference_3m", "reference_10m_12m", "reference_30m")  # as its page
@@ -77,6 +81,20 @@ def test_a_run_begins_if_it_ends_in_time_and_makes_no_other_late() -> None:
     assert pace.ends([1.0, 1.0, 1.0, 0.5])[0] == pytest.approx(35.5)
     assert pace.fits([1.0, 1.0, 1.0], 0.5, 36.0)
     assert not pace.fits([1.0, 1.0, 1.0], 0.5, 35.0)
+
+
+def test_arms_that_are_not_decided_are_planned_with_their_next_seeds(tmp_path: Path) -> None:
+    """By kept runs: 2 bits without a memory are decided after the first look, 4 bits are not."""
+    with tarfile.open(ROOT / "experiments" / "reference" / "memories.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    study = load_study("memories", {}, ["ops.backend=cuda"])
+    names = ("zero3", "g4_forgotten", "g2_forgotten")
+    few = replace(study, arms=[arm for arm in study.arms if arm.name in names], max_seeds=8)
+    seeds: dict[str, list[int]] = {}
+    for run in fill.plan_of(few, tmp_path):
+        seeds.setdefault(run.arm, []).append(run.seed)
+    more = list(range(1, 9))
+    assert seeds == {"zero3": more, "g4_forgotten": more, "g2_forgotten": more[:4]}
 
 
 def test_all_that_runs_beside_ends_with_the_queue(tmp_path: Path) -> None:

@@ -87,14 +87,18 @@ def mean_of(logits: Tensor, targets: Tensor, share: Tensor | None) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """In nats and fp32: torch's, of logits [N, vocab] in fp32 and int64 targets [N], without those
-    that are IGNORED. On a GPU by one kernel each way, see `fused.log_probs`: the bits are torch's,
-    who takes the mean, and the gradient of a row's target, in either case."""
+    """Of logits [N, vocab], widened to fp32, and int64 targets [N], of which IGNORED ones do not
+    count; in nats, fp32. reduction: mean, sum, or none for [N], as torch has them.
+
+    On a GPU one kernel each way (`fused.log_probs`) with the bits of torch's. It gives each row's
+    target; the mean over rows and its gradient are torch's there too.
+    """
     if not fused.serves(logits):
         return F.cross_entropy(logits.float(), targets, reduction=reduction, ignore_index=IGNORED)
     vocab = logits.shape[1]
-    made = fused.log_probs(logits, targets.clamp(0, vocab - 1))[:, None]  # of one class: 0, which
-    own = targets.clamp_max(0).masked_fill(targets >= vocab, 1)  # one beyond the vocabulary is not
+    made = fused.log_probs(logits, targets.clamp(0, vocab - 1))[:, None]
+    # class 0 is all that `made` has; a target beyond the vocabulary becomes 1, which torch refuses
+    own = targets.clamp_max(0).masked_fill(targets >= vocab, 1)
     return F.nll_loss(made, own, reduction=reduction, ignore_index=IGNORED)
 
 
