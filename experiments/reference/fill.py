@@ -6,6 +6,8 @@ and only one that would finish before CALL_END (a unix time): what each GPU gets
 OUT/NAME.tar.gz has what finished runs of study NAME wrote, renewed each minute. Kept runs lie in
 ROOT/NAME before this starts, so nothing is trained twice. More words are settings of all runs.
 Where READY is set, no run starts before that file is there.
+Where GOES_ON is set, another call follows on this machine: runs stop at CALL_END with a checkpoint,
+and go on in that call.
 BESIDE: a command that begins a minute after the first runs and ends with the call: OUT/beside.log.
 
 With `--list` it says what would run, in order, and starts nothing.
@@ -43,6 +45,7 @@ from zpp_lab.study.run.launch import ENTRY, next_seeds
 from zpp_lab.study.run.places import Slot, gpu_memory, gpus_to_share
 from zpp_lab.study.run.plan import PlannedRun, Planner, check_runs
 from zpp_lab.study.run.queue import Ended, Pool, stop_on_signals
+from zpp_lab.train.piece import PAUSED
 
 MAIN = (  # of reference_10m
     "zero3",
@@ -94,10 +97,10 @@ PARTS = (
     Part("reference_10m", ("g8_4_plain",), FOUR),
     Part("tuned", ("zero3", "w4_256_symmetric", "tuned", "uniform"), range(1, 6)),
     Part("reference_30m", None, FOUR),
-    Part("reference_10m", ("diff_g84h",), FOUR),
-    Part("memories", ("mask_ef", "tagc"), (1, 2)),
     Part("reference_134m", FIRST_134M, (1, 2)),  # after their predictions, as the next
     Part("memories_134m", ("w4_diff",), (1, 2)),
+    Part("reference_10m", ("diff_g84h",), FOUR),
+    Part("memories", ("mask_ef", "tagc"), (1, 2)),
     Part("reference_10m", MAIN, MORE),
     Part("memories", None, FOUR),
     Part("memories", None, MORE),
@@ -145,6 +148,7 @@ KEPT = (
 )
 SPARE = 26.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
+LAST = 5.0  # or, where they go on in another call, those that have not written their checkpoint
 AFTER = 60.0  # seconds after the first runs in which BESIDE begins
 ENDING = 0.03  # of a run's seconds: what follows its last step
 ALONE = 3.1  # how much longer a run of 10M takes with a GPU to itself than its share of a full one
@@ -189,11 +193,7 @@ class Gpu:
 
     def left(self) -> list[float]:
         """Of each run the work that is left."""
-        runs = [run for run, _ in self.runs.values()]
-        return [
-            size(run).work * (1 - last_step(run.dir) / run.config.train.steps + ENDING)
-            for run in runs
-        ]
+        return [left(run) for run, _ in self.runs.values()]
 
     def has_room(self, run: PlannedRun, most: int) -> bool:
         taken = sum(size(other).gib for other, _ in self.runs.values())
@@ -210,6 +210,11 @@ def size(run: PlannedRun) -> Size:
     return replace(own, work=own.work * next(slow, 1.0))
 
 
+def left(run: PlannedRun) -> float:
+    """What it has still to do, in whole runs of reference_10m."""
+    return size(run).work * (1 - last_step(run.dir) / run.config.train.steps + ENDING)
+
+
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "--list"]
     name, root, out, *overrides = words
@@ -223,6 +228,7 @@ def main() -> int:
     for run in absent:
         once.setdefault(alike(run), run)
     todo = [run for same, run in once.items() if same not in there]
+    todo.sort(key=lambda run: not begun(run))
     done = len(runs) - len(absent)
     say(f"{done} of {len(runs)} runs are there, {len(lent)} in another study, {len(todo)} left")
     if "--list" in sys.argv:
@@ -239,9 +245,11 @@ def main() -> int:
         lend(source, run)
     room = (gpu_memory() or math.inf) / 2**30 - SPARED
     gpus = [Gpu(gpu, room) for gpu in gpus_to_share([todo[0].config])] if todo else []
-    queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], int(os.environ.get("PER_GPU", "10")))
+    places, until = int(os.environ.get("PER_GPU", "10")), float(os.environ["CALL_END"])
+    goes_on = bool(os.environ.get("GOES_ON"))
+    queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], places, until, goes_on)
     queue.lent = [run.dir for _, run in lent]
-    return queue.run(todo, float(os.environ["CALL_END"]))
+    return queue.run(todo)
 
 
 def with_text(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -324,9 +332,19 @@ def lend(source: PlannedRun, run: PlannedRun) -> None:
 
 
 class Queue:
-    def __init__(self, root: Path, out: Path, gpus: list[Gpu], per_gpu: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        out: Path,
+        gpus: list[Gpu],
+        per_gpu: int,
+        until: float,
+        goes_on: bool,
+    ) -> None:
         self.root, self.out, self.gpus, self.per_gpu = root, out, gpus, per_gpu
-        self.pool, self.pace = Pool(ENTRY), Pace()
+        self.until, self.goes_on, self.paused = until, goes_on, 0
+        self.pool = Pool(ENTRY, until - STOP if goes_on else None)
+        self.pace = Pace()
         self.threads = max(1, cores() // (len(gpus) * per_gpu))
         self.finished: list[Path] = []
         self.lent: list[Path] = []  # packed too
@@ -335,15 +353,15 @@ class Queue:
         self.measured = Measured(self.pace)
         self.beside = Beside(os.environ.get("BESIDE"), out / "beside.log")
 
-    def run(self, todo: list[PlannedRun], until: float) -> int:
+    def run(self, todo: list[PlannedRun]) -> int:
         """Exit code: 0, or 1 where three runs fail before any finishes."""
         packed, waiting = time.time(), list(todo)
         with stop_on_signals() as stop:
             try:
                 while (waiting or self.busy) and not stop.requested:
                     now = time.time()
-                    waiting = self.start(waiting, now, until)
-                    if not self.busy or now > until - STOP:
+                    waiting = self.start(waiting, now)
+                    if not self.busy or now > self.until - (LAST if self.goes_on else STOP):
                         break
                     self.beside.look(now)
                     for ended in self.pool.wait(1.0):
@@ -360,7 +378,8 @@ class Queue:
                 self.beside.stop()
                 self.pool.stop()
                 self.pack()
-        say(f"{len(self.finished)} runs ended, {self.failed} failed, {len(waiting)} not begun"
+        stopped = f"{self.paused} to go on, " * self.goes_on
+        say(f"{len(self.finished)} runs ended, {self.failed} failed, {stopped}{len(waiting)} waiting"
             f"{', cut: ' * bool(cut)}{', '.join(cut)}")  # fmt: skip
         return int(self.failed > 0 and not self.finished)
 
@@ -368,20 +387,24 @@ class Queue:
     def busy(self) -> bool:
         return bool(self.pool.running) or self.beside.running
 
-    def start(self, waiting: list[PlannedRun], now: float, until: float) -> list[PlannedRun]:
+    def start(self, waiting: list[PlannedRun], now: float) -> list[PlannedRun]:
         """Begins what has room and time, in order, and returns the runs that wait on. Where one
         would not finish, smaller ones further down may."""
         for run in list(waiting):
             free = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
             if not free:
                 break
-            own, seconds = size(run).work * (1 + ENDING), until - SPARE - now
-            fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
+            own, seconds = left(run), self.until - SPARE - now
+            if self.goes_on:
+                fit = free if seconds > self.pace.start else []
+            else:
+                fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
             if not fit:
                 continue
             gpu = min(fit, key=lambda g: sum(g.left()))
             waiting.remove(run)
-            clean(run.dir)
+            if not begun(run):
+                clean(run.dir)
             gpu.runs[run.dir] = (run, now)
             self.pool.start(run, Slot(self.threads, gpu.name))
         return waiting
@@ -391,6 +414,9 @@ class Queue:
         many start, MPS may have no room for one of them."""
         gpu = next(gpu for gpu in self.gpus if ended.run.dir in gpu.runs)
         _, began = gpu.runs.pop(ended.run.dir)
+        if ended.code == PAUSED:
+            self.paused += 1
+            return []
         result = ended_run(ended.run, ended.code, False)
         if result.outcome in ("finished", "diverged"):
             self.finished.append(ended.run.dir)
@@ -508,8 +534,13 @@ class Measured:
             self.pace.shared = sum(s for s, _ in lately) / sum(r for _, r in lately)
 
 
+def begun(run: PlannedRun) -> bool:
+    """Whether it can go on from the checkpoint of a call before on this machine."""
+    return last_step(run.dir) > 0 and any((run.dir / "checkpoints").glob("step-*"))
+
+
 def clean(folder: Path) -> None:
-    """A run that was cut in another call starts anew: its folder has no checkpoint."""
+    """A run that was cut starts anew."""
     for name in (*KEPT, METRICS, "log.txt"):
         (folder / name).unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@
 # those of OUT/NAME.tar.gz, which is renewed each minute, into it.
 # STUDY: reference, all of them whose text .queue has; one of them; or reference_10m_mini, a rehearsal without a GPU.
 # PER_GPU: runs that share a GPU at most. RUNS: a folder with archives of runs that are there.
+# GOES_ON: any word where another call follows on this machine; runs go on in it (fill.py).
 # BESIDE: a command that takes little of a GPU, such as a check of kernels, to share them with the runs.
 set -u
 out="${1:?name a folder for the results}"

@@ -125,7 +125,7 @@ def test_what_fails_at_its_start_is_begun_once_more(tmp_path: Path) -> None:
     run = PlannedRun("arm", 1, folder, Config(run=RunConfig(dir=str(folder), study="study")))
     folder.mkdir(parents=True)
     (folder / "failure.json").write_text(json.dumps({"outcome": "crashed", "error": "busy"}))
-    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1)
+    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + 60, False)
     for again, failed in (([run], 0), ([], 1)):
         queue.gpus[0].runs[folder] = (run, 0.0)
         assert queue.settle(Ended(run, Slot(1, "0"), 1)) == again
