@@ -378,9 +378,9 @@ class Queue:
                 self.beside.stop()
                 self.pool.stop()
                 self.pack()
-        stopped = f"{self.paused} to go on, " * self.goes_on
-        say(f"{len(self.finished)} runs ended, {self.failed} failed, {stopped}{len(waiting)} waiting"
-            f"{', cut: ' * bool(cut)}{', '.join(cut)}")  # fmt: skip
+        told = [f"{len(self.finished)} runs ended", f"{self.failed} failed"]
+        told += [f"{self.paused} to go on"] * self.goes_on + [f"{len(waiting)} not begun"]
+        say(", ".join([*told, *([f"cut: {', '.join(cut)}"] if cut else [])]))
         return int(self.failed > 0 and not self.finished)
 
     @property
