@@ -86,6 +86,7 @@ REMEMBERING = (  # of memories, those that come first
     "g4_remembered",
     "g2_forgotten",
 )
+DECIDING = ("zero3", "w4_256_symmetric", "w4_diff", "g2_remembered", "g4_forgotten")
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
 FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 21)
 PARTS = (
@@ -100,15 +101,18 @@ PARTS = (
     Part("reference_134m", FIRST_134M, (1, 2)),  # after their predictions, as the next
     Part("memories_134m", ("w4_diff",), (1, 2)),
     Part("reference_10m", ("diff_g84h",), FOUR),
-    Part("memories", ("mask_ef", "tagc"), (1, 2)),
     Part("reference_10m", MAIN, MORE),
-    Part("memories", None, FOUR),
-    Part("memories", None, MORE),
-    Part("reference_134m", None, FOUR),
+    Part("memories", ("w4_256_symmetric", "zeropp", *REMEMBERING), MORE),
+    Part("memories_134m", DECIDING, FOUR),
+    Part("reference_134m", FIRST_134M, FOUR),
+    Part("memories", ("mask_ef", "tagc"), (1, 2)),  # slow, on the host: few kernels large enough
     Part("memories_134m", None, FOUR),
-    Part("reference_368m", None, FOUR),
+    Part("reference_134m", None, FOUR),
     Part("reference_10m", None, FOUR),
     Part("reference_10m", None, MORE),
+    Part("reference_368m", None, FOUR),
+    Part("memories", None, FOUR),
+    Part("memories", None, MORE),
     Part("reference_10m", None, NEXT),
     Part("reference_10m_200m", None, FOUR),
     Part("reference_10m_prose", None, FOUR),
@@ -133,7 +137,7 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_368m": Size(17.0, 22.0),
 }
 # times as long, without a kernel: those of topk as measured beside other runs, the rest are guesses
-SLOW = {"sham": 2.0, "topk": 3.3, "mask": 4.5, "tagc_topk": 2.8, "tagc": 4.5}
+SLOW = {"sham": 2.0, "topk": 3.3, "mask": 7.0, "tagc_topk": 2.8, "tagc": 4.5}
 SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss

@@ -222,6 +222,18 @@ def test_weights_are_refused_unless_they_travel_as_differences() -> None:
         LoraConfig(rank=4, base_codec=SPARSE)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@given(codecs(), rows(), st.sampled_from([None, math.nan, math.inf]))
+@settings(max_examples=300, deadline=None)
+def test_a_gpu_sends_the_same_bytes(codec: TopKCodec, x: Tensor, bad: float | None) -> None:
+    if bad is not None and x.numel():
+        x[-1, x.shape[1] // 2] = bad
+    assert torch.equal(
+        encode(codec, x.cuda(), noise(len(x))).cpu(), encode(codec, x, noise(len(x)))
+    )
+
+
 # ---------------------------------------------------------------------- mask
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import shutil
 import tarfile
 import time
 from collections.abc import Callable
@@ -14,12 +15,15 @@ import pytest
 import yaml
 
 from tests.experiments.scripts import loaded
+from tests.small_runs import small
 from zpp_lab.config.compose import load_study
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun, write_config
 from zpp_lab.study.run.queue import Ended
+from zpp_lab.train.piece import PAUSED
+from zpp_lab.train.trainer import run as train
 
 ROOT = Path(__file__).parents[2]
 fill = loaded("experiments/reference/fill.py")
@@ -130,6 +134,23 @@ def test_what_fails_at_its_start_is_begun_once_more(tmp_path: Path) -> None:
         queue.gpus[0].runs[folder] = (run, 0.0)
         assert queue.settle(Ended(run, Slot(1, "0"), 1)) == again
         assert queue.failed == failed
+
+
+def test_a_run_that_stops_for_the_next_call_goes_on_there(tmp_path: Path) -> None:
+    """Without a checkpoint it starts anew."""
+    folder = tmp_path / "study" / "arm" / "seed1"
+    config = small(tmp_path, "run.piece_steps=4", f"run.dir={folder}", "run.study=study")
+    run = PlannedRun("arm", 1, folder, config)
+    assert not fill.begun(run)
+    assert train(config)["outcome"] == "unfinished"
+    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + 60, True)
+    queue.gpus[0].runs[folder] = (run, 0.0)
+    assert queue.settle(Ended(run, Slot(1, "0"), PAUSED)) == []
+    assert (queue.paused, queue.failed, queue.finished) == (1, 0, [])
+    assert fill.begun(run)
+    assert fill.left(run) == pytest.approx(8 / 12 + fill.ENDING)
+    shutil.rmtree(folder / "checkpoints")
+    assert not fill.begun(run)
 
 
 def test_predictions_are_counted_with_and_without_the_measured_error(

@@ -250,6 +250,7 @@ def test_a_run_that_slurm_warns_stops_and_its_job_is_queued_again(
     (slurm / "scontrol").write_text(f"#!/bin/sh\ntouch {slurm}/late\n")
     (slurm / "squeue").write_text("#!/bin/sh\ndate -d '1 sec' +%FT%T\n")  # the step outlasts it
     assert warned(cut, monkeypatch, step=2, told=f"{slurm}/late") == ""
+    (slurm / "squeue").write_text("#!/bin/sh\necho NONE\n")  # else a slow step would be late too
 
     def submitit(*_: object) -> None:
         raise RuntimeError("timed-out too many times.")

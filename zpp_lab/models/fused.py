@@ -20,14 +20,13 @@ one; elsewhere torch's own takes the logarithms, and backward alone is one pass.
 
 from __future__ import annotations
 
-import os
-import shutil
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from zpp_lab.codecs.kernels.backend import can_launch_triton
 
 try:
     import triton
@@ -46,13 +45,7 @@ HALVES = (torch.bfloat16, torch.float16)  # fp32 would gain no cast
 def serves(x: Tensor) -> bool:
     """Whether the kernels take `x` and what is shaped like it."""
     fits = x.is_cuda and x.dtype in HALVES and x.is_contiguous() and 0 < x.numel() < 2**31
-    return fits and not torch.compiler.is_compiling() and _can_launch()
-
-
-@lru_cache
-def _can_launch() -> bool:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return triton is not None and compiler is not None
+    return fits and not torch.compiler.is_compiling() and can_launch_triton()
 
 
 def rotated(x: Tensor, table: Tensor) -> Tensor:

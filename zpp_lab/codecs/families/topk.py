@@ -7,9 +7,9 @@ bytes in closed form; SparseLoCo sends chunks of 4096 so (Sarfi, Therien, Lidin 
 2025, arXiv:2508.15706). TAGC makes some layers sparse and leaves others whole (Polyakov et al.
 2025, arXiv:2504.05638), which is what rules of a recipe are for.
 
-This file is the reference truth and the only implementation: on a GPU too it runs in plain torch,
-with the same bits. Nothing is computed but comparisons of integers; what `bits` do to values is
-block.py's arithmetic.
+This file is the reference truth. Nothing is computed but comparisons of integers; what `bits` do to
+values is block.py's arithmetic. On a GPU with Triton one kernel chooses, in one pass over x, where
+torch builds 8-byte keys, selects among them and sorts: the same elements, so the same bits.
 
 Encode a row of n elements
     1. x is converted to fp32. Chunks are elements [c B, min((c + 1) B, n)), B = block_size. A whole
@@ -46,6 +46,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
 from zpp_lab.codecs.base import CodecBase, RawCodec, SegmentNoise
 from zpp_lab.codecs.families.block import BlockCodec
 from zpp_lab.codecs.packing import pack, packed_bytes, unpack
@@ -53,6 +59,12 @@ from zpp_lab.config.codec import BLOCK_SIZE, check_topk
 
 AT_ONCE = 2**22  # elements whose keys are held at a time, 8 bytes each
 MAGNITUDE = 0x7FFFFFFF  # of fp32's bits
+MOST = 8192  # elements of a chunk that one program of the kernel holds
+INFINITE = {  # the least magnitude, as fp32's bits, that is infinite once rounded
+    torch.float32: 0x7F800000,
+    torch.bfloat16: 0x7F7F8000,
+    torch.float16: 0x477FF000,
+}
 
 
 @dataclass(frozen=True)
@@ -121,9 +133,30 @@ class TopKCodec(CodecBase):
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[R, n > 0] → what `_choose` gives of all chunks."""
+        if self._has_kernel(x):
+            return self._chosen_at_once(x)
         chosen = [self._choose(c, keep) for c, keep in self._chunks(x.to(torch.float32))]
         places, values = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
         return places, values
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        from zpp_lab.codecs.kernels.backend import triton_serves  # it imports codecs
+
+        return self.block_size <= MOST and x.dtype in INFINITE and triton_serves(x)
+
+    def _chosen_at_once(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """By the kernel; places int32."""
+        dtype = self.dtype if self.bits is None else torch.float32
+        rows, numel = x.shape
+        kept, chunks = self.kept(numel), -(-numel // self.block_size)
+        places = x.new_empty(rows, kept, dtype=torch.int32)
+        values = x.new_empty(rows, kept, dtype=torch.float32)
+        bad = x.new_empty(rows, kept, dtype=torch.uint8)
+        _choose_kernel[(chunks, rows)](
+            x.contiguous(), places, values, bad, numel, kept, INFINITE[dtype], self.keep,
+            self.block_size, num_warps=4 if self.block_size <= 2048 else 16,
+        )  # fmt: skip
+        return places, values.to(dtype).masked_fill_(bad.view(torch.bool), torch.nan)
 
     def _chunks(self, x: Tensor) -> Iterator[tuple[Tensor, int]]:
         """fp32 [R, n] → parts [R, chunks, size] in order, and how many each chunk keeps."""
@@ -267,3 +300,37 @@ def _spread(codec: TopKCodec, places: Tensor, values: Tensor, numel: int) -> Ten
     rest = torch.where(values[:, :: codec.keep].isnan(), torch.nan, 0.0)
     x = rest[:, :, None].expand(-1, -1, codec.block_size).flatten(1)
     return x.scatter(1, places, values)[:, :numel]
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[misc]
+    def _choose_kernel(
+        x, places, values, bad, numel, kept, infinite, KEEP: tl.constexpr, SIZE: tl.constexpr
+    ):  # type: ignore[no-untyped-def]
+        """A chunk of a row. The least magnitude that is kept is found bit by bit, from the highest;
+        of those equal to it the first fill up what the greater ones leave."""
+        chunk, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        lane = tl.arange(0, SIZE)
+        size = tl.minimum(numel - chunk * SIZE, SIZE).to(tl.int32)
+        keep = (KEEP * size + SIZE - 1) // SIZE
+        inside = lane < size
+        value = tl.load(x + row * numel + chunk * SIZE + lane, inside, other=0.0).to(tl.float32)
+        magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        finite = tl.max(magnitude, 0) < infinite
+        magnitude = tl.where(inside, tl.where(finite, magnitude, 0), -1)
+        least = 0
+        for i in range(31):
+            higher = least | (1 << (30 - i))
+            enough = tl.sum((magnitude >= higher).to(tl.int32), 0) >= keep
+            least = tl.where(enough, higher, least)
+        above = (magnitude > least).to(tl.int32)
+        equal = (magnitude == least).to(tl.int32)
+        taken = above + equal * (tl.cumsum(equal, 0) <= keep - tl.sum(above, 0)).to(tl.int32)
+        at = row * kept + chunk * KEEP + tl.cumsum(taken, 0) - 1
+        tl.store(places + at, lane, taken > 0)
+        tl.store(values + at, value, taken > 0)
+        tl.store(bad + at, tl.where(finite, 0, taken), taken > 0)

@@ -7,8 +7,11 @@ cannot be met is an error.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -59,6 +62,22 @@ def use_kernels(tensor: Tensor) -> bool:
             )
         return False
     return _state.loaded or _load()
+
+
+def triton_serves(tensor: Tensor) -> bool:
+    """Whether kernels written in Triton may take this tensor: eagerly, on a GPU, where Triton is
+    and a C compiler that starts its kernels."""
+    here = tensor.is_cuda and _state.backend != "reference"
+    return here and not torch.compiler.is_compiling() and can_launch_triton()
+
+
+@lru_cache
+def can_launch_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:  # torch for CPUs comes without it
+        return False
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 def _load(forced: bool = False) -> bool:
