@@ -38,6 +38,7 @@ arXiv:2104.11125, where ranks lead in turn).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -60,10 +61,10 @@ from zpp_lab.config.codec import BLOCK_SIZE, check_topk
 AT_ONCE = 2**22  # elements whose keys are held at a time, 8 bytes each
 MAGNITUDE = 0x7FFFFFFF  # of fp32's bits
 MOST = 8192  # elements of a chunk that one program of the kernel holds
-INFINITE = {  # the least magnitude, as fp32's bits, that is infinite once rounded
-    torch.float32: 0x7F800000,
-    torch.bfloat16: 0x7F7F8000,
-    torch.float16: 0x477FF000,
+INFINITE = {  # the least magnitude that is infinite once rounded, and fp32's bits of it
+    torch.float32: (math.inf, 0x7F800000),
+    torch.bfloat16: (float.fromhex("0x1.ffp127"), 0x7F7F8000),
+    torch.float16: (65520.0, 0x477FF000),
 }
 
 
@@ -153,7 +154,7 @@ class TopKCodec(CodecBase):
         values = x.new_empty(rows, kept, dtype=torch.float32)
         bad = x.new_empty(rows, kept, dtype=torch.uint8)
         _choose_kernel[(chunks, rows)](
-            x.contiguous(), places, values, bad, numel, kept, INFINITE[dtype], self.keep,
+            x.contiguous(), places, values, bad, numel, kept, INFINITE[dtype][1], self.keep,
             self.block_size, num_warps=4 if self.block_size <= 2048 else 16,
         )  # fmt: skip
         return places, values.to(dtype).masked_fill_(bad.view(torch.bool), torch.nan)
@@ -251,11 +252,12 @@ class MaskCodec(TopKCodec):
         x = x.to(torch.float32)
         given = x if rotated or self.shared is None else x.gather(1, self.shared.of(len(x)))
         size = self.keep if rotated else self.block_size
-        chunks = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+        missing = -x.shape[1] % size
+        whole = torch.nn.functional.pad(x, (0, missing)) if missing else x
         dtype = self.dtype if self.bits is None else torch.float32
-        good = torch.isfinite(chunks.abs().amax(-1).to(dtype)).repeat_interleave(self.keep, 1)
-        values = given.to(dtype).masked_fill(~good[:, : given.shape[1]], torch.nan)
-        self.values.encode(values, noise, out)
+        finite = whole.abs().unflatten(1, (-1, size)).amax(-1) < INFINITE[dtype][0]  # NaN is not
+        bad = (~finite).repeat_interleave(self.keep, 1)[:, : given.shape[1]]
+        self.values.encode(given.to(dtype).masked_fill(bad, torch.nan), noise, out)
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
         return self.rotation.inverse(self.values.decode(payload, self.kept(numel)), numel)
@@ -297,9 +299,9 @@ def _in_row(codec: TopKCodec, payload: Tensor, numel: int) -> Tensor:
 
 def _spread(codec: TopKCodec, places: Tensor, values: Tensor, numel: int) -> Tensor:
     """fp32 [R, m] at their places in rows [R, numel] of +0, or NaN in chunks that begin so."""
-    rest = torch.where(values[:, :: codec.keep].isnan(), torch.nan, 0.0)
-    x = rest[:, :, None].expand(-1, -1, codec.block_size).flatten(1)
-    return x.scatter(1, places, values)[:, :numel]
+    bad = values[:, :: codec.keep].isnan()[:, :, None]
+    x = values.new_zeros(len(values), bad.shape[1], codec.block_size).masked_fill_(bad, torch.nan)
+    return x.flatten(1).scatter_(1, places, values)[:, :numel]
 
 
 # ---------------------------------------------------------------------- on a GPU
