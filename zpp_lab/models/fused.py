@@ -87,11 +87,12 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turn(x: Tensor, table: Tensor, back: bool) -> Tensor:
-    out, half, pairs = torch.empty_like(x), x.shape[-1] // 2, x.numel() // 2
-    turns = x.shape[2] * half, x.shape[1], half
-    _turn_kernel[(-(-pairs // BLOCK),)](
-        x, table, out, pairs, *turns, back, BLOCK, enable_fp_fusion=False
-    )
+    out, (batch, length, heads, dim) = torch.empty_like(x), x.shape
+    row = heads * dim // 2
+    _turn_kernel[(-(-length * row // BLOCK), batch)](
+        x.view(torch.int32), table.view(torch.int64), out, out.view(torch.int32), length * row,
+        row, dim // 2, back, BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
@@ -187,23 +188,28 @@ if triton is not None:  # fusion is off: what torch's build fuses is written as 
 
     @triton.jit  # type: ignore[misc]
     def _turn_kernel(
-        x, table, out, pairs, row, length, half, back: tl.constexpr, BLOCK: tl.constexpr
-    ):  # type: ignore[no-untyped-def]
-        """Pair i of x has the turn of its position, (i // row) % length, and its place in a head.
-        row: pairs of one position."""
-        first = tl.program_id(0) * BLOCK
-        pair = first + tl.arange(0, BLOCK)
-        both = 2 * first + tl.arange(0, 2 * BLOCK)
-        inside = both < 2 * pairs
-        a, b = tl.split(tl.reshape(tl.load(x + both, inside).to(tl.float32), (BLOCK, 2)))
-        turn = table + 2 * (pair // row % length * half + pair % half)
-        cosine = tl.load(turn, pair < pairs)
-        sine = tl.load(turn + 1, pair < pairs)
+        x, table, like, out, pairs, row: tl.constexpr, half: tl.constexpr, back: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        """Of one of a batch's sequences, `pairs` long. Pair i has the turn of its position, i // row,
+        and its place in a head. A pair is one word of x, a turn one of the table, so that neither
+        is taken apart between threads. row: pairs of one position, a constant, as a division by
+        what is not known takes longest."""
+        dtype = like.dtype.element_ty
+        pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        at, inside = tl.program_id(1) * pairs + pair, pair < pairs
+        word = tl.load(x + at, inside, other=0)
+        a = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        b = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        turn = tl.load(table + (pair // row * half + pair % half), inside, other=0)
+        cosine = turn.to(tl.int32).to(tl.float32, bitcast=True)
+        sine = (turn >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         if back:
             sine = -sine
-        real = tl.fma(a, cosine, -(b * sine))
-        imaginary = tl.fma(a, sine, b * cosine)
-        tl.store(out + both, tl.interleave(real, imaginary).to(out.dtype.element_ty), inside)
+        real = tl.fma(a, cosine, -(b * sine)).to(dtype).to(tl.int16, bitcast=True)
+        imaginary = tl.fma(a, sine, b * cosine).to(dtype).to(tl.int16, bitcast=True)
+        word = (real.to(tl.int32) & 0xFFFF) | (imaginary.to(tl.int32) << 16)
+        tl.store(out + at, word, inside)
 
     @triton.jit  # type: ignore[misc]
     def _swiglu_kernel(gate, up, silu, out, n, keep: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
