@@ -125,7 +125,8 @@ for part in "$@"; do
     compiled_links)  # each arm in processes of its own, as compiled code is shared
       LIMIT=${LIMIT:-200} bench "${SECONDS_COMPILED:-200}" 1_3b "$out/compiled" --nodes 2 \
         --gpus-per-node 2 $(shared 2 2) --link-gbps "${LINKS:-50,max}" \
-        --recipes "${ARMS:-fsdp2,zeropp}" --arm "$w4_g84h" --no-compute engine.compile=true
+        --recipes "${ARMS:-fsdp2,zeropp}" --arm "$w4_g84h" --arm "$diff_g84h" --no-compute \
+        engine.compile=true
       page "$out/compiled" ;;
     sockets)
       for pair in ${PAIRS:-1x1 2x2 4x4 8x2 2x8}; do

@@ -191,10 +191,10 @@ if triton is not None:  # fusion is off: what torch's build fuses is written as 
         x, table, like, out, pairs, row: tl.constexpr, half: tl.constexpr, back: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        """Of one of a batch's sequences, `pairs` long. Pair i has the turn of its position, i // row,
-        and its place in a head. A pair is one word of x, a turn one of the table, so that neither
-        is taken apart between threads. row: pairs of one position, a constant, as a division by
-        what is not known takes longest."""
+        """Of one of a batch's sequences, `pairs` long. Pair i has the turn of its position,
+        i // row, and its place in a head. A pair is one word of x and a turn one of the table, so
+        that neither is taken apart between threads. row: pairs of one position, a constant, as a
+        division by what is not known takes longest."""
         dtype = like.dtype.element_ty
         pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         at, inside = tl.program_id(1) * pairs + pair, pair < pairs
