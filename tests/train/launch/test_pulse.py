@@ -22,63 +22,77 @@ from zpp_lab.train.launch.heartbeat import Hub, Pulse
 NEVER = 600.0  # seconds
 
 
-def heard(how: str) -> list[Any]:
-    """What ranks 0 and 2 heard of rank 1, which fails, falls silent, ends or hangs, of ranks that
-    just leave, or of rank 0, whose thread stands still.
+class Case:
+    """What this rank does and hears where rank 1 fails, falls silent, ends or hangs, where ranks
+    just leave, or where the thread of rank 0 stands still.
 
     Where nothing else must tell, only the rank that must lose its patience has little: the others
     may be slow machines.
     """
-    pulses.BEAT = 0.25
-    said: list[Any] = []
-    event, rank = threading.Event(), dist.get_rank()
-    begun = 7 if how == "hangs" and rank != 1 else 3
 
-    def note(lost: int | None, text: str) -> None:
-        said.append([lost, text])
-        event.set()
+    def __init__(self, how: str) -> None:
+        self.how, self.rank = how, dist.get_rank()
+        self.said: list[Any] = []
+        self.event, self.still, self.ending = (threading.Event() for _ in range(3))
+        self.known = threading.Semaphore(0)
+        hurried = (how, self.rank) in (("silent", 0), ("rank 0 is silent", 2))
+        self.pulse = Pulse(3.0 if hurried else NEVER, self.note, self.doing)
 
-    def doing() -> tuple[int, str]:
-        if still.is_set():
+    def note(self, lost: int | None, text: str) -> None:
+        self.said.append([lost, text])
+        self.event.set()
+
+    def doing(self) -> tuple[int, str]:
+        if self.still.is_set():
             time.sleep(NEVER)
-        if ending.is_set():
+        if self.ending.is_set():
             raise SystemExit
-        known.release()
-        return begun, f"a transfer of rank {rank}"
+        self.known.release()
+        begun = 7 if self.how == "hangs" and self.rank != 1 else 3
+        return begun, f"a transfer of rank {self.rank}"
 
-    still, ending, known = threading.Event(), threading.Event(), threading.Semaphore(0)
-    lost = 0 if how == "rank 0 is silent" else 1
-    hurried = (how == "silent" and rank == 0) or (how == "rank 0 is silent" and rank == 2)
-    pulse = Pulse(3.0 if hurried else NEVER, note, doing)
-    if rank == lost:
-        if how == "fails":
-            pulse.fail("Traceback\nKeyError: 'a'")
-        elif how in ("silent", "rank 0 is silent", "missed"):
-            still.set()
-        elif how == "ends":
-            for _ in range(2):
-                known.acquire()  # the first beat has been answered
-            ending.set()
-    if how == "leave":
-        if rank != 0:
-            pulse.leave()
-        dist.barrier()  # from here on these give no sign of life
-        if rank == 0:
-            pulse.silence = 0.5
-            event.wait(3.0)
-            pulse.leave()
-    elif how in ("missed", "hangs", "alike") and rank == 2:
-        pulse.missing("Connection closed by peer")
-    elif rank == 2 or (rank == 0 and lost == 1):
-        event.wait(NEVER)
-    every: list[Any] = [None] * 3
-    dist.all_gather_object(every, said)
-    dist.barrier()
-    return [every[0], every[2]]
+    def act(self) -> None:
+        how, rank, pulse = self.how, self.rank, self.pulse
+        lost = 0 if how == "rank 0 is silent" else 1
+        if rank == lost:
+            if how == "fails":
+                pulse.fail("Traceback\nKeyError: 'a'")
+            elif how in ("silent", "rank 0 is silent", "missed"):
+                self.still.set()
+            elif how == "ends":
+                for _ in range(2):
+                    self.known.acquire()  # the first beat has been answered
+                self.ending.set()
+        if how == "leave":
+            if rank != 0:
+                pulse.leave()
+            dist.barrier()  # from here on these give no sign of life
+            if rank == 0:
+                pulse.silence = 0.5
+                self.event.wait(3.0)
+                pulse.leave()
+        elif how in ("missed", "hangs", "alike") and rank == 2:
+            pulse.missing("Connection closed by peer")
+        elif rank == 2 or (rank == 0 and lost == 1):
+            self.event.wait(NEVER)
+
+    def heard(self) -> list[Any]:
+        """By ranks 0 and 2."""
+        every: list[Any] = [None] * 3
+        dist.all_gather_object(every, self.said)
+        return [every[0], every[2]]
 
 
 def each(*jobs: str) -> list[Any]:
-    return [heard(job) for job in jobs]
+    """All cases side by side, each with pulses of its own: they mostly wait."""
+    pulses.BEAT = 0.25
+    cases = [Case(job) for job in jobs]
+    acts = [threading.Thread(target=case.act) for case in cases]
+    for thread in acts:
+        thread.start()
+    for thread in acts:
+        thread.join()
+    return [case.heard() for case in cases]
 
 
 def test_the_others_hear_of_it() -> None:

@@ -244,9 +244,9 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Alike:
-    """Segments of one codec, length and memory, handled one below the other: as rows do not see
-    each other this changes no bit. stored: what they remember; none of them does where it is
-    empty."""
+    """Segments of one length and memory, handled one below the other: as rows do not see each other
+    this changes no bit. Those of sketches, which say themselves what they send, are of one codec.
+    stored: what they remember; none of them does where it is empty."""
 
     memory: Memory
     places: tuple[int, ...]
@@ -281,7 +281,8 @@ def _together(layout: Layout, kept: Remembered) -> list[Alike]:
     for i, s in enumerate(layout.segments):
         if s.name in kept.settings:
             stored = kept.stored(s.name)
-            key = s.codec, s.numel, kept.settings[s.name], stored is None
+            takes = s.codec if isinstance(s.codec, SketchCodec) else None
+            key = takes, s.numel, s.coded_numel, kept.settings[s.name], stored is None
             found.setdefault(key, []).append((i, s, stored))
     return [
         Alike(
