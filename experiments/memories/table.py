@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,11 +79,11 @@ def main() -> None:
         arms(result)
     gaps = {arm.name: arm.gaps for arm in result.every}
     rows = []
-    for one, other in given or PAIRS:
+    for one, other in given or there(PAIRS, gaps):
         apart = [gaps[one][s] - gaps[other][s] for s in sorted({*gaps[one]} & {*gaps[other]})]
         rows.append([f"`{one}`", f"`{other}`", spread(apart), ", ".join(map(signed, apart))])
     print(markdown_table(["Arm", "less", "95 %, alone", "single seeds"], rows), end="\n\n")
-    for one, other in given or RATIOS:
+    for one, other in given or there(RATIOS, gaps):
         seeds = sorted({*gaps[one]} & {*gaps[other]})
         both = [[gaps[arm][s] for s in seeds] for arm in (one, other)]
         try:
@@ -91,6 +91,11 @@ def main() -> None:
         except ValueError as error:
             bounds = str(error)
         print(f"{one} / {other}: {np.mean(both[0]) / np.mean(both[1]):.2f} ({bounds})")
+
+
+def there(pairs: Sequence[tuple[str, str]], gaps: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Pairs of arms that have run."""
+    return [pair for pair in pairs if all(gaps.get(arm) for arm in pair)]
 
 
 def arms(result: StudyResult) -> None:

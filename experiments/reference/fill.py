@@ -102,7 +102,7 @@ PARTS = (
     Part("memories_134m", ("w4_diff",), (1, 2)),
     Part("reference_10m", ("diff_g84h",), FOUR),
     Part("reference_10m", MAIN, MORE),
-    Part("memories", None, FOUR),  # slow ones: many small kernels. A look needs them all
+    Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
     Part("memories", None, MORE),
     Part("memories_134m", DECIDING, FOUR),
     Part("reference_134m", FIRST_134M, FOUR),
@@ -134,7 +134,7 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "memories_134m": Size(6.5, 13.0),
     "reference_368m": Size(17.0, 22.0),
 }
-# times as long, without a kernel: those of topk as measured beside other runs, the rest are guesses
+# times as long: topk before it had a kernel, tagc beside other runs; sham and mask are guesses
 SLOW = {"sham": 2.0, "topk": 3.3, "mask": 7.0, "tagc_topk": 2.8, "tagc": 4.5}
 SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
@@ -185,20 +185,32 @@ class Pace:
         return in_time and self.start + joined[-1] <= seconds
 
 
+@dataclass(frozen=True)
+class Running:
+    run: PlannedRun
+    began: float  # unix time
+    step: int  # done when it began
+
+    @property
+    def moved(self) -> bool:
+        """Whether it has made a step: until then it starts."""
+        return last_step(self.run.dir) > self.step
+
+
 @dataclass
 class Gpu:
     """One GPU and the runs on it. None: without one, on the CPU."""
 
     name: str | None
     room: float = math.inf  # GiB
-    runs: dict[Path, tuple[PlannedRun, float]] = field(default_factory=dict)  # and when it began
+    runs: dict[Path, Running] = field(default_factory=dict)
 
     def left(self) -> list[float]:
         """Of each run the work that is left."""
-        return [left(run) for run, _ in self.runs.values()]
+        return [left(one.run) for one in self.runs.values()]
 
     def has_room(self, run: PlannedRun, most: int) -> bool:
-        taken = sum(size(other).gib for other, _ in self.runs.values())
+        taken = sum(size(other.run).gib for other in self.runs.values())
         return len(self.runs) < most and (not self.runs or taken + size(run).gib <= self.room)
 
 
@@ -238,6 +250,8 @@ def main() -> int:
         return 0
     wait_for(os.environ.get("READY"))
     todo = with_text(todo)
+    for run in todo:
+        clean(run)
     if todo:
         check_runs(studies[str(todo[0].config.run.study)], todo[:1])
     for study in studies.values():
@@ -356,7 +370,7 @@ class Queue:
         self.beside = Beside(os.environ.get("BESIDE"), out / "beside.log")
 
     def run(self, todo: list[PlannedRun]) -> int:
-        """Exit code: 0, or 1 where three runs fail before any finishes."""
+        """Exit code: 0, or 1 where runs failed and nothing was done."""
         packed, waiting = time.time(), list(todo)
         with stop_on_signals() as stop:
             try:
@@ -369,8 +383,8 @@ class Queue:
                     for ended in self.pool.wait(1.0):
                         waiting = self.settle(ended) + waiting
                     self.measured.look(self.gpus)
-                    if self.failed >= 3 and not self.finished:
-                        say("three runs failed and none finished: stopped")
+                    if self.failed >= 3 and not self.useful:
+                        say("three runs failed and no other makes steps: stopped")
                         return 1
                     if time.time() - packed > PACK_EVERY:
                         packed = time.time()
@@ -383,7 +397,13 @@ class Queue:
         told = [f"{len(self.finished)} runs ended", f"{self.failed} failed"]
         told += [f"{self.paused} to go on"] * self.goes_on + [f"{len(waiting)} not begun"]
         say(", ".join([*told, *([f"cut: {', '.join(cut)}"] if cut else [])]))
-        return int(self.failed > 0 and not self.finished)
+        return int(self.failed > 0 and not self.useful)
+
+    @property
+    def useful(self) -> bool:
+        """Whether any run has ended, stopped to go on, or makes steps."""
+        now = any(one.moved for gpu in self.gpus for one in gpu.runs.values())
+        return bool(self.finished or self.paused or now)
 
     @property
     def busy(self) -> bool:
@@ -405,30 +425,29 @@ class Queue:
                 continue
             gpu = min(fit, key=lambda g: sum(g.left()))
             waiting.remove(run)
-            if not begun(run):
-                clean(run.dir)
-            gpu.runs[run.dir] = (run, now)
+            gpu.runs[run.dir] = Running(run, now, last_step(run.dir))
             self.pool.start(run, Slot(self.threads, gpu.name))
         return waiting
 
     def settle(self, ended: Ended) -> list[PlannedRun]:
-        """Note how it ended. A run that fails before its first step is to be begun once more: while
-        many start, MPS may have no room for one of them."""
+        """Note how it ended. A run that fails before it makes a step is to be begun once more:
+        while many start, MPS may have no room for one of them."""
         gpu = next(gpu for gpu in self.gpus if ended.run.dir in gpu.runs)
-        _, began = gpu.runs.pop(ended.run.dir)
+        one = gpu.runs.pop(ended.run.dir)
         if ended.code == PAUSED:
             self.paused += 1
             return []
         result = ended_run(ended.run, ended.code, False)
         if result.outcome in ("finished", "diverged"):
             self.finished.append(ended.run.dir)
-        elif not last_step(ended.run.dir) and ended.run.dir not in self.again:
+        elif not one.moved and ended.run.dir not in self.again:
             self.again.add(ended.run.dir)
             say(f"{named(ended.run)}: {ending(result)}; begun once more")
+            clean(ended.run)
             return [ended.run]
         else:
             self.failed += 1
-        took = f"{time.time() - began:.0f} s, {self.pace.shared:.0f} GPU-seconds a run"
+        took = f"{time.time() - one.began:.0f} s, {self.pace.shared:.0f} GPU-seconds a run"
         say(f"{len(self.finished)} {named(ended.run)}: {ending(result)}; {took}")
         return []
 
@@ -517,18 +536,13 @@ class Measured:
             then, steps = self.before.get(gpu.name, (0.0, {}))
             if now - then < 10:
                 continue
-            found = {
-                run.dir: (last_step(run.dir), size(run).work / run.config.train.steps)
-                for run, _ in gpu.runs.values()
-            }
-            at = {path: step for path, (step, _) in found.items()}
-            if (
-                steps.keys() == at.keys()
-                and len(at) >= 4
-                and min(at.values()) > 0
-                and min(steps.values()) > 0
-            ):
-                gained = sum((at[path] - steps[path]) * found[path][1] for path in at)
+            at = {one.run.dir: last_step(one.run.dir) for one in gpu.runs.values() if one.moved}
+            if steps.keys() == at.keys() == gpu.runs.keys() and len(at) >= 4:
+                runs = (one.run for one in gpu.runs.values())
+                gained = sum(
+                    (at[run.dir] - steps[run.dir]) * size(run).work / run.config.train.steps
+                    for run in runs
+                )
                 self.done.setdefault(gpu.name, []).append((now - then, gained))
             self.before[gpu.name] = (now, at)
         lately = [entry for done in self.done.values() for entry in done[-9:]]
@@ -538,13 +552,13 @@ class Measured:
 
 def begun(run: PlannedRun) -> bool:
     """Whether it can go on from the checkpoint of a call before on this machine."""
-    return last_step(run.dir) > 0 and any((run.dir / "checkpoints").glob("step-*"))
+    return any((run.dir / "checkpoints").glob("step-*"))
 
 
-def clean(folder: Path) -> None:
-    """A run that was cut starts anew."""
-    for name in (*KEPT, METRICS, "log.txt"):
-        (folder / name).unlink(missing_ok=True)
+def clean(run: PlannedRun) -> None:
+    """A run that was cut without a checkpoint starts anew."""
+    for name in (*KEPT, METRICS, "log.txt") if not begun(run) else ("failure.json",):
+        (run.dir / name).unlink(missing_ok=True)
 
 
 def say(text: str) -> None:

@@ -234,6 +234,17 @@ def test_a_gpu_sends_the_same_bytes(codec: TopKCodec, x: Tensor, bad: float | No
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("size", [1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+def test_a_gpu_sends_the_same_bytes_of_whole_chunks(size: int, dtype: torch.dtype) -> None:
+    """Also of rows that do not lie side by side, and where a chunk is too large for the kernel."""
+    x = torch.randn(2 * size + 5, 3, generator=torch.Generator().manual_seed(size)).to(dtype).t()
+    codec = TopKCodec(dtype, size // 32, size)
+    assert torch.equal(encode(codec, x.cuda()).cpu(), encode(codec, x))
+
+
 # ---------------------------------------------------------------------- mask
 
 

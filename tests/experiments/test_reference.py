@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -131,26 +132,37 @@ def test_what_fails_at_its_start_is_begun_once_more(tmp_path: Path) -> None:
     (folder / "failure.json").write_text(json.dumps({"outcome": "crashed", "error": "busy"}))
     queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + 60, False)
     for again, failed in (([run], 0), ([], 1)):
-        queue.gpus[0].runs[folder] = (run, 0.0)
+        queue.gpus[0].runs[folder] = fill.Running(run, 0.0, 0)
         assert queue.settle(Ended(run, Slot(1, "0"), 1)) == again
         assert queue.failed == failed
 
 
 def test_a_run_that_stops_for_the_next_call_goes_on_there(tmp_path: Path) -> None:
-    """Without a checkpoint it starts anew."""
+    """One that MPS refuses there is begun once more, from its checkpoint. One that was cut without
+    a checkpoint starts anew."""
     folder = tmp_path / "study" / "arm" / "seed1"
     config = small(tmp_path, "run.piece_steps=4", f"run.dir={folder}", "run.study=study")
-    run = PlannedRun("arm", 1, folder, config)
-    assert not fill.begun(run)
+    run, slot = PlannedRun("arm", 1, folder, config), Slot(1, "0")
     assert train(config)["outcome"] == "unfinished"
-    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + 60, True)
-    queue.gpus[0].runs[folder] = (run, 0.0)
-    assert queue.settle(Ended(run, Slot(1, "0"), PAUSED)) == []
-    assert (queue.paused, queue.failed, queue.finished) == (1, 0, [])
-    assert fill.begun(run)
-    assert fill.left(run) == pytest.approx(8 / 12 + fill.ENDING)
+
+    def call() -> Any:
+        queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + 90, True)
+        queue.pool.start = lambda *_: None
+        fill.clean(run)
+        assert queue.start([run], time.time()) == []
+        return queue
+
+    queue = call()
+    assert queue.gpus[0].left() == [pytest.approx(8 / 12 + fill.ENDING)]
+    assert not queue.useful
+    (folder / "failure.json").write_text(json.dumps({"outcome": "crashed", "error": "busy"}))
+    assert queue.settle(Ended(run, slot, 1)) == [run]
+    assert train(config)["step"] == 8
+    assert queue.start([run], time.time()) == []
+    assert queue.settle(Ended(run, slot, PAUSED)) == []
+    assert (queue.paused, queue.failed, queue.finished, queue.useful) == (1, 0, [], True)
     shutil.rmtree(folder / "checkpoints")
-    assert not fill.begun(run)
+    assert call().gpus[0].left() == [pytest.approx(1 + fill.ENDING)]
 
 
 def test_predictions_are_counted_with_and_without_the_measured_error(

@@ -184,6 +184,24 @@ def test_real_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
     assert summaries[0]["heldout_loss"] == summaries[1]["heldout_loss"]
 
 
+def test_a_step_before_an_evaluation_is_expected_to_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before one was seen; after the last step comes a second one, of the masters."""
+    asked: list[float] = []
+
+    class Asked(Piece):
+        def over(self, next_step: float = 0.0) -> bool:
+            asked.append(next_step)
+            return False
+
+    monkeypatch.setattr("zpp_lab.train.trainer.Piece", Asked)
+    run(small(tmp_path, "train.eval_every=4"))
+    assert len(asked) == 12
+    assert asked[2] < asked[3]
+    assert asked[6] < asked[7] < asked[11]
+
+
 def test_a_piece_that_is_too_short_says_so_and_costs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

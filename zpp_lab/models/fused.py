@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zpp_lab.codecs.kernels.backend import can_launch_triton
+from zpp_lab.codecs.kernels.backend import triton_serves
 
 try:
     import triton
@@ -44,8 +44,9 @@ HALVES = (torch.bfloat16, torch.float16)  # fp32 would gain no cast
 
 def serves(x: Tensor) -> bool:
     """Whether the kernels take `x` and what is shaped like it."""
-    fits = x.is_cuda and x.dtype in HALVES and x.is_contiguous() and 0 < x.numel() < 2**31
-    return fits and not torch.compiler.is_compiling() and can_launch_triton()
+    even = x.storage_offset() % 2 == 0  # pairs are read as words
+    fits = x.dtype in HALVES and x.is_contiguous() and even and 0 < x.numel() < 2**31
+    return fits and triton_serves(x)
 
 
 def rotated(x: Tensor, table: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class _Rotated(torch.autograd.Function):
 def _turn(x: Tensor, table: Tensor, back: bool) -> Tensor:
     out, (batch, length, heads, dim) = torch.empty_like(x), x.shape
     row = heads * dim // 2
-    _turn_kernel[(-(-length * row // BLOCK), batch)](
+    _turn_kernel[(-(-length * row // BLOCK) * batch,)](
         x.view(torch.int32), table.view(torch.int64), out, out.view(torch.int32), length * row,
         row, dim // 2, back, BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
@@ -191,13 +192,15 @@ if triton is not None:  # fusion is off: what torch's build fuses is written as 
         x, table, like, out, pairs, row: tl.constexpr, half: tl.constexpr, back: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        """Of one of a batch's sequences, `pairs` long. Pair i has the turn of its position,
-        i // row, and its place in a head. A pair is one word of x and a turn one of the table, so
-        that neither is taken apart between threads. row: pairs of one position, a constant, as a
-        division by what is not known takes longest."""
+        """Sequences of `pairs` pairs. Pair i of one has the turn of its position, i // row, and its
+        place in a head. A pair is one word of x and a turn one of the table, so that neither is
+        taken apart between threads. row: pairs of a position, a constant, since dividing by a
+        runtime value is slow. like: for its dtype."""
         dtype = like.dtype.element_ty
-        pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        at, inside = tl.program_id(1) * pairs + pair, pair < pairs
+        blocks = tl.cdiv(pairs, BLOCK)
+        sequence, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+        pair = block * BLOCK + tl.arange(0, BLOCK)
+        at, inside = sequence * pairs + pair, pair < pairs
         word = tl.load(x + at, inside, other=0)
         a = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         b = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)

@@ -173,8 +173,11 @@ class Trainer:
     def _loop(self, engine: Engine, data: Data, tracker: Tracker | None) -> Record:
         """Train up to the last step; returns the last step's record."""
         record: Record = (tracker.last if tracker else None) or {}
-        seconds, longest, first = float(record.get("seconds", 0.0)), 0.0, self.step + 1
-        while self.step < self.train.steps and not self.piece.over(longest + self._saving(engine)):
+        seconds, first = float(record.get("seconds", 0.0)), self.step + 1
+        longest = evaluation = 0.0
+        while self.step < self.train.steps:
+            if self.piece.over(self._ahead(longest, evaluation) + self._saving(engine)):
+                break
             self.profile.before(self.step + 1)
             began = time.perf_counter()
             result = self._step(engine, data, tracker)
@@ -186,12 +189,13 @@ class Trainer:
                 if tracker is not None:
                     print(self.start_up, flush=True)
             record = self._record(result)
-            if self._due(self.train.eval_every):
-                record["heldout_loss"] = self._evaluate(engine)
             passed = time.perf_counter() - began
-            seconds += passed
             if self.step > first:  # the first step here compiles, and says nothing of the next
                 longest = max(longest, passed)
+            if self._due(self.train.eval_every):
+                record["heldout_loss"] = self._evaluate(engine)
+                evaluation = max(evaluation, time.perf_counter() - began - passed)
+            seconds += time.perf_counter() - began
             record |= {"seconds": seconds, **measured}
             if tracker is not None:
                 tracker.log(record)
@@ -203,6 +207,14 @@ class Trainer:
         if self.step < min(first, self.train.steps) and tracker is not None:
             print(self.piece.too_short(self._saving(engine)), flush=True)
         return record
+
+    def _ahead(self, step: float, evaluation: float) -> float:
+        """Seconds that the next step will probably take, with its evaluation; the last step has
+        two. Before one was seen, a token of it is taken to need a third of a step's."""
+        last = self.step + 1 == self.train.steps
+        due = last or (self.step + 1) % self.train.eval_every == 0
+        share = len(self.heldout.documents) / (3 * self.config.tokens_per_step)
+        return step + (due + last) * (evaluation or step * share)
 
     def _saving(self, engine: Engine) -> float:
         """Seconds that the checkpoint at a piece's end will probably take."""

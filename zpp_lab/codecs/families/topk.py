@@ -61,10 +61,10 @@ from zpp_lab.config.codec import BLOCK_SIZE, check_topk
 AT_ONCE = 2**22  # elements whose keys are held at a time, 8 bytes each
 MAGNITUDE = 0x7FFFFFFF  # of fp32's bits
 MOST = 8192  # elements of a chunk that one program of the kernel holds
-INFINITE = {  # the least magnitude that is infinite once rounded, and fp32's bits of it
-    torch.float32: (math.inf, 0x7F800000),
-    torch.bfloat16: (float.fromhex("0x1.ffp127"), 0x7F7F8000),
-    torch.float16: (65520.0, 0x477FF000),
+INFINITE = {  # the least magnitude that is infinite once rounded
+    torch.float32: math.inf,
+    torch.bfloat16: float.fromhex("0x1.ffp127"),
+    torch.float16: 65520.0,
 }
 
 
@@ -154,9 +154,10 @@ class TopKCodec(CodecBase):
         values = x.new_empty(rows, kept, dtype=torch.float32)
         bad = x.new_empty(rows, kept, dtype=torch.uint8)
         _choose_kernel[(chunks, rows)](
-            x.contiguous(), places, values, bad, numel, kept, INFINITE[dtype][1], self.keep,
+            x.contiguous(), places, values, bad, numel, kept, INFINITE[dtype], self.keep,
             self.block_size, num_warps=4 if self.block_size <= 2048 else 16,
         )  # fmt: skip
+        # torch writes the NaN: devices round one to bf16 in other ways
         return places, values.to(dtype).masked_fill_(bad.view(torch.bool), torch.nan)
 
     def _chunks(self, x: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -255,7 +256,7 @@ class MaskCodec(TopKCodec):
         missing = -x.shape[1] % size
         whole = torch.nn.functional.pad(x, (0, missing)) if missing else x
         dtype = self.dtype if self.bits is None else torch.float32
-        finite = whole.abs().unflatten(1, (-1, size)).amax(-1) < INFINITE[dtype][0]  # NaN is not
+        finite = whole.abs().unflatten(1, (-1, size)).amax(-1) < INFINITE[dtype]  # NaN is not
         bad = (~finite).repeat_interleave(self.keep, 1)[:, : given.shape[1]]
         self.values.encode(given.to(dtype).masked_fill(bad, torch.nan), noise, out)
 
@@ -322,7 +323,7 @@ if triton is not None:
         inside = lane < size
         value = tl.load(x + row * numel + chunk * SIZE + lane, inside, other=0.0).to(tl.float32)
         magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        finite = tl.max(magnitude, 0) < infinite
+        finite = tl.max(magnitude, 0).to(tl.float32, bitcast=True) < infinite  # NaN is not
         magnitude = tl.where(inside, tl.where(finite, magnitude, 0), -1)
         least = 0
         for i in range(31):

@@ -65,14 +65,14 @@ def use_kernels(tensor: Tensor) -> bool:
 
 
 def triton_serves(tensor: Tensor) -> bool:
-    """Whether kernels written in Triton may take this tensor: eagerly, on a GPU, where Triton is
-    and a C compiler that starts its kernels."""
+    """Whether kernels written in Triton may take this tensor: on a GPU, outside compiled code, with
+    Triton and a C compiler installed. `reference` turns them off too."""
     here = tensor.is_cuda and _state.backend != "reference"
-    return here and not torch.compiler.is_compiling() and can_launch_triton()
+    return here and not torch.compiler.is_compiling() and _can_launch_triton()
 
 
 @lru_cache
-def can_launch_triton() -> bool:
+def _can_launch_triton() -> bool:
     try:
         import triton  # noqa: F401
     except ImportError:  # torch for CPUs comes without it
