@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,33 @@ PACKAGE = Path(__file__).parents[1] / "zpp_lab"
 TABLES = (comm.LEANS_ON, mesh.LEANS_ON, symmetric.LEANS_ON, compile.LEANS_ON)
 
 
+@cache
 def spelled_out() -> list[str]:
     """Dotted names below torch that are not public, as the code imports or writes them."""
     found: set[str] = set()
-    for path in PACKAGE.rglob("*.py"):
-        found |= {name for name in _names(ast.parse(path.read_text())) if "._" in name}
+    for text in (path.read_text() for path in PACKAGE.rglob("*.py")):
+        if "torch" in text:
+            found |= {name for name in _names(ast.parse(text)) if "._" in name}
     return sorted(found)
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
     known: dict[str, str] = {}  # local name → dotted name
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
             own = [a for a in node.names if a.name.split(".")[0] == "torch"]
             known |= {a.asname or "torch": a.name if a.asname else "torch" for a in own}
     yield from known.values()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            root, _, rest = ast.unparse(node).partition(".")
-            if root in known and rest.replace(".", "").isidentifier():
-                yield f"{known[root]}.{rest}"
+    for node in nodes:
+        rest: list[str] = []
+        while isinstance(node, ast.Attribute):
+            rest.insert(0, node.attr)
+            node = node.value
+        if rest and isinstance(node, ast.Name) and node.id in known:
+            yield ".".join([known[node.id], *rest])
 
 
 def look_up(dotted: str) -> Any:

@@ -39,9 +39,11 @@ from zpp_lab.runs.metrics import read
 from zpp_lab.train.trainer import run
 
 GUIDE = (Path(__file__).parents[1] / "GUIDE.md").read_text()
-STEPS, BATCH, LENGTH = 4, 2, 16
+STEPS, BATCH, LENGTH = 3, 2, 16
 ADAMW = "train.beta1=0.9 train.beta2=0.999 train.eps=1e-8 train.weight_decay=0 train.lr=3e-4"
 CLIP = 0.1  # gradients of a tiny model are shorter than 1
+# What a run does beside its steps, of which nothing is asked here.
+LITTLE = "train.eval_tokens=64 train.keep_checkpoints=0 tracking.telemetry_every=0"
 RECIPES: dict[str, dict[str, Any]] = {
     "zeropp": {"weights": {"block_size": 16}, "grads": {"block_size": 16}},
     "sdp4bit": {"weights_update": {"block_size": 32}},  # stochastic, kept, differences
@@ -64,6 +66,7 @@ def config(folder: Path, recipe: str, *more: str) -> Config:
         [
             *shape,
             *ADAMW.split(),
+            *LITTLE.split(),
             "cluster=2x2",
             "engine=fsdp",
             f"data.path={folder / 'texts'}",
@@ -354,18 +357,16 @@ def not_finite(chosen: Config) -> list[bool]:
     return moved
 
 
-def own_jobs(folder: str) -> dict[str, Any]:
+def own_jobs(folder: str, chosen: dict[str, Config]) -> dict[str, Any]:
     """One start of ranks serves all tests of loops without a framework."""
-    place, found = Path(folder), {}
+    found: dict[str, Any] = {}
     for name in RECIPES:
-        chosen = config(place, name)
-        found[name] = [trained(chosen), plain(chosen)]
+        found[name] = [trained(chosen[name]), plain(chosen[name])]
         if name in ("sdp4bit", "loco"):
-            found[name].append(interrupted(chosen, place))
-    chosen = config(place, "zeropp", "train.micro_steps=2", "recipe.grads.rounding=stochastic")
-    found["accumulated"] = [trained(chosen), accumulated(chosen)]
+            found[name].append(interrupted(chosen[name], Path(folder)))
+    found["accumulated"] = [trained(chosen["accumulated"]), accumulated(chosen["accumulated"])]
     found["tp"] = beside_tensor_parallel()
-    found["not finite"] = not_finite(config(place, "loco"))
+    found["not finite"] = not_finite(chosen["loco"])
     return found
 
 
@@ -385,7 +386,10 @@ def foreign_jobs(folder: str) -> dict[str, Any]:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("loops")
     corpus(folder)
-    found: dict[str, Any] = run_world(4, own_jobs, str(folder))
+    chosen = {name: config(folder, name) for name in RECIPES}
+    micro = ("train.micro_steps=2", "recipe.grads.rounding=stochastic")
+    chosen["accumulated"] = config(folder, "zeropp", *micro)
+    found: dict[str, Any] = run_world(4, own_jobs, str(folder), chosen)
     return found
 
 

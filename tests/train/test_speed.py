@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.engines.fsdp_world import run_world
 from tests.small_runs import small
 from zpp_lab.config.compose import compose
+from zpp_lab.config.schema import Config
 from zpp_lab.engines.build import plan_of
 from zpp_lab.models import build_model
 from zpp_lab.runs.metrics import read, unmeasured
 from zpp_lab.train import speed
-from zpp_lab.train.launch.launcher import launch
 from zpp_lab.train.speed import Meter, peak_flops, step_flops
+from zpp_lab.train.trainer import run
 
 CPU = torch.device("cpu")
 
@@ -62,13 +68,24 @@ def test_mfu_is_flops_over_seconds_gpus_and_peak(monkeypatch: pytest.MonkeyPatch
         assert meter(without).facts() is None
 
 
+def on_each_rank(*configs: Config) -> str:
+    """What all ranks say while they run these."""
+    with redirect_stdout(io.StringIO()) as said:
+        for config in configs:
+            run(config, dist.get_rank())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said.getvalue())
+    return "".join(every)
+
+
 @pytest.mark.parametrize("engine", ["virtual", "fsdp"])
 def test_a_profile_is_a_trace_of_each_process_and_changes_no_bit(
-    tmp_path: Path, engine: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, engine: str
 ) -> None:
     words = [f"engine={engine}", "cluster=1x2", "train.steps=5", "train.eval_every=5"]
-    launch(small(tmp_path, *words, f"run.dir={tmp_path / 'plain'}"))
-    launch(small(tmp_path, *words, "train.profile=2:3"))
+    whole = small(tmp_path, *words, f"run.dir={tmp_path / 'plain'}")
+    configs = whole, small(tmp_path, *words, "train.profile=2:3")
+    said = run_world(1 if engine == "virtual" else 2, on_each_rank, *configs)
     plain, traced = (
         [unmeasured(line) for line in read(tmp_path / name / "metrics.jsonl")]
         for name in ("plain", "run")
@@ -81,5 +98,4 @@ def test_a_profile_is_a_trace_of_each_process_and_changes_no_bit(
         named = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
         assert named >= {"step 2", "step 3", "aten::mm"}
         assert not named & {"step 1", "step 4"}
-    said = capfd.readouterr().out
     assert said.count("profile of steps 2 to 3") == said.count("snapshot is there on GPUs") == 1

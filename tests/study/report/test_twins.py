@@ -36,7 +36,7 @@ def in_each_rank(*configs: Config) -> None:
 
 def of(study: str, folder: Path, name: str, *overrides: str) -> Config:
     where = (f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / name}")
-    return compose([*study_of(study).overrides, *overrides, *where])
+    return compose([*study_of(study).overrides, "train.eval_tokens=1024", *overrides, *where])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -138,7 +138,7 @@ def test_a_budget_ends_it_and_keeps_what_there_is(fake: type[Fake], tmp_path: Pa
 
 
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
-def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
+def test_two_emulated_nodes_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte goes between nodes once: the gather saw two hosts, and the interface agrees."""
     from zpp_lab.config.compose import compose
     from zpp_lab.engines.build import build_plan
@@ -146,15 +146,8 @@ def test_two_emulated_nodes_of_two_ranks(tmp_path: Path) -> None:
 
     words = ["--nodes", "2", "--gpus-per-node", "2", "--link-gbps", "0.2", "--recipes", "zeropp"]
     pace = ["--steps", "2", "--rounds", "1", "--cpu", "--out", str(tmp_path)]
-    root = str(Path(__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-m", "zpp_lab.cli", "bench", "step", *words, *pace, *TINY],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    assert main([*words, *pace, *TINY]) == 0
     row = read_rows(tmp_path)["zeropp"]
     config = compose(["recipe=zeropp", "cluster=2x2", "engine.gather=hierarchical", *TINY])
     planned = build_plan(build_model(config.model, 64, device="meta"), config).step_bytes()

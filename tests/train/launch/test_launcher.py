@@ -120,9 +120,9 @@ def on_each_rank(config: Config) -> str:
 
 
 def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -> None:
-    run(fsdp(tmp_path, f"run.dir={tmp_path / 'virtual'}", "train.steps=30"))
+    run(fsdp(tmp_path, f"run.dir={tmp_path / 'virtual'}", "train.steps=16"))
     folder, log = tmp_path / "real", tmp_path / "log.txt"
-    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=30")
+    settings = ("engine=fsdp", "engine.device=cpu", "train.steps=16")
     config = fsdp(tmp_path, *settings, f"run.dir={folder}")
     process = started(config, folder, log=log, code=HOLD + CODE)
     wait_for_lines(folder, 8, process)
@@ -137,7 +137,7 @@ def test_run_equals_the_virtual_engine_and_a_dead_rank_ends_it(tmp_path: Path) -
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
     assert _gone(ranks)
     said = run_world(2, on_each_rank, config)  # launchers know nothing of checkpoints
-    assert re.search(r"goes on after step \d+ of 30", said)
+    assert re.search(r"goes on after step \d+ of 16", said)
     names = (folder, tmp_path / "virtual")
     real, virtual = (without_times(name, "telemetry") for name in names)  # adds in another order
     assert real == virtual

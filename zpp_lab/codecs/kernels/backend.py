@@ -65,10 +65,9 @@ def use_kernels(tensor: Tensor) -> bool:
 
 
 def triton_serves(tensor: Tensor) -> bool:
-    """Whether kernels written in Triton may take this tensor: on a GPU, outside compiled code, with
-    Triton and a C compiler installed. `reference` turns them off too."""
-    here = tensor.is_cuda and _state.backend != "reference"
-    return here and not torch.compiler.is_compiling() and _can_launch_triton()
+    """Whether kernels written in Triton may take this tensor: on a GPU, with Triton and a C
+    compiler installed. `reference` turns them off too. Not to be asked in compiled code."""
+    return tensor.is_cuda and _state.backend != "reference" and _can_launch_triton()
 
 
 @lru_cache
