@@ -86,6 +86,7 @@ REMEMBERING = (  # of memories, those that come first
     "g4_remembered",
     "g2_forgotten",
 )
+# of memories_134m: what its claims on differences and on 2 bits rest on
 DECIDING = ("zero3", "w4_256_symmetric", "w4_diff", "g2_remembered", "g4_forgotten")
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
 FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 21)
