@@ -67,6 +67,34 @@ MAIN = (  # of reference_10m
     "broken",
 )
 
+SECOND = (  # of reference_10m, those that make forty arms of eight seeds: each wire, width and block
+    "g8_4_plain",
+    "diff_g84h",
+    "w3_256_symmetric",
+    "w4_32_symmetric",
+    "w4_2048_symmetric",
+    "w4_64_asymmetric",
+    "w4_stochastic",
+    "sham_w4",
+    "g8_two_hops_plain",
+    "g8_one_hop_hadamard",
+    "g8_two_hops_hadamard",
+    "g4_one_hop_hadamard",
+    "g4_two_hops_hadamard",
+    "g2_one_hop_plain",
+    "g2_two_hops_plain",
+    "g2_one_hop_hadamard",
+    "g2_two_hops_hadamard",
+    "w8g8",
+    "w8g4",
+    "w4g8",
+    "w8_stochastic",
+    "w3_64_symmetric",
+    "w3_2048_symmetric",
+    "w6_64_symmetric",
+    "w2_64_symmetric",
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -103,6 +131,9 @@ PARTS = (
     Part("memories_134m", ("w4_diff",), (1, 2)),
     Part("reference_10m", ("diff_g84h",), FOUR),
     Part("reference_10m", MAIN, MORE),
+    Part("memories", ("topk_ef", "tagc_topk"), FOUR),
+    Part("reference_10m", SECOND, FOUR),
+    Part("reference_10m", SECOND, MORE),
     Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
     Part("memories", None, MORE),
     Part("memories_134m", DECIDING, FOUR),
