@@ -67,7 +67,7 @@ MAIN = (  # of reference_10m
     "broken",
 )
 
-SECOND = (  # of reference_10m, those that make forty arms of eight seeds: each wire, width and block
+SECOND = (  # of reference_10m, for forty arms of eight seeds: each wire, width and block
     "g8_4_plain",
     "diff_g84h",
     "w3_256_symmetric",
@@ -133,8 +133,8 @@ PARTS = (
     Part("reference_10m", MAIN, MORE),
     Part("memories", ("topk_ef", "tagc_topk"), FOUR),
     Part("reference_10m", SECOND, FOUR),
-    Part("reference_10m", SECOND, MORE),
     Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
+    Part("reference_10m", SECOND, MORE),
     Part("memories", None, MORE),
     Part("memories_134m", DECIDING, FOUR),
     Part("reference_134m", FIRST_134M, FOUR),
@@ -166,8 +166,8 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "memories_134m": Size(6.5, 13.0),
     "reference_368m": Size(17.0, 22.0),
 }
-# times as long: topk before it had a kernel, tagc beside other runs; sham and mask are guesses
-SLOW = {"sham": 2.0, "topk": 3.3, "mask": 7.0, "tagc_topk": 2.8, "tagc": 4.5}
+# times as long beside other runs, as they start many small kernels; mask is a guess
+SLOW = {"sham": 2.9, "topk": 3.8, "mask": 7.0, "tagc_topk": 3.2, "tagc": 4.5}
 SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -236,6 +236,7 @@ class Gpu:
     name: str | None
     room: float = math.inf  # GiB
     runs: dict[Path, Running] = field(default_factory=dict)
+    apart: bool = False  # SLOW runs share it with each other alone, as beside others kernels wait
 
     def left(self) -> list[float]:
         """Of each run the work that is left."""
@@ -243,7 +244,11 @@ class Gpu:
 
     def has_room(self, run: PlannedRun, most: int) -> bool:
         taken = sum(size(other.run).gib for other in self.runs.values())
-        return len(self.runs) < most and (not self.runs or taken + size(run).gib <= self.room)
+        others = {slow(other.run) > 1 for other in self.runs.values()}
+        if not others:
+            return True
+        beside = not self.apart or others == {slow(run) > 1}
+        return beside and len(self.runs) < most and taken + size(run).gib <= self.room
 
 
 def named(run: PlannedRun) -> str:
@@ -252,8 +257,11 @@ def named(run: PlannedRun) -> str:
 
 def size(run: PlannedRun) -> Size:
     own = SIZES.get(str(run.config.run.study), Size())
-    slow = (times for start, times in SLOW.items() if run.arm.startswith(start))
-    return replace(own, work=own.work * next(slow, 1.0))
+    return replace(own, work=own.work * slow(run))
+
+
+def slow(run: PlannedRun) -> float:
+    return next((times for start, times in SLOW.items() if run.arm.startswith(start)), 1.0)
 
 
 def left(run: PlannedRun) -> float:
@@ -292,7 +300,8 @@ def main() -> int:
     for source, run in lent:
         lend(source, run)
     room = (gpu_memory() or math.inf) / 2**30 - SPARED
-    gpus = [Gpu(gpu, room) for gpu in gpus_to_share([todo[0].config])] if todo else []
+    names = gpus_to_share([todo[0].config]) if todo else []
+    gpus = [Gpu(name, room, apart=len(names) > 1) for name in names]
     places, until = int(os.environ.get("PER_GPU", "10")), float(os.environ["CALL_END"])
     goes_on = bool(os.environ.get("GOES_ON"))
     queue = Queue(Path(root), Path(out), gpus or [Gpu(None)], places, until, goes_on)
@@ -447,7 +456,7 @@ class Queue:
         for run in list(waiting):
             free = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
             if not free:
-                break
+                continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:
                 fit = free if seconds > self.pace.start else []
@@ -455,7 +464,8 @@ class Queue:
                 fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
             if not fit:
                 continue
-            gpu = min(fit, key=lambda g: sum(g.left()))
+            spread = slow(run) == 1  # over all GPUs; slow runs first fill the one that has some
+            gpu = min(fit, key=lambda g: (not (spread or g.runs), sum(g.left())))
             waiting.remove(run)
             gpu.runs[run.dir] = Running(run, now, last_step(run.dir))
             self.pool.start(run, Slot(self.threads, gpu.name))

@@ -165,6 +165,17 @@ def test_a_run_that_stops_for_the_next_call_goes_on_there(tmp_path: Path) -> Non
     assert call().gpus[0].left() == [pytest.approx(1 + fill.ENDING)]
 
 
+def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_path: Path) -> None:
+    gpus = [fill.Gpu("0", apart=True), fill.Gpu("1", apart=True)]
+    queue = fill.Queue(tmp_path, tmp_path, gpus, 2, time.time() + 60, True)
+    queue.pool.start = lambda *_: None
+    arms = ["mask_ef", "tagc", "zero3", "topk_ef", "zeropp", "qsdp"]
+    runs = [PlannedRun(arm, 1, tmp_path / arm, Config()) for arm in arms]
+    assert [run.arm for run in queue.start(runs, time.time())] == ["topk_ef", "qsdp"]
+    shared = [{one.run.arm for one in gpu.runs.values()} for gpu in gpus]
+    assert shared == [{"mask_ef", "tagc"}, {"zero3", "zeropp"}]
+
+
 def test_predictions_are_counted_with_and_without_the_measured_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
