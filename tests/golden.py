@@ -8,6 +8,7 @@ golden.json holds, part by part:
     codecs, extreme   each codec's bytes and decoded values, of nasty inputs and of such as lie near
                       fp32's largest number; by codec over all inputs, by input over all codecs
     three, three_extreme  the same of 3 bits, which came later
+    normal            the same of the codec `normal`, which came later still, and its levels
     data              token files, tokenizers and batches
     virtual, gloo     losses, norms and held-out losses of a few steps, and a hash of all weights
                       and optimizer states, with one process and with one a rank
@@ -43,7 +44,8 @@ from torch.nn import functional as F
 from tests.engines.fsdp_parity import kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
-from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec, SegmentNoise, encode
+from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec, SegmentNoise, encode
+from zpp_lab.codecs.families.block import levels_of
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.data import open_data
@@ -153,6 +155,7 @@ def label(codec: Codec) -> str:
     if not isinstance(codec, BlockCodec):
         return f"none {codec.nbytes(16) // 16} bytes"
     halves = "symmetric" if codec.symmetric else "asymmetric"
+    halves = "normal" if isinstance(codec, NormalCodec) else halves
     signs = " signs" if codec.random_signs else ""
     own = f"{codec.bits} bits, {codec.block_size}, {halves}, {codec.rounding}"
     return f"{own}, {codec.scale_dtype}, hadamard {codec.hadamard}{signs}"
@@ -175,6 +178,17 @@ def coded(inputs: dict[str, Tensor], chosen: Iterable[Codec]) -> dict[str, dict[
             by_input[name] += found
     both = {"by codec": by_codec, "by input": by_input}
     return {title: {k: digest(v) for k, v in named.items()} for title, named in both.items()}
+
+
+def normal() -> dict[str, Any]:
+    made = [
+        NormalCodec(bits, size, scale_dtype=scale, hadamard=hadamard)
+        for bits, size, scale in product((2, 3, 4), (16, 256, 8192), ("fp32", "bf16"))
+        for hadamard in (0, 16)
+    ]
+    levels = [torch.tensor(levels_of(c.bits, c.block_size)) for c in made]
+    found = coded({**nasty(), **extreme()}, made)
+    return {**found, "levels": {label(c): digest([t]) for c, t in zip(made, levels, strict=True)}}
 
 
 # ---------------------------------------------------------------- data
@@ -415,13 +429,14 @@ PARTS = {
     "extreme": lambda folder: coded(extreme(), [*RAW, *codecs(2, 4, 6, 8)]),
     "three": lambda folder: coded(nasty(), codecs(3)),
     "three_extreme": lambda folder: coded(extreme(), codecs(3)),
+    "normal": lambda folder: normal(),
     "data": data,
     "virtual": virtual,
     "gloo": gloo,
     "study": study,
     "smoke": partial(study, steps=120),
 }
-EVERYWHERE = ("codecs", "extreme", "three", "three_extreme", "data")
+EVERYWHERE = ("codecs", "extreme", "three", "three_extreme", "normal", "data")
 
 
 def recorded() -> dict[str, Any]:

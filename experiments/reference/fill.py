@@ -133,6 +133,7 @@ PARTS = (
     Part("reference_10m", MAIN, MORE),
     Part("memories", ("topk_ef", "tagc_topk"), FOUR),
     Part("reference_10m", SECOND, FOUR),
+    Part("normal", None, range(1, 6)),
     Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
     Part("reference_10m", SECOND, MORE),
     Part("memories", None, MORE),

@@ -1,7 +1,8 @@
 """The law of what bits cost (zpp_lab/tools/plan/law.py), from the reference runs.
 
     python experiments/reference/law.py fit STUDY...        → conf/law/reference.json
-    python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran
+    python experiments/reference/law.py predict STUDY...    → predicted.json: arms that never ran;
+                                                            STUDY/ARM: that one alone
     python experiments/reference/law.py compare             predictions beside what was measured,
                                                             and both as predicted.svg
     python experiments/reference/law.py gaps STUDY...       renews the page's table of gaps
@@ -52,6 +53,7 @@ SHOWN = {  # studies in predicted.svg: what they are called, their colour, and i
     "reference_134m": ("133M", "#117733", "#5ad87e"),
     "reference_368m": ("367M", "#b45309", "#f5a524"),
     "reference_10m_prose": ("13.8M, prose", "#0f766e", "#5eead4"),
+    "normal": ("13.8M, normal levels", "#7c3aed", "#c4b5fd"),
 }
 VOCABULARY = 4096  # of tokenizer.json: the data need not be there
 
@@ -202,13 +204,14 @@ def renew(page: Path, head: str, made: str) -> None:
     write_atomic(page, "\n".join([*lines[: starts[0]], made, *lines[end:]]))
 
 
-def predict(studies: list[str]) -> None:
+def predict(words: list[str]) -> None:
     known = json.loads(PREDICTED.read_text()) if PREDICTED.is_file() else {}
-    published, there = law.load_law(), {c.name for s in studies for c in measured(s)}
-    for study in studies:
+    published = law.load_law()
+    for study, _, arm in (word.partition("/") for word in words):
+        there = {c.name for c in measured(study)}
         for cell in cells(load_study(study)):
             name = f"{study}/{cell.name}"
-            if name not in there and name not in known:
+            if arm in ("", cell.name) and name not in there and name not in known:
                 told = published.predict(cell.errors, cell.parameters, cell.tokens)
                 known[name] = asdict(told) | {"commit": commit()}
                 print(f"{name:36} {told.gap:+.4f}  {told.low:+.4f} to {told.high:+.4f}")

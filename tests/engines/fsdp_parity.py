@@ -29,6 +29,7 @@ TOP = {"codec": "topk", "block_size": 64, "keep": 3}
 MASK = {"codec": "mask", "block_size": 64, "keep": 3}
 TOP4 = {"codec": "topk", "block_size": 32, "keep": 16, "bits": 4}
 H4 = {"bits": 4, "block_size": 32, "hadamard": 16}
+NORMAL = {"codec": "normal", **SMALL}
 ZEROPP = {"secondary": True, "hops": 2, "weights": Q8, "grads": Q4}
 BF16 = {"param_dtype": "bf16"}
 STOCHASTIC = {"rounding": "stochastic"}
@@ -134,6 +135,16 @@ PLAIN: Cases = {
         {**BF16, "micro_steps": 2},
     ),
     "differences_sparse": ({**DIFFERENCES, "weights_update": TOP, "grads": Q4}, BF16),
+    "differences_normal": (
+        {
+            **DIFFERENCES,
+            "weights_update": {"bits": 4, **NORMAL},
+            "weights_forward": {"bits": 3, **NORMAL},
+            "grads_intra": {**H4, "codec": "normal"},
+            "grads_inter": H4,
+        },
+        BF16,
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from zpp_lab.engines.build import build_plan
 QUICK = {
     (1, 2): [
         *("zero3_bf16_reduce", "zeropp_last", "stochastic_secondary", "stochastic", "stage1"),
-        *("sham_w4", "w2", "w4", "w6", "w8", "qsdp", "w8_then_w4", "g_raw_then_4"),
+        *("sham_w4", "w2", "w4", "w4_normal", "w6", "w8", "qsdp", "w8_then_w4", "g_raw_then_4"),
         *("g1_ef", "g2_ef", "topk_ef", "tagc_topk", "tagc"),
     ],
     (2, 2): [
@@ -29,14 +29,14 @@ QUICK = {
         *("differences_drawn", "broken", "g8_4_hadamard", "zero3_reordered"),
         *("amsp_node", "w4_diff", "sdp4bit", "loco", "sparse", "differences_sparse"),
         *("memory_rules", "memory_first", "memory_second", "memory_hadamard_mixed"),
-        *("memory_topk_bits", "mask_ef", "mask_bits"),
+        *("memory_topk_bits", "mask_ef", "mask_bits", "g2_normal_ef"),
         *("grid_none_none_none", "grid_none_none_node", "grid_none_node_node"),
         *("grid_node_node_node", "grid_none_node_world", "grid_node_node_world"),
         *("grid_memory", "raw_none_none_none", "raw_node_node_node"),
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],
     (2, 1): ["host_states", "residual_rate", "weights3", "kept", "differences", "memory_8bit"],
-    (3, 2): ["kept", "kept_drawn", "differences_fp32"],
+    (3, 2): ["kept", "kept_drawn", "differences_fp32", "differences_normal"],
 }
 CLUSTERS = [(1, 2), (2, 2), (1, 3), (3, 2), (2, 4), (1, 4), (4, 1)]
 TABLE = sorted({*CASES, *SHIPPED})

@@ -7,7 +7,7 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 """
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
-from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.block import BlockCodec, NormalCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import MaskCodec, Places, TopKCodec
 from zpp_lab.codecs.hadamard import Rotation
@@ -20,6 +20,7 @@ __all__ = [
     "CodecBase",
     "MaskCodec",
     "Noise",
+    "NormalCodec",
     "Places",
     "RawCodec",
     "Rotation",

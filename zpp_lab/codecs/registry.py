@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zpp_lab.codecs.base import Codec, RawCodec
-from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.block import BlockCodec, NormalCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import MaskCodec, TopKCodec
 from zpp_lab.config.codec import CodecConfig
@@ -28,6 +28,7 @@ from zpp_lab.config.codec import CodecConfig
 _registered: dict[str, Callable[..., Codec]] = {
     "block": BlockCodec,
     "mask": MaskCodec,
+    "normal": NormalCodec,
     "sham": BlockCodec,
     "sign": SignCodec,
     "sketch": SketchCodec,
@@ -69,11 +70,12 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
         factory = partial(TopKCodec if name == "topk" else MaskCodec, raw_dtype)
         settings = {k: v for k, v in settings.items() if k not in ("hadamard", "random_signs")}
     _check_settings(name, factory, settings)
-    if name == "sham":
+    if name in ("normal", "sham"):
         config.check()
+    if name == "sham":
         return ShamCodec(raw_dtype, BlockCodec(**settings))
     codec = factory(**settings)
-    ours = name in ("block", "mask", "topk")
+    ours = name in ("block", "mask", "normal", "topk")
     return codec if ours else _checked(name, codec, factory(**settings))
 
 

@@ -13,12 +13,13 @@ Dtype = Literal["fp32", "bf16"]
 MemoryStore = Literal["fp32", "bf16", "8bit"]
 
 BITS = (2, 3, 4, 6, 8)
+NORMAL_BITS = (2, 3, 4)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
 SPARSE = ("topk", "mask", "sketch")  # codecs that leave elements out
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
-BUILT_IN = ("block", "mask", "sham", "sign", "sketch", "topk")  # no package's of its own
+BUILT_IN = ("block", "mask", "normal", "sham", "sign", "sketch", "topk")  # no package's of its own
 _CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}  # where none is given
 _SKETCH = {"sparsity": 0.8, "ratio": 2.0, "index_bits": 1}  # its options, where none is given
 
@@ -86,10 +87,10 @@ class CodecConfig:
     `codec` is a registered name. For the built-in family `block`, `bits=None`
     means that the tensor's own bytes are sent. `sham`, a control, sends them
     with noise added, as large as the error of the block codec with the same
-    settings. `topk` sends the `keep` greatest elements of each `block_size`,
-    with `bits` in so many, else as they are, and `mask` as many at places
-    that the owners choose for all ranks. `options` goes to codecs of other
-    packages as keyword arguments.
+    settings. `normal` is `block` with levels for normal numbers. `topk` sends
+    the `keep` greatest elements of each `block_size`, with `bits` in so many,
+    else as they are, and `mask` as many at places that the owners choose for
+    all ranks. `options` goes to codecs of other packages as keyword arguments.
     """
 
     codec: str | None = None
@@ -122,6 +123,8 @@ class CodecConfig:
         usual: dict[str, Any] = {"block_size": BLOCK_SIZE} if own["codec"] in BUILT_IN else {}
         if own["codec"] in ("block", "sham"):
             usual |= {**_CODES, "hadamard": 0, "random_signs": False}
+        elif own["codec"] == "normal":
+            usual |= {"scale_dtype": "fp32", "hadamard": 0, "random_signs": False}
         elif own["codec"] in ("topk", "mask") and self.bits is not None:
             usual |= _CODES
         elif own["codec"] == "sketch":
@@ -141,13 +144,13 @@ class CodecConfig:
         return self.codec == "none" or (self.codec in (None, "block") and self.bits is None)
 
     def check(self) -> None:
-        """ValueError for what `topk`, the family `block` and its `sham` do not have, also where
+        """ValueError for what `topk`, the family `block` and its kin do not have, also where
         bits=None leaves it unused. Codecs of other packages check their own when they are built."""
         self.memory.check()
         if self.codec in ("topk", "mask"):
             self._check_topk()
         need(
-            self.keep is None or self.codec not in (None, "none", "block", "sham"),
+            self.keep is None or self.codec not in (None, "none", "block", "normal", "sham"),
             f"keep={self.keep} without codec=topk, which keeps so many elements of a block: set "
             "codec=topk, or leave keep out",
         )
@@ -157,7 +160,11 @@ class CodecConfig:
                 self.rounding != "stochastic",
                 "codec=sham has the error of rounding to nearest: leave rounding out",
             )
-        if self.codec in (None, "block", "sham"):
+        if self.codec == "normal":
+            need(self.bits is not None, "codec=normal needs bits: set 2, 3 or 4")
+            symmetric = self.symmetric is None or self.symmetric
+            check_normal(self.bits or 0, symmetric, self.rounding or "nearest")
+        if self.codec in (None, "block", "normal", "sham"):
             bits, size = self.bits, self.block_size
             size = BLOCK_SIZE if size is None else size
             check_block(8 if bits is None else bits, size, self.hadamard or 0, self.random_signs)
@@ -200,6 +207,19 @@ def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | 
     need(
         hadamard in (0, *HADAMARD_SIZES),
         f"hadamard={hadamard}: use 0 (off) or one of {HADAMARD_SIZES}",
+    )
+
+
+def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
+    """ValueError for what `normal`, beside the settings of `block`, does not have."""
+    need(
+        bits in NORMAL_BITS,
+        f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block",
+    )
+    need(symmetric, "codec=normal has one set of levels: leave symmetric out, or use codec=block")
+    need(
+        rounding == "nearest",
+        f"codec=normal with rounding={rounding}: it takes the nearest level; leave rounding out",
     )
 
 

@@ -26,10 +26,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec
+from zpp_lab.codecs import BlockCodec, NormalCodec
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.config.codec import BITS, BLOCK_SIZES, CodecConfig
+from zpp_lab.config.codec import BITS, BLOCK_SIZES, NORMAL_BITS, CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
 from zpp_lab.files import text_table, write_atomic
@@ -39,8 +39,8 @@ from zpp_lab.tools.export.wire import WireWeights
 from zpp_lab.tools.plan.law import load_law
 
 PROBES = (4, 3)  # bits: errors large enough to see, small enough to stay in proportion
-CHOSEN = ("bits", "block_size", "symmetric", "scale_dtype")
-KINDS = tuple(product((True, False), ("fp32", "bf16")))  # symmetric, scale_dtype
+CHOSEN = ("codec", "bits", "block_size", "symmetric", "scale_dtype")
+LEVELS = (("block", True), ("block", False), ("normal", True))  # codec, symmetric
 POWER = 1  # of NAMES in tools/plan/law.py: a gap grows as this power of the weights' error
 GATHERS = ["weights_forward", "weights_backward"]
 
@@ -57,6 +57,7 @@ class Choice:
     @property
     def text(self) -> str:
         kind = "" if self.codec.symmetric else ", asymmetric"
+        kind += ", normal levels" if self.codec.codec == "normal" else ""
         kind += ", bf16 scales" if self.codec.scale_dtype == "bf16" else ""
         return f"{self.codec.bits} bits, blocks of {self.codec.block_size}{kind}"
 
@@ -112,13 +113,14 @@ def tune(
     bits: float,
     name: str = "tuned",
     among: Sequence[int] = BITS,
-    blocks: Sequence[int] = (64, 256, 2048),
+    blocks: Sequence[int] = (64, 128, 256, 2048),
     tokens: int | None = None,
     device: str = "auto",
 ) -> Tuned:
     """The recipe of least expected gap that sends at most `bits` a quantized weight on average,
     scales and filling included, from the newest weights of `run`. Of each choice it takes the best
-    of symmetric and asymmetric codes, with scales in fp32 or bf16.
+    of symmetric and asymmetric codes and, up to 4 bits, of `normal` ones, with scales in fp32 or
+    bf16.
 
     among, blocks: bits and block sizes to choose from. tokens: held-out tokens to measure on, in
     place of the run's train.eval_tokens. What the run's recipe exempts stays raw. ValueError for
@@ -135,8 +137,12 @@ def tune(
     params = dict(model.named_parameters())
     bench.fill(model, WireWeights(config, saved).source, config.seed)
     loss = bench.loss(model)
-    probes = [_codec(b, max(blocks), True, "fp32") for b in PROBES]
-    offered = [_codec(b, n, *kind) for b, n, kind in product(among, blocks, KINDS)]
+    probes = [_codec("block", b, max(blocks), True, "fp32") for b in PROBES]
+    offered = [
+        _codec(name, b, n, symmetric, scale)
+        for b, n, (name, symmetric), scale in product(among, blocks, LEVELS, ("fp32", "bf16"))
+        if name == "block" or b in NORMAL_BITS
+    ]
     wires = {codec: WireWeights(config, saved, codec) for codec in (*probes, *offered)}
     by_pattern: dict[str, list[str]] = {}
     for parameter in next(iter(wires.values())).quantized:
@@ -203,9 +209,9 @@ def spend(choices: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | No
     return list(best[-1][2]) if best else None
 
 
-def _codec(bits: int, block_size: int, symmetric: bool, scale_dtype: str) -> CodecConfig:
-    kind = {"symmetric": symmetric, "scale_dtype": scale_dtype}
-    return load(CodecConfig, {"bits": bits, "block_size": block_size, **kind})
+def _codec(*settings: Any) -> CodecConfig:
+    """Those of CHOSEN, all of them, so that a rule takes none of the recipe's own."""
+    return load(CodecConfig, dict(zip(CHOSEN, settings, strict=True)))
 
 
 def _pattern(parameter: str) -> str:
@@ -279,7 +285,8 @@ def _check(
         codec = made.codec("weights_forward", Parameter(name, shape, cluster.world))
         own = None
         if isinstance(codec, BlockCodec):
-            own = _codec(*(getattr(codec, name) for name in CHOSEN))
+            named = "normal" if isinstance(codec, NormalCodec) else "block"
+            own = _codec(named, *(getattr(codec, name) for name in CHOSEN[1:]))
         if own != wanted[name]:
             raise ValueError(
                 f"{name} would be sent by the rule of another class, since * in a rule's name "

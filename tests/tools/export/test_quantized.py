@@ -124,7 +124,12 @@ def test_rounding_after_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [["recipe.weights.hadamard=16"], ["recipe.weights.symmetric=false"]]
+    "more",
+    [
+        ["recipe.weights.hadamard=16"],
+        ["recipe.weights.symmetric=false"],
+        ["recipe.weights.codec=normal"],
+    ],
 )
 def test_a_codec_that_does_not_fit(more: list[str], tmp_path: Path) -> None:
     config = llama(tmp_path, "plain", "recipe=w4", *more)

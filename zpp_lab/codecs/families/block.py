@@ -37,11 +37,17 @@ Bytes of one row
     the planes of m codes (`packing.py`: 6 bits are a 4-bit and a 2-bit plane, 3 bits a 2-bit and a
     1-bit one, each plane filled up to 16 bytes), then for each block its scale, or for asymmetric
     codes the pair (s, z), in fp32 or bf16, little-endian, filled up with zeros to 16 bytes.
+
+`NormalCodec` has the same bytes and levels of its own, `ShamCodec` noise in place of codes, and
+`SignCodec` one bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -51,7 +57,7 @@ from zpp_lab.codecs.base import CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.codecs.packing import align, pack, packed_bytes, unpack
-from zpp_lab.config.codec import BLOCK_SIZE, check_block
+from zpp_lab.config.codec import BLOCK_SIZE, check_block, check_normal
 
 TINY = 2.0**-126  # the smallest normal fp32
 
@@ -92,6 +98,11 @@ class BlockCodec(CodecBase):
     def offset(self) -> int:
         """code - q."""
         return 2 ** (self.bits - 1) if self.symmetric else 0
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The codes of the least and of the greatest level."""
+        return self.offset - (self.levels if self.symmetric else 0), self.offset + self.levels
 
     def nblocks(self, numel: int) -> int:
         return -(-self.coded_numel(numel) // self.block_size)
@@ -137,9 +148,8 @@ class BlockCodec(CodecBase):
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
         coded = self.coded_numel(numel)
         codes = unpack(payload[:, : packed_bytes(coded, self.bits)], coded, self.bits)
-        lowest = self.offset - self.levels if self.symmetric else 0
-        ends = (codes == lowest) | (codes == self.offset + self.levels)
-        count = ends.sum(-1).double()
+        lowest, highest = self.ends
+        count = ((codes == lowest) | (codes == highest)).sum(-1).double()
         return count / torch.full_like(count, max(coded, 1))
 
     def _blocks(self, x: Tensor) -> Tensor:
@@ -194,15 +204,19 @@ class BlockCodec(CodecBase):
         return both[..., :1], both[..., -1:]
 
     def levels_and_scales(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """uint8 [R, nbytes(numel)] → levels q fp32 [R, blocks, B] (0 past the end), s and z fp32
-        [R, blocks, 1]. With a rotation they are those of the rotated row."""
+        """uint8 [R, nbytes(numel)] → levels q, in units of s, fp32 [R, blocks, B] (0 past the end),
+        s and z fp32 [R, blocks, 1]. With a rotation they are those of the rotated row."""
         coded, blocks = self.coded_numel(numel), self.nblocks(numel)
         split = packed_bytes(coded, self.bits)
-        codes = unpack(payload[:, :split], coded, self.bits).to(torch.float32)
+        codes = unpack(payload[:, :split], coded, self.bits)
         scale, zero = self._read_scales(payload[:, split:], blocks)
         fill = blocks * self.block_size - coded
-        q = torch.nn.functional.pad(codes - self.offset, (0, fill))
+        q = torch.nn.functional.pad(self._of_codes(codes), (0, fill))
         return q.view(q.shape[0], blocks, self.block_size), scale, zero
+
+    def _of_codes(self, codes: Tensor) -> Tensor:
+        """uint8 → levels, fp32, in units of s."""
+        return codes.to(torch.float32) - self.offset
 
     def _dequantize(self, payload: Tensor, numel: int) -> Tensor:
         """uint8 [R, nbytes(numel)] → fp32 [R, coded_numel(numel)], still rotated."""
@@ -214,6 +228,80 @@ class BlockCodec(CodecBase):
         if not self.symmetric:
             x = x + zero
         return x.flatten(1)[:, :coded]
+
+
+@dataclass(frozen=True)
+class NormalCodec(BlockCodec):
+    """2, 3 or 4 bits whose levels are dense where normal numbers are, as trained weights, or
+    gradients after a rotation, nearly are.
+
+        s = max(max|x|, 2^-126); scale bf16: s rounded to nearest even
+        code = how many thresholds lie below x * (1 / s); it decodes to levels[code] * s
+
+    `levels_of` has the levels: those of least squared error (Lloyd 1982, Max 1960) for normal
+    numbers up to the largest of a block. NF4 (Dettmers et al. 2023, arXiv:2305.14314) has quantiles
+    in their place, the same for all block sizes; that the best ones depend on them is Yoshida's
+    (2023, arXiv:2306.06965). None of them is 0. No kernel knows them yet: torch does all of it.
+    """
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_normal(self.bits, self.symmetric, self.rounding)
+
+    @property
+    def levels(self) -> int:
+        return 1  # no level lies beyond s
+
+    @property
+    def offset(self) -> int:
+        return 0
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return 0, 2**self.bits - 1
+
+    def _round(self, y: Tensor, coded: int, noise: SegmentNoise | None) -> Tensor:
+        _, thresholds = _tables(self.bits, self.block_size, y.device)
+        return torch.bucketize(y, thresholds, out_int32=True)
+
+    def _of_codes(self, codes: Tensor) -> Tensor:
+        levels, _ = _tables(self.bits, self.block_size, codes.device)
+        return levels[codes.int()]
+
+
+@cache
+def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
+    """The 2^bits levels of `NormalCodec`, rising, in units of a block's largest magnitude: for
+    normal numbers cut off at that one's median each level is the mean of the numbers nearest to
+    it. Found by Lloyd's iteration in fp64 and rounded to fp32."""
+    normal, count = NormalDist(), 2**bits
+    end = normal.inv_cdf((1 + 0.5 ** (1 / block_size)) / 2)
+    levels = [end * (2 * i + 1 - count) / count for i in range(count)]
+    for _ in range(2000):
+        inner = [(a + b) / 2 for a, b in pairwise(levels)]
+        edges = [-end, *inner, end]
+        before, levels = (
+            levels,
+            [
+                (normal.pdf(a) - normal.pdf(b)) / (normal.cdf(b) - normal.cdf(a))
+                for a, b in pairwise(edges)
+            ],
+        )
+        if max(abs(a - b) for a, b in zip(before, levels, strict=True)) < 1e-13:
+            break
+    even = [(b - a) / (2 * end) for a, b in zip(levels, reversed(levels), strict=True)]
+    return tuple(float(torch.tensor(-x)) for x in even)
+
+
+@cache
+def _tables(bits: int, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """fp32: the levels, and the thresholds half-way between them. Once a device: a copy to a GPU
+    would make the host wait for it in each step."""
+    levels = levels_of(bits, block_size)
+    thresholds = [(a + b) / 2 for a, b in pairwise(levels)]
+    return torch.tensor(levels, device=device), torch.tensor(thresholds, device=device)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Codes:
 
 def misfit(codec: Codec) -> str | None:
     """Why the format cannot hold this codec's numbers, None where it can."""
-    if not isinstance(codec, BlockCodec):
+    if type(codec) is not BlockCodec:
         return f"{type(codec).__name__} has levels of its own"
     if codec.hadamard:
         return f"hadamard={codec.hadamard} rotates the numbers that its scales belong to"
@@ -106,7 +106,7 @@ def exact_codes(
 
 def nearest_fitting(codec: BlockCodec) -> BlockCodec:
     """The format's own symmetric grid with as many bits: no rotation, rounding to nearest."""
-    return replace(codec, hadamard=0, random_signs=False, rounding="nearest", symmetric=True)
+    return BlockCodec(codec.bits, codec.block_size, scale_dtype=codec.scale_dtype)
 
 
 def codes_with_zero_points(codec: BlockCodec, weight: Tensor, group: int) -> Codes:
