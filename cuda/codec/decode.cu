@@ -7,11 +7,12 @@ namespace zpp {
 // plan's `onto`.
 template <bool ROTATED, bool ONTO>
 struct DecodeCoded {
-  template <int BITS, bool SYM, bool BF16>
+  template <int BITS, int SYM, bool BF16>
   __device__ __forceinline__ static void run(Plan const& plan, Place at, Stride const& stride) {
     Segment const& s = at.segment();
     Coded now;
     clear(now);
+    float const book = book_of<BITS, SYM>(s.from_codec.log2_block);
     auto const read = [&](Place const& place) {
       auto const lane = lane_at<BITS, SYM, BF16>(plan, place);
       int const left = place.left(s.from_len);
@@ -21,7 +22,7 @@ struct DecodeCoded {
 #pragma unroll 1
     while (at.row < plan.rows) {
       Tile x;
-      add_row<BITS, SYM, BF16, false>(now, x);
+      add_row<BITS, SYM, BF16, false>(now, book, x);
       Place const next = stride.after(at);
       if (next.row < plan.rows) read(next);
       if constexpr (ROTATED) change_domain(s, at, x);

@@ -37,7 +37,7 @@ __device__ __forceinline__ Packed read_codes(uint8_t const* codes, uint8_t const
 }
 
 // fp32 bits of a block's scale and zero.
-template <bool SYM, bool BF16>
+template <int SYM, bool BF16>
 __device__ __forceinline__ void read_scale(uint8_t const* at, uint32_t& scale, uint32_t& zero) {
   if constexpr (SYM && !BF16) scale = *reinterpret_cast<uint32_t const*>(at);
   if constexpr (SYM && BF16) scale = uint32_t(*reinterpret_cast<uint16_t const*>(at)) << 16;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void read_scale(uint8_t const* at, uint32_t& scale, u
 }
 
 // One lane's places in a tile's planes, moved from one summed row to the next.
-template <int BITS, bool SYM, bool BF16>
+template <int BITS, int SYM, bool BF16>
 struct Lane {
   static constexpr int second = high_bits(BITS), width = BITS - second;  // of the planes
   static constexpr int each = (BF16 ? 2 : 4) * (SYM ? 1 : 2);
@@ -91,7 +91,7 @@ struct Lane {
   }
 };
 
-template <int BITS, bool SYM, bool BF16>
+template <int BITS, int SYM, bool BF16>
 __device__ __forceinline__ Lane<BITS, SYM, BF16> lane_at(Plan const& plan, Place const& at) {
   Segment const& s = at.segment();
   char* row = const_cast<char*>(plan.payload) + at.row * plan.payload_row;
@@ -100,15 +100,15 @@ __device__ __forceinline__ Lane<BITS, SYM, BF16> lane_at(Plan const& plan, Place
 
 // x = the decoded values, or their sum with x. A decoded value is never -0: adding 0 first, as the
 // reference does, would change nothing.
-template <int BITS, bool SYM, bool BF16, bool SUM>
-__device__ __forceinline__ void add_row(Coded const& c, Tile& x) {
+template <int BITS, int SYM, bool BF16, bool SUM>
+__device__ __forceinline__ void add_row(Coded const& c, float book, Tile& x) {
   // a level times a scale of 8 bits, or -1, 0 and 1 times any, is exact: one rounding either way
-  constexpr bool EXACT = BF16 || (BITS == 2 && SYM);
+  constexpr bool EXACT = SYM != NORMAL && (BF16 || (BITS == 2 && SYM));
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
     float const scale = float_of(c.scale[v]), zero = float_of(c.zero[v]);
     float q[8];
-    levels<BITS, SYM>(c.codes[v], q);
+    decode_levels<BITS, SYM>(c.codes[v], book, q);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (SYM) {
@@ -124,9 +124,10 @@ __device__ __forceinline__ void add_row(Coded const& c, Tile& x) {
 
 // x = the sum of the rows of a whole tile (FRESH), or x plus it; the next row is on its way while
 // one is added. The first row alone stands for 0 + row 0: no decoded value is -0.
-template <int BITS, bool SYM, bool BF16, bool FRESH>
+template <int BITS, int SYM, bool BF16, bool FRESH>
 __device__ __forceinline__ void sum_whole(Plan const& plan, Place const& at, Tile& x) {
   auto lane = lane_at<BITS, SYM, BF16>(plan, at);
+  float const book = book_of<BITS, SYM>(lane.log2_block);
   Coded a;
   lane.read(a);
   int k = plan.k - 1;  // rows still to be read
@@ -135,14 +136,14 @@ __device__ __forceinline__ void sum_whole(Plan const& plan, Place const& at, Til
     if (FRESH) zero_tile(x);
 #pragma unroll 1
     for (; k; --k) {
-      add_row<BITS, SYM, BF16, true>(a, x);
+      add_row<BITS, SYM, BF16, true>(a, book, x);
       lane.move(plan.payload_k), lane.read(a);
     }
   } else {
     Coded b;
     if (k & 1) {
       lane.move(plan.payload_k), lane.read(b);
-      add_row<BITS, SYM, BF16, !FRESH>(a, x);
+      add_row<BITS, SYM, BF16, !FRESH>(a, book, x);
       a = b, --k;
     } else if (FRESH) {
       zero_tile(x);
@@ -150,24 +151,25 @@ __device__ __forceinline__ void sum_whole(Plan const& plan, Place const& at, Til
 #pragma unroll 1
     for (; k; k -= 2) {
       lane.move(plan.payload_k), lane.read(b);
-      add_row<BITS, SYM, BF16, true>(a, x);
+      add_row<BITS, SYM, BF16, true>(a, book, x);
       lane.move(plan.payload_k), lane.read(a);
-      add_row<BITS, SYM, BF16, true>(b, x);
+      add_row<BITS, SYM, BF16, true>(b, book, x);
     }
   }
-  add_row<BITS, SYM, BF16, true>(a, x);
+  add_row<BITS, SYM, BF16, true>(a, book, x);
 }
 
 // Adds the rows of a row's last tile, zeros past its end.
-template <int BITS, bool SYM, bool BF16>
+template <int BITS, int SYM, bool BF16>
 __device__ __forceinline__ void sum_part(Plan const& plan, Place const& at, int left, Tile& x) {
   auto lane = lane_at<BITS, SYM, BF16>(plan, at);
+  float const book = book_of<BITS, SYM>(lane.log2_block);
 #pragma unroll 1
   for (int k = 0; k < plan.k; ++k, lane.move(plan.payload_k)) {
     Coded c;
     clear(c);
     lane.read_part(at.within, left, c);
-    add_row<BITS, SYM, BF16, true>(c, x);
+    add_row<BITS, SYM, BF16, true>(c, book, x);
   }
   zero_from(x, at.within, left);  // zero bits are the lowest level
 }
@@ -186,33 +188,39 @@ __device__ __forceinline__ void sum_raw(Plan const& plan, Place const& at, Tile&
 // Do::run<BITS, SYM, BF16>(args ...) for the codec's kind.
 template <class Do, class... Args>
 __device__ __forceinline__ void by_kind(Codec const& c, Args&... args) {
-  switch (c.bits * 4 + c.symmetric * 2 + c.bf16_scale) {
-    case 32: return Do::template run<8, false, false>(args...);
-    case 33: return Do::template run<8, false, true>(args...);
-    case 34: return Do::template run<8, true, false>(args...);
-    case 35: return Do::template run<8, true, true>(args...);
-    case 24: return Do::template run<6, false, false>(args...);
-    case 25: return Do::template run<6, false, true>(args...);
-    case 26: return Do::template run<6, true, false>(args...);
-    case 27: return Do::template run<6, true, true>(args...);
-    case 16: return Do::template run<4, false, false>(args...);
-    case 17: return Do::template run<4, false, true>(args...);
-    case 18: return Do::template run<4, true, false>(args...);
-    case 19: return Do::template run<4, true, true>(args...);
-    case 12: return Do::template run<3, false, false>(args...);
-    case 13: return Do::template run<3, false, true>(args...);
-    case 14: return Do::template run<3, true, false>(args...);
-    case 15: return Do::template run<3, true, true>(args...);
-    case 8: return Do::template run<2, false, false>(args...);
-    case 9: return Do::template run<2, false, true>(args...);
-    case 10: return Do::template run<2, true, false>(args...);
-    default: return Do::template run<2, true, true>(args...);
+  switch (c.bits * 8 + c.symmetric * 2 + c.bf16_scale) {
+    case 64: return Do::template run<8, false, false>(args...);
+    case 65: return Do::template run<8, false, true>(args...);
+    case 66: return Do::template run<8, true, false>(args...);
+    case 67: return Do::template run<8, true, true>(args...);
+    case 48: return Do::template run<6, false, false>(args...);
+    case 49: return Do::template run<6, false, true>(args...);
+    case 50: return Do::template run<6, true, false>(args...);
+    case 51: return Do::template run<6, true, true>(args...);
+    case 32: return Do::template run<4, false, false>(args...);
+    case 33: return Do::template run<4, false, true>(args...);
+    case 34: return Do::template run<4, true, false>(args...);
+    case 35: return Do::template run<4, true, true>(args...);
+    case 36: return Do::template run<4, NORMAL, false>(args...);
+    case 37: return Do::template run<4, NORMAL, true>(args...);
+    case 24: return Do::template run<3, false, false>(args...);
+    case 25: return Do::template run<3, false, true>(args...);
+    case 26: return Do::template run<3, true, false>(args...);
+    case 27: return Do::template run<3, true, true>(args...);
+    case 28: return Do::template run<3, NORMAL, false>(args...);
+    case 29: return Do::template run<3, NORMAL, true>(args...);
+    case 16: return Do::template run<2, false, false>(args...);
+    case 17: return Do::template run<2, false, true>(args...);
+    case 18: return Do::template run<2, true, false>(args...);
+    case 19: return Do::template run<2, true, true>(args...);
+    case 20: return Do::template run<2, NORMAL, false>(args...);
+    default: return Do::template run<2, NORMAL, true>(args...);
   }
 }
 
 template <bool FRESH>
 struct SumCoded {
-  template <int BITS, bool SYM, bool BF16>
+  template <int BITS, int SYM, bool BF16>
   __device__ __forceinline__ static void run(Plan const& plan, Place const& at, Tile& x) {
     int const left = at.left(at.segment().from_len);
     if (left == TILE) {

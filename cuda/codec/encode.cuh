@@ -1,7 +1,7 @@
 // A tile of fp32 values in registers → codes and scales of a block codec in a payload row.
 #pragma once
 
-#include "codec/tile.cuh"
+#include "codec/normal.cuh"
 
 namespace zpp {
 
@@ -9,7 +9,7 @@ struct Range {
   float least, most;
 };
 
-template <bool SYM>
+template <int SYM>
 __device__ __forceinline__ Range join(Range a, Range b) {
   // the forms that return NaN when either side is one
   cutlass::maximum<float, true> most;
@@ -17,7 +17,7 @@ __device__ __forceinline__ Range join(Range a, Range b) {
   return {SYM ? 0.0f : least(a.least, b.least), most(a.most, b.most)};
 }
 
-template <bool SYM>
+template <int SYM>
 __device__ __forceinline__ Range join_lanes(Range r, int lanes) {
 #pragma unroll 1
   for (int d = 1; d < lanes; d *= 2) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ Range join_lanes(Range r, int lanes) {
 }
 
 // The range of one lane's eight elements, of which `count` exist.
-template <bool SYM>
+template <int SYM>
 __device__ __forceinline__ Range range_of(float const (&x)[8], int count) {
   float const inf = float_of(0x7F800000u);
   Range r = {inf, SYM ? 0.0f : -inf};
@@ -41,7 +41,7 @@ __device__ __forceinline__ Range range_of(float const (&x)[8], int count) {
 }
 
 // Joins the lanes, chunks and warps that share a block; every lane gets its blocks' ranges.
-template <bool SYM>
+template <int SYM>
 __device__ __forceinline__ void join_blocks(Range (&r)[CHUNKS], int log2_block) {
   if (log2_block <= 8) {
     int const lanes = 1 << (log2_block - 3);
@@ -91,7 +91,7 @@ __device__ __forceinline__ Slots tile_slots(char* row, Planes const& at, int par
           base + at.scales + int64_t(part) * at.scales_step};
 }
 
-template <bool SYM>
+template <int SYM>
 __device__ __forceinline__ void write_scale(Slots const& to, bool bf16, int block, Scale s) {
   // a NaN scale is 0x7FC0 in bf16: the upper half of its fp32 bits, like every stored scale
   uint32_t const scale = bits_of(s.scale), zero = bits_of(s.zero);
@@ -110,7 +110,7 @@ struct Affine {
 // Ranges → what quantizes each chunk; one lane of each block writes its scale. The lanes of a
 // block share the divisions: lane l works on chunk l % 4 and the others fetch its result; that
 // with the scale itself where BACK.
-template <int BITS, bool SYM, bool BACK>
+template <int BITS, int SYM, bool BACK>
 __device__ __forceinline__ void scale_blocks(
     Codec const& codec, Slots const& to, Place const& at, int left, Range const (&r)[CHUNKS],
     Affine (&affine)[CHUNKS]) {
@@ -182,11 +182,15 @@ struct NoiseAt {
   uint32_t row, rank, parameter, key0, key1;
 };
 
-template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
+template <int BITS, int SYM, bool STOCHASTIC, bool CLAMP>
 __device__ __forceinline__ Packed quantize(
-    float const (&x)[8], Affine a, NoiseAt const& noise, uint32_t octet) {
+    float const (&x)[8], Affine a, NoiseAt const& noise, uint32_t octet, int log2_block) {
   uint32_t bits[8];
-  if constexpr (STOCHASTIC) {
+  if constexpr (SYM == NORMAL) {
+    typename Normal<BITS>::Cuts const cuts(log2_block);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits[i] = cuts.code(mul(x[i], a.inverse));
+  } else if constexpr (STOCHASTIC) {
     Words const words = philox(
         octet, noise.row, noise.rank, noise.parameter, noise.key0, noise.key1);
 #pragma unroll
@@ -209,24 +213,26 @@ struct Back {
   int saturated = 0;
 };
 
-template <int BITS, bool SYM, bool STOCHASTIC, bool CLAMP>
+template <int BITS, int SYM, bool STOCHASTIC, bool CLAMP>
 __device__ __forceinline__ void write_tile(
     Slots const& to, Place const& at, int left, Tile const& x, Affine const (&affine)[CHUNKS],
     NoiseAt const& noise, Back* back) {
   uint32_t const octet = uint32_t(at.start >> 3) + uint32_t(at.within >> 3);
+  int const log2_block = at.segment().to_codec.log2_block;
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
     int const first = at.within + v * CHUNK;
-    Packed const p =
-        quantize<BITS, SYM, STOCHASTIC, CLAMP>(x[v], affine[v], noise, octet + v * (CHUNK / 8));
+    Packed const p = quantize<BITS, SYM, STOCHASTIC, CLAMP>(
+        x[v], affine[v], noise, octet + v * (CHUNK / 8), log2_block);
     left == TILE ? write_codes<BITS>(to, first, p) : write_last_codes<BITS>(to, first, left, p);
     if (back) {
-      using G = Grid<BITS, SYM>;
       float q[8];
-      levels<BITS, SYM>(p, q);
+      decode_levels<BITS, SYM>(p, book_of<BITS, SYM>(log2_block), q);
+      float top = Grid<BITS, SYM>::levels;
+      if constexpr (SYM == NORMAL) top = Normal<BITS>::levels(log2_block)[Normal<BITS>::half - 1];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        bool const end = q[i] == G::lowest || q[i] == G::levels;
+        bool const end = q[i] == (SYM ? -top : 0.0f) || q[i] == top;
         if (end && first + i < left) ++back->saturated;
         back->y[v][i] = dequantize<SYM>(q[i], affine[v].scale, affine[v].zero);
       }
@@ -244,7 +250,7 @@ __device__ __forceinline__ void write_scale_padding(
   if (used + threadIdx.x < end) to.scales[used + threadIdx.x] = 0;
 }
 
-template <int BITS, bool SYM, bool STOCHASTIC, bool BACK = false>
+template <int BITS, int SYM, bool STOCHASTIC, bool BACK = false>
 __device__ __forceinline__ void encode_block_tile(
     char* row, Place const& at, Tile const& x, NoiseAt const& noise, Back* back = nullptr) {
   Codec const codec = at.segment().to_codec;
@@ -265,7 +271,10 @@ __device__ __forceinline__ void encode_block_tile(
   join_blocks<SYM>(ranges, codec.log2_block);
   Affine affine[CHUNKS];
   scale_blocks<BITS, SYM, BACK>(codec, to, at, left, ranges, affine);
-  if constexpr (STOCHASTIC) {
+  if constexpr (SYM == NORMAL) {
+    return write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise, back);
+  }
+  if constexpr (STOCHASTIC && SYM != NORMAL) {
     // with 4 bits and an fp32 scale the noise, 2^-17 or more away from 0 and 1, keeps the range
     if (codec.stochastic && (BITS > 4 || codec.bf16_scale)) {
       return write_tile<BITS, SYM, true, true>(to, at, left, x, affine, noise, back);
@@ -295,17 +304,20 @@ __device__ __forceinline__ void encode_tile(
   if (s.to_codec.raw) return store_floats(s.to, s.to_dtype, at, s.to_len, true, x);
   NoiseAt const noise = noise_at<STOCHASTIC>(plan, at);
   char* row = plan.out + at.row * plan.out_row;
-  switch (s.to_codec.bits * 2 + s.to_codec.symmetric) {
-    case 16: return encode_block_tile<8, false, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 17: return encode_block_tile<8, true, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 12: return encode_block_tile<6, false, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 13: return encode_block_tile<6, true, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 8: return encode_block_tile<4, false, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 9: return encode_block_tile<4, true, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 6: return encode_block_tile<3, false, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 7: return encode_block_tile<3, true, STOCHASTIC, BACK>(row, at, x, noise, back);
-    case 4: return encode_block_tile<2, false, STOCHASTIC, BACK>(row, at, x, noise, back);
-    default: return encode_block_tile<2, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+  switch (s.to_codec.bits * 4 + s.to_codec.symmetric) {
+    case 32: return encode_block_tile<8, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 33: return encode_block_tile<8, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 24: return encode_block_tile<6, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 25: return encode_block_tile<6, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 16: return encode_block_tile<4, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 17: return encode_block_tile<4, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 18: return encode_block_tile<4, NORMAL, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 12: return encode_block_tile<3, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 13: return encode_block_tile<3, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 14: return encode_block_tile<3, NORMAL, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 8: return encode_block_tile<2, false, STOCHASTIC, BACK>(row, at, x, noise, back);
+    case 9: return encode_block_tile<2, true, STOCHASTIC, BACK>(row, at, x, noise, back);
+    default: return encode_block_tile<2, NORMAL, STOCHASTIC, BACK>(row, at, x, noise, back);
   }
 }
 

@@ -40,7 +40,7 @@ struct Remember {
     char* row = const_cast<char*>(m.from) + at.row * m.bytes;
     Lane<8, true, false> const lane(tile_slots<8>(row, m.planes, at.part), at.within, 8);
     lane.read_part(at.within, at.left(len), c);
-    add_row<8, true, false, false>(c, x);
+    add_row<8, true, false, false>(c, 0.0f, x);
     zero_from(x, at.within, at.left(len));
   }
 

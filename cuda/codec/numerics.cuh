@@ -76,10 +76,15 @@ ZPP_HD constexpr float pow2() {
   return x;
 }
 
-template <int BITS, bool SYM>
+// Codec::symmetric, in templates SYM: 0 has a zero point, 1 has none, and NORMAL (codec/normal.cuh) has
+// none and levels of its own.
+constexpr int NORMAL = 2;
+
+template <int BITS, int SYM>
 struct Grid {
+  static_assert(SYM != NORMAL || BITS <= 4, "levels of more bits are not in the table");
   static constexpr int offset = SYM ? 1 << (BITS - 1) : 0;
-  static constexpr float levels = float(SYM ? (1 << (BITS - 1)) - 1 : (1 << BITS) - 1);
+  static constexpr float levels = SYM == NORMAL ? 1.0f : float(SYM ? (1 << (BITS - 1)) - 1 : (1 << BITS) - 1);
   static constexpr float lowest = SYM ? -levels : 0.0f;
   static constexpr float magic = TWO23 + float(offset);  // even offset: ties stay to even
 };
@@ -123,7 +128,7 @@ ZPP_HD Scale make_scale(
 // The code of x in the low bits of the result, above them those of BASE.
 // CLAMP may be false where rounding cannot leave the range: with an fp32 scale, to nearest, or
 // stochastically with at most 4 bits (y + u stays 2^-18 inside the next level).
-template <int BITS, bool SYM, bool CLAMP>
+template <int BITS, int SYM, bool CLAMP>
 ZPP_HD uint32_t code_nearest(float x, float inverse, float zero) {
   using G = Grid<BITS, SYM>;
   float y = mul(SYM ? x : add(x, -zero), inverse);
@@ -132,7 +137,7 @@ ZPP_HD uint32_t code_nearest(float x, float inverse, float zero) {
   return bits_of(add(y, G::magic));
 }
 
-template <int BITS, bool SYM, bool CLAMP>
+template <int BITS, int SYM, bool CLAMP>
 ZPP_HD uint32_t code_stochastic(float x, float inverse, float zero, float u) {
   using G = Grid<BITS, SYM>;
   float t = add(mul(SYM ? x : add(x, -zero), inverse), u);
@@ -233,7 +238,7 @@ ZPP_HD float nibble_level(uint32_t word, float offset) {
 }
 
 // The levels (code - offset) of eight codes, exact in fp32.
-template <int BITS, bool SYM>
+template <int BITS, int SYM>
 ZPP_HD void levels(Packed p, float (&q)[8]) {
   constexpr float offset = float(Grid<BITS, SYM>::offset);
   if constexpr (BITS == 8) {
@@ -257,7 +262,7 @@ ZPP_HD void levels(Packed p, float (&q)[8]) {
   }
 }
 
-template <bool SYM>
+template <int SYM>
 ZPP_HD float dequantize(float level, float scale, float zero) {
   float const x = mul(level, scale);
   return SYM ? x : add(x, zero);

@@ -12,7 +12,7 @@ struct Codec {
   uint8_t raw;          // 1: the segment travels as floats of `dtype`
   uint8_t bits;         // 2, 3, 4, 6, 8
   uint8_t log2_block;   // 4 ... 13
-  uint8_t symmetric;
+  uint8_t symmetric;    // 2: levels for normal numbers, of 2, 3 or 4 bits
   uint8_t bf16_scale;
   uint8_t log2_group;   // the Hadamard rotation's width, 0 for none
   uint8_t signs;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from statistics import NormalDist
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from zpp_lab.codecs import BlockCodec, Codec, NormalCodec, encode
 from zpp_lab.codecs.families.block import levels_of
 from zpp_lab.config.codec import BLOCK_SIZES
+from zpp_lab.files import cuda_dir
 
 PUBLISHED = {  # Max 1960, table I: the positive levels for a normal number of variance 1
     2: (0.4528, 1.510),
@@ -30,6 +32,13 @@ def test_levels_of_large_blocks_are_those_that_max_published(bits: int) -> None:
     largest = NormalDist().inv_cdf((1 + 0.5 ** (1 / 8192)) / 2)  # its median
     own = [level * largest for level in levels_of(bits, 8192)]
     assert own[2 ** (bits - 1) :] == pytest.approx(PUBLISHED[bits], rel=0.01)
+
+
+def test_kernels_have_the_same_levels() -> None:
+    text = (cuda_dir() / "codec" / "normal.cuh").read_text()
+    written = [float.fromhex(x) for x in re.findall(r"(0x1\.[0-9a-f]+p-\d+)f", text)]
+    positive = [levels_of(bits, n)[2 ** (bits - 1) :] for n in BLOCK_SIZES for bits in (2, 3, 4)]
+    assert written == [level for levels in positive for level in levels]
 
 
 @pytest.mark.parametrize("bits", PUBLISHED)

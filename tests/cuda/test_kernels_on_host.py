@@ -15,10 +15,10 @@ import torch
 
 from tests.codecs.kernels import cases
 from tests.cuda.host import STABLE, TORCH
-from zpp_lab.codecs import BlockCodec, Noise
+from zpp_lab.codecs import BlockCodec, Noise, NormalCodec
 from zpp_lab.codecs.kernels import build, cuda, reference
 from zpp_lab.codecs.layout import Layout
-from zpp_lab.config.codec import BITS, BLOCK_SIZES
+from zpp_lab.config.codec import BITS, BLOCK_SIZES, NORMAL_BITS
 from zpp_lab.files import cuda_dir
 
 pytestmark = [
@@ -74,7 +74,9 @@ def test_hard_values_in_every_block_size_equal_the_reference(bits: int, kernels:
     for block, symmetric in itertools.product(BLOCK_SIZES, (True, False)):
         ways = itertools.product(("nearest", "stochastic"), ("fp32", "bf16"))
         codecs = [BlockCodec(bits, block, symmetric, r, s) for r, s in ways]  # type: ignore[arg-type]
-        layout = Layout.build(["a", "b", "c", "d"], [NUMEL] * 4, codecs)
+        if bits in NORMAL_BITS and symmetric:
+            codecs += [NormalCodec(bits, block, scale_dtype=s) for s in ("fp32", "bf16")]  # type: ignore[arg-type]
+        layout = Layout.build([f"{i}" for i in range(len(codecs))], [NUMEL] * len(codecs), codecs)
         x = [cases.hard_rows(next(rows), 2, NUMEL).flatten() for _ in codecs]
         want, got = (cases.poisoned(2, layout.nbytes) for _ in range(2))
         reference.encode(layout, x, NOISE, want)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
+from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec
 from zpp_lab.codecs.errors import SUMS
 from zpp_lab.codecs.kernels import configure, cuda, memory, reference, status
 from zpp_lab.codecs.kernels.memory import Memory
@@ -84,6 +84,14 @@ def random_codec(draw: random.Random) -> Codec:
     block = 2 ** draw.randint(4, 13)
     widths = [w for w in (16, 32, 64, 128, 256) if w <= block]
     width = draw.choice(widths) if draw.random() < 0.3 else 0
+    if draw.random() < 0.2:
+        return NormalCodec(
+            bits=draw.choice((2, 3, 4)),
+            block_size=block,
+            scale_dtype=draw.choice(("fp32", "bf16")),
+            hadamard=width,
+            random_signs=bool(width) and draw.random() < 0.5,
+        )
     return BlockCodec(
         bits=draw.choice((2, 3, 4, 6, 8)),
         block_size=block,

@@ -241,7 +241,7 @@ class NormalCodec(BlockCodec):
     `levels_of` has the levels: those of least squared error (Lloyd 1982, Max 1960) for normal
     numbers up to the largest of a block. NF4 (Dettmers et al. 2023, arXiv:2305.14314) has quantiles
     in their place, the same for all block sizes; that the best ones depend on them is Yoshida's
-    (2023, arXiv:2306.06965). None of them is 0. No kernel knows them yet: torch does all of it.
+    (2023, arXiv:2306.06965). None of them is 0.
     """
 
     bits: int = 4

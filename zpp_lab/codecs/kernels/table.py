@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Codec, Noise, RawCodec
+from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec
 from zpp_lab.codecs.layout import Layout, Segment
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -90,7 +90,7 @@ def _build(before: Layout | None, after: Layout | None) -> Table:
 
 def has_kernel(codec: Codec) -> bool:
     """Whether the kernels know the codec; subclasses may change anything, so they do not count."""
-    return type(codec) is BlockCodec or (type(codec) is RawCodec and codec.dtype in DTYPES)
+    return type(codec) in (BlockCodec, NormalCodec) or (type(codec) is RawCodec and codec.dtype in DTYPES)
 
 
 def _row(old: Segment | None, new: Segment | None) -> list[int]:
@@ -125,7 +125,7 @@ def _pack(codec: Codec) -> int:
         0,
         codec.bits,
         codec.block_size.bit_length() - 1,
-        codec.symmetric,
+        2 if isinstance(codec, NormalCodec) else codec.symmetric,
         codec.scale_dtype == "bf16",
         group,
         codec.random_signs,

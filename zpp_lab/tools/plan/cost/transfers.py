@@ -156,7 +156,7 @@ def codec_key(codec: Codec, op: str) -> tuple[str, float]:
     Decoding does not depend on how codes were rounded."""
     if isinstance(codec, RawCodec):
         return "raw", codec.dtype.itemsize / BF16
-    if type(codec) is BlockCodec:  # no kind of it has a kernel
+    if isinstance(codec, BlockCodec):
         drawn = codec.stochastic and op in ("encode", "decode_sum_encode")
         return f"{codec.bits}{'r' if drawn else ''}{'h' if codec.hadamard else ''}", 1.0
     return type(codec).__name__, 1.0
