@@ -12,7 +12,7 @@
 #                moments in 8 bits, at 32.5B in host memory
 # Each part has its own time limit and each arm its own within it; what was measured is kept, slow links
 # first, and a part that runs again replaces its rows. Where each call has an OUT of its own, join.py
-# makes one table. ARMS, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
+# makes one table. ARMS, OWN, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
 # With fewer GPUs than a part has ranks its nodes share them (SHARE: mps, or time-slices), and parts
 # on NVLink take those that there are. GPUS: how many, if not all.
 set -u
@@ -41,8 +41,12 @@ few() { [ "$inside" -lt 4 ] && echo "$@"; }  # words for fewer GPUs than four
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
+two() { for set in codec=normal bits=2 block_size=128 scale_dtype=bf16; do printf 'recipe.%s.%s ' "$1" $set; done; }
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
 diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
+diff2_g82="diff2_g82: recipe=g8_4_hadamard recipe.name=diff2_g82 recipe.sharding.weights=node recipe.sharding.update=differences $(two weights_update) $(two grads_inter)"
+own=()  # OWN: which of these three, by default the first two
+for arm in ${OWN:-w4_g84h diff_g84h}; do own+=(--arm "${!arm}"); done
 links=${LINKS:-12,25,50,max}
 
 stopped=""
@@ -108,7 +112,7 @@ for part in "$@"; do
         --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
     *x*)
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
-        $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" --arm "$w4_g84h" --arm "$diff_g84h" ;;
+        $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" "${own[@]}" ;;
     studies)
       bench "${SECONDS_LINKS:-300}" 1_3b "$out" --nodes 2 --gpus-per-node 2 $(shared 2 2) \
         --tag studies --link-gbps "$links" --recipes "${ARMS:-w8,w4,g8_4_hadamard}" ;;
@@ -125,7 +129,7 @@ for part in "$@"; do
     compiled_links)  # each arm in processes of its own, as compiled code is shared
       LIMIT=${LIMIT:-200} bench "${SECONDS_COMPILED:-200}" 1_3b "$out/compiled" --nodes 2 \
         --gpus-per-node 2 $(shared 2 2) --link-gbps "${LINKS:-50,max}" \
-        --recipes "${ARMS:-fsdp2,zeropp}" --arm "$w4_g84h" --arm "$diff_g84h" --no-compute \
+        --recipes "${ARMS:-fsdp2,zeropp}" "${own[@]}" --no-compute \
         engine.compile=true
       page "$out/compiled" ;;
     sockets)
