@@ -151,10 +151,11 @@ def test_a_codec_that_does_not_fit(more: list[str], tmp_path: Path) -> None:
 
 
 def assert_near(state: dict[str, Tensor], masters: dict[str, Tensor]) -> None:
-    """Off by no more than a 4-bit step of the weight's whole range, and off at all."""
+    """Off by no more than a 4-bit step of the weight's whole range, or than the outermost of normal
+    levels lies inside of it, and off at all."""
     for name, master in masters.items():
         worst = float((state[name] - master).abs().max())
-        assert worst <= float(master.max() - master.min()) / 14 + 1e-6
+        assert worst <= float(master.max() - master.min()) / 9 + 1e-6
     assert any(not torch.equal(state[n], m) for n, m in masters.items())
 
 

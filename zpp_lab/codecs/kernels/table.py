@@ -90,7 +90,9 @@ def _build(before: Layout | None, after: Layout | None) -> Table:
 
 def has_kernel(codec: Codec) -> bool:
     """Whether the kernels know the codec; subclasses may change anything, so they do not count."""
-    return type(codec) in (BlockCodec, NormalCodec) or (type(codec) is RawCodec and codec.dtype in DTYPES)
+    if type(codec) is RawCodec:
+        return codec.dtype in DTYPES
+    return type(codec) in (BlockCodec, NormalCodec)
 
 
 def _row(old: Segment | None, new: Segment | None) -> list[int]:
