@@ -110,7 +110,7 @@ def _add_tune(add: Add) -> None:
     )  # fmt: skip
     bits.add_argument(
         "--blocks", type=whole(1), nargs="+", default=[64, 128, 256, 2048], metavar="N",
-        help="block sizes to choose from (default: 64 256 2048)",
+        help="block sizes to choose from (default: 64 128 256 2048)",
     )  # fmt: skip
     bits.add_argument(
         "--tokens",
