@@ -45,7 +45,7 @@ from tests.engines.fsdp_parity import kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
 from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec, SegmentNoise, encode
-from zpp_lab.codecs.families.block import levels_of
+from zpp_lab.codecs.families.normal import levels_of
 from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.data import open_data

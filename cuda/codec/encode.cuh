@@ -272,19 +272,22 @@ __device__ __forceinline__ void encode_block_tile(
   Affine affine[CHUNKS];
   scale_blocks<BITS, SYM, BACK>(codec, to, at, left, ranges, affine);
   if constexpr (SYM == NORMAL) {
-    return write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise, back);
-  }
-  if constexpr (STOCHASTIC && SYM != NORMAL) {
-    // with 4 bits and an fp32 scale the noise, 2^-17 or more away from 0 and 1, keeps the range
-    if (codec.stochastic && (BITS > 4 || codec.bf16_scale)) {
-      return write_tile<BITS, SYM, true, true>(to, at, left, x, affine, noise, back);
-    }
-    if (codec.stochastic) return write_tile<BITS, SYM, true, false>(to, at, left, x, affine, noise, back);
-  }
-  if (codec.bf16_scale) {
-    write_tile<BITS, SYM, false, true>(to, at, left, x, affine, noise, back);
-  } else {
     write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise, back);
+  } else {
+    if constexpr (STOCHASTIC) {
+      // with 4 bits and an fp32 scale the noise, 2^-17 or more away from 0 and 1, keeps the range
+      if (codec.stochastic && (BITS > 4 || codec.bf16_scale)) {
+        return write_tile<BITS, SYM, true, true>(to, at, left, x, affine, noise, back);
+      }
+      if (codec.stochastic) {
+        return write_tile<BITS, SYM, true, false>(to, at, left, x, affine, noise, back);
+      }
+    }
+    if (codec.bf16_scale) {
+      write_tile<BITS, SYM, false, true>(to, at, left, x, affine, noise, back);
+    } else {
+      write_tile<BITS, SYM, false, false>(to, at, left, x, affine, noise, back);
+    }
   }
 }
 

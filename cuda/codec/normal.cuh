@@ -1,4 +1,4 @@
-// Levels for normal numbers (zpp_lab/codecs/families/block.py, NormalCodec): tables, codes, lookups.
+// Levels for normal numbers (zpp_lab/codecs/families/normal.py): tables, codes, lookups.
 #pragma once
 
 #include "codec/tile.cuh"

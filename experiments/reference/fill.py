@@ -245,11 +245,11 @@ class Gpu:
 
     def has_room(self, run: PlannedRun, most: int) -> bool:
         taken = sum(size(other.run).gib for other in self.runs.values())
+        return len(self.runs) < most and (not self.runs or taken + size(run).gib <= self.room)
+
+    def suits(self, run: PlannedRun) -> bool:
         others = {slow(other.run) > 1 for other in self.runs.values()}
-        if not others:
-            return True
-        beside = not self.apart or others == {slow(run) > 1}
-        return beside and len(self.runs) < most and taken + size(run).gib <= self.room
+        return not self.apart or others <= {slow(run) > 1}
 
 
 def named(run: PlannedRun) -> str:
@@ -453,10 +453,16 @@ class Queue:
 
     def start(self, waiting: list[PlannedRun], now: float) -> list[PlannedRun]:
         """Begins what has room and time, in order, and returns the runs that wait on. Where one
-        would not finish, smaller ones further down may."""
+        would not finish, smaller ones further down may. Where a slow run finds others on all GPUs,
+        one of these takes no more of them, until it is empty."""
+        kept: Gpu | None = None
         for run in list(waiting):
-            free = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
+            room = [gpu for gpu in self.gpus if gpu.has_room(run, self.per_gpu)]
+            if not room:
+                break
+            free = [gpu for gpu in room if gpu.suits(run) and gpu is not kept]
             if not free:
+                kept = kept or min(room, key=lambda g: sum(g.left()))
                 continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:

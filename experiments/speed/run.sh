@@ -41,12 +41,16 @@ few() { [ "$inside" -lt 4 ] && echo "$@"; }  # words for fewer GPUs than four
 groups='from torch.distributed.fsdp import FSDPModule as F; exit(not hasattr(F, "set_separate_reduce_scatter_group"))'
 ours=fsdp2,fsdp2+node,zeropp
 if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
-two() { for set in codec=normal bits=2 block_size=128 scale_dtype=bf16; do printf 'recipe.%s.%s ' "$1" $set; done; }
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
 diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
-diff2_g82="diff2_g82: recipe=g8_4_hadamard recipe.name=diff2_g82 recipe.sharding.weights=node recipe.sharding.update=differences $(two weights_update) $(two grads_inter)"
+diff2_g82="diff2_g82: recipe=diff2_g82"
 own=()  # OWN: which of these three, by default the first two
-for arm in ${OWN:-w4_g84h diff_g84h}; do own+=(--arm "${!arm}"); done
+for arm in ${OWN:-w4_g84h diff_g84h}; do
+  case $arm in
+    w4_g84h | diff_g84h | diff2_g82) own+=(--arm "${!arm}") ;;
+    *) echo "OWN=$arm: there are w4_g84h, diff_g84h and diff2_g82" && exit 2 ;;
+  esac
+done
 links=${LINKS:-12,25,50,max}
 
 stopped=""

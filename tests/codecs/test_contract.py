@@ -32,7 +32,7 @@ TABLE: list[Codec] = [
     BlockCodec(2, 32, symmetric=False, scale_dtype="bf16"),
     BlockCodec(4, 64, hadamard=32),
     BlockCodec(8, 256, rounding="stochastic", hadamard=64, random_signs=True),
-    NormalCodec(),
+    NormalCodec(4),
     NormalCodec(3, 32, scale_dtype="bf16"),
     NormalCodec(2, 64, hadamard=32, random_signs=True),
     SignCodec(),

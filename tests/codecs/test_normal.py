@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpp_lab.codecs import BlockCodec, Codec, NormalCodec, encode
-from zpp_lab.codecs.families.block import levels_of
+from zpp_lab.codecs.families.normal import levels_of
 from zpp_lab.config.codec import BLOCK_SIZES
 from zpp_lab.files import cuda_dir
 
@@ -102,11 +102,11 @@ def test_the_ends_are_counted() -> None:
     ("settings", "told"),
     [
         ({"bits": 6}, "use 2, 3 or 4"),
-        ({"symmetric": False}, "leave symmetric out"),
-        ({"rounding": "stochastic"}, "leave rounding out"),
+        ({"symmetric": False}, "set symmetric=true"),
+        ({"rounding": "stochastic"}, "set rounding=nearest"),
         ({"block_size": 48}, "use a power of two"),
     ],
 )
 def test_what_it_does_not_have(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        NormalCodec(**settings)  # type: ignore[arg-type]
+        NormalCodec(**{"bits": 4, **settings})  # type: ignore[arg-type]

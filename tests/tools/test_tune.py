@@ -19,7 +19,7 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 from zpp_lab.runs.checkpoint.read import newest
 from zpp_lab.tools.export.wire import WireWeights
-from zpp_lab.tools.tune import Choice, spend, tune
+from zpp_lab.tools.tune import Choice, page, spend, tune
 
 
 @st.composite
@@ -69,6 +69,12 @@ def test_the_recipe_sends_what_was_chosen(trained: Path, tmp_path: Path) -> None
     raw = {n for n, codec in codecs.items() if not hasattr(codec, "block_size")}
     assert raw == {n for n in codecs if any(word in n for word in ("norm", "embed", "w_down"))}
     assert out.with_suffix(".md").read_text().count("`layers.*.attention.wq.weight`") >= 1
+
+
+def test_levels_for_normal_numbers_are_among_the_choices(trained: Path) -> None:
+    tuned = tune(trained, 4.5, among=(4,), blocks=(64,))
+    assert {choice.codec.codec for choice in tuned.chosen.values()} == {"normal"}
+    assert "normal levels" in page(tuned, trained)
 
 
 def test_more_bytes_never_cost_more(trained: Path) -> None:

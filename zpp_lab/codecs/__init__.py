@@ -7,7 +7,8 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 """
 
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
-from zpp_lab.codecs.families.block import BlockCodec, NormalCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import MaskCodec, Places, TopKCodec
 from zpp_lab.codecs.hadamard import Rotation

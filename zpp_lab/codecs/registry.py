@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from zpp_lab.codecs.base import Codec, RawCodec
-from zpp_lab.codecs.families.block import BlockCodec, NormalCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
+from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import MaskCodec, TopKCodec
 from zpp_lab.config.codec import CodecConfig
@@ -51,7 +52,7 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     """The codec that `config` names; `none`, `sham`, `topk` and `mask` send `raw_dtype`.
 
     ValueError for an unknown name, a setting that the codec does not have, bits on `none`, a `sham`
-    without bits, or a `topk` or `mask` that keeps nothing.
+    or `normal` without bits, or a `topk` or `mask` that keeps nothing.
     """
     name = config.codec or "block"
     settings = {

@@ -216,10 +216,10 @@ def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
         bits in NORMAL_BITS,
         f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block",
     )
-    need(symmetric, "codec=normal has one set of levels: leave symmetric out, or use codec=block")
+    need(symmetric, "codec=normal has one set of levels: set symmetric=true, or use codec=block")
     need(
         rounding == "nearest",
-        f"codec=normal with rounding={rounding}: it takes the nearest level; leave rounding out",
+        f"codec=normal with rounding={rounding}: it takes the nearest level; set rounding=nearest",
     )
 
 

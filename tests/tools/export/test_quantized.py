@@ -143,19 +143,19 @@ def test_a_codec_that_does_not_fit(more: list[str], tmp_path: Path) -> None:
     masters = theirs({n: p.detach() for n, p in engine.master.items()}, 16)
     model = loaded(tmp_path / "near")
     heldout_loss(model, config)
-    assert_near(model.state_dict(), masters)
+    # of normal levels the outermost lies further inside the range than half a step
+    assert_near(model.state_dict(), masters, 9 if "normal" in more[0] else 14)
     export_quantized(tmp_path / "run", tmp_path / "dense", unfit="dense")
     state = loaded(tmp_path / "dense").state_dict()
     want = theirs(gathered(engine), 16)
     assert all(torch.equal(state[n], w) for n, w in want.items())
 
 
-def assert_near(state: dict[str, Tensor], masters: dict[str, Tensor]) -> None:
-    """Off by no more than a 4-bit step of the weight's whole range, or than the outermost of normal
-    levels lies inside of it, and off at all."""
+def assert_near(state: dict[str, Tensor], masters: dict[str, Tensor], steps: int) -> None:
+    """Off by no more than a step of so many in the weight's whole range, and off at all."""
     for name, master in masters.items():
         worst = float((state[name] - master).abs().max())
-        assert worst <= float(master.max() - master.min()) / 9 + 1e-6
+        assert worst <= float(master.max() - master.min()) / steps + 1e-6
     assert any(not torch.equal(state[n], m) for n, m in masters.items())
 
 

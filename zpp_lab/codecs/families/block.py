@@ -38,16 +38,13 @@ Bytes of one row
     1-bit one, each plane filled up to 16 bytes), then for each block its scale, or for asymmetric
     codes the pair (s, z), in fp32 or bf16, little-endian, filled up with zeros to 16 bytes.
 
-`NormalCodec` has the same bytes and levels of its own, `ShamCodec` noise in place of codes, and
-`SignCodec` one bit.
+`ShamCodec` has noise in place of codes, `SignCodec` one bit. `normal.py` has the same bytes with
+levels of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
-from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -57,7 +54,7 @@ from zpp_lab.codecs.base import CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.codecs.packing import align, pack, packed_bytes, unpack
-from zpp_lab.config.codec import BLOCK_SIZE, check_block, check_normal
+from zpp_lab.config.codec import BLOCK_SIZE, check_block
 
 TINY = 2.0**-126  # the smallest normal fp32
 
@@ -228,80 +225,6 @@ class BlockCodec(CodecBase):
         if not self.symmetric:
             x = x + zero
         return x.flatten(1)[:, :coded]
-
-
-@dataclass(frozen=True)
-class NormalCodec(BlockCodec):
-    """2, 3 or 4 bits whose levels are dense where normal numbers are, as trained weights, or
-    gradients after a rotation, nearly are.
-
-        s = max(max|x|, 2^-126); scale bf16: s rounded to nearest even
-        code = how many thresholds lie below x * (1 / s); it decodes to levels[code] * s
-
-    `levels_of` has the levels: those of least squared error (Lloyd 1982, Max 1960) for normal
-    numbers up to the largest of a block. NF4 (Dettmers et al. 2023, arXiv:2305.14314) has quantiles
-    in their place, the same for all block sizes; that the best ones depend on them is Yoshida's
-    (2023, arXiv:2306.06965). None of them is 0.
-    """
-
-    bits: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_normal(self.bits, self.symmetric, self.rounding)
-
-    @property
-    def levels(self) -> int:
-        return 1  # no level lies beyond s
-
-    @property
-    def offset(self) -> int:
-        return 0
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        return 0, 2**self.bits - 1
-
-    def _round(self, y: Tensor, coded: int, noise: SegmentNoise | None) -> Tensor:
-        _, thresholds = _tables(self.bits, self.block_size, y.device)
-        return torch.bucketize(y, thresholds, out_int32=True)
-
-    def _of_codes(self, codes: Tensor) -> Tensor:
-        levels, _ = _tables(self.bits, self.block_size, codes.device)
-        return levels[codes.int()]
-
-
-@cache
-def levels_of(bits: int, block_size: int) -> tuple[float, ...]:
-    """The 2^bits levels of `NormalCodec`, rising, in units of a block's largest magnitude: for
-    normal numbers cut off at that one's median each level is the mean of the numbers nearest to
-    it. Found by Lloyd's iteration in fp64 and rounded to fp32."""
-    normal, count = NormalDist(), 2**bits
-    end = normal.inv_cdf((1 + 0.5 ** (1 / block_size)) / 2)
-    levels = [end * (2 * i + 1 - count) / count for i in range(count)]
-    for _ in range(2000):
-        inner = [(a + b) / 2 for a, b in pairwise(levels)]
-        edges = [-end, *inner, end]
-        before, levels = (
-            levels,
-            [
-                (normal.pdf(a) - normal.pdf(b)) / (normal.cdf(b) - normal.cdf(a))
-                for a, b in pairwise(edges)
-            ],
-        )
-        if max(abs(a - b) for a, b in zip(before, levels, strict=True)) < 1e-13:
-            break
-    even = [(b - a) / (2 * end) for a, b in zip(levels, reversed(levels), strict=True)]
-    return tuple(float(torch.tensor(-x)) for x in even)
-
-
-@cache
-def _tables(bits: int, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """fp32: the levels, and the thresholds half-way between them. Once a device: a copy to a GPU
-    would make the host wait for it in each step."""
-    levels = levels_of(bits, block_size)
-    thresholds = [(a + b) / 2 for a, b in pairwise(levels)]
-    return torch.tensor(levels, device=device), torch.tensor(thresholds, device=device)
 
 
 @dataclass(frozen=True)

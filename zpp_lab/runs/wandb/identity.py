@@ -95,6 +95,8 @@ def _label(recipe: Mapping[str, Any], wire: str, ruled: Mapping[str, Any]) -> st
         _setting(recipe, wire, key) if ruled.get(key) is None else ruled[key]
         for key in ("codec", "bits")
     )
+    if codec == "normal":
+        return f"normal{bits}"
     if codec not in (None, "block", "none"):
         return str(codec)
     return str(bits) if bits else RAW
@@ -115,7 +117,11 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "arm": arm_of(config),
         "seed": config.get("seed"),
         "wires": labels,
-        "bits": {wire: int(label) for wire, label in labels.items() if label.isdigit()},
+        "bits": {
+            wire: int(own)
+            for wire, label in labels.items()
+            if (own := label.removeprefix("normal")).isdigit()
+        },
     }
     rest = {key: value for key, value in config.items() if key not in _NOT_SHOWN}
     return _without_nothing({**first, **rest})

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zpp_lab.codecs import BlockCodec, Codec
+from zpp_lab.codecs import BlockCodec, Codec, NormalCodec
 from zpp_lab.models.start import places
 
 
@@ -74,7 +74,8 @@ class Codes:
 def misfit(codec: Codec) -> str | None:
     """Why the format cannot hold this codec's numbers, None where it can."""
     if type(codec) is not BlockCodec:
-        return f"{type(codec).__name__} has levels of its own"
+        name = "codec=normal" if isinstance(codec, NormalCodec) else type(codec).__name__
+        return f"{name} has levels of its own"
     if codec.hadamard:
         return f"hadamard={codec.hadamard} rotates the numbers that its scales belong to"
     if not codec.symmetric:

@@ -237,8 +237,8 @@ def _complain(reasons: dict[str, list[str]], unfit: Unfit) -> None:
     other = "" if unfit == "requantize" else ", --requantize rounds the masters on its own grid"
     raise ValueError(
         f"the format cannot hold {faults}. --dense stores what they decode to{other}; --codec "
-        "rounds the masters to nearest with another codec; a recipe with symmetric=true and "
-        "hadamard=0 on its weights fits as it is"
+        "rounds the masters to nearest with another codec; a recipe with codec=block, "
+        "symmetric=true and hadamard=0 on its weights fits as it is"
     )
 
 

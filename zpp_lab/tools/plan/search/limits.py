@@ -140,8 +140,9 @@ def _on(grads: dict[str, Codec], hop: str) -> Codec | None:
 def _at_most(one: Codec | None, other: Codec | None) -> bool:
     if one == other or other is None:
         return True
-    if not isinstance(one, BlockCodec) or not isinstance(other, BlockCodec):
+    if not isinstance(one, BlockCodec) or type(one) is not type(other):
         return False
+    assert isinstance(other, BlockCodec)
     return one.bits <= other.bits and replace(one, bits=other.bits) == other
 
 
@@ -230,7 +231,7 @@ def without_evidence(recipe: RecipeConfig) -> Ruling:
     if not fewer:
         return UNLIMITED
     why = f"{' and '.join(fewer)}: fewer than 8 bits for weights or 4 for gradients"
-    return Ruling("not measured", f"{why}, or a codec of another package, without a study")
+    return Ruling("not measured", f"{why}, or another codec than block, without a study")
 
 
 def _fewer(recipe: RecipeConfig, wire: Wire) -> bool:
