@@ -462,7 +462,8 @@ class Queue:
                 break
             free = [gpu for gpu in room if gpu.suits(run) and gpu is not kept]
             if not free:
-                kept = kept or min(room, key=lambda g: sum(g.left()))
+                if not any(gpu.suits(run) for gpu in self.gpus):
+                    kept = min(room, key=lambda g: sum(g.left()))
                 continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:

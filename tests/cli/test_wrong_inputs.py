@@ -43,7 +43,7 @@ train engine.threads=100000000000 => engine.threads=100000000000: use 0 (torch's
 train engine.prefetch=2 => engine.prefetch is a setting of engine=fsdp | leave it out
 train engine=fsdp engine.prefetch=-1 => engine.prefetch=-1: use 0 (none) or more
 train ops.backend=cuda => ops.backend=cuda: torch sees no CUDA GPU here; set ops.backend=auto
-train recipe=zero4 => recipe=zero4 | amsp_node, base, broken, g1_ef, g2_ef,
+train recipe=zero4 => recipe=zero4 | amsp_node, base, broken, diff2_g82, g1_ef,
 train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 3, 4, 6, 8), or null t
 train recipe.weights.bits=4 recipe.weights.block_size=0 => recipe zero3, weigh | use a power of two,
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => recipe zero3, weigh | use 0 (off) or one o
@@ -129,7 +129,7 @@ study s_arms_dict.yaml => s_arms_dict.yaml: arms={'zero3': 1}: use a list, such 
 study s_arm_noname.yaml => s_arm_noname.yaml | against, describe, factors, name, overrides,
 study s_arm_twice.yaml => s_arm_twice.yaml: study mine: arm named twice: zero3
 study s_arm_key.yaml => s_arm_key.yaml | against, describe, factors, name, overrides,
-study s_arm_override.yaml => study mine, arm w4 | amsp_node, base, broken, g1_ef, g2_ef,
+study s_arm_override.yaml => study mine, arm w4 | amsp_node, base, broken, diff2_g82, g1_ef,
 study s_arm_override2.yaml => study mine, arm w4 | codec, hadamard, keep, memory,
 study s_arm_override_dict.yaml => s_arm_override_dict.yaml | use a list, such as [a,b]
 study s_baseline.yaml => s_baseline.yaml: study mine: baseline 'w5' is no arm; arms: zero3, w4

@@ -171,12 +171,10 @@ def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_pat
     queue.pool.start = lambda *_: None
     arms = ["mask_ef", "tagc", "zero3", "topk_ef", "zeropp", "qsdp"]
     runs = [PlannedRun(arm, 1, tmp_path / arm, Config()) for arm in arms]
-    assert [run.arm for run in queue.start(runs, time.time())] == ["topk_ef", "qsdp"]
+    assert [run.arm for run in queue.start(list(runs), time.time())] == ["topk_ef", "qsdp"]
     shared = [{one.run.arm for one in gpu.runs.values()} for gpu in gpus]
     assert shared == [{"mask_ef", "tagc"}, {"zero3", "zeropp"}]
-    queue = fill.Queue(
-        tmp_path, tmp_path, [fill.Gpu("0", apart=True)] * 1, 2, time.time() + 60, True
-    )
+    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0", apart=True)], 2, time.time() + 60, True)
     queue.pool.start = lambda *_: None
     slow = runs[0]
     assert queue.start(runs[2:3], time.time()) == []

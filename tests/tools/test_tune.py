@@ -72,8 +72,8 @@ def test_the_recipe_sends_what_was_chosen(trained: Path, tmp_path: Path) -> None
 
 
 def test_levels_for_normal_numbers_are_among_the_choices(trained: Path) -> None:
-    tuned = tune(trained, 4.5, among=(4,), blocks=(64,))
-    assert {choice.codec.codec for choice in tuned.chosen.values()} == {"normal"}
+    tuned = tune(trained, 4, among=(2,), blocks=(64,))
+    assert "normal" in {choice.codec.codec for choice in tuned.chosen.values()}
     assert "normal levels" in page(tuned, trained)
 
 

@@ -36,6 +36,7 @@ def test_only_what_was_measured_and_is_on_par(limit: LossLimit) -> None:
     assert ruling(limit, "recipe=w2", "recipe.grads.bits=8") == ("loss", "w2")  # coarser
     for words in (["recipe=w8"], ["recipe=w4", "recipe.grads.bits=8"]):
         assert ruling(limit, *words) == ("not measured", None)
+    assert ruling(limit, "recipe=w4_normal") == ("not measured", None)
     assert ruling(limit, "train.optimizer_state=8bit") == ("not measured", None)
 
 
