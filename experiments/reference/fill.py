@@ -48,52 +48,20 @@ from zpp_lab.study.run.queue import Ended, Pool, stop_on_signals
 from zpp_lab.train.piece import PAUSED
 
 MAIN = (  # of reference_10m
-    "zero3",
-    "zero3_reordered",
-    "w4_256_symmetric",
-    "zeropp",
-    "w4_64_symmetric",
-    "w4_256_asymmetric",
-    "w8_256_symmetric",
-    "w6_256_symmetric",
-    "w2_256_symmetric",
-    "g8_one_hop_plain",
-    "g4_one_hop_plain",
-    "g4_two_hops_plain",
-    "g8_4_hadamard",
-    "w4_g84h",
-    "qsdp",
-    "w4g4",
-    "broken",
-)
+    "zero3", "zero3_reordered", "w4_256_symmetric", "zeropp", "w4_64_symmetric",
+    "w4_256_asymmetric", "w8_256_symmetric", "w6_256_symmetric", "w2_256_symmetric",
+    "g8_one_hop_plain", "g4_one_hop_plain", "g4_two_hops_plain", "g8_4_hadamard", "w4_g84h",
+    "qsdp", "w4g4", "broken",
+)  # fmt: skip
 
 SECOND = (  # of reference_10m, for forty arms of eight seeds: each wire, width and block
-    "g8_4_plain",
-    "diff_g84h",
-    "w3_256_symmetric",
-    "w4_32_symmetric",
-    "w4_2048_symmetric",
-    "w4_64_asymmetric",
-    "w4_stochastic",
-    "sham_w4",
-    "g8_two_hops_plain",
-    "g8_one_hop_hadamard",
-    "g8_two_hops_hadamard",
-    "g4_one_hop_hadamard",
-    "g4_two_hops_hadamard",
-    "g2_one_hop_plain",
-    "g2_two_hops_plain",
-    "g2_one_hop_hadamard",
-    "g2_two_hops_hadamard",
-    "w8g8",
-    "w8g4",
-    "w4g8",
-    "w8_stochastic",
-    "w3_64_symmetric",
-    "w3_2048_symmetric",
-    "w6_64_symmetric",
+    "g8_4_plain", "diff_g84h", "w3_256_symmetric", "w4_32_symmetric", "w4_2048_symmetric",
+    "w4_64_asymmetric", "w4_stochastic", "sham_w4", "g8_two_hops_plain", "g8_one_hop_hadamard",
+    "g8_two_hops_hadamard", "g4_one_hop_hadamard", "g4_two_hops_hadamard", "g2_one_hop_plain",
+    "g2_two_hops_plain", "g2_one_hop_hadamard", "g2_two_hops_hadamard", "w8g8", "w8g4", "w4g8",
+    "w8_stochastic", "w3_64_symmetric", "w3_2048_symmetric", "w6_64_symmetric",
     "w2_64_symmetric",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +99,6 @@ PARTS = (
     Part("memories_134m", ("w4_diff",), (1, 2)),
     Part("reference_10m", ("diff_g84h",), FOUR),
     Part("reference_10m", MAIN, MORE),
-    Part("memories", ("topk_ef", "tagc_topk"), FOUR),
     Part("reference_10m", SECOND, FOUR),
     Part("normal", None, range(1, 6)),
     Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
