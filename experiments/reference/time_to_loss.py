@@ -10,7 +10,6 @@ both as multiples of plain training's, the fastest plain arm of each link (FSDP2
 keeps weights in the node). The gap, and what plain training gains from more tokens, are those of
 the kept runs of one size (BUDGETS); seconds are those of experiments/speed, of 1.3B parameters. An
 arm of that table has the gap of the study's arm that trains alike (tools/plan/search/limits.py).
-One that the table lacks is timed over the plain arm of another call, on shared GPUs (SHARED).
 
 Prints the table, renews it in PAGES, and writes time_to_loss.csv and time_to_loss.svg.
 """
@@ -43,8 +42,6 @@ from zpp_lab.tools.plan.search.limits import Numbers
 
 BUDGETS = ("reference_10m", "reference_10m_12m", "reference_10m_200m")  # the first has the gaps
 SPEEDS = HERE.parent / "speed" / "results.csv"
-CALL = HERE.parent / "speed" / "calls" / "12"  # two H100s, of which each serves two ranks
-SHARED = (CALL / "ours" / "results.csv", CALL / "plain" / "results.csv")  # what both have: first's
 SIZE = "1_3b"  # of the speeds: where all arms were timed
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 PLAIN = "fsdp2"  # the engine of arms with nothing of this package around them
@@ -59,7 +56,7 @@ WORDS = {
     "g8_4_hadamard": "8- and 4-bit gradients",
     "zeropp": "ZeRO++",
     "w4_g84h": "4-bit weights, 8- and 4-bit gradients",
-    "diff_g84h": "4-bit weight differences, 8- and 4-bit gradients; timed on two shared H100s",
+    "diff_g84h": "4-bit weight differences, 8- and 4-bit gradients",
 }
 
 
@@ -87,13 +84,13 @@ LOOKS = {  # 8-bit weights alone would lie on the base's line
         "#b45309",
         "#f5a524",
         48,
-        text="4-bit weight differences, 8- and 4-bit gradients *",
+        text="4-bit weight differences, 8- and 4-bit gradients",
         aside=0.99,
     ),
 }
 TITLE: Any = {
     "text": "Time to the loss of plain training",
-    "subtitle": "% of the fastest plain FSDP2's; lower is sooner; * on two shared H100s",
+    "subtitle": "% of the fastest plain FSDP2's; lower is sooner",
 }
 
 
@@ -397,30 +394,17 @@ def draw(rows: Sequence[Row], gbps: Mapping[str, float]) -> str:
     return figure(chart, {look.color: look.dark for look in looks})
 
 
-def sources() -> tuple[list[Measured], list[Measured], list[StudyResult]]:
-    """What the published table is made of: speeds, those on shared GPUs, and the budgets that have
-    two seeds of plain training."""
+def sources() -> tuple[list[Measured], list[StudyResult]]:
+    """What the published table is made of: speeds, and the budgets that have two seeds of plain
+    training."""
     measured = [m for m in read_speeds(SPEEDS) if m.setting.model == SIZE]
-    shared: dict[tuple[str, str], Measured] = {}
-    for path in SHARED:
-        for one in read_speeds(path):
-            shared.setdefault((one.arm, one.place), one)
     results = [result for name in BUDGETS if (result := kept(name))]
-    return measured, [*shared.values()], [result for result in results if len(_losses(result)) > 1]
-
-
-def all_rows(
-    measured: Sequence[Measured], shared: Sequence[Measured], results: Sequence[StudyResult]
-) -> list[Row]:
-    """Those of the speeds, and of the shared GPUs' those that they lack."""
-    rows = rows_of(measured, results)
-    there = {row.arm for row in rows}
-    return [*rows, *(row for row in rows_of(shared, results) if row.arm not in there)]
+    return measured, [result for result in results if len(_losses(result)) > 1]
 
 
 def main() -> int:
-    measured, shared, results = sources()
-    rows = all_rows(measured, shared, results)
+    measured, results = sources()
+    rows = rows_of(measured, results)
     made = table(rows, len(results))
     for page in PAGES:
         renew(page, HEAD, made)

@@ -105,8 +105,8 @@ def test_an_arm_has_the_gap_of_the_studys_arm_that_trains_alike(
 
 @pytest.mark.slow
 def test_the_pages_say_what_the_kept_runs_give() -> None:
-    speeds, shared, results = script.sources()
-    found = script.all_rows(speeds, shared, results)
+    speeds, results = script.sources()
+    found = script.rows_of(speeds, results)
     for page in script.PAGES:
         assert script.table(found, len(results)) in page.read_text(), f"run {script.__file__}"
     assert (script.HERE / "time_to_loss.csv").read_text() == script.as_csv(found)
