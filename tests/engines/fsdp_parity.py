@@ -134,6 +134,14 @@ PLAIN: Cases = {
         },
         {**BF16, "micro_steps": 2},
     ),
+    "differences_whole": (
+        {
+            "sharding": {"weights": "none", "update": "differences"},
+            "weights_update": Q4,
+            "grads": H4,
+        },
+        {**BF16, "micro_steps": 2},
+    ),
     "differences_sparse": ({**DIFFERENCES, "weights_update": TOP, "grads": Q4}, BF16),
     "differences_normal": (
         {

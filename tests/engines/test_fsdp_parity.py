@@ -26,7 +26,7 @@ QUICK = {
     ],
     (2, 2): [
         *("zero3", "zeropp", "stage2", "reversed_two_hops", "sham", "kept_other_bits"),
-        *("differences_drawn", "broken", "g8_4_hadamard", "zero3_reordered"),
+        *("differences_drawn", "differences_whole", "broken", "g8_4_hadamard", "zero3_reordered"),
         *("amsp_node", "w4_diff", "sdp4bit", "diff2_g82", "loco", "sparse", "differences_sparse"),
         *("memory_rules", "memory_first", "memory_second", "memory_hadamard_mixed"),
         *("memory_topk_bits", "mask_ef", "mask_bits", "g2_normal_ef"),

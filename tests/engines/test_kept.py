@@ -1,4 +1,4 @@
-"""Weights that nodes keep (recipe.sharding.weights=node): what they equal, what differences lose
+"""Weights that nodes keep (recipe.sharding): what they equal, what differences lose
 and bring back, what a failed step leaves alone, and how runs go on."""
 
 from __future__ import annotations
@@ -70,6 +70,17 @@ def test_between_nodes_weights_travel_once_a_step() -> None:
     assert moved["weights_backward"].inter == 0 < moved["weights_backward"].intra
     assert plan.quantized_share()["weights_update"] > 0.5
     assert "weights_update" not in virtual({}).plan.step_bytes()
+
+
+def test_whole_weights_get_the_same_differences_and_are_gathered_once_a_step() -> None:
+    whole = {**DIFFERENCES, "sharding": {"weights": "none", "update": "differences"}}
+    recipes = [{**recipe, "weights_update": Q4} for recipe in (DIFFERENCES, whole)]
+    cut, once = (virtual(recipe, micro_steps=2) for recipe in recipes)
+    moved, less = cut.plan.step_bytes(), once.plan.step_bytes()
+    assert moved.pop("weights_forward") == less.pop("weights_forward") * 2
+    assert moved.pop("weights_backward").intra > 0 == less.pop("weights_backward").intra
+    assert less == moved
+    assert same(trained(cut), trained(once))
 
 
 def far(engine: VirtualEngine) -> float:

@@ -8,7 +8,7 @@ ZeRO as data movement
     stage 1  as stage 2, and gradients of several micro-steps are always added up first
 kept     (`recipe.sharding.weights=node`) as stage 3, but gathers stay inside the node, which keeps
          the weights in param_dtype; after the update each rank sends its new shard to the ranks of
-         its own place on other nodes, once a step
+         its own place on other nodes, once a step. As stage 2 where whole weights get differences
 A reduction happens at every micro-step, or at the last only (`accumulate`).
 
 A unit that a step does not run (an unused module, a branch not taken) moves nothing in it; one

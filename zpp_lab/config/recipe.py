@@ -57,7 +57,8 @@ class ShardingConfig:
 
     Where the node keeps weights whose optimizer is cut over the world, a step's new weights travel
     between nodes once, on the wire `weights_update`; `update` says as what: the weights, or their
-    differences from what the node keeps.
+    differences from what the node keeps. For differences a node keeps weights that are not cut as
+    well: they are gathered in it once a step, and stay whole from forward to backward.
     """
 
     weights: Part | None = None
@@ -176,7 +177,9 @@ class RecipeConfig:
     def kept(self) -> bool:
         """Whether each node keeps the weights whose optimizer is cut over the world, so that there
         is a fifth wire, `weights_update`."""
-        return self.parts[0] == "node" and self.parts[2] == "world"
+        weights, _, optimizer = self.parts
+        whole = weights == "none" and self.sharding.update == "differences"
+        return optimizer == "world" and (weights == "node" or whole)
 
     @property
     def wires(self) -> tuple[Wire, ...]:
