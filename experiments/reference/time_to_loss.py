@@ -78,12 +78,12 @@ LOOKS = {  # 8-bit weights alone would lie on the base's line
     "g8_4_hadamard": Look("#aa4499", "#e59bd9", 0, True, "8- and 4-bit gradients"),
     "zeropp": Look("#0b6eff", "#6aa8ff", -12, text="ZeRO++", aside=0.98),
     "w4_g84h": Look(
-        "#c21b0d", "#ff8a7a", 28, text="4-bit weights, 8- and 4-bit gradients", aside=1.02
+        "#c21b0d", "#ff8a7a", 46, text="4-bit weights, 8- and 4-bit gradients", aside=1.02
     ),
     "diff_g84h": Look(
         "#b45309",
         "#f5a524",
-        48,
+        16,
         text="4-bit weight differences, 8- and 4-bit gradients",
         aside=0.99,
     ),
