@@ -23,9 +23,10 @@ from zpp_lab.collectives.peer import symmetric
 from zpp_lab.collectives.transport import STARTS
 from zpp_lab.engines import compile
 from zpp_lab.engines.fsdp import comm, mesh, packed
+from zpp_lab.engines.optim import shards
 
 PACKAGE = Path(__file__).parents[1] / "zpp_lab"
-TABLES = (comm.LEANS_ON, mesh.LEANS_ON, symmetric.LEANS_ON, compile.LEANS_ON)
+TABLES = (comm.LEANS_ON, mesh.LEANS_ON, shards.LEANS_ON, symmetric.LEANS_ON, compile.LEANS_ON)
 
 
 @cache

@@ -46,6 +46,7 @@ from zpp_lab.engines.optim.build import (
     set_rate,
     zero_state,
 )
+from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.models.loss import counted, token_losses
@@ -119,7 +120,7 @@ class FsdpEngine(Engine):
         """Fill this rank's shards; returns where their rows came from."""
         materialize(self.model, "cpu" if self.config.engine.offload else self.device)
         start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
-        fill(self.model, start, self._own_rows, _local, skip=self.base.names)
+        fill(self.model, start, self._own_rows, local, skip=self.base.names)
         return start
 
     def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -234,10 +235,9 @@ class FsdpEngine(Engine):
         absent = frozenset(n for n, p in self.parameters.items() if p.grad is None)
         return self.plan.all_used(absent).reduced
 
-    @torch.no_grad()  # else each to_local is an autograd function: 20 µs a parameter
     def _grads(self) -> dict[str, Tensor]:
         """This rank's shards of the mean gradient by name, without padding."""
-        return {n: _local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        return {n: local(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
     def _totals(self, losses: Tensor, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses fp64 [micro-steps, W], and the norm: alike on all ranks."""
@@ -385,7 +385,7 @@ class FsdpEngine(Engine):
         for name, mine in self.memories.make(rows, self.device).items():
             value = rows[name]
             whole = not isinstance(value, DTensor)
-            mine.copy_(value[self.rank : self.rank + 1] if whole else _local(value))
+            mine.copy_(value[self.rank : self.rank + 1] if whole else local(value))
 
     def load_checkpoint(self, saved: Saved, memories: Iterable[str] | None = None) -> int:
         """Read this rank's part of a checkpoint that any cluster wrote; returns its step.
@@ -419,9 +419,5 @@ class FsdpEngine(Engine):
 
     def _put(self, into: Tensor, value: Tensor) -> None:
         whole = isinstance(into, DTensor) and not isinstance(value, DTensor)
-        part = value[slice(*self._own_rows(value.shape))] if whole else _local(value)
-        _local(into).copy_(part)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        part = value[slice(*self._own_rows(value.shape))] if whole else local(value)
+        local(into).copy_(part)

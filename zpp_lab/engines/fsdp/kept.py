@@ -83,7 +83,6 @@ class Kept:
         for update in self.updates:
             update.wait()
 
-    @torch.no_grad()  # else each DTensor goes through autograd, which takes the host longer
     def _masters(self, names: Iterable[str]) -> list[Tensor]:
         return [local(self.parameters[name]) for name in names]
 

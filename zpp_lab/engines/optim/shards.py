@@ -22,6 +22,8 @@ from zpp_lab.engines.optim.states import MOMENTS
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+LEANS_ON = {"torch.distributed.tensor.DTensor": ("_local_tensor",)}  # a test looks for it
+
 
 def is_sharded(t: Any) -> TypeGuard[DTensor]:
     """Whether `t` is a DTensor."""
@@ -30,8 +32,9 @@ def is_sharded(t: Any) -> TypeGuard[DTensor]:
 
 
 def local(t: Any) -> Tensor:
-    """What this rank has of `t`, a tensor."""
-    return t.to_local() if is_sharded(t) else t
+    """What this rank has of `t`, a tensor, outside of any graph."""
+    # a step asks some thousand times, and `to_local` takes the host microseconds each time
+    return t._local_tensor if is_sharded(t) else t
 
 
 class ShardAdamW(torch.optim.AdamW):
