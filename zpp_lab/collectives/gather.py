@@ -165,18 +165,18 @@ class Gather:
         """Encode what this rank keeps, as its owners would."""
         layout, device, cluster = self._layout(wire), rows[0].device, self.cluster
         packet = self._empty(wire, layout, device)
+        packet.first = self._leg(packet, "local")
+        room = packet.first.room
         owners = range(self.local, cluster.world, cluster.gpus_per_node)
-        held = torch.empty(cluster.nodes, layout.nbytes, dtype=torch.uint8, device=device)
         noise = self.clock.weights_noise(wire, *owners) if layout.stochastic else None
         observer = self.clock.observer
-        errors = observer.room(wire, layout, held) if observer is not None else None
-        kernels.encode(layout, rows, noise, held, errors)
+        errors = observer.room(wire, layout, room) if observer is not None else None
+        kernels.encode(layout, rows, noise, room, errors)
         if observer is not None:  # other nodes tell of other owners' rows
             own = None if errors is None else errors[self.node : self.node + 1]
             observer.encoded(wire, layout, own)
             if observer.looks:
-                observer.weights(wire, layout, rows, held)
-        packet.held = held
+                observer.weights(wire, layout, rows, room)
         return packet
 
     def _layout(self, wire: Wire) -> Layout:
@@ -267,7 +267,7 @@ class Gather:
         """What one rank sends; all send the same."""
         if self.copied:
             every = node_gather_traffic(self.cluster, packet.layout.nbytes)
-        elif packet.kept:
+        elif packet.kept or self.spec.kept:
             every = secondary_traffic(self.cluster, packet.layout.nbytes)
         else:
             every = gather_traffic(self.cluster, packet.layout.nbytes, self.spec.hierarchical)

@@ -129,8 +129,8 @@ def payload_bytes(plan: Plan, unit: UnitPlan, backward: bool = False) -> int:
 
 
 def _held(plan: Plan, unit: UnitPlan, backward: bool) -> int:
-    kept = plan.recipe.kept
-    if not (unit.hierarchical or kept) or (backward and unit.keeps_secondary):
+    kept = plan.recipe.kept  # which goes straight into the shipment's own room
+    if not unit.hierarchical or kept or (backward and unit.keeps_secondary):
         return 0
     layout = unit.backward if backward else unit.forward
     return plan.recipe.cluster.nodes * layout.nbytes
