@@ -35,22 +35,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _served(plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
-    """`plain`, or `kernel` where the first tensor of a call says so."""
+def _served(at: int, plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
+    """`plain`, or `kernel` where the tensor in place `at` of a call says so."""
 
     @wraps(plain)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        tensor = next(value for value in args if isinstance(value, Tensor))
+        tensor = args[at]
+        assert isinstance(tensor, Tensor)
         return (kernel if use_kernels(tensor) else plain)(*args, **kwargs)
 
     return call
 
 
-encode = _served(reference.encode, cuda.encode)
-encode_update = _served(reference.encode_update, cuda.encode_update)
-decode = _served(reference.decode, cuda.decode)
-decode_sum = _served(reference.decode_sum, cuda.decode_sum)
-reduce = _served(reference.reduce, cuda.reduce)
-encode_sums = _served(reference.encode_sums, cuda.encode_sums)
-finish_sums = _served(reference.finish_sums, cuda.finish_sums)
-decode_sum_encode = _served(reference.decode_sum_encode, cuda.decode_sum_encode)
+encode = _served(3, reference.encode, cuda.encode)
+encode_update = _served(5, reference.encode_update, cuda.encode_update)
+decode = _served(1, reference.decode, cuda.decode)
+decode_sum = _served(1, reference.decode_sum, cuda.decode_sum)
+reduce = _served(1, reference.reduce, cuda.reduce)
+encode_sums = _served(2, reference.encode_sums, cuda.encode_sums)
+finish_sums = _served(1, reference.finish_sums, cuda.finish_sums)
+decode_sum_encode = _served(2, reference.decode_sum_encode, cuda.decode_sum_encode)
