@@ -27,6 +27,7 @@ from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.traffic import (
+    NOTHING,
     Traffic,
     gather_traffic,
     node_gather_traffic,
@@ -36,7 +37,6 @@ from zpp_lab.collectives.transport import LINKS, Link, Shipment, Transport
 from zpp_lab.config.schema import Wire
 
 WEIGHTS: tuple[Wire, ...] = ("weights_forward", "weights_backward")
-NOTHING = Traffic(0, 0)
 
 
 @dataclass(frozen=True)

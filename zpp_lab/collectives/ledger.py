@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.traffic import NOTHING, Traffic
 from zpp_lab.config.schema import USUAL_WIRES, Wire
 
 
@@ -18,16 +18,16 @@ class Ledger:
         self.start_step()
 
     def start_step(self) -> None:
-        self.step = {wire: Traffic(0, 0) for wire in USUAL_WIRES}
+        self.step = dict.fromkeys(USUAL_WIRES, NOTHING)
 
     def add(self, wire: Wire, traffic: Traffic) -> None:
-        before = self.step.get(wire, Traffic(0, 0))
+        before = self.step.get(wire, NOTHING)
         self.step[wire] = Traffic(before[0] + traffic[0], before[1] + traffic[1])
 
     def check(self, planned: dict[Wire, Traffic]) -> None:
         """Compare the step with the plan; LedgerError names the first wire that differs."""
         for wire in {**planned, **self.step}:
-            sent, wanted = (found.get(wire, Traffic(0, 0)) for found in (self.step, planned))
+            sent, wanted = (found.get(wire, NOTHING) for found in (self.step, planned))
             if sent != wanted:
                 raise LedgerError(
                     f"{wire}: sent {sent}, planned {wanted} bytes (inside nodes, "

@@ -25,6 +25,9 @@ class Traffic(NamedTuple):
         return Traffic(self.intra * times, self.inter * times)
 
 
+NOTHING = Traffic(0, 0)
+
+
 def gather_traffic(cluster: ClusterConfig, row: int, hierarchical: bool) -> Traffic:
     """An all-gather of one row of each rank.
 

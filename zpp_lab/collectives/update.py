@@ -91,7 +91,7 @@ class Update:
 
     def follow(self, plan: UnitPlan) -> None:
         """Send as `plan` says: the first one's, or another phase's of the same unit."""
-        self.plan, self.layout = plan, plan.update
+        self.plan, self.layout, self.differences = plan, plan.update, plan.recipe.differences
         self.transport.reserve("gather", "across", self.layout.nbytes)
 
     def rows(self) -> list[Tensor]:
@@ -116,7 +116,7 @@ class Update:
             if name not in there:
                 kept.own.copy_(_row(master, kept.own))
         self._spread()
-        if not self.plan.recipe.differences:
+        if not self.differences:
             named = dict(zip(self.kept, masters, strict=True))
             self._exchange([named[s.name] for s in self.layout.segments], done)
 
@@ -155,8 +155,9 @@ class Update:
         layout, kept = self.layout, [self.kept[s.name] for s in self.layout.segments]
         if not kept:
             return Traffic(0, 0)
-        own, differences = [k.own for k in kept], self.plan.recipe.differences
-        masters = [x.to(own[0].device) for x in masters]
+        own, differences = [k.own for k in kept], self.differences
+        if masters[0].device != own[0].device:
+            masters = [x.to(own[0].device) for x in masters]
         payload = self._empty(layout)
         leg = self.transport.gathering(payload, "across", self.label)
         noise = update_noise(self.clock.seed, done, [self.rank]) if layout.stochastic else None

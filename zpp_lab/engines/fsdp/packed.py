@@ -88,9 +88,9 @@ class Packed(Tensor):
         return f"Packed({tuple(self.shape)}, {self.dtype})"
 
     def view(self, *size: Any) -> Tensor:  # type: ignore[override]
-        """As the dispatcher does it, without the way there: FSDP2 asks once a collective."""
-        if all(type(s) is int for s in size):
-            return Packed(self.box, _resolved(size, self.box.numel))
+        """For [W, -1], which FSDP2 asks for once a collective, without the dispatcher's way."""
+        if len(size) == 2 and type(size[0]) is int and size[1] == -1:
+            return Packed(self.box, (size[0], self.box.numel // size[0]))
         return super().view(*size)
 
     @classmethod
