@@ -1,6 +1,6 @@
 # Fills what a call of a GPU machine leaves with runs of the reference study:
 #     CALL=590 bash experiments/reference/run.sh OUT [OVERRIDES...]
-# One GPU or two, as found. .queue lies beside the project (carry.sh makes it): texts, kernels,
+# One GPU or several, as found. .queue lies beside the project (carry.sh makes it): texts, kernels,
 # wheels. Runs that experiments/reference/NAME.tar.xz has are not trained again, and keep.py puts
 # those of OUT/NAME.tar.gz, which is renewed each minute, into it.
 # STUDY: reference, all of them whose text .queue has; one of them; or reference_10m_mini, a rehearsal without a GPU.
