@@ -4,7 +4,7 @@
 # CALL=590 none begins that has less than NEED of them left, and the same command goes on in the next
 # call; experiments/background.sh lets arms outlive calls. OUT/STUDY.tar.gz is written after each, and
 # experiments/collect.py puts the archives of several machines together. OVERRIDES: Hydra overrides
-# for every arm. STUDY=pretrain_13b_mini tries all of it on a CPU.
+# for every arm. STUDY=pretrain_13b_mini tries all of it on a CPU; pretrain_13b_calm wants four GPUs.
 # The part `resume` shows that an interrupted run goes on with the same bits, `moved` the same on two
 # machines at small size; see the README.
 set -u

@@ -67,26 +67,18 @@ class Look(NamedTuple):
     dark: str  # on a dark screen
     dy: int
     after: bool = False
-    text: str = ""
+    text: str = ""  # where WORDS has another
     aside: float = 1.0  # of its place, where intervals would cover each other
 
 
 LOOKS = {  # 8-bit weights alone would lie on the base's line
     "fsdp2+node": Look("#111111", "#f5f5f5", -12, text="plain FSDP2, weights kept in the node"),
     "fsdp2": Look("#6b7280", "#9aa4b2", -12, text="plain FSDP2"),
-    "w4": Look("#117733", "#5ad87e", 0, True, "4-bit weights"),
-    "g8_4_hadamard": Look("#aa4499", "#e59bd9", 0, True, "8- and 4-bit gradients"),
-    "zeropp": Look("#0b6eff", "#6aa8ff", -12, text="ZeRO++", aside=0.98),
-    "w4_g84h": Look(
-        "#c21b0d", "#ff8a7a", 46, text="4-bit weights, 8- and 4-bit gradients", aside=1.02
-    ),
-    "diff_g84h": Look(
-        "#b45309",
-        "#f5a524",
-        16,
-        text="4-bit weight differences, 8- and 4-bit gradients",
-        aside=0.99,
-    ),
+    "w4": Look("#117733", "#5ad87e", 0, True),
+    "g8_4_hadamard": Look("#aa4499", "#e59bd9", 0, True),
+    "zeropp": Look("#0b6eff", "#6aa8ff", -12, aside=0.98),
+    "w4_g84h": Look("#c21b0d", "#ff8a7a", 46, aside=1.02),
+    "diff_g84h": Look("#b45309", "#f5a524", 16, aside=0.99),
 }
 TITLE: Any = {
     "text": "Time to the loss of plain training",
@@ -387,7 +379,11 @@ def draw(rows: Sequence[Row], gbps: Mapping[str, float]) -> str:
             continue
         at = (max if look.after else min)(own, key=lambda point: point["gbps"])
         text = alt.Chart(alt.Data(values=[at])).mark_text(
-            text=look.text, align="left", dx=10 if look.after else 0, dy=look.dy, fontSize=15
+            text=look.text or WORDS[arm],
+            align="left",
+            dx=10 if look.after else 0,
+            dy=look.dy,
+            fontSize=15,
         )
         layers.append(text.encode(x=x, y=y, color=color))
     chart = alt.layer(*layers).properties(width=450, height=390, title=TITLE)

@@ -56,6 +56,7 @@ train recipe=tagc recipe.name=x recipe.shard=node cluster=2x2 => leave recipe.sh
 train recipe=tagc recipe.name=x recipe.hops=2 => set recipe.hops=1
 train +wires.grads_intra.bits=4 => wires: no such setting. | at the top level
 train recipe.weights_update.bits=4 => recipe.weights_update and | set recipe.sharding.weights=node
+train recipe.stage=2 recipe.weights_update.bits=4 => or for whole weights recipe.sharding.update=d
 train recipe=w4_diff cluster=1x2 => recipe w4_diff: on one node | would carry nothing; take a clust
 train recipe=w4_diff cluster=2x1 => recipe w4_diff: with one GPU a node | set recipe.weights_update
 train recipe=amsp_node recipe.sharding.update=differences => needs a codec | recipe.weights_update.

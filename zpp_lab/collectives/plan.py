@@ -8,7 +8,8 @@ ZeRO as data movement
     stage 1  as stage 2, and gradients of several micro-steps are always added up first
 kept     (`recipe.sharding.weights=node`) as stage 3, but gathers stay inside the node, which keeps
          the weights in param_dtype; after the update each rank sends its new shard to the ranks of
-         its own place on other nodes, once a step. As stage 2 where whole weights get differences
+         its own place on other nodes, once a step. With `weights=none` and `update=differences` as
+         stage 2: the node gathers them once a step
 A reduction happens at every micro-step, or at the last only (`accumulate`).
 
 A unit that a step does not run (an unused module, a branch not taken) moves nothing in it; one
@@ -31,6 +32,7 @@ from zpp_lab.codecs.layout import Layout, Parameter, Segment
 from zpp_lab.collectives.context import Key, RowMemory
 from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
 from zpp_lab.collectives.traffic import (
+    NOTHING,
     Traffic,
     gather_traffic,
     hop_traffic,
@@ -221,7 +223,7 @@ class UnitPlan:
         """Of a gather of rows as the optimizer is cut."""
         recipe, cluster = self.recipe, self.recipe.cluster
         if recipe.shards == 1:
-            return Traffic(0, 0)
+            return NOTHING
         if recipe.config.copied:
             return node_gather_traffic(cluster, row)
         if recipe.kept:
@@ -464,9 +466,9 @@ def bytes_per_step(phases: Sequence[tuple[int, Plan]]) -> int | float:
 
 def no_bytes() -> Bytes:
     """Of the wires that every recipe has; a fifth one is there once it has carried something."""
-    return {wire: Traffic(0, 0) for wire in USUAL_WIRES}
+    return dict.fromkeys(USUAL_WIRES, NOTHING)
 
 
 def add_bytes(total: Bytes, more: Mapping[Wire, Traffic], times: int = 1) -> None:
     for wire, traffic in more.items():
-        total[wire] = total.get(wire, Traffic(0, 0)) + traffic * times
+        total[wire] = total.get(wire, NOTHING) + traffic * times

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.traffic import NOTHING, Traffic
 from zpp_lab.collectives.watchdog import Watch, Watchdog
 from zpp_lab.config.schema import ClusterConfig
 
@@ -232,7 +232,7 @@ class _Gathering(_Way):
             if keep is not None:
                 kept_rows(keep, self.out, own)
             return sent
-        sent = Traffic(0, 0)
+        sent = NOTHING
         for out, row in zip(self.out.split(count), self.room.split(1), strict=True):
             sent += self.by.all_gather(out, row, self.link, self.label)
         return sent
@@ -294,7 +294,7 @@ class ProcessGroups(Collectives):
         group = self.gathers[link]
         if group is None:
             _copy(out[0], row)
-            return Traffic(0, 0)
+            return NOTHING
         with self.watched(label, out.device):
             _done(_start(group, STARTS["all_gather"])(out, row, self.gather_options))
         return traffic_of(self.cluster, link, row.nbytes)
@@ -303,7 +303,7 @@ class ProcessGroups(Collectives):
         group = self.reductions[link]
         if group is None:
             _copy(out, rows)
-            return Traffic(0, 0)
+            return NOTHING
         with self.watched(label, out.device):
             _done(_start(group, STARTS["all_to_all"])(out, rows, [], [], self.exchange_options))
         return traffic_of(self.cluster, link, rows.nbytes // self.places[link][1])

@@ -30,7 +30,7 @@ from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.context import Clock, Observer
 from zpp_lab.collectives.ledger import Ledger, LedgerError
 from zpp_lab.collectives.plan import UnitPlan
-from zpp_lab.collectives.traffic import Traffic, update_traffic
+from zpp_lab.collectives.traffic import NOTHING, Traffic, update_traffic
 from zpp_lab.collectives.transport import HostStreams, Streams, Transport
 from zpp_lab.config.schema import Wire
 
@@ -154,7 +154,7 @@ class Update:
     ) -> Traffic:
         layout, kept = self.layout, [self.kept[s.name] for s in self.layout.segments]
         if not kept:
-            return Traffic(0, 0)
+            return NOTHING
         own, differences = [k.own for k in kept], self.differences
         if masters[0].device != own[0].device:
             masters = [x.to(own[0].device) for x in masters]

@@ -57,8 +57,8 @@ class ShardingConfig:
 
     Where the node keeps weights whose optimizer is cut over the world, a step's new weights travel
     between nodes once, on the wire `weights_update`; `update` says as what: the weights, or their
-    differences from what the node keeps. For differences a node keeps weights that are not cut as
-    well: they are gathered in it once a step, and stay whole from forward to backward.
+    differences from what the node keeps. With `differences` a node also keeps weights that are not
+    cut: it gathers them once a step, and they stay whole until backward is done.
     """
 
     weights: Part | None = None
@@ -216,7 +216,8 @@ class RecipeConfig:
         _need(
             self.kept or (self.weights_update, self.sharding.update) == (CodecConfig(), "weights"),
             "recipe.weights_update and recipe.sharding.update are of weights that a node keeps "
-            "while the optimizer is cut over the world: set recipe.sharding.weights=node",
+            "while the optimizer is cut over the world: set recipe.sharding.weights=node, or for "
+            "whole weights recipe.sharding.update=differences",
         )
 
     def wire(self, wire: Wire) -> CodecConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_pages_are_sent_with_gaps_over_tokens_and_time(fake_wandb: FakeWandb) ->
     for view in fake_wandb.views:
         for name in ("gap_vs_zero3/heldout_loss", "tokens", "seconds"):
             assert name in view["spec"]
+
+
+@pytest.mark.parametrize(
+    ("own", "there"),
+    [("stage=2 sharding.update=differences", True), ("sharding.weights=node", True), ("", False)],
+)
+def test_panels_of_new_weights_where_an_arm_sends_them(own: str, there: bool) -> None:
+    study = load_study("smoke")
+    overrides = [*study.arms[-1].overrides, *(f"recipe.{word}" for word in own.split())]
+    arms = [*study.arms[:-1], replace(study.arms[-1], overrides=overrides)]
+    spec = make_spec(replace(study, arms=arms), project="p")
+    assert ("weights_update" in json.dumps(spec)) == there
 
 
 @pytest.mark.parametrize("words", [["no_such_study"], ["--apply", "spec.json"], ["."]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import ParamSpec, TypeVar
 
 from torch import Tensor
@@ -35,8 +36,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _served(at: int, plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
-    """`plain`, or `kernel` where the tensor in place `at` of a call says so."""
+def _served(name: str, plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
+    """`plain`, or `kernel` where a call's tensor of that name, given by its place, says so."""
+    at = [*signature(plain).parameters].index(
+        name
+    )  # once: a search in each call takes the host time
 
     @wraps(plain)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,11 +51,11 @@ def _served(at: int, plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[
     return call
 
 
-encode = _served(3, reference.encode, cuda.encode)
-encode_update = _served(5, reference.encode_update, cuda.encode_update)
-decode = _served(1, reference.decode, cuda.decode)
-decode_sum = _served(1, reference.decode_sum, cuda.decode_sum)
-reduce = _served(1, reference.reduce, cuda.reduce)
-encode_sums = _served(2, reference.encode_sums, cuda.encode_sums)
-finish_sums = _served(1, reference.finish_sums, cuda.finish_sums)
-decode_sum_encode = _served(2, reference.decode_sum_encode, cuda.decode_sum_encode)
+encode = _served("out", reference.encode, cuda.encode)
+encode_update = _served("out", reference.encode_update, cuda.encode_update)
+decode = _served("payload", reference.decode, cuda.decode)
+decode_sum = _served("payload", reference.decode_sum, cuda.decode_sum)
+reduce = _served("payload", reference.reduce, cuda.reduce)
+encode_sums = _served("sums", reference.encode_sums, cuda.encode_sums)
+finish_sums = _served("sums", reference.finish_sums, cuda.finish_sums)
+decode_sum_encode = _served("payload", reference.decode_sum_encode, cuda.decode_sum_encode)

@@ -102,7 +102,7 @@ class Kept:
             for name in update.plan.remembered:
                 p = self.parameters[name]
                 assert isinstance(p, DTensor)
-                shard = p.to_local()
+                shard = local(p)
                 own = update.kept[name].own.view(-1)[: shard.numel()].view(shard.shape)
                 mesh, placed = p.device_mesh, p.placements
                 found[name] = DTensor.from_local(

@@ -90,11 +90,12 @@ def gap_names(study: StudyConfig) -> list[str]:
 
 def wires_of(study: StudyConfig) -> tuple[Wire, ...]:
     """All that some arm may have: the fifth where an arm, or its recipe's file, has weights in the
-    node."""
+    node or sends differences of them."""
     said = [*study.overrides, *(o for arm in study.arms for o in arm.overrides)]
     files = [as_written(o.removeprefix("recipe=")) for o in said if o.startswith("recipe=")]
-    kept = any(file.get("recipe.sharding.weights") == "node" for file in files)
-    return WIRES if kept or "recipe.sharding.weights=node" in said else USUAL_WIRES
+    settings = {f"{key}={value}" for file in files for key, value in file.items()} | {*said}
+    kept = {"recipe.sharding.weights=node", "recipe.sharding.update=differences"} & settings
+    return WIRES if kept else USUAL_WIRES
 
 
 def write_spec(path: Path, spec: Spec) -> None:

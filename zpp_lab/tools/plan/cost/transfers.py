@@ -13,14 +13,13 @@ from typing import Literal
 from zpp_lab.codecs import BlockCodec, Codec, RawCodec
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.collectives.plan import UnitPlan
-from zpp_lab.collectives.traffic import Traffic
+from zpp_lab.collectives.traffic import NOTHING, Traffic
 from zpp_lab.config.schema import Wire
 from zpp_lab.tools.plan.cost.machine import Machine
 
 LinkName = Literal["intra", "inter"]
 SEGMENTS = 18  # of one launch of a codec kernel: MAX_SEGMENTS of cuda/
 BF16 = 2  # bytes
-NOTHING = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
