@@ -38,9 +38,8 @@ T = TypeVar("T")
 
 def _served(name: str, plain: Callable[P, T], kernel: Callable[P, T]) -> Callable[P, T]:
     """`plain`, or `kernel` where a call's tensor of that name, given by its place, says so."""
-    at = [*signature(plain).parameters].index(
-        name
-    )  # once: a search in each call takes the host time
+    # looked up once, as a search in each call takes the host time
+    at = [*signature(plain).parameters].index(name)
 
     @wraps(plain)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
