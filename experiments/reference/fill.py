@@ -102,9 +102,9 @@ PARTS = (
     Part("reference_10m", SECOND, FOUR),
     Part("normal", None, range(1, 6)),
     Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
-    Part("reference_10m", SECOND, MORE),
     Part("memories", None, MORE),
     Part("memories_134m", DECIDING, FOUR),
+    Part("reference_10m", SECOND, MORE),
     Part("reference_134m", FIRST_134M, FOUR),
     Part("memories_134m", None, FOUR),
     Part("reference_134m", None, FOUR),
