@@ -8,8 +8,9 @@ A recipe's steps are shorter, but after as many tokens its loss is a little high
 
 both as multiples of plain training's, the fastest plain arm of each link (FSDP2, or FSDP2 that
 keeps weights in the node). The gap, and what plain training gains from more tokens, are those of
-the kept runs of one size (BUDGETS); seconds are those of experiments/speed, of 1.3B parameters. An
-arm of that table has the gap of the study's arm that trains alike (tools/plan/search/limits.py).
+the kept runs of one size (BUDGETS, BESIDE); seconds are those of experiments/speed, of 1.3B
+parameters. An arm of that table has the gap of the study's arm that trains alike
+(tools/plan/search/limits.py).
 
 Prints the table, renews it in PAGES, and writes time_to_loss.csv and time_to_loss.svg.
 """
@@ -41,6 +42,7 @@ from zpp_lab.study.report.speed.results import BASE, Measured, read_speeds
 from zpp_lab.tools.plan.search.limits import Numbers
 
 BUDGETS = ("reference_10m", "reference_10m_12m", "reference_10m_200m")  # the first has the gaps
+BESIDE = ("normal",)  # studies with gaps of more arms, against runs of the first's baseline
 SPEEDS = HERE.parent / "speed" / "results.csv"
 SIZE = "1_3b"  # of the speeds: where all arms were timed
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
@@ -57,6 +59,9 @@ WORDS = {
     "zeropp": "ZeRO++",
     "w4_g84h": "4-bit weights, 8- and 4-bit gradients",
     "diff_g84h": "4-bit weight differences, 8- and 4-bit gradients",
+    "diff_g84h_whole": "the same, GPUs keep whole weights",
+    "diff2_g82": "2 bits between nodes for differences and gradients",
+    "diff2_g82_whole": "the same, GPUs keep whole weights",
 }
 
 
@@ -71,14 +76,14 @@ class Look(NamedTuple):
     aside: float = 1.0  # of its place, where intervals would cover each other
 
 
-LOOKS = {  # 8-bit weights alone would lie on the base's line
+LOOKS = {  # 8-bit weights alone would lie on the base's line, w4_g84h on diff_g84h's
     "fsdp2+node": Look("#111111", "#f5f5f5", -12, text="plain FSDP2, weights kept in the node"),
     "fsdp2": Look("#6b7280", "#9aa4b2", -12, text="plain FSDP2"),
     "w4": Look("#117733", "#5ad87e", 0, True),
     "g8_4_hadamard": Look("#aa4499", "#e59bd9", 0, True),
     "zeropp": Look("#0b6eff", "#6aa8ff", -12, aside=0.98),
-    "w4_g84h": Look("#c21b0d", "#ff8a7a", 46, aside=1.02),
-    "diff_g84h": Look("#b45309", "#f5a524", 16, aside=0.99),
+    "diff_g84h": Look("#b45309", "#f5a524", -14, text="4-bit differences", aside=1.02),
+    "diff2_g82": Look("#7c3aed", "#c4b5fd", 16),
 }
 TITLE: Any = {
     "text": "Time to the loss of plain training",
@@ -236,13 +241,17 @@ class Row:
         return min((math.log(v) / more for v in leads if v > 1 and more > 0), default=math.inf)
 
 
-def rows_of(measured: Sequence[Measured], results: Sequence[StudyResult]) -> list[Row]:
+def rows_of(
+    measured: Sequence[Measured], results: Sequence[StudyResult], beside: Sequence[StudyResult] = ()
+) -> list[Row]:
     """Of every arm that has both, in the order of WORDS. results: the studies of BUDGETS that have
-    run, of which the first has the gaps. ValueError where two measurements are of one place."""
+    run, of which the first has the gaps; beside: those of BESIDE, for arms that it lacks. ValueError
+    where two measurements are of one place."""
     losses = {_tokens(result): _losses(result) for result in results}
     known = {
         Numbers.of(stored_config(arm.first_run.config)): arm
-        for arm in results[0].arms
+        for result in (*reversed(beside), results[0])
+        for arm in result.arms
         if arm.first_run and len(arm.gaps) > 1 and arm.arm.role == "arm"
     }
     rows: dict[str, Row] = {}
@@ -358,8 +367,8 @@ def draw(rows: Sequence[Row], gbps: Mapping[str, float]) -> str:
     y = alt.Y(
         "value:Q",
         title=None,
-        scale=alt.Scale(type="log", domain=[0.118, 1.8], nice=False),
-        axis=alt.Axis(values=[0.2, 0.3, 0.5, 0.7, 1, 1.5], format="~%"),
+        scale=alt.Scale(type="log", domain=[0.08, 1.8], nice=False),
+        axis=alt.Axis(values=[0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5], format="~%"),
     )
     looks = list(LOOKS.values())
     color = alt.Color(
@@ -390,17 +399,17 @@ def draw(rows: Sequence[Row], gbps: Mapping[str, float]) -> str:
     return figure(chart, {look.color: look.dark for look in looks})
 
 
-def sources() -> tuple[list[Measured], list[StudyResult]]:
-    """What the published table is made of: speeds, and the budgets that have two seeds of plain
-    training."""
+def sources() -> tuple[list[Measured], list[StudyResult], list[StudyResult]]:
+    """What the published table is made of: speeds, the budgets that have two seeds of plain
+    training, and the studies beside them."""
     measured = [m for m in read_speeds(SPEEDS) if m.setting.model == SIZE]
-    results = [result for name in BUDGETS if (result := kept(name))]
-    return measured, [result for result in results if len(_losses(result)) > 1]
+    budgets, beside = ([r for name in names if (r := kept(name))] for names in (BUDGETS, BESIDE))
+    return measured, [result for result in budgets if len(_losses(result)) > 1], beside
 
 
 def main() -> int:
-    measured, results = sources()
-    rows = rows_of(measured, results)
+    measured, results, beside = sources()
+    rows = rows_of(measured, results, beside)
     made = table(rows, len(results))
     for page in PAGES:
         renew(page, HEAD, made)

@@ -103,10 +103,20 @@ def test_an_arm_has_the_gap_of_the_studys_arm_that_trains_alike(
     assert not found["fsdp2"].gaps
 
 
+def test_arms_that_the_first_study_lacks_have_the_gap_of_a_study_beside_it(
+    tmp_path: Path, results: list[StudyResult]
+) -> None:
+    without = replace(results[0], arms=[arm for arm in results[0].arms if arm.name != "w4"])
+    speeds = read_speeds(write_speeds(tmp_path, rows(MORE)))
+    budgets = [without, results[1]]
+    assert "mine" not in {row.arm for row in script.rows_of(speeds, budgets)}
+    assert script.rows_of(speeds, budgets, [results[0]]) == script.rows_of(speeds, results)
+
+
 @pytest.mark.slow
 def test_the_pages_say_what_the_kept_runs_give() -> None:
-    speeds, results = script.sources()
-    found = script.rows_of(speeds, results)
+    speeds, results, beside = script.sources()
+    found = script.rows_of(speeds, results, beside)
     for page in script.PAGES:
         assert script.table(found, len(results)) in page.read_text(), f"run {script.__file__}"
     assert (script.HERE / "time_to_loss.csv").read_text() == script.as_csv(found)
