@@ -245,8 +245,8 @@ def rows_of(
     measured: Sequence[Measured], results: Sequence[StudyResult], beside: Sequence[StudyResult] = ()
 ) -> list[Row]:
     """Of every arm that has both, in the order of WORDS. results: the studies of BUDGETS that have
-    run, of which the first has the gaps; beside: those of BESIDE, for arms that it lacks. ValueError
-    where two measurements are of one place."""
+    run, of which the first has the gaps; beside: those of BESIDE, for arms that it lacks.
+    ValueError where two measurements are of one place."""
     losses = {_tokens(result): _losses(result) for result in results}
     known = {
         Numbers.of(stored_config(arm.first_run.config)): arm
