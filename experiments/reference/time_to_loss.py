@@ -76,7 +76,7 @@ class Look(NamedTuple):
     aside: float = 1.0  # of its place, where intervals would cover each other
 
 
-LOOKS = {  # 8-bit weights alone would lie on the base's line, w4_g84h on diff_g84h's
+LOOKS = {  # of arms whose lines can be told apart
     "fsdp2+node": Look("#111111", "#f5f5f5", -12, text="plain FSDP2, weights kept in the node"),
     "fsdp2": Look("#6b7280", "#9aa4b2", -12, text="plain FSDP2"),
     "w4": Look("#117733", "#5ad87e", 0, True),
@@ -246,14 +246,18 @@ def rows_of(
 ) -> list[Row]:
     """Of every arm that has both, in the order of WORDS. results: the studies of BUDGETS that have
     run, of which the first has the gaps; beside: those of BESIDE, for arms that it lacks.
-    ValueError where two measurements are of one place."""
+    ValueError where these have another baseline,
+    or two measurements are of one place."""
     losses = {_tokens(result): _losses(result) for result in results}
-    known = {
-        Numbers.of(stored_config(arm.first_run.config)): arm
-        for result in (*reversed(beside), results[0])
+    for other in beside:
+        if not set(_losses(other)) <= set(_losses(results[0])):
+            raise ValueError(f"{other.study.name} has another baseline than {results[0].study.name}")
+    known = [
+        (Numbers.of(stored_config(arm.first_run.config)), arm)
+        for result in (results[0], *beside)
         for arm in result.arms
         if arm.first_run and len(arm.gaps) > 1 and arm.arm.role == "arm"
-    }
+    ]
     rows: dict[str, Row] = {}
     for one in measured:
         base = fastest_plain(measured, one)
@@ -261,7 +265,7 @@ def rows_of(
             continue
         row = rows.get(one.arm) or Row(one.arm, "", [], ONE, {})
         if one.engine != PLAIN:
-            arm = next((a for n, a in known.items() if n.covers(_numbers(one))), None)
+            arm = next((a for n, a in known if n.covers(_numbers(one))), None)
             if arm is None:
                 continue
             gaps = list(arm.gaps.values())

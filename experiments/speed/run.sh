@@ -44,8 +44,8 @@ if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
 diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
 diff2_g82="diff2_g82: recipe=diff2_g82"
-own=()  # OWN: which of these three, by default the first two; with _whole behind the name whole
-# weights stay from forward to backward
+own=()  # OWN: which of these, by default the first two; the last two also with _whole behind the
+# name: whole weights on every GPU
 for arm in ${OWN:-w4_g84h diff_g84h}; do
   case $arm in
     w4_g84h | diff_g84h | diff2_g82) own+=(--arm "${!arm}") ;;

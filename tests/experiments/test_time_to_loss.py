@@ -103,14 +103,19 @@ def test_an_arm_has_the_gap_of_the_studys_arm_that_trains_alike(
     assert not found["fsdp2"].gaps
 
 
-def test_arms_that_the_first_study_lacks_have_the_gap_of_a_study_beside_it(
+def test_a_study_beside_gives_gaps_of_the_arms_that_the_first_lacks(
     tmp_path: Path, results: list[StudyResult]
 ) -> None:
-    without = replace(results[0], arms=[arm for arm in results[0].arms if arm.name != "w4"])
     speeds = read_speeds(write_speeds(tmp_path, rows(MORE)))
-    budgets = [without, results[1]]
-    assert "mine" not in {row.arm for row in script.rows_of(speeds, budgets)}
-    assert script.rows_of(speeds, budgets, [results[0]]) == script.rows_of(speeds, results)
+    first, quarter = results
+    without = replace(first, arms=[arm for arm in first.arms if arm.name != "w4"])
+    other = replace(first, arms=[replace(arm, gaps={1: 9.0, 2: 9.1}) for arm in first.arms])
+    found = script.rows_of(speeds, results)
+    assert "mine" not in {row.arm for row in script.rows_of(speeds, [without, quarter])}
+    assert script.rows_of(speeds, [without, quarter], [first]) == found
+    assert script.rows_of(speeds, results, [other]) == found  # the first study's own
+    with pytest.raises(ValueError, match="another baseline"):
+        script.rows_of(speeds, results, [quarter])
 
 
 @pytest.mark.slow
