@@ -251,7 +251,8 @@ def rows_of(
     losses = {_tokens(result): _losses(result) for result in results}
     for other in beside:
         if not set(_losses(other)) <= set(_losses(results[0])):
-            raise ValueError(f"{other.study.name} has another baseline than {results[0].study.name}")
+            of = results[0].study.name
+            raise ValueError(f"{other.study.name} has another baseline than {of}: leave it out")
     known = [
         (Numbers.of(stored_config(arm.first_run.config)), arm)
         for result in (results[0], *beside)
