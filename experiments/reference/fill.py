@@ -136,6 +136,7 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
 }
 # times as long beside other runs, as they start many small kernels; mask is a guess
 SLOW = {"sham": 2.9, "topk": 3.8, "mask": 7.0, "tagc_topk": 3.2, "tagc": 4.5}
+ABREAST = 4  # of those on one GPU at most, to end within a call: one beside seven took 900 s
 SPARED = 10.0  # GiB of a GPU that runs leave free
 PACK_EVERY = 60.0  # seconds
 THIN = 25  # of metrics.jsonl every so many steps are kept, and those with more than a training loss
@@ -216,7 +217,8 @@ class Gpu:
 
     def suits(self, run: PlannedRun) -> bool:
         others = {slow(other.run) > 1 for other in self.runs.values()}
-        return not self.apart or others <= {slow(run) > 1}
+        fits = slow(run) == 1 or len(self.runs) < ABREAST
+        return not self.apart or (fits and others <= {slow(run) > 1})
 
 
 def named(run: PlannedRun) -> str:

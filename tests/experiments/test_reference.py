@@ -174,6 +174,12 @@ def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_pat
     assert [run.arm for run in queue.start(list(runs), time.time())] == ["topk_ef", "qsdp"]
     shared = [{one.run.arm for one in gpu.runs.values()} for gpu in gpus]
     assert shared == [{"mask_ef", "tagc"}, {"zero3", "zeropp"}]
+    gpus = [fill.Gpu(name, apart=True) for name in "01"]
+    queue = fill.Queue(tmp_path, tmp_path, gpus, 8, time.time() + 60, True)
+    queue.pool.start = lambda *_: None
+    seeds = [PlannedRun("tagc", n, tmp_path / f"tagc{n}", Config()) for n in range(6)]
+    assert queue.start(seeds, time.time()) == []
+    assert [len(gpu.runs) for gpu in gpus] == [fill.ABREAST, 2]
     queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0", apart=True)], 2, time.time() + 60, True)
     queue.pool.start = lambda *_: None
     slow = runs[0]
