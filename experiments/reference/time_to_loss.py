@@ -246,8 +246,7 @@ def rows_of(
 ) -> list[Row]:
     """Of every arm that has both, in the order of WORDS. results: the studies of BUDGETS that have
     run, of which the first has the gaps; beside: those of BESIDE, for arms that it lacks.
-    ValueError where these have another baseline,
-    or two measurements are of one place."""
+    ValueError where these have another baseline, or two measurements are of one place."""
     losses = {_tokens(result): _losses(result) for result in results}
     for other in beside:
         if not set(_losses(other)) <= set(_losses(results[0])):
