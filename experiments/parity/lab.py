@@ -105,6 +105,8 @@ class Lab:
         for step in range(steps):
             result = engine.step(step, 1e-3, partial(self.batch, shape, step), False)
             done.append((result.loss, result.grad_norm, dict(result.bytes)))
+            if (step + 1) % 100 == 0:
+                self.say(f"step {step + 1} of {steps}")
         heldout = [self.batch(shape, 10**6, i, 0) for i in range(2 * self.world + 1)]
         return done, [engine.evaluate(steps, heldout, wire) for wire in (True, False)]
 

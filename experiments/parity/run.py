@@ -85,9 +85,10 @@ def _some_cases(
 def race(lab: Lab, size: str, case: str, steps: int, repeats: int) -> bool:
     """The same run again and again: any unordered access shows as another hash."""
     same = True
-    found = {}
+    found: dict[str, list[str]] = {}
     for cluster in lab.clusters():
-        hashes = []
+        key = f"{size} {cluster.nodes}x{cluster.gpus_per_node} {case}, {steps} steps"
+        hashes = found[key] = []
         for _ in range(repeats):
             config = configured(case, cluster, train={"param_dtype": "bf16"})
             engine = lab.real(SHAPES[size], config)
@@ -96,13 +97,11 @@ def race(lab: Lab, size: str, case: str, steps: int, repeats: int) -> bool:
             for p in engine.parameters.values():
                 digest.update(p.detach().full_tensor().cpu().numpy().tobytes())
             hashes.append(digest.hexdigest())
+            lab.keep("race", found)  # what is known, should time end here
             del engine
             free()
-        key = f"{size} {cluster.nodes}x{cluster.gpus_per_node} {case}, {steps} steps"
-        found[key] = hashes
         same &= len(set(hashes)) == 1
         lab.say(f"race {key}: {'equal' if len(set(hashes)) == 1 else 'DIFFERENT'} {hashes[0][:16]}")
-        lab.keep("race", found)
     return same
 
 

@@ -100,10 +100,10 @@ PARTS = (
     Part("reference_10m", ("diff_g84h",), FOUR),
     Part("reference_10m", MAIN, MORE),
     Part("reference_10m", SECOND, FOUR),
-    Part("normal", None, range(1, 6)),
-    Part("memories", None, FOUR),  # two arms are slow, but none gets seed 5 before all have four
-    Part("memories", None, MORE),
+    Part("memories", None, FOUR),
     Part("memories_134m", DECIDING, FOUR),
+    Part("memories", None, MORE),
+    Part("normal", None, range(1, 6)),
     Part("reference_10m", SECOND, MORE),
     Part("reference_134m", FIRST_134M, FOUR),
     Part("memories_134m", None, FOUR),
@@ -320,11 +320,17 @@ def ordered(
 
 
 def plan_of(study: StudyConfig, root: Path) -> list[PlannedRun]:
-    """Of all arms the study's seeds and those that have run, and the next ones that it asks for."""
+    """Of all arms the study's seeds and those that have run, and the next ones that it asks for.
+    Arms that lack some of the study's seeds keep none of the others waiting for theirs."""
     arms = {arm.name: {*study.seeds} for arm in study.arms}
     if study.max_seeds and (root / study.name).is_dir():
         result = read_result(root / study.name, study)
-        for found in ({a.name: a.runs for a in result.arms}, next_seeds(study, result)):
+        there = {a.name for a in result.arms if {*study.seeds} <= a.runs.keys()}
+        whole = [a for a in study.arms if {a.name, *study.bases(a)} <= there]
+        asked = [c for c in study.composites if all(a in whole for m in study.members(c) for a in m)]
+        part = replace(study, arms=whole, composites=asked) if whole else study
+        more = next_seeds(part, read_result(root / study.name, part))
+        for found in ({a.name: a.runs for a in result.arms}, more):
             arms = {arm: seeds | {*found.get(arm, ())} for arm, seeds in arms.items()}
     return Planner(study, root / study.name, compose).plan(
         {arm: sorted(seeds) for arm, seeds in arms.items()}
