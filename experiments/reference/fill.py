@@ -325,9 +325,14 @@ def plan_of(study: StudyConfig, root: Path) -> list[PlannedRun]:
     arms = {arm.name: {*study.seeds} for arm in study.arms}
     if study.max_seeds and (root / study.name).is_dir():
         result = read_result(root / study.name, study)
-        there = {a.name for a in result.arms if {*study.seeds} <= a.runs.keys()}
+        ended = {
+            a.name: {s for s, r in a.runs.items() if r.outcome != "unfinished"} for a in result.arms
+        }
+        there = {name for name, seeds in ended.items() if {*study.seeds} <= seeds}
         whole = [a for a in study.arms if {a.name, *study.bases(a)} <= there]
-        asked = [c for c in study.composites if all(a in whole for m in study.members(c) for a in m)]
+        asked = [
+            c for c in study.composites if all(a in whole for m in study.members(c) for a in m)
+        ]
         part = replace(study, arms=whole, composites=asked) if whole else study
         more = next_seeds(part, read_result(root / study.name, part))
         for found in ({a.name: a.runs for a in result.arms}, more):
