@@ -44,15 +44,17 @@ if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
 diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
 diff2_g82="diff2_g82: recipe=diff2_g82"
-own=()  # OWN: which of these, by default the first two; the last two also with _whole behind the
+even4="recipe.grads_inter.codec=block recipe.grads_inter.bits=4 recipe.grads_inter.block_size=256 recipe.grads_inter.scale_dtype=fp32"
+diff2_g84="diff2_g84: recipe=diff2_g82 recipe.name=diff2_g84 $even4"
+own=()  # OWN: which of these, by default the first two; the last three also with _whole behind the
 # name: whole weights on every GPU
 for arm in ${OWN:-w4_g84h diff_g84h}; do
   case $arm in
-    w4_g84h | diff_g84h | diff2_g82) own+=(--arm "${!arm}") ;;
-    diff_g84h_whole | diff2_g82_whole)
+    w4_g84h | diff_g84h | diff2_g82 | diff2_g84) own+=(--arm "${!arm}") ;;
+    diff_g84h_whole | diff2_g82_whole | diff2_g84_whole)
       of=${arm%_whole}
       own+=(--arm "$arm:${!of#*:} recipe.name=$arm recipe.sharding.weights=none") ;;
-    *) echo "OWN=$arm: there are w4_g84h, and diff_g84h and diff2_g82, also with _whole" && exit 2 ;;
+    *) echo "OWN=$arm: there are w4_g84h, and diff_g84h, diff2_g82 and diff2_g84, also with _whole" && exit 2 ;;
   esac
 done
 links=${LINKS:-12,25,50,max}
