@@ -44,7 +44,7 @@ from zpp_lab.engines.fsdp.loop import Loop
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.engines.units import Block, cut_units
+from zpp_lab.engines.units import Block, cut_units, grouped
 from zpp_lab.files import missing, read_yaml
 from zpp_lab.train.launch.place import enter, placed
 
@@ -151,7 +151,7 @@ def shard(
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = _recipe(recipe)
-    blocks = _named(model, units)
+    blocks = grouped(_named(model, units))
     picked = Ranks.pick(mesh, cluster)
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}

@@ -54,6 +54,7 @@ class Unit:
     trainable: frozenset[str]
     reshard: bool = True
     stored: frozenset[str] = frozenset()  # a frozen base, kept and sent as one payload for good
+    blocks: int = 1  # of the model, that it holds; the root none
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,9 @@ class EngineConfig:
     lanes: int = 0  # virtual, on a GPU: ranks side by side; 0 by the size of a pass
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
     prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
+    # consecutive blocks whose weights and gradients travel together: fewer and larger transfers,
+    # and more weights gathered at a time. No bit of a run depends on it.
+    blocks_per_unit: int = 1
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
@@ -86,6 +89,10 @@ class EngineConfig:
         )
         _need(self.lanes >= 0, f"engine.lanes={self.lanes}: use 0 (by the size of a pass) or more")
         _need(self.prefetch >= 0, f"engine.prefetch={self.prefetch}: use 0 (none) or more")
+        _need(
+            self.blocks_per_unit >= 1,
+            f"engine.blocks_per_unit={self.blocks_per_unit}: use 1 (each block by itself) or more",
+        )
         timeout, silence = self.timeout_seconds, self.silence_seconds
         _need(timeout > 0, f"engine.timeout_seconds={timeout}: use more than 0")
         _need(silence >= 5, f"engine.silence_seconds={silence}: use 5 or more")

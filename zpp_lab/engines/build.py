@@ -104,7 +104,7 @@ def build_plan(model: nn.Module, config: Config) -> Plan:
     """The recipe's data movement for this model on the configured cluster."""
     train, recipe = config.train, recipe_of(config)
     return Plan.build(
-        units_of(model, recipe.shards),
+        units_of(model, recipe.shards, config.engine.blocks_per_unit),
         recipe,
         micro_steps=train.micro_steps,
         accumulate=train.accumulate,
@@ -118,9 +118,10 @@ def plans_by_step(plan: Plan, config: Config) -> dict[int, Plan]:
     return {0: plan, **later}
 
 
-def units_of(model: nn.Module, shards: int) -> list[Unit]:
-    """The model's units: `model.units()`, then the root with what is left."""
-    return cut_units(model, named_units(model), shards, frozen_base(model))
+def units_of(model: nn.Module, shards: int, blocks: int) -> list[Unit]:
+    """The model's units: so many `blocks` of `model.units()` each, then the root with what is
+    left."""
+    return cut_units(model, named_units(model, blocks), shards, frozen_base(model))
 
 
 def vocabulary(config: Config) -> int:
@@ -143,6 +144,7 @@ def plan_of(config: Config, one_host: bool = False) -> Plan:
         *(json.dumps(asdict(group)) for group in groups),
         vocabulary(config),
         "flat" if one_host and gather == "auto" else gather,
+        config.engine.blocks_per_unit,
         *settings,
     )
 
@@ -159,6 +161,7 @@ def _plan(
     cluster: str,
     vocab: int,
     gather: str,
+    blocks: int,
     param_dtype: str,
     reduce_dtype: str,
     micro_steps: int,
@@ -172,12 +175,12 @@ def _plan(
         DTYPES[reduce_dtype],
         load(ModelConfig, json.loads(model)).lora,
     )
-    units = _units(model, vocab, made.shards)
+    units = _units(model, vocab, made.shards, blocks)
     return Plan.build(units, made, micro_steps=micro_steps, accumulate=accumulate, gather=gather)
 
 
 @lru_cache(maxsize=64)
-def _units(model: str, vocab: int, shards: int) -> tuple[Unit, ...]:
+def _units(model: str, vocab: int, shards: int, blocks: int) -> tuple[Unit, ...]:
     """`model`: a ModelConfig as JSON."""
     settings = load(ModelConfig, json.loads(model))
-    return tuple(units_of(build_model(settings, vocab, "meta"), shards))
+    return tuple(units_of(build_model(settings, vocab, "meta"), shards, blocks))

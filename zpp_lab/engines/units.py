@@ -6,7 +6,7 @@ bytes need not import FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torch import nn
 
@@ -17,43 +17,65 @@ from zpp_lab.engines.optim.shards import local
 
 ROOT = "root"
 Block = tuple[str, nn.Module]  # its name in the model
+Blocks = Mapping[str, nn.Module]  # of one unit, by their names, in the order of forward
 
 
-def named_units(model: nn.Module) -> list[Block]:
-    """The blocks whose parameters travel together, in the order of forward, without the root."""
-    return list(model.units())  # type: ignore[operator]
+def named_units(model: nn.Module, size: int) -> list[Blocks]:
+    """The blocks whose parameters travel together, `size` of them, in the order of forward, without
+    the root."""
+    return grouped(model.units(), size)  # type: ignore[operator]
 
 
-def with_root(model: nn.Module, blocks: Iterable[Block]) -> dict[str, nn.Module]:
-    """By name; last the root, the whole model around all blocks, with what they leave."""
-    return dict([*blocks, (ROOT, model)])
+def grouped(blocks: Iterable[Block], size: int = 1) -> list[Blocks]:
+    """Each `size` consecutive blocks; the last ones may be fewer."""
+    every = list(blocks)
+    return [dict(every[i : i + size]) for i in range(0, len(every), size)]
+
+
+def unit_name(blocks: Blocks) -> str:
+    names = list(blocks)
+    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
+
+
+def with_root(model: nn.Module, units: Iterable[Blocks]) -> dict[str, Sequence[nn.Module]]:
+    """Modules by the unit's name; last the root, the whole model around all units, with what they
+    leave."""
+    return {**{unit_name(blocks): tuple(blocks.values()) for blocks in units}, ROOT: (model,)}
 
 
 def cut_units(
-    model: nn.Module, blocks: Iterable[Block], world: int, stored: Set[str] = frozenset()
+    model: nn.Module, units: Iterable[Blocks], world: int, stored: Set[str] = frozenset()
 ) -> list[Unit]:
-    """One unit for each block, then the root with what is left, which stays gathered between
-    forward and backward. `stored`: parameters of a frozen base. ValueError when two blocks share
-    a parameter."""
+    """The blocks' units, then the root with what is left, which stays gathered between forward and
+    backward. `stored`: parameters of a frozen base. ValueError when two blocks share a
+    parameter."""
     left = dict(model.named_parameters())
     cut: list[Unit] = []
-    for name, _ in blocks:
-        own = {n: left.pop(n) for n in list(left) if n.startswith(f"{name}.")}
-        if not own:
-            raise ValueError(f"unit {name!r} has no parameters of its own: do units overlap?")
-        cut.append(_unit(name, own, world, stored, True))
+    for blocks in units:
+        own: dict[str, nn.Parameter] = {}
+        for name in blocks:  # block by block: sums over parameters then have one order for any size
+            found = {n: left.pop(n) for n in list(left) if n.startswith(f"{name}.")}
+            if not found:
+                raise ValueError(f"unit {name!r} has no parameters of its own: do units overlap?")
+            own |= found
+        cut.append(_unit(unit_name(blocks), own, world, stored, True, len(blocks)))
     if left:
-        cut.append(_unit(ROOT, left, world, stored, False))
+        cut.append(_unit(ROOT, left, world, stored, False, 0))
     return cut
 
 
 def _unit(
-    name: str, own: dict[str, nn.Parameter], world: int, stored: Set[str], reshard: bool
+    name: str,
+    own: dict[str, nn.Parameter],
+    world: int,
+    stored: Set[str],
+    reshard: bool,
+    blocks: int,
 ) -> Unit:
     # of a parameter that others have cut already, this rank's part is ours to cut
     parameters = tuple(Parameter(n, tuple(local(p).shape), world) for n, p in own.items())
     trainable = frozenset(n for n, p in own.items() if p.requires_grad)
-    return Unit(name, parameters, trainable, reshard, frozenset(stored & own.keys()))
+    return Unit(name, parameters, trainable, reshard, frozenset(stored & own.keys()), blocks)
 
 
 def is_untouched(plan: Plan, ordered: bool) -> bool:

@@ -48,7 +48,7 @@ def peak_flops(gpu: str) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a block, or of the head, on one rank and micro-step. `backward` has no
+    """FLOPs of a unit's blocks, or of the head, on one rank and micro-step. `backward` has no
     recomputation in it."""
 
     forward: float
@@ -57,13 +57,13 @@ class Work:
 
 
 def block_work(unit: UnitPlan, config: Config) -> Work:
-    """Of a decoder block. Frozen weights need no gradients of their own, inputs
+    """Of a unit of decoder blocks. Frozen weights need no gradients of their own, inputs
     always do."""
     tokens = config.train.batch_size * config.data.seq_len
     matrices = [p for p in unit.unit.parameters if len(p.shape) > 1]
     every = sum(p.numel for p in matrices)
     trained = sum(p.numel for p in matrices if p.name in unit.unit.trainable)
-    attention = 2 * config.data.seq_len * config.model.dim * tokens
+    attention = 2 * config.data.seq_len * config.model.dim * tokens * unit.unit.blocks
     forward = 2.0 * every * tokens + attention
     backward = 2.0 * (every + trained) * tokens + 2 * attention
     return Work(forward, backward, forward if config.model.checkpoint_activations else 0.0)

@@ -33,6 +33,7 @@ _OURS = (
     "gather",
     "ordered",
     "prefetch",
+    "blocks_per_unit",
     "offload",
     "compile",
     "transport",

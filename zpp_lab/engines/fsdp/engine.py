@@ -80,9 +80,10 @@ class FsdpEngine(Engine):
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
         self.plans = plans_by_step(plan, config)
         self.base = FrozenBase(model, plan)
+        units = named_units(model, config.engine.blocks_per_unit)
         self.wrapped: Wrapped = wrap(
             model,
-            named_units(model),
+            units,
             list(self.plans.values()),
             self.transport,
             device,
@@ -98,7 +99,7 @@ class FsdpEngine(Engine):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the first step would wait for them
         building.done("weights")
-        self.usage = Usage(with_root(model, named_units(model)))
+        self.usage = Usage(with_root(model, units))
         self.prefetch = Prefetch(self.wrapped.by_name, ROOT, config.engine.prefetch)
         self.vain = InVain(plan.recipe.config.again)
         self.started: set[str] = set()  # units that have run at least once

@@ -48,34 +48,58 @@ class Laps:
 
 
 class Usage:
-    """Counts the calls of each unit, by name, since `start`. The last of `units` is the root."""
+    """Counts the calls of each unit, by name, since `start`. The last of `units` is the root.
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+    As FSDP2 does, it takes a unit of several modules for entered with the first that is called, and
+    for left once each has run. ValueError where a forward leaves some of them out: what FSDP2 then
+    does differs between torches.
+    """
+
+    def __init__(self, units: Mapping[str, Sequence[nn.Module]]) -> None:
         self.start()
-        for name, module in units.items():
-            module.register_forward_pre_hook(partial(self._entered, name))
-            module.register_forward_hook(partial(self._left, name))
+        self.root = list(units)[-1]
+        for name, modules in units.items():
+            for module in modules:
+                module.register_forward_pre_hook(partial(self._entered, name, modules))
+                module.register_forward_hook(partial(self._left, name))
 
     def start(self) -> None:
         """A new forward begins."""
         self.forwards: Counter[str] = Counter()
         self.backwards: Counter[str] = Counter()
         self.order: list[str] = []  # of first calls
+        self.awaited: dict[str, set[nn.Module]] = {}  # of a unit under way, who has still to run
         self.needed: list[str] = []  # whose outputs need a gradient, in the order of calls
 
     def taken(self) -> PassUse:
         return PassUse(dict(self.forwards), dict(self.backwards))
 
-    def _entered(self, name: str, *_: Any) -> None:
+    def _entered(self, name: str, modules: Sequence[nn.Module], *_: Any) -> None:
+        if self.awaited.get(name):
+            return
+        self.awaited[name] = set(modules)
         if name not in self.forwards:
             self.order.append(name)
         self.forwards[name] += 1
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.awaited[name].discard(module)
+        if self.awaited[name]:
+            return
+        if name == self.root:
+            self._check_whole()
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs and torch.is_grad_enabled():
             self.needed.append(name)
             when_reached(outputs, partial(self._came_back, name))
+
+    def _check_whole(self) -> None:
+        part = next((name for name, left in self.awaited.items() if left), None)
+        if part is not None:
+            raise ValueError(
+                f"unit {part}: the model ran some of its blocks and left others out: set "
+                "engine.blocks_per_unit=1"
+            )
 
     def _came_back(self, name: str, grad: Tensor) -> None:
         self.backwards[name] += 1

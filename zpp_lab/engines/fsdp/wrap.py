@@ -22,7 +22,7 @@ from zpp_lab.engines.fsdp.base import in_param_dtype, set_aside
 from zpp_lab.engines.fsdp.comm import Installed, install, install_later, land
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.packed import Fallbacks
-from zpp_lab.engines.units import ROOT, Block, is_untouched, with_root
+from zpp_lab.engines.units import ROOT, Blocks, is_untouched, with_root
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Wrapped:
     """A model under FSDP2. `installed` is empty when FSDP2 is left untouched."""
 
     model: nn.Module
-    by_name: dict[str, FSDPModule]  # units, then the root
+    by_name: dict[str, FSDPModule]  # each unit's first, then the root
     clock: Clock
     fallbacks: Fallbacks
     memories: Memories  # of this rank
@@ -54,7 +54,7 @@ class Wrapped:
 
 def wrap(
     model: nn.Module,
-    blocks: Sequence[Block],
+    blocks: Sequence[Blocks],
     plans: Sequence[Plan],
     transport: Transport,
     device: torch.device,
@@ -68,7 +68,7 @@ def wrap(
     """`fully_shard` each unit and the root, then install the collectives of the first plan; those
     of later phases are at hand. FSDP2 is left untouched where all plans allow it.
 
-    `blocks`: the units' modules, without the root; parameters are sharded in place. `ranks`: over
+    `blocks`: each unit's modules, without the root; parameters are sharded in place. `ranks`: over
     which, all where there are none.
     """
     plan, recipe = plans[0], plans[0].recipe
@@ -81,24 +81,26 @@ def wrap(
     )
     offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     units = with_root(model, blocks)
-    for name, module in units.items():
+    for name, together in units.items():
         reshard = recipe.config.again and name != ROOT
         fully_shard(
-            module,
+            list(together),
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offloading,
             reshard_after_forward=reshard,
         )
-    modules: dict[str, FSDPModule] = {n: m for n, m in units.items() if isinstance(m, FSDPModule)}
-    set_aside(model, units.values(), plan.stored, device)
+    # a unit's first module speaks for all: FSDP2 has one state for them
+    first = {name: together[0] for name, together in units.items()}
+    modules: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
+    set_aside(model, first.values(), plan.stored, device)
     memories = Memories(plan.memories, [transport.rank])
     wrapped = Wrapped(model, modules, Clock(seed), Fallbacks(), memories)
     wrapped.phases = [([], memories)] * len(plans)
     if not all(is_untouched(each, ordered) for each in plans):
         wrapped.installed = install(
             model,
-            units,
+            first,
             plan.units,
             transport,
             wrapped.clock,
@@ -112,5 +114,5 @@ def wrap(
             own = install_later(wrapped.installed, later.units, transport, wrapped.clock, kept)
             wrapped.phases.append((own, kept))
     elif recipe.cluster.world > 1:
-        land(units.values(), recipe.cluster.world)
+        land(first.values(), recipe.cluster.world)
     return wrapped

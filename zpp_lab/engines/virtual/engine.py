@@ -70,7 +70,8 @@ class VirtualEngine(Engine):
             self.master[name].requires_grad_(p.requires_grad)
             p.data = p.data.to(DTYPES[config.train.param_dtype])
         self.optimizer = adamw(self.master, config.optimization, config.seed)
-        self.usage = Usage(with_root(model, named_units(model)))
+        units = named_units(model, config.engine.blocks_per_unit)
+        self.usage = Usage(with_root(model, units))
         self.used: dict[int, PassUse] = {}  # the last step's micro-steps, alike on all ranks
         self.reduced: list[frozenset[str]] = []  # who had a gradient in its reductions
         self.memories = self._memories()

@@ -80,7 +80,7 @@ def heldout_shape(config: Config) -> tuple[int, int]:
 def _activations(plan: Plan, config: Config, vocab: int, shape: tuple[int, int]) -> Acts:
     """`shape`: sequences and tokens each."""
     if config.model.name == "hf":
-        dtype, layers = plan.recipe.weights_dtype, len(plan.units) - 1
+        dtype, layers = plan.recipe.weights_dtype, sum(u.unit.blocks for u in plan.units)
         compiled = config.engine.compile
         return TracedActivations.of(config.model, vocab, shape, dtype, layers, compiled)
     acts = replace(Activations.of(config, vocab), tokens=shape[0] * shape[1])
@@ -136,11 +136,11 @@ class _Rank:
         if len(self.units) == 1:
             return 0
         left = 0 if self.plan.reductions > 1 else shard_bytes(_trained(self.unit))
-        return int(self._held(self.unit) + left > self.acts.between)
+        return int(self._held(self.unit) + left > self.unit.unit.blocks * self.acts.between)
 
     def _left(self, gone: int) -> int:
-        """Blocks of the model that have not gone back when so many have."""
-        return max(0, len(self.units) - gone)
+        """Blocks of the model that have not gone back when so many units have."""
+        return sum(u.unit.blocks for u in self.units[: max(0, len(self.units) - gone)])
 
     # ------------------------------------------------------------------ what stays
 
@@ -402,7 +402,11 @@ class _Rank:
         ]
 
     def _flow(self) -> dict[Moment, int]:
-        flow = self.acts.backward(self.weight * _to_train(self.unit))
+        """Beside the activations that a unit's blocks begin with. A block that has gone back has
+        left its gradients in their place, which wait for the unit's reduction."""
+        grads, others = self.weight * _to_train(self.unit), self.unit.unit.blocks - 1
+        each = grads // (1 + others)
+        flow = self.acts.backward(each) + others * max(0, each - self.acts.between)
         return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
 
     def _activations(self) -> dict[Moment, int]:
@@ -418,7 +422,8 @@ class _Rank:
             "eval": self.heldout.passing,
             "eval loss": self.heldout.row,
         }
-        return found | sent | evaluated | {"late": acts.between + acts.recomputed}
+        late = self.unit.unit.blocks * acts.between + acts.recomputed
+        return found | sent | evaluated | {"late": late}
 
     def _updating(self, shards: list[int]) -> int:
         """What our own AdamW needs in plain torch; its kernel and torch's fused one: nothing."""
@@ -435,9 +440,11 @@ class _Rank:
 
 
 def _adapters(plan: Plan) -> int:
-    """Elements a token between the two adapters of every layer of the largest block."""
+    """Elements a token between the two adapters of every layer of a block, of the largest unit."""
     units = [u.unit for u in plan.units[:-1]]
-    return max(sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) for u in units)
+    return max(
+        sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks for u in units
+    )
 
 
 def _shard(p: Parameter) -> tuple[int, ...]:

@@ -133,8 +133,10 @@ class PlainFsdp2:
         policy = MixedPrecisionPolicy(
             DTYPES[self.train.param_dtype], DTYPES[self.train.reduce_dtype]
         )
-        for _, block in named_units(self.model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        for blocks in named_units(self.model, config.engine.blocks_per_unit):
+            fully_shard(
+                list(blocks.values()), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard
+            )
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         if groups:
             self.model.set_separate_reduce_scatter_group(True)

@@ -220,7 +220,9 @@ class _Step:
         self.fetched: dict[str, tuple[int, float]] = {}  # last leg, and seconds to decode
         self.reduced: list[int] = []  # ends of reductions, in order
         self.renewed: dict[str, int] = {}  # units whose new weights nodes have
-        self.times = {id(u): self._kernels(block_work(u, config)) for u in self.units}
+        self.times = {
+            id(u): self._kernels(block_work(u, config), u.unit.blocks) for u in self.units
+        }
 
     def build(self, own_loop: bool) -> None:
         micros = self.plan.micro_steps
@@ -277,7 +279,8 @@ class _Step:
                 self._copy_out(unit)
                 self._gather_ahead(order[i + 1 : i + 1 + ahead], "weights_forward")
             if unit is not self.root:  # its work is the head's, at the end
-                self._compute("forward", self.times[id(unit)][0], self._host("forward"))
+                host = unit.unit.blocks * self._host("forward")
+                self._compute("forward", self.times[id(unit)][0], host)
         head = self._head()
         self._compute("head", head[0], 0.0)
 
@@ -294,7 +297,7 @@ class _Step:
             self._wait_for_reduction()
             again = self.config.model.checkpoint_activations
             host = self._host("backward") + (self.machine.host.again_s(self.mode) if again else 0.0)
-            done = self._compute("backward", self.times[id(unit)][1], host)
+            done = self._compute("backward", self.times[id(unit)][1], unit.unit.blocks * host)
             if reduces:
                 self._reduce(unit, done)
         if reduces:
@@ -313,7 +316,8 @@ class _Step:
         add = self.line.add
         add("norm", "compute", "gpu", shards * norm / rate, [self._mark(), *self.reduced[-1:]])
         self.host = add("host, norm", "host", "host", host.norm_s if own_loop else 0.0)
-        self.host = add("host, once a step", "host", "host", host.once_s(len(self.units)))
+        blocks = sum(u.unit.blocks for u in self.units)
+        self.host = add("host, once a step", "host", "host", host.once_s(blocks))
         add("optimizer", "compute", "gpu", shards * ADAMW[train.optimizer_state] / rate)
         self._mark()
 
@@ -385,10 +389,10 @@ class _Step:
 
     # ------------------------------------------------------------------ seconds
 
-    def _kernels(self, work: Work) -> tuple[float, float]:
-        """Of a block: forward, and backward with what it computes again."""
+    def _kernels(self, work: Work, blocks: int = 1) -> tuple[float, float]:
+        """Of so many blocks: forward, and backward with what it computes again."""
         curve = self.machine.compute[self.mode]
-        forward = curve.seconds(work.forward)
+        forward = blocks * curve.seconds(work.forward / blocks)
         return forward, forward * (work.backward + work.recompute) / work.forward
 
     def _head(self) -> tuple[float, float]:
