@@ -1,11 +1,12 @@
 """What whole steps ask of the host; as in host.py kernels of ours, transfers and NCCL do nothing.
 
     python experiments/parity/host_steps.py --out host_steps.json [--layers 24] [--turns 12]
+        [--blocks 1 2 4]
 
 Milliseconds of the arms of `zpp-lab bench step`: `compute` (no communication at all), plain FSDP2
 in its own loop, and zeropp as on NVLink, where copies bring peers' rows. Weights of 32 columns,
 activation checkpointing, one thread; the rest of torch runs on the CPU. Arms take turns in one
-process.
+process. `--blocks`: the latter two with each of these engine.blocks_per_unit.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ CLUSTER = ClusterConfig(nodes=1, gpus_per_node=4)
 TIMED = 4  # steps of a turn, after one that is not counted
 
 
-def loops(layers: int) -> dict[str, Any]:
+def loops(layers: int, blocks: list[int]) -> dict[str, Any]:
     """By name, whatever takes steps."""
     model = replace(host.SHAPE[0], layers=layers, checkpoint_activations=True)
     host.SHAPE = (model, *host.SHAPE[1:])
-    made: dict[str, Any] = {"compute": ComputeOnly(plain(), host.CPU)}
-    made["fsdp2"] = PlainFsdp2(plain(), host.CPU)
-    made["zeropp"] = host.engine_of("zeropp", CLUSTER, False)
+    made: dict[str, Any] = {"compute": ComputeOnly(plain(1), host.CPU)}
+    for each in blocks:
+        more = f", {each}" if len(blocks) > 1 else ""
+        made["fsdp2" + more] = PlainFsdp2(plain(each), host.CPU)
+        made["zeropp" + more] = host.engine_of("zeropp", CLUSTER, False, blocks_per_unit=each)
     return made
 
 
-def plain() -> Config:
+def plain(blocks: int) -> Config:
     dtypes = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
-    config = configured("zero3_bf16", CLUSTER, train=dtypes)
+    config = configured("zero3_bf16", CLUSTER, train=dtypes, engine={"blocks_per_unit": blocks})
     return replace(config, model=replace(host.SHAPE[0], vocab_size=host.SHAPE[1]))
 
 
@@ -67,11 +70,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1])
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     host.load_stub()
-    made = loops(args.layers)
+    made = loops(args.layers, args.blocks)
     batch = Lab(host.CPU, Path()).batch(host.SHAPE, 0, 0, 0)
     for loop in made.values():
         timed(loop, batch, 3)

@@ -226,7 +226,7 @@ def test_a_run_of_a_version_with_more_settings_goes_on_and_is_read(tmp_path: Pat
     assert run(config)["step"] == 2
     path = tmp_path / "run" / "config.yaml"
     stored = yaml.safe_load(path.read_text())
-    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0, "blocks_per_unit": 1}
+    stored["engine"] |= {"pull": "auto", "pull_multiprocessors": 0}
     path.write_text(yaml.safe_dump(stored))
     assert run(config)["steps"] == 4
     assert read_config(tmp_path / "run") == config

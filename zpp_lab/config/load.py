@@ -32,7 +32,6 @@ class Removed:
 
 _COPIED = "leave it out: peers' rows are always copied, which cost no model more at any size"
 REMOVED = {  # by dotted name, of runs and of machines' files
-    "engine.blocks_per_unit": Removed("November 2026", "leave it out: each block is a unit", (1,)),
     "engine.pull": Removed("November 2026", _COPIED, ("auto", "copy")),
     "engine.pull_multiprocessors": Removed("November 2026", _COPIED, (0,)),
     "intra.pull": Removed("November 2026", _COPIED, None),

@@ -50,9 +50,9 @@ class Laps:
 class Usage:
     """Counts the calls of each unit, by name, since `start`. The last of `units` is the root.
 
-    As FSDP2 does, it takes a unit of several modules for entered with the first that is called, and
-    for left once each has run. ValueError where a forward leaves some of them out: what FSDP2 then
-    does differs between torches.
+    As FSDP2 does, it takes a unit of several modules for entered with the first that is called, for
+    left once each has run, and for gathered again when backward reaches the output of the last.
+    ValueError where a forward leaves some of them out, or backward reaches another one before.
     """
 
     def __init__(self, units: Mapping[str, Sequence[nn.Module]]) -> None:
@@ -69,6 +69,7 @@ class Usage:
         self.backwards: Counter[str] = Counter()
         self.order: list[str] = []  # of first calls
         self.awaited: dict[str, set[nn.Module]] = {}  # of a unit under way, who has still to run
+        self.reached: set[tuple[str, int]] = set()  # calls that backward came back to
         self.needed: list[str] = []  # whose outputs need a gradient, in the order of calls
 
     def taken(self) -> PassUse:
@@ -84,25 +85,33 @@ class Usage:
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         self.awaited[name].discard(module)
-        if self.awaited[name]:
-            return
         if name == self.root:
-            self._check_whole()
+            for part in (n for n, left in self.awaited.items() if left):
+                raise _refused(part, "the model ran some of its blocks and left others out")
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        if outputs and torch.is_grad_enabled():
+        if not outputs or not torch.is_grad_enabled():
+            return
+        call = name, self.forwards[name]
+        if self.awaited[name]:
+            when_reached(outputs, partial(self._went_on, call))
+        else:
             self.needed.append(name)
-            when_reached(outputs, partial(self._came_back, name))
+            when_reached(outputs, partial(self._came_back, call))
 
-    def _check_whole(self) -> None:
-        part = next((name for name, left in self.awaited.items() if left), None)
-        if part is not None:
-            raise ValueError(
-                f"unit {part}: the model ran some of its blocks and left others out: set "
-                "engine.blocks_per_unit=1"
-            )
+    def _came_back(self, call: tuple[str, int], grad: Tensor) -> None:
+        self.backwards[call[0]] += 1
+        self.reached.add(call)
 
-    def _came_back(self, name: str, grad: Tensor) -> None:
-        self.backwards[name] += 1
+    def _went_on(self, call: tuple[str, int], grad: Tensor) -> None:
+        if call not in self.reached:
+            raise _refused(call[0], "backward reached one of its blocks before the last one")
+
+
+def _refused(unit: str, what: str) -> ValueError:
+    return ValueError(
+        f"unit {unit}: {what}; blocks that travel together must run one after the other: set "
+        "engine.blocks_per_unit=1"
+    )
 
 
 def when_reached(outputs: Sequence[Tensor], hook: Callable[[Tensor], None]) -> None:
