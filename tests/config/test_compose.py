@@ -78,7 +78,7 @@ def test_words_are_taken_as_hydra_takes_them(words: list[str]) -> None:
         ("train.steps@engine=3", "looks like a config group"),
         ("recipe.weights.bitz=4", "Did you mean bits"),
         ("+recipe.weights.new=4", "no such setting"),
-        ("engine.blocks_per_unit=0", r"engine.blocks_per_unit=0: use 1 \(each block by itself\) or"),
+        ("engine.blocks_per_unit=0", r"blocks_per_unit=0: use 1 \(each block by itself\) or"),
         ("++engine.pull=kernel", "^engine.pull was removed in November 2026; leave it out"),
         ("data=text", "needs data.path"),
     ],

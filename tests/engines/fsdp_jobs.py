@@ -74,10 +74,10 @@ def offload() -> str:
     return pair(altered("zeropp_bf16", 2, 2, offload=True))
 
 
-def llama(tied: bool, checkpointed: bool) -> str:
+def llama(tied: bool, checkpointed: bool, blocks: int = 1) -> str:
     settings = ModelConfig(
         dim=16,
-        layers=2,
+        layers=1 + blocks,
         heads=2,
         kv_heads=1,
         ffn=24,
@@ -85,7 +85,7 @@ def llama(tied: bool, checkpointed: bool) -> str:
         tied_head=tied,
         checkpoint_activations=checkpointed,
     )
-    config = configured("zeropp_every", 2, 2)
+    config = configured("zeropp_every", 2, 2, blocks_per_unit=blocks)
     return pair(config, lambda: build_model(settings, 37, seed=3))
 
 
@@ -249,6 +249,7 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "offload": (offload,),
     "llama": (llama, False, False),
     "llama_tied_checkpointed": (llama, True, True),
+    "llama_pairs_checkpointed": (llama, False, True, 2),
     "meta_start": (meta_start,),
     "forward_only": (forward_only,),
     "untouched": (untouched,),

@@ -115,7 +115,49 @@ def compared() -> dict[str, str]:
         for step, wire in vain.items():  # the virtual engine gathers nothing ahead
             twin[0][step][2][wire] += one_gather(config, wire)
         found[name] = differs(mine, twin)
+    return found | together()
+
+
+# Several blocks travel together: name → (recipe, blocks a unit, path, frozen blocks). Three leave a
+# unit of one.
+TOGETHER: dict[str, tuple[str, int, Path, int]] = {
+    "pairs": ("zeropp_last", 2, every, 0),
+    "threes": ("stochastic", 3, every, 0),
+    "kept": ("differences", 3, every, 0),
+    "plain": ("zero3_bf16_reduce", 2, every, 0),
+    "unused_pair": ("stage2", 2, lambda m, x: through(m, x, 2, 3), 0),
+    "twice_pair": ("zeropp_every", 2, lambda m, x: through(m, x, 0, 1, 0, 1, 2, 3), 0),
+    "half_frozen": ("backward_other_codec", 2, every, 1),
+}
+
+
+def together() -> dict[str, str]:
+    found = {}
+    for name, (case, blocks, path, frozen) in TOGETHER.items():
+        config = configured(case, 2, 2, blocks_per_unit=blocks)
+        mine = outcome(real(config, Branches(path, frozen)), 2)
+        if asked():
+            found[name] = differs(mine, outcome(virtual(config, Branches(path, frozen)), 2))
     return found
+
+
+@pytest.mark.parametrize("case", ["zeropp_every", "stochastic", "mask_bits", "differences_drawn"])
+def test_no_bit_and_no_byte_depends_on_how_many_travel_together(case: str) -> None:
+    configs = [configured(case, 2, 2, blocks_per_unit=n) for n in (1, 2, 3)]
+    one, *more = (outcome(virtual(config, Branches(every)), 2) for config in configs)
+    assert [differs(one, each) for each in more] == ["", ""]
+    single, _, threes = (build_plan(Branches(every), config) for config in configs)
+    assert [u.unit.name for u in threes.units] == ["blocks.0-blocks.2", "blocks.3", "root"]
+    assert threes.step_bytes() == single.step_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"), [(unused, "left others out"), (for_nothing, "one of its blocks before")]
+)
+def test_a_unit_that_runs_in_part_is_refused(path: Path, says: str) -> None:
+    config = configured("zeropp", 2, 2, blocks_per_unit=2)
+    with pytest.raises(ValueError, match=rf"{says}.*set engine\.blocks_per_unit=1"):
+        outcome(virtual(config, Branches(path)), 1)
 
 
 def one_gather(config: Config, wire: Wire) -> Traffic:
@@ -124,7 +166,7 @@ def one_gather(config: Config, wire: Wire) -> Traffic:
 
 
 def test_engines_agree_to_the_bit() -> None:
-    assert run_world(4, compared) == dict.fromkeys(CASES, "")
+    assert run_world(4, compared) == dict.fromkeys([*CASES, *TOGETHER], "")
 
 
 def virtual_bytes(path: Path, frozen: int = 0, **recipe: Any) -> Any:

@@ -52,6 +52,7 @@ def test_what_it_cannot_express_is_refused(recipe: dict[str, Any], said: str) ->
         ),
         ({}, {"train": {"accumulate": "last"}}, "accumulate=last"),
         ({}, {"engine": {"transport": "peer"}}, "engine.transport=peer"),
+        ({}, {"engine": {"blocks_per_unit": 2}}, "leave engine.blocks_per_unit=1"),
     ],
 )
 def test_what_else_it_cannot_follow(

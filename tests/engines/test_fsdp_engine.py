@@ -24,6 +24,7 @@ def answers() -> dict[str, Any]:
         "offload",
         "llama",
         "llama_tied_checkpointed",
+        "llama_pairs_checkpointed",
         "forward_only",
         "missing_gradient",
     ],

@@ -26,7 +26,7 @@ from zpp_lab.train.memory.estimate import estimate
 VOCAB = 500
 
 
-def configured() -> Config:
+def configured(blocks: int) -> Config:
     shape = {"dim": 256, "layers": 5, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab_size": VOCAB}
     return load(
         Config,
@@ -36,14 +36,14 @@ def configured() -> Config:
             "model": {**shape, "loss_chunk": 64},
             "train": {"lr": 1e-3, "batch_size": 4},
             "data": {"seq_len": 96},
-            "engine": {"name": "fsdp", "device": "cpu"},
+            "engine": {"name": "fsdp", "device": "cpu", "blocks_per_unit": blocks},
         },
     )
 
 
-def measured() -> int:
+def measured(blocks: int) -> int:
     """Bytes at the peak of a step's forward and backward, the least of eight, state included."""
-    config = configured()
+    config = configured(blocks)
     model = build_model(config.model, VOCAB, seed=1)
     for norm in [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]:
         norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight)
@@ -77,9 +77,10 @@ def peak(engine: FsdpEngine, step: int, batch: Batches) -> int:
     return most
 
 
-def test_a_steps_peak_is_near_the_plan() -> None:
-    found = run_world(2, measured)
-    config = configured()
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_steps_peak_is_near_the_plan(blocks: int) -> None:
+    found = run_world(2, measured, blocks)
+    config = configured(blocks)
     plan = build_plan(build_model(config.model, VOCAB, "meta"), config)
     items = estimate(plan, config, VOCAB)
     planned = max(items.at(m) for m in ("loss", "early", "early sent", "late", "late sent"))

@@ -56,6 +56,19 @@ def test_where_only_the_link_takes_time_the_step_is_its_bytes(recipe: str) -> No
     assert found.bound == "between nodes"
 
 
+def test_larger_units_take_the_host_less_time_and_the_gpu_and_links_as_much() -> None:
+    host = figures.Host({"eager": 1.0}, {"eager": 2.0}, 0.25, 0.5, 4.0, 8.0)
+    settings = config("recipe=zeropp", "model.layers=5", "engine.blocks_per_unit=2")
+    found = predict(settings, machine(host=host), None)
+    gathers, reductions = 4 + 3, 4  # three units, the last of one block, and the root
+    assert found.step_s == pytest.approx(5 * 3.0 + gathers * 0.25 + reductions * 0.5 + 12.0)
+    single = replace(settings, engine=replace(settings.engine, blocks_per_unit=1))
+    busy = machine(compute={"eager": figures.Curve(((0.0, 1.0), (1e6, 2.0)))})
+    one, two = (predict(s, busy, 1e-3) for s in (single, settings))
+    assert two.compute_s == pytest.approx(one.compute_s)
+    assert two.inter_s == pytest.approx(one.inter_s)
+
+
 def test_fsdp2_sends_a_ring_between_nodes() -> None:
     settings = config("recipe=zero3")
     plan = plan_of(settings)
@@ -170,6 +183,7 @@ def test_what_has_no_figures_is_refused(overrides: list[str], message: str) -> N
         ["engine.prefetch=0"],
         ["model.checkpoint_activations=true"],
         ["engine.prefetch=3"],
+        ["engine.blocks_per_unit=3", "model.checkpoint_activations=true"],
         ["train.optimizer_state=8bit"],
         ["cluster.nodes=1", "cluster.gpus_per_node=1"],
         ["cluster.nodes=4", "cluster.gpus_per_node=1"],
