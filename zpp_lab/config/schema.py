@@ -67,7 +67,7 @@ class EngineConfig:
     # (zero3 without `ordered`) and NCCL may add in another order.
     blocks_per_unit: int = 1
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
-    compile: bool = False  # torch.compile of each unit's forward; other bits, alike in all engines
+    compile: bool = False  # torch.compile of each block's forward; other bits, alike in all engines
     allow_fallback: bool = False  # go on where FSDP2 or DeepSpeed goes past the recipe
     emulate_nodes: bool = True  # deepspeed: on one host, a rank sees the GPUs of its node only
     # on one host with fewer GPUs than ranks: its nodes share them (train/launch/gpus.py)
