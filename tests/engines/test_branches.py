@@ -92,6 +92,12 @@ CASES: dict[str, tuple[str, Path, int, Vain]] = {
 }
 
 
+def refused(case: str, path: Path) -> str:
+    with pytest.raises(ValueError, match=r"blocks\.1: runs more.*set train\.accumulate=every"):
+        outcome(real(configured(case, 2, 2), Branches(path)), 1)
+    return ""
+
+
 def outcome(engine: Any, steps: int) -> Any:
     done = []
     for step in range(steps):
@@ -115,7 +121,7 @@ def compared() -> dict[str, str]:
         for step, wire in vain.items():  # the virtual engine gathers nothing ahead
             twin[0][step][2][wire] += one_gather(config, wire)
         found[name] = differs(mine, twin)
-    return found | together()
+    return found | together() | {"twice_last": refused("zeropp_last", twice)}
 
 
 # Several blocks travel together: name → (recipe, blocks a unit, path, frozen blocks). Three leave a
@@ -166,7 +172,7 @@ def one_gather(config: Config, wire: Wire) -> Traffic:
 
 
 def test_engines_agree_to_the_bit() -> None:
-    assert run_world(4, compared) == dict.fromkeys([*CASES, *TOGETHER], "")
+    assert run_world(4, compared) == dict.fromkeys([*CASES, *TOGETHER, "twice_last"], "")
 
 
 def virtual_bytes(path: Path, frozen: int = 0, **recipe: Any) -> Any:
