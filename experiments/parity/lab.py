@@ -48,6 +48,7 @@ class Lab:
         self.device, self.out, self.choice = device, out, choice
         self.only: list[str] = []  # shapes of clusters; all of them if empty
         self.priced: list[str] = ["auto"]  # engine.transport in `cost`
+        self.blocks = 1  # engine.blocks_per_unit of the real engine
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.transports: dict[tuple[ClusterConfig, Choice], Transport] = {}
 
@@ -89,8 +90,8 @@ class Lab:
         """`quick`: with other initial weights, which cost no time."""
         model = build_model(shape[0], shape[1], device="meta")
         config = replace(config, model=shape[0])
-        gather = gather_mode(config.engine.gather)
-        config = replace(config, engine=replace(config.engine, gather=gather))  # type: ignore[arg-type]
+        changes = {"gather": gather_mode(config.engine.gather), "blocks_per_unit": self.blocks}
+        config = replace(config, engine=replace(config.engine, **changes))  # type: ignore[arg-type]
         choice = config.engine.transport
         transport = self.transport(config.cluster, self.choice if choice == "auto" else choice)
         made = QuickStart if quick else FsdpEngine

@@ -120,11 +120,12 @@ def main() -> None:
     parser.add_argument("--transport", default="auto", help="engine.transport of all parts")
     parser.add_argument("--priced", default="auto", help="engine.transport in cost, several")
     parser.add_argument("--clusters", default="", help="such as 4x1,2x2; else 1xN and 2x(N/2)")
+    parser.add_argument("--blocks", type=int, default=1, help="a unit has in the real engine")
     parser.add_argument("--cost-steps", type=int, default=24)
     args = parser.parse_args()
     die_with_parent()
     lab = Lab(init(), args.out, args.transport)
-    lab.priced = args.priced.split(",")
+    lab.priced, lab.blocks = args.priced.split(","), args.blocks
     lab.only = args.clusters.split(",") if args.clusters else []
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
