@@ -44,7 +44,7 @@ from zpp_lab.engines.fsdp.loop import Loop
 from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local
-from zpp_lab.engines.units import Block, cut_units, grouped
+from zpp_lab.engines.units import Block, cut_units
 from zpp_lab.files import missing, read_yaml
 from zpp_lab.train.launch.place import enter, placed
 
@@ -151,13 +151,13 @@ def shard(
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = _recipe(recipe)
-    blocks = grouped(_named(model, units))
+    cut = [{name: module} for name, module in _named(model, units)]
     picked = Ranks.pick(mesh, cluster)
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
     checked = phases[0]
-    cut = cut_units(model, blocks, checked.shards)
-    plan = Plan.build(cut, checked, gather=gather_mode(gather))
+    planned = cut_units(model, cut, checked.shards)
+    plan = Plan.build(planned, checked, gather=gather_mode(gather))
     plans = {first: plan.under(each) if first else plan for first, each in phases.items()}
     if not picked.whole and any(each.memories for each in plans.values()):
         raise ValueError(
@@ -170,7 +170,7 @@ def shard(
     group = None if picked.whole else ranks.gathers["world"]  # type: ignore[attr-defined]
     wrapped = wrap(
         model,
-        blocks,
+        cut,
         list(plans.values()),
         ranks,
         device,

@@ -6,7 +6,7 @@
 Milliseconds of the arms of `zpp-lab bench step`: `compute` (no communication at all), plain FSDP2
 in its own loop, and zeropp as on NVLink, where copies bring peers' rows. Weights of 32 columns,
 activation checkpointing, one thread; the rest of torch runs on the CPU. Arms take turns in one
-process. `--blocks`: the latter two with each of these engine.blocks_per_unit.
+process. `--blocks`: plain FSDP2 and zeropp with each of these blocks a unit.
 """
 
 from __future__ import annotations

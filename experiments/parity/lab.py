@@ -73,6 +73,10 @@ class Lab:
                 raise ValueError(f"--clusters {shape}: has not the {self.world} ranks that run")
         return found
 
+    def shape(self, cluster: ClusterConfig) -> str:
+        blocks = f", {self.blocks} blocks a unit," if self.blocks > 1 else ""
+        return f"{cluster.nodes}x{cluster.gpus_per_node}{blocks}"
+
     def transport(self, cluster: ClusterConfig, choice: Choice) -> Transport:
         key = cluster, choice
         if key not in self.transports:

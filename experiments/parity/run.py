@@ -46,7 +46,7 @@ def table(lab: Lab, sizes: list[str], cases: list[str], steps: int) -> bool:
                 some = names[first : first + lab.world]
                 found |= _some_cases(lab, size, cluster, some, steps)
                 lab.keep("table", found)  # what is known, should time end here
-            here = f"{size} {cluster.nodes}x{cluster.gpus_per_node}"
+            here = f"{size} {lab.shape(cluster)}"
             same = sum(not v for k, v in found.items() if k.startswith(f"{here} "))
             lab.say(f"table {here}: {same} of {len(names)} recipes bit-equal")
     wrong = {k: v for k, v in found.items() if v}
@@ -73,7 +73,7 @@ def _some_cases(
         engine = lab.virtual(shape, configured(own, cluster))
         outcome = lab.run(engine, shape, steps)
         weights = {n: p.detach().cpu() for n, p in engine.master.items()}
-        key = f"{size} {cluster.nodes}x{cluster.gpus_per_node} {own}"
+        key = f"{size} {lab.shape(cluster)} {own}"
         found[key] = differs(mine, (*outcome, weights))
         del engine
         free()

@@ -320,22 +320,11 @@ def ordered(
 
 
 def plan_of(study: StudyConfig, root: Path) -> list[PlannedRun]:
-    """Of all arms the study's seeds and those that have run, and the next ones that it asks for.
-    Arms that lack some of the study's seeds keep none of the others waiting for theirs."""
+    """Of all arms the study's seeds and those that have run, and the next ones that it asks for."""
     arms = {arm.name: {*study.seeds} for arm in study.arms}
     if study.max_seeds and (root / study.name).is_dir():
         result = read_result(root / study.name, study)
-        ended = {
-            a.name: {s for s, r in a.runs.items() if r.outcome != "unfinished"} for a in result.arms
-        }
-        there = {name for name, seeds in ended.items() if {*study.seeds} <= seeds}
-        whole = [a for a in study.arms if {a.name, *study.bases(a)} <= there]
-        asked = [
-            c for c in study.composites if all(a in whole for m in study.members(c) for a in m)
-        ]
-        part = replace(study, arms=whole, composites=asked) if whole else study
-        more = next_seeds(part, read_result(root / study.name, part))
-        for found in ({a.name: a.runs for a in result.arms}, more):
+        for found in ({a.name: a.runs for a in result.arms}, next_seeds(study, result)):
             arms = {arm: seeds | {*found.get(arm, ())} for arm, seeds in arms.items()}
     return Planner(study, root / study.name, compose).plan(
         {arm: sorted(seeds) for arm, seeds in arms.items()}

@@ -3,7 +3,7 @@
 # Parts (without any: 2x2 1x4, or 1x2 on two GPUs), each a call of its own where a machine's time is short:
 #   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 (1x2 on two GPUs) is NVLink alone
 #   studies      the recipes of the studies (w8, w4, g8_4_hadamard) on 2x2, for their loss beside speed
-#   blocks       2x2 with one block a unit and with several (BLOCKS="2 4"), in OUT/blocks
+#   blocks       2x2 with one block a unit and with several (BLOCKS="1 2 4"), in OUT/blocks
 #   calibrate    no bench of steps: OUT/machine.json for `zpp-lab plan --machine` and check_cost.py
 #   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
@@ -45,8 +45,7 @@ if python3 -c "$groups"; then ours=$ours,fsdp2+groups; fi
 w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe.grads_intra.bits=8 recipe.grads_inter.bits=4 recipe.grads.hadamard=64"
 diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
 diff2_g82="diff2_g82: recipe=diff2_g82"
-even4="recipe.grads_inter.codec=block recipe.grads_inter.bits=4 recipe.grads_inter.block_size=256 recipe.grads_inter.scale_dtype=fp32"
-diff2_g84="diff2_g84: recipe=diff2_g82 recipe.name=diff2_g84 $even4"
+diff2_g84="diff2_g84: recipe=diff2_g82 recipe.name=diff2_g84 recipe.grads_inter.codec=block recipe.grads_inter.bits=4 recipe.grads_inter.block_size=256 recipe.grads_inter.scale_dtype=fp32"
 own=()  # OWN: which of these, by default the first two; the last three also with _whole behind the
 # name: whole weights on every GPU
 for arm in ${OWN:-w4_g84h diff_g84h}; do
@@ -125,13 +124,14 @@ for part in "$@"; do
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
         $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" "${own[@]}" ;;
     blocks)  # by turns in the same processes: calls of their own would compare the host's moods
-      for each in ${BLOCKS:-2 4}; do
+      arms=()
+      for each in ${BLOCKS:-1 2 4}; do
         for arm in "fsdp2+node: fsdp2+node" "zeropp: recipe=zeropp" "$diff_g84h"; do
-          own+=(--arm "${arm%%:*}_$each:${arm#*:} engine.blocks_per_unit=$each")
+          arms+=(--arm "${arm%%:*}_$each:${arm#*:} engine.blocks_per_unit=$each")
         done
       done
       bench "${SECONDS_LINKS:-300}" 1_3b "$out/blocks" --nodes 2 --gpus-per-node 2 $(shared 2 2) \
-        --link-gbps "$links" --recipes "${ARMS:-fsdp2+node,zeropp}" "${own[@]}"
+        --link-gbps "$links" --recipes "${ARMS:-}" "${arms[@]}"
       page "$out/blocks" ;;
     studies)
       bench "${SECONDS_LINKS:-300}" 1_3b "$out" --nodes 2 --gpus-per-node 2 $(shared 2 2) \

@@ -65,6 +65,15 @@ class PassUse:
     forwards: Mapping[str, int]
     backwards: Mapping[str, int]
 
+    def check_once(self) -> None:
+        """ValueError where gradients wait for the last micro-step and a unit runs twice: FSDP2
+        reduces after each call's backward, so it would reduce them twice."""
+        if again := [name for name, calls in self.forwards.items() if calls > 1]:
+            raise ValueError(
+                f"{', '.join(again)}: runs more than once in a forward, so its gradients cannot "
+                "wait for the last micro-step: set train.accumulate=every"
+            )
+
 
 @dataclass(frozen=True)
 class StepUse:
@@ -327,6 +336,11 @@ class Plan:
         check_patterns(self.recipe, parameters, self.stored)
         _check_bits(self)
         _check_masks(self)
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether those of earlier micro-steps wait for the last one's."""
+        return self.accumulate_last and self.micro_steps > 1
 
     @property
     def reductions(self) -> int:

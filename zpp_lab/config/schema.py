@@ -63,8 +63,8 @@ class EngineConfig:
     ordered: bool = False  # fsdp: sums in rank order for zero3 too, so that it equals `virtual`
     prefetch: int = 1  # fsdp: units gathered ahead of the one that computes
     # consecutive blocks whose weights and gradients travel together: fewer and larger transfers,
-    # and more weights gathered at a time. No bit depends on it, but where FSDP2 reduces by itself
-    # (zero3 without `ordered`) and NCCL may add in another order.
+    # and more weights gathered at a time. No bit depends on it, except where FSDP2 reduces by
+    # itself (zero3 without `ordered`): NCCL may add in another order.
     blocks_per_unit: int = 1
     offload: bool = False  # fsdp: master weights and optimizer live in CPU memory
     compile: bool = False  # torch.compile of each block's forward; other bits, alike in all engines

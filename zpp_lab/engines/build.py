@@ -118,10 +118,9 @@ def plans_by_step(plan: Plan, config: Config) -> dict[int, Plan]:
     return {0: plan, **later}
 
 
-def units_of(model: nn.Module, shards: int, blocks: int) -> list[Unit]:
-    """The model's units: so many `blocks` of `model.units()` each, then the root with what is
-    left."""
-    return cut_units(model, named_units(model, blocks), shards, frozen_base(model))
+def units_of(model: nn.Module, shards: int, blocks_per_unit: int) -> list[Unit]:
+    """The model's units: blocks of `model.units()`, then the root with what is left."""
+    return cut_units(model, named_units(model, blocks_per_unit), shards, frozen_base(model))
 
 
 def vocabulary(config: Config) -> int:
@@ -161,7 +160,7 @@ def _plan(
     cluster: str,
     vocab: int,
     gather: str,
-    blocks: int,
+    blocks_per_unit: int,
     param_dtype: str,
     reduce_dtype: str,
     micro_steps: int,
@@ -175,12 +174,12 @@ def _plan(
         DTYPES[reduce_dtype],
         load(ModelConfig, json.loads(model)).lora,
     )
-    units = _units(model, vocab, made.shards, blocks)
+    units = _units(model, vocab, made.shards, blocks_per_unit)
     return Plan.build(units, made, micro_steps=micro_steps, accumulate=accumulate, gather=gather)
 
 
 @lru_cache(maxsize=64)
-def _units(model: str, vocab: int, shards: int, blocks: int) -> tuple[Unit, ...]:
+def _units(model: str, vocab: int, shards: int, blocks_per_unit: int) -> tuple[Unit, ...]:
     """`model`: a ModelConfig as JSON."""
     settings = load(ModelConfig, json.loads(model))
-    return tuple(units_of(build_model(settings, vocab, "meta"), shards, blocks))
+    return tuple(units_of(build_model(settings, vocab, "meta"), shards, blocks_per_unit))

@@ -20,16 +20,16 @@ Block = tuple[str, nn.Module]  # its name in the model
 Blocks = Mapping[str, nn.Module]  # of one unit, by their names, in the order of forward
 
 
-def named_units(model: nn.Module, size: int) -> list[Blocks]:
-    """The blocks whose parameters travel together, `size` of them, in the order of forward, without
-    the root."""
-    return grouped(model.units(), size)  # type: ignore[operator]
+def named_units(model: nn.Module, blocks_per_unit: int) -> list[Blocks]:
+    """The blocks whose parameters travel together, in the order of forward, without the root."""
+    return grouped(model.units(), blocks_per_unit)  # type: ignore[operator]
 
 
-def grouped(blocks: Iterable[Block], size: int = 1) -> list[Blocks]:
-    """Each `size` consecutive blocks; the last ones may be fewer."""
+def grouped(blocks: Iterable[Block], blocks_per_unit: int) -> list[Blocks]:
+    """So many consecutive blocks each; the last unit may have fewer."""
     every = list(blocks)
-    return [dict(every[i : i + size]) for i in range(0, len(every), size)]
+    starts = range(0, len(every), blocks_per_unit)
+    return [dict(every[i : i + blocks_per_unit]) for i in starts]
 
 
 def unit_name(blocks: Blocks) -> str:
@@ -56,7 +56,7 @@ def cut_units(
         for name in blocks:  # block by block: sums over parameters then have one order for any size
             found = {n: left.pop(n) for n in list(left) if n.startswith(f"{name}.")}
             if not found:
-                raise ValueError(f"unit {name!r} has no parameters of its own: do units overlap?")
+                raise ValueError(f"block {name!r} has no parameters of its own: do blocks overlap?")
             own |= found
         cut.append(_unit(unit_name(blocks), own, world, stored, True, len(blocks)))
     if left:

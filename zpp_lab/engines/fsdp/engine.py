@@ -208,8 +208,8 @@ class FsdpEngine(Engine):
         self.usage.start()
         loss: Tensor = self.model(*self._on_device(batch))
         self.laps.done("forward")
-        if self.wrapped.installed and self.plan.accumulate_last and self.plan.micro_steps > 1:
-            self._check_calls()
+        if self.plan.gradients_wait:
+            self.usage.taken().check_once()
         self.prefetch.before_backward(self.usage)
         self.started |= set(self.usage.order)
         for name, module in self.wrapped.by_name.items():
@@ -223,16 +223,6 @@ class FsdpEngine(Engine):
         self.vain.add(self.prefetch.wasted(self.usage), self.usage)
         self.prefetch.after_pass(self.usage)
         return loss.detach()
-
-    def _check_calls(self) -> None:
-        """Of a unit that runs twice FSDP2 reduces what earlier micro-steps left after the second
-        call's backward, and this one's after the first's: two reductions in place of one."""
-        again = [name for name, calls in self.usage.forwards.items() if calls > 1]
-        if again:
-            raise ValueError(
-                f"{', '.join(again)}: runs more than once in a forward, so its gradients cannot "
-                "wait for the last micro-step: set train.accumulate=every"
-            )
 
     def _on_device(self, batch: Batch) -> Batch:
         if self.device.type != "cuda":

@@ -54,7 +54,7 @@ class Wrapped:
 
 def wrap(
     model: nn.Module,
-    blocks: Sequence[Blocks],
+    units: Sequence[Blocks],
     plans: Sequence[Plan],
     transport: Transport,
     device: torch.device,
@@ -68,7 +68,7 @@ def wrap(
     """`fully_shard` each unit and the root, then install the collectives of the first plan; those
     of later phases are at hand. FSDP2 is left untouched where all plans allow it.
 
-    `blocks`: each unit's modules, without the root; parameters are sharded in place. `ranks`: over
+    `units`: each one's blocks, without the root; parameters are sharded in place. `ranks`: over
     which, all where there are none.
     """
     plan, recipe = plans[0], plans[0].recipe
@@ -80,22 +80,22 @@ def wrap(
         cast_forward_inputs=cast_inputs,
     )
     offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    units = with_root(model, blocks)
-    for name, together in units.items():
+    by_name = with_root(model, units)
+    for name, modules in by_name.items():
         reshard = recipe.config.again and name != ROOT
         fully_shard(
-            list(together),
+            list(modules),
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offloading,
             reshard_after_forward=reshard,
         )
     # a unit's first module speaks for all: FSDP2 has one state for them
-    first = {name: together[0] for name, together in units.items()}
-    modules: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
+    first = {name: modules[0] for name, modules in by_name.items()}
+    sharded: dict[str, FSDPModule] = {n: m for n, m in first.items() if isinstance(m, FSDPModule)}
     set_aside(model, first.values(), plan.stored, device)
     memories = Memories(plan.memories, [transport.rank])
-    wrapped = Wrapped(model, modules, Clock(seed), Fallbacks(), memories)
+    wrapped = Wrapped(model, sharded, Clock(seed), Fallbacks(), memories)
     wrapped.phases = [([], memories)] * len(plans)
     if not all(is_untouched(each, ordered) for each in plans):
         wrapped.installed = install(

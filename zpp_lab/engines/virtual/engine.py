@@ -173,7 +173,7 @@ class VirtualEngine(Engine):
         total: Grads = {}
         self.used, self.reduced = {}, []
         for turns in self._reductions():
-            waits = self.plan.accumulate_last and self.plan.micro_steps > 1
+            waits = self.plan.gradients_wait
             times = 1 if waits else len(turns) // self.cluster.world
             for reduction in self.reductions:
                 reduction.start((self.seed, step), times, watch)
@@ -182,6 +182,8 @@ class VirtualEngine(Engine):
             for (rank, micro), (loss, grads, use) in zip(turns, passes, strict=True):
                 losses[micro, rank] = loss
                 self._note_use(rank, micro, use)
+                if waits:
+                    use.check_once()
                 for name, grad in grads.items() if watch.check else ():
                     watch.gradient(step, rank, name, grad)
                 local = self._accumulate(local, grads) if waits else grads

@@ -332,7 +332,7 @@ class _Rank:
         found |= {"early sent": head + block, "late sent": head + block}
         if self.acts.tied:
             found["root"] += head  # the embedding's part, before the two are added
-        if self.plan.accumulate_last and self.plan.micro_steps > 1:
+        if self.plan.gradients_wait:
             root, block = self.grad * _to_train(self.root), self.grad * _to_train(self.unit)
             every = root + self.grad * sum(map(_to_train, self.units))
             waiting = moments(loss=every, early=every, late=root + block, root=root)
@@ -404,9 +404,9 @@ class _Rank:
     def _flow(self) -> dict[Moment, int]:
         """Beside the activations that a unit's blocks begin with. A block that has gone back has
         left its gradients in their place, which wait for the unit's reduction."""
-        grads, others = self.weight * _to_train(self.unit), self.unit.unit.blocks - 1
-        each = grads // (1 + others)
-        flow = self.acts.backward(each) + others * max(0, each - self.acts.between)
+        blocks = self.unit.unit.blocks
+        each = self.weight * _to_train(self.unit) // blocks
+        flow = self.acts.backward(each) + (blocks - 1) * max(0, each - self.acts.between)
         return moments(early=flow, late=flow) | {"early sent": 0, "late sent": 0}
 
     def _activations(self) -> dict[Moment, int]:
@@ -440,7 +440,7 @@ class _Rank:
 
 
 def _adapters(plan: Plan) -> int:
-    """Elements a token between the two adapters of every layer of a block, of the largest unit."""
+    """Elements a token between the two adapters of every layer of a block, the most of any."""
     units = [u.unit for u in plan.units[:-1]]
     return max(
         sum(p.shape[0] for p in u.parameters if p.name.endswith(LORA_A)) // u.blocks for u in units
