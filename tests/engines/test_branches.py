@@ -125,7 +125,6 @@ def compared() -> dict[str, str]:
 # unit of one.
 TOGETHER: dict[str, tuple[str, int, Path, int]] = {
     "pairs": ("zeropp_last", 2, every, 0),
-    "threes": ("stochastic", 3, every, 0),
     "kept": ("differences", 3, every, 0),
     "plain": ("zero3_bf16_reduce", 2, every, 0),
     "unused_pair": ("stage2", 2, lambda m, x: through(m, x, 2, 3), 0),
@@ -144,7 +143,7 @@ def together() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("case", ["zeropp_every", "stochastic", "mask_bits", "differences_drawn"])
+@pytest.mark.parametrize("case", ["mask_bits", "differences_drawn"])
 def test_no_bit_and_no_byte_depends_on_how_many_travel_together(case: str) -> None:
     configs = [configured(case, 2, 2, blocks_per_unit=n) for n in (1, 2, 3)]
     one, *more = (outcome(virtual(config, Branches(every)), 2) for config in configs)
