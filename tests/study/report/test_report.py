@@ -189,6 +189,7 @@ def test_commands_of_plain_runs_make_the_same_config(tmp_path: Path) -> None:
         assert not differences(compose(overrides), arm.runs[2].config)
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_make_a_page_below_3_mb(tmp_path: Path) -> None:
     study = write_sweep(tmp_path, grid()[:22], seeds=8)
     assert len(study.arms) * len(study.seeds) == 200
