@@ -21,15 +21,11 @@ Blocks = Mapping[str, nn.Module]  # of one unit, by their names, in the order of
 
 
 def named_units(model: nn.Module, blocks_per_unit: int) -> list[Blocks]:
-    """The blocks whose parameters travel together, in the order of forward, without the root."""
-    return grouped(model.units(), blocks_per_unit)  # type: ignore[operator]
-
-
-def grouped(blocks: Iterable[Block], blocks_per_unit: int) -> list[Blocks]:
-    """So many consecutive blocks each; the last unit may have fewer."""
-    every = list(blocks)
-    starts = range(0, len(every), blocks_per_unit)
-    return [dict(every[i : i + blocks_per_unit]) for i in starts]
+    """The blocks whose parameters travel together, in the order of forward, without the root; the
+    last unit may have fewer."""
+    blocks: list[Block] = list(model.units())  # type: ignore[operator]
+    starts = range(0, len(blocks), blocks_per_unit)
+    return [dict(blocks[i : i + blocks_per_unit]) for i in starts]
 
 
 def unit_name(blocks: Blocks) -> str:
