@@ -12,7 +12,8 @@ the kept runs of one size (BUDGETS, BESIDE); seconds are those of experiments/sp
 parameters. An arm of that table has the gap of the study's arm that trains alike
 (tools/plan/search/limits.py).
 
-Prints the table, renews it in PAGES, and writes time_to_loss.csv and time_to_loss.svg.
+Prints the table, renews it in its page, with the figure's arms alone in the README, and writes
+time_to_loss.csv and time_to_loss.svg.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -45,7 +47,6 @@ BUDGETS = ("reference_10m", "reference_10m_12m", "reference_10m_200m")  # the fi
 BESIDE = ("normal",)  # studies with gaps of more arms, against runs of the first's baseline
 SPEEDS = HERE.parent / "speed" / "results.csv"
 SIZE = "1_3b"  # of the speeds: where all arms were timed
-PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 PLAIN = "fsdp2"  # the engine of arms with nothing of this package around them
 CONFIDENCE = 0.95
 POWERS = (0.02, 5.0)  # of tokens, tried
@@ -57,9 +58,13 @@ WORDS = {
     "w4": "4-bit weights",
     "g8_4_hadamard": "8- and 4-bit gradients",
     "zeropp": "ZeRO++",
+    "zeropp_4": "the same, units of four blocks",
     "w4_g84h": "4-bit weights, 8- and 4-bit gradients",
     "diff_g84h": "4-bit weight differences, 8- and 4-bit gradients",
-    "diff_g84h_whole": "the same, GPUs keep whole weights",
+    "diff_g84h_4": "the same, units of four blocks",
+    "diff_g84h_whole": "4-bit differences, GPUs keep whole weights",
+    "diff2_g84": "2-bit weight differences, 8- and 4-bit gradients",
+    "diff2_g84_whole": "the same, GPUs keep whole weights",
     "diff2_g82": "2 bits between nodes for differences and gradients",
     "diff2_g82_whole": "the same, GPUs keep whole weights",
 }
@@ -83,6 +88,7 @@ LOOKS = {  # of arms whose lines can be told apart
     "g8_4_hadamard": Look("#aa4499", "#e59bd9", 0, True),
     "zeropp": Look("#0b6eff", "#6aa8ff", -12, aside=0.98),
     "diff_g84h": Look("#b45309", "#f5a524", -14, text="4-bit differences", aside=1.02),
+    "diff_g84h_4": Look("#0f766e", "#5eead4", 17, text="4-bit differences, larger units"),
     "diff2_g82": Look("#7c3aed", "#c4b5fd", 16),
 }
 TITLE: Any = {
@@ -326,6 +332,15 @@ def table(rows: Sequence[Row], budgets: int) -> str:
     return "\n".join(lines)
 
 
+def pages(rows: Sequence[Row], budgets: int) -> dict[Path, str]:
+    """The tables that pages show: all arms here, those of the figure in the project's README."""
+    shown = [row for row in rows if row.arm in LOOKS]
+    return {
+        HERE / "README.md": table(rows, budgets),
+        HERE.parents[1] / "README.md": table(shown, budgets),
+    }
+
+
 def _percent(time: Estimate) -> str:
     """Whole, and its ends where these differ."""
     value, *ends = (f"{100 * v:.0f}" for v in vars(time).values())
@@ -414,14 +429,13 @@ def sources() -> tuple[list[Measured], list[StudyResult], list[StudyResult]]:
 def main() -> int:
     measured, results, beside = sources()
     rows = rows_of(measured, results, beside)
-    made = table(rows, len(results))
-    for page in PAGES:
+    for page, made in pages(rows, len(results)).items():
         renew(page, HEAD, made)
     write_atomic(HERE / "time_to_loss.csv", as_csv(rows))
     gbps = {m.place: m.gbps for m in measured if m.gbps and m.arm == BASE}
     write_atomic(HERE / "time_to_loss.svg", draw(rows, gbps))
     curve = Curve.through({_tokens(r): fmean(_losses(r)) for r in results})
-    print(made)
+    print(table(rows, len(results)))
     for result in results:
         losses = _losses(result)
         print(

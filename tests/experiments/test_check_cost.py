@@ -22,7 +22,7 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
     check_cost, out = script("check_cost"), tmp_path / "check.csv"
     assert check_cost.check([HERE / "results.csv"], load_machine("h200"), [], out) == 0
     rows = list(csv.DictReader(out.open()))
-    assert len(rows) == 49
+    assert len(rows) == 61
     # the host waits for the link a fifth of the step or more; calls/4 did not say how long it waits
     links = [
         r
@@ -30,8 +30,8 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
         if r["nodes"] == "2" and r["link_gbps"] != "max"
         if float(r["waiting_s"] or "inf") > 0.2 * float(r["step_s"])
     ]
-    assert len(links) == 20
-    assert max(abs(float(r["error"])) for r in links) < 0.0335
+    assert len(links) == 24
+    assert max(abs(float(r["error"])) for r in links) < 0.035
 
 
 def test_the_ready_machine_is_what_the_kept_figures_give(

@@ -122,6 +122,6 @@ def test_a_study_beside_gives_gaps_of_the_arms_that_the_first_lacks(
 def test_the_pages_say_what_the_kept_runs_give() -> None:
     speeds, results, beside = script.sources()
     found = script.rows_of(speeds, results, beside)
-    for page in script.PAGES:
-        assert script.table(found, len(results)) in page.read_text(), f"run {script.__file__}"
+    for page, made in script.pages(found, len(results)).items():
+        assert made in page.read_text(), f"run {script.__file__}"
     assert (script.HERE / "time_to_loss.csv").read_text() == script.as_csv(found)
