@@ -52,6 +52,13 @@ class Lab:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.transports: dict[tuple[ClusterConfig, Choice], Transport] = {}
 
+    def sized(self, size: str) -> Shape:
+        """Of SHAPES, with layers for two units of `blocks` and a shorter last one."""
+        model, *text = SHAPES[size]
+        if self.blocks > 1:
+            model = replace(model, layers=max(model.layers, 2 * self.blocks + 1))
+        return (model, *text)
+
     def say(self, line: str) -> None:
         if self.rank == 0:
             print(line, flush=True)

@@ -59,7 +59,7 @@ def table(lab: Lab, sizes: list[str], cases: list[str], steps: int) -> bool:
 def _some_cases(
     lab: Lab, size: str, cluster: ClusterConfig, cases: list[str], steps: int
 ) -> dict[str, str]:
-    shape, mine, own = SHAPES[size], None, ""
+    shape, mine, own = lab.sized(size), None, ""
     for i, case in enumerate(cases):
         engine = lab.real(shape, configured(case, cluster))
         outcome = lab.run(engine, shape, steps)

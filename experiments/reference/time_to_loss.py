@@ -12,8 +12,8 @@ the kept runs of one size (BUDGETS, BESIDE); seconds are those of experiments/sp
 parameters. An arm of that table has the gap of the study's arm that trains alike
 (tools/plan/search/limits.py).
 
-Prints the table, renews it in its page, with the figure's arms alone in the README, and writes
-time_to_loss.csv and time_to_loss.svg.
+Prints the table, renews it in this folder's README, and in the project's README its rows of the
+arms in the figure. Writes time_to_loss.csv and time_to_loss.svg.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ WORDS = {
     "w4": "4-bit weights",
     "g8_4_hadamard": "8- and 4-bit gradients",
     "zeropp": "ZeRO++",
-    "zeropp_4": "the same, units of four blocks",
+    "zeropp_4": "ZeRO++, units of four blocks",
     "w4_g84h": "4-bit weights, 8- and 4-bit gradients",
     "diff_g84h": "4-bit weight differences, 8- and 4-bit gradients",
-    "diff_g84h_4": "the same, units of four blocks",
+    "diff_g84h_4": "4-bit differences, units of four blocks",
     "diff_g84h_whole": "4-bit differences, GPUs keep whole weights",
     "diff2_g84": "2-bit weight differences, 8- and 4-bit gradients",
     "diff2_g84_whole": "the same, GPUs keep whole weights",
@@ -88,7 +88,7 @@ LOOKS = {  # of arms whose lines can be told apart
     "g8_4_hadamard": Look("#aa4499", "#e59bd9", 0, True),
     "zeropp": Look("#0b6eff", "#6aa8ff", -12, aside=0.98),
     "diff_g84h": Look("#b45309", "#f5a524", -14, text="4-bit differences", aside=1.02),
-    "diff_g84h_4": Look("#0f766e", "#5eead4", 17, text="4-bit differences, larger units"),
+    "diff_g84h_4": Look("#0f766e", "#5eead4", 17, text="4-bit differences, units of four blocks"),
     "diff2_g82": Look("#7c3aed", "#c4b5fd", 16),
 }
 TITLE: Any = {
@@ -429,13 +429,14 @@ def sources() -> tuple[list[Measured], list[StudyResult], list[StudyResult]]:
 def main() -> int:
     measured, results, beside = sources()
     rows = rows_of(measured, results, beside)
-    for page, made in pages(rows, len(results)).items():
+    tables = pages(rows, len(results))
+    for page, made in tables.items():
         renew(page, HEAD, made)
     write_atomic(HERE / "time_to_loss.csv", as_csv(rows))
     gbps = {m.place: m.gbps for m in measured if m.gbps and m.arm == BASE}
     write_atomic(HERE / "time_to_loss.svg", draw(rows, gbps))
     curve = Curve.through({_tokens(r): fmean(_losses(r)) for r in results})
-    print(table(rows, len(results)))
+    print(tables[HERE / "README.md"])
     for result in results:
         losses = _losses(result)
         print(

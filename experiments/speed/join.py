@@ -25,8 +25,8 @@ def rows_of(details: Path, arms: list[str], rows: Rows) -> Rows:
     shape, _, tag = details.stem.partition("-")
     found = json.loads(details.read_text())
     models = {arm: config["model"]["preset"] for arm, config in found["config"].items()}
-    if lacking := {*arms} - {*models}:
-        raise ValueError(f"{details} has no arm {', '.join(lacking)}; it has {', '.join(models)}")
+    if lacking := [arm for arm in arms if arm not in models]:
+        raise ValueError(f"no {', '.join(lacking)} in {details}; it has {', '.join(models)}")
     own = {
         (c["arm"], c["link_gbps"], models[c["arm"]])
         for c in found["cells"]
@@ -42,20 +42,19 @@ def rows_of(details: Path, arms: list[str], rows: Rows) -> Rows:
     ]
 
 
-def put(folder: Path, out: Path, asked: dict[str, list[str]]) -> int:
-    """asked: the arms of each file's name; all of `out` without."""
-    rows, files = read_rows(out / "results.csv"), sorted(out.glob("*x*.json"))
-    if asked:
-        files = [out / f"{name}.json" for name in asked]
-        rows = [
-            row
-            for file, arms in zip(files, asked.values(), strict=True)
-            for row in rows_of(file, arms, rows)
-        ]
-    put_rows(folder, rows)
-    for file in files:
-        shutil.copy(file, folder / file.name)
-    return len(rows)
+def taken(word: str) -> tuple[Rows, list[Path]]:
+    """Rows and JSON files of `OUT[=NAME[:ARM+...],...]`. ValueError for what is not there."""
+    place, _, names = word.partition("=")
+    out, chosen = Path(place), {}
+    for name in names.split(",") if names else ():
+        file, _, arms = name.partition(":")
+        chosen[out / f"{file}.json"] = arms.split("+") if arms else []
+    if without := [str(f) for f in (out / "results.csv", *chosen) if not f.is_file()]:
+        raise ValueError(f"no {', no '.join(without)}")
+    rows = read_rows(out / "results.csv")
+    if not chosen:
+        return rows, sorted(out.glob("*x*.json"))
+    return [row for file, arms in chosen.items() for row in rows_of(file, arms, rows)], [*chosen]
 
 
 def main() -> int:
@@ -63,28 +62,20 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     folder, *words = sys.argv[1:]
-    asked = [(Path(out), _named(names)) for out, _, names in _cut(words)]
-    without = [out / "results.csv" for out, _ in asked]
-    without += [out / f"{name}.json" for out, names in asked for name in names]
-    without = [file for file in without if not file.is_file()]
-    if without:
-        print(f"no {', no '.join(map(str, without))}", file=sys.stderr)
+    try:
+        parts = {word: taken(word) for word in words}
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 1
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for out, names in asked:
-        print(f"{out}: {put(Path(folder), out, names)} rows")
+    for word, (rows, files) in parts.items():
+        put_rows(Path(folder), rows)
+        for file in files:
+            shutil.copy(file, Path(folder) / file.name)
+        print(f"{word}: {len(rows)} rows")
     table = Path(folder) / "results.csv"
     print(f"{table}: {len(read_rows(table))} rows")
     return 0
-
-
-def _named(names: str) -> dict[str, list[str]]:
-    cut = (name.partition(":") for name in names.split(",") if name)
-    return {name: arms.split("+") if arms else [] for name, _, arms in cut}
-
-
-def _cut(words: list[str]) -> list[tuple[str, str, str]]:
-    return [word.partition("=") for word in words]
 
 
 if __name__ == "__main__":

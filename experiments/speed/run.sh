@@ -13,7 +13,7 @@
 #                moments in 8 bits, at 32.5B in host memory
 # Each part has its own time limit and each arm its own within it; what was measured is kept, slow links
 # first, and a part that runs again replaces its rows. Where each call has an OUT of its own, join.py
-# makes one table. ARMS, OWN, LINKS, ROUNDS, STEPS, EXTRA (overrides) change it.
+# makes one table. ARMS, OWN, LINKS, ROUNDS, STEPS, EXTRA (overrides), TAG change it.
 # With fewer GPUs than a part has ranks its nodes share them (SHARE: mps, or time-slices), and parts
 # on NVLink take those that there are. GPUS: how many, if not all.
 set -u
@@ -122,7 +122,7 @@ for part in "$@"; do
         --recipes "${ARMS:-$ours}" --arm "$w4_g84h" ;;
     *x*)
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
-        $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" "${own[@]}" ;;
+        ${TAG:+--tag "$TAG"} $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" "${own[@]}" ;;
     blocks)  # by turns in the same processes: calls of their own would compare the host's moods
       arms=()
       for each in ${BLOCKS:-1 2 4}; do
@@ -131,7 +131,7 @@ for part in "$@"; do
         done
       done
       bench "${SECONDS_LINKS:-300}" 1_3b "$out/blocks" --nodes 2 --gpus-per-node 2 $(shared 2 2) \
-        --link-gbps "$links" --recipes "${ARMS:-}" "${arms[@]}"
+        --tag blocks --link-gbps "$links" --recipes "${ARMS:-}" "${arms[@]}"
       page "$out/blocks" ;;
     studies)
       bench "${SECONDS_LINKS:-300}" 1_3b "$out" --nodes 2 --gpus-per-node 2 $(shared 2 2) \

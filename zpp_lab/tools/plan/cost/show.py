@@ -94,6 +94,9 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
         "pass (train.batch_size) give each launch more to do"
     )
     engine, speeds = config.engine, [None if k == "max" else float(k) for k in tight]
+    if engine.blocks_per_unit == 1:
+        larger = replace(engine, blocks_per_unit=4)
+        text += _then("engine.blocks_per_unit=4", larger, config, machine, speeds)
     if not engine.compile:
         compiled = replace(engine, compile=True)
         text += _then("engine.compile=true", compiled, config, machine, speeds) or (
