@@ -88,4 +88,6 @@ def test_a_machine_adds_predicted_times_by_link(capsys) -> None:
     assert steps == sorted(steps, reverse=True)
     assert times["0.001"]["bound"] == "between nodes"
     assert main(["plan", *words]) == 0
-    assert "predicted on h200, ms" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "predicted on h200, ms" in shown
+    assert "with engine.blocks_per_unit=4" in shown  # the host is the bound there
