@@ -42,6 +42,13 @@ def test_no_plan_that_fits_is_faster(link: float) -> None:
         assert all(o.floor <= seconds * (1 + 1e-9) for seconds, o in found)
 
 
+@pytest.mark.parametrize(("link", "blocks"), [(0.01, 1), (400.0, 4)])
+def test_units_are_larger_where_the_host_is_the_bound(link: float, blocks: int) -> None:
+    answer = search(problem("model.layers=8", link=link, bits=(None,)))
+    assert answer.chosen.time.bound == ("host" if blocks > 1 else "between nodes")
+    assert answer.chosen.option.candidate.knobs.blocks_per_unit == blocks
+
+
 def test_the_study_limits_the_choice(tmp_path: Path) -> None:
     limit = read_limit(study(tmp_path / "study"))
     few = ("model=125m", "model.layers=2", "cluster=2x1")  # plans by the hundred, not the thousand

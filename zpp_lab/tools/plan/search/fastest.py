@@ -11,8 +11,8 @@ Figures of thousands of plans come from those of a hundred. Memory at a moment, 
 a link or the GPU is busy, are sums of a term of the weights' part, one of the gradients' part and
 one of the settings of memory. So each part is measured once beside raw reference parts, and a plan
 is weights + gradients + settings - 2 × reference. Recomputed activations change what is gathered
-ahead, so there is a reference with them and one without. What FSDP2 runs by itself has other terms
-and is measured whole.
+ahead, and larger units what a gather is, so there is a reference for each of their combinations.
+What FSDP2 runs by itself has other terms and is measured whole.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Parts:
 
 
 def _reference(knobs: Knobs) -> Knobs:
-    return Knobs(checkpoint_activations=knobs.checkpoint_activations)
+    return Knobs(knobs.blocks_per_unit, knobs.checkpoint_activations)
 
 
 def _value(found: Any) -> Figures:
@@ -277,7 +277,7 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
     found: list[Option] = []
     faults: dict[str, None] = {}
     for recipe in problem.space.recipes():
-        rule, build = _rules(problem, recipe), without_bits(recipe)
+        rule, bare = _rules(problem, recipe), without_bits(recipe)
         for knobs in problem.space.knobs():
             candidate = Candidate(recipe, knobs)
             try:
@@ -286,6 +286,7 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
                 faults[str(error)] = None
                 continue
             ruling = rule[knobs.optimizer_state]
+            build = f"{bare} {knobs.blocks_per_unit}"
             found.append(Option(candidate, ruling, peak, loads, build))
     if not found:
         raise ValueError(next(iter(faults), "no recipe runs with these settings"))

@@ -89,6 +89,7 @@ def _flat(recipe: RecipeConfig) -> dict[str, Any]:
 def _knobs(config: Config, candidate: Candidate) -> list[str]:
     knobs = candidate.knobs
     wanted = {
+        "engine.blocks_per_unit": (config.engine.blocks_per_unit, knobs.blocks_per_unit),
         "model.checkpoint_activations": (
             config.model.checkpoint_activations,
             knobs.checkpoint_activations,
@@ -196,6 +197,7 @@ def label(candidate: Candidate) -> str:
     """A plan in a few words."""
     knobs = candidate.knobs
     parts = [candidate.recipe.name]
+    parts += [f"units of {n} blocks"] if (n := knobs.blocks_per_unit) > 1 else []
     parts += ["recompute"] if knobs.checkpoint_activations else []
     parts += [f"chunk {knobs.loss_chunk}"] if knobs.loss_chunk else []
     parts += [f"{knobs.optimizer_state} states"] if knobs.optimizer_state != "fp32" else []

@@ -29,6 +29,7 @@ from zpp_lab.files import conf_dir
 BITS: tuple[int | None, ...] = (None, 8, 6, 4, 2)
 ROTATION = 64  # of the gradients, as in the recipe g8_4_hadamard
 LOSS_CHUNK = 2048  # tokens, as in the large models' presets
+UNITS = (1, 4)  # blocks in one; at 1.3B four are the fastest where the host is the bound
 STATES = get_args(get_type_hints(TrainConfig)["optimizer_state"])
 SHARDS = get_args(get_type_hints(RecipeConfig)["shard"])
 _CODECS = ("weights", "grads", *WIRES)
@@ -40,6 +41,7 @@ PLAIN = RecipeConfig()
 class Knobs:
     """Settings that trade time for memory and leave the wires alone."""
 
+    blocks_per_unit: int = 1
     checkpoint_activations: bool = False
     loss_chunk: int = 0
     optimizer_state: str = "fp32"
@@ -60,7 +62,8 @@ class Candidate:
             loss_chunk=self.knobs.loss_chunk,
         )
         train = replace(base.train, optimizer_state=self.knobs.optimizer_state)  # type: ignore[arg-type]
-        return replace(base, recipe=self.recipe, model=model, train=train)
+        engine = replace(base.engine, blocks_per_unit=self.knobs.blocks_per_unit)
+        return replace(base, recipe=self.recipe, model=model, train=train, engine=engine)
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,14 @@ class Space:
         return list(found.values())
 
     def knobs(self) -> list[Knobs]:
-        """Every combination, what costs the least time first."""
+        """Every combination, what costs the least time first but for larger units, which come
+        last."""
+        units = sorted({*UNITS, self.base.engine.blocks_per_unit})
         chunks = {0: None, LOSS_CHUNK: None, self.base.model.loss_chunk: None}
         return [
             Knobs(*values)
-            for values in product((False, True), sorted(chunks), STATES)
-            if self.base.model.name == "llama" or values[1] == 0
+            for values in product(units, (False, True), sorted(chunks), STATES)
+            if self.base.model.name == "llama" or values[2] == 0
         ]
 
     def _grid(self) -> Iterator[RecipeConfig]:
