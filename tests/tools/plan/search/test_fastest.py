@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,16 @@ def every(problem: Problem) -> list[tuple[float, Option]]:
     return sorted(timed, key=lambda pair: pair[0])
 
 
-@pytest.mark.parametrize("link", [0.5, pytest.param(400.0, marks=pytest.mark.slow)])
-def test_no_plan_that_fits_is_faster(link: float) -> None:
-    asked = problem(link=link, bits=SMALL)
+SLOW = [pytest.param("2x2", link, marks=pytest.mark.slow) for link in (0.5, 400.0)]
+
+
+@pytest.mark.parametrize(("cluster", "link"), [("2x1", 0.5), *SLOW])
+def test_no_plan_that_fits_is_faster(cluster: str, link: float) -> None:
+    asked = problem(f"cluster={cluster}", link=link, bits=SMALL)
     found = every(asked)
     peaks = sorted(o.peak for _, o in found)
     for gib in (80.0, peaks[len(peaks) // 8] / GIB):
-        tight = problem(link=link, bits=SMALL, gib=gib)
+        tight = replace(asked, device=int(gib * GIB))
         best = min(seconds for seconds, o in found if o.peak <= tight.device)
         answer = search(tight)
         assert answer.fits(answer.chosen)
