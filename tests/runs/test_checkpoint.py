@@ -35,8 +35,8 @@ from zpp_lab.train.resume import resume as resume_run
 from zpp_lab.train.trainer import run
 
 
-def engine_of(case: str, nodes: int, local: int) -> FsdpEngine:
-    model, config = build_uneven(), configured(case, nodes, local)
+def engine_of(case: str, nodes: int, local: int, **engine: Any) -> FsdpEngine:
+    model, config = build_uneven(), configured(case, nodes, local, **engine)
     return FsdpEngine(model, build_plan(model, config), config, torch.device("cpu"))
 
 

@@ -66,7 +66,7 @@ NAMES = tuple(TITLES)
 _FEWEST = 3  # steps with telemetry from which a curve of it says something
 SUFFIXES = (".svg", ".pdf")
 # a third of an SVG: words for screen readers, which no reader gets where a page shows an image
-UNREAD = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
+_UNREAD = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
 # Texts are measured here with one font and shown with the reader's, which may be wider.
 ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
 _TEXTS = {
@@ -247,7 +247,7 @@ def write_pictures(folder: Path, figures: Sequence[Figure], known: Sequence[str]
         svg = vl_convert.vegalite_to_svg(
             figure.spec | {"padding": ROOM}, vl_version=vegalite_version()
         )
-        write_atomic(folder / f"{figure.name}.svg", UNREAD.sub("", svg))
+        write_atomic(folder / f"{figure.name}.svg", _UNREAD.sub("", svg))
         (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
         paths += [folder / f"{figure.name}{suffix}" for suffix in SUFFIXES]
     return paths
