@@ -19,7 +19,7 @@ from zpp_lab.tools.plan.search.space import Space
 from .problems import GIVEN, study
 
 FEW = "model.layers=2"  # a plan of them is made in half the time
-WORDS = ["plan", "model=125m", FEW, "cluster=2x2", *GIVEN, "recipe=w8", "--fastest"]
+WORDS = ["plan", "model=125m", FEW, "cluster=2x1", *GIVEN, "recipe=w8", "--fastest"]
 LIMITS = ["--machine", "h200", "--link-gbps", "1", "--memory-gib", "80"]
 
 
