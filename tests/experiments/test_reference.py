@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -214,4 +215,11 @@ def test_predictions_are_counted_with_and_without_the_measured_error(
 def test_the_published_law_is_what_the_kept_runs_give() -> None:
     script = loaded("experiments/reference/law.py")
     found = script.law.fit([c for study in FITTED for c in script.measured(study)])
-    assert found == script.law.load_law()
+    known = script.law.load_law()
+    assert found.cells == known.cells
+    assert found.values == pytest.approx(known.values, rel=1e-6)  # processors differ beyond
+    assert np.allclose(found.covariance, known.covariance, rtol=1e-5)
+    assert found.misfit == pytest.approx(known.misfit, rel=1e-6)
+    assert found.ranges.keys() == known.ranges.keys()
+    for name, range_ in known.ranges.items():
+        assert found.ranges[name] == pytest.approx(range_)
