@@ -6,6 +6,7 @@
     python experiments/reference/law.py compare             predictions beside what was measured,
                                                             and both as predicted.svg
     python experiments/reference/law.py gaps STUDY...       renews the page's table of gaps
+    python experiments/reference/law.py scatter STUDY/ARM...     renews its table of their scatter
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
 controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
@@ -22,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import correlation, fmean, median, stdev
 from typing import Any
 
 import altair as alt
@@ -45,6 +46,7 @@ from zpp_lab.tools.plan import law
 HERE = Path(__file__).parent
 PREDICTED = HERE / "predicted.json"
 ARMS = "arm, gap in nats a token (seeds)"  # the page's table
+SCATTER = "arm | standard deviation of its gaps"  # the one of their scatter
 SHOWN = {  # studies in predicted.svg: what they are called, their colour, and it on a dark screen
     "reference_10m": ("13.8M", "#0b6eff", "#6aa8ff"),
     "reference_10m_12m": ("13.8M, 12M tokens", "#6b7280", "#9aa4b2"),
@@ -110,6 +112,8 @@ def main() -> int:
         compare()
     elif command == "gaps":
         gaps(studies)
+    elif command == "scatter":
+        scatter(studies)
     else:
         print(__doc__, file=sys.stderr)
         return 2
@@ -191,6 +195,29 @@ def interval(values: list[float]) -> str:
         return ""
     low, high = t_interval(values, 0.95)
     return f"{signed(fmean(values))} ± {(high - low) / 2:.4f} ({len(values)})"
+
+
+def scatter(words: list[str]) -> None:
+    """How far gaps scatter over seeds, and whether an arm's losses follow its baseline's over them,
+    of arms of one study or several, by their scatter."""
+    rows = []
+    for study in dict.fromkeys(word.split("/")[0] for word in words):
+        result = kept(study)
+        assert result is not None, f"{study} has not run"
+        base = result.baseline.runs
+        for arm in (arm for arm in result.arms if f"{study}/{arm.name}" in words):
+            values = list(arm.gaps.values())
+            both = [[runs[s].heldout_loss or 0.0 for s in arm.gaps] for runs in (arm.runs, base)]
+            follows = f"{correlation(*both):.2f}".replace("-", "−")
+            told = f"{stdev(values):.4f} | {follows} | {interval(values)}"
+            rows.append((stdev(values), f"| {arm.name} | {told} |"))
+    lines = [
+        f"| {SCATTER} | losses' correlation with the baseline's | gap (seeds) |",
+        "|---|---|---|---|",
+    ]
+    made = "\n".join([*lines, *(line for _, line in sorted(rows))])
+    renew(HERE / "README.md", SCATTER, made)
+    print(made)
 
 
 def renew(page: Path, head: str, made: str) -> None:
