@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 from tests.study.fake_runs import ARMS, fake_study, write_study_runs
+from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.files import HELDOUT
 from zpp_lab.runs.reader import find_runs, write_study
 from zpp_lab.study.judge.certainty import COLUMNS, certainty
 from zpp_lab.study.judge.documents import read_documents
 from zpp_lab.study.judge.noise import noise_floors
 from zpp_lab.study.judge.stats import t_interval
-from zpp_lab.study.judge.verdict import read_result
+from zpp_lab.study.judge.verdict import judge_study, read_result
 from zpp_lab.study.report.table import interval_line, margin_line
+
+from .test_verdict import run as one_run
 
 KEPT = (ARMS[0], ARMS[1], ARMS[5])  # zero3, zero3_reordered, w4
 
@@ -109,3 +112,20 @@ def test_noise_floor_of_seeds_and_of_order(tmp_path: Path) -> None:
     assert order.arm == "zero3_reordered"
     assert order.largest < 0.002 < floor.spread
     assert order.arm in floor.lines[-1]
+
+
+def test_arms_that_leave_their_baseline_are_named() -> None:
+    losses = {1: 2.40, 2: 2.43, 3: 2.38, 4: 2.45, 5: 2.41, 6: 2.36}
+    strays = dict(zip(losses, (2.41, 2.37, 2.44, 2.40, 2.38, 2.43), strict=True))
+    arms = [ArmConfig("zero3", role="baseline"), ArmConfig("w8"), ArmConfig("w4")]
+    arms.append(ArmConfig("broken", role="negative_control"))
+    study = StudyConfig("s", "?", arms, list(losses))
+    made = {"zero3": losses, "w8": {s: v + 0.001 * s for s, v in losses.items()}}
+    made |= {"w4": strays, "broken": strays}
+    runs = [one_run(arm, s, loss) for arm, own in made.items() for s, loss in own.items()]
+    (floor,) = noise_floors(judge_study(study, runs))
+    assert (floor.helped, floor.apart) == (["w8"], ["w4"])
+    assert any("w4. Pairing" in line for line in floor.lines)
+    few = replace(study, seeds=[1, 2, 3, 4, 5])
+    (floor,) = noise_floors(judge_study(few, [r for r in runs if r.seed < 6]))
+    assert not floor.apart  # five seeds may look so by chance
