@@ -147,7 +147,7 @@ def test_optuna_draws_runs(word: str, tmp_path: Path, capsys: Said) -> None:
         ("zpp-lab stu", ["study"]),
         ("zpp-lab study fir", ["first"]),
         ("zpp-lab train --dry", ["--dry-run"]),
-        ("zpp-lab train recipe=zer", ["recipe=zero3", "recipe=zero3_reordered", "recipe=zeropp"]),
+        ("zpp-lab train recipe=zero3_", ["recipe=zero3_nudged", "recipe=zero3_reordered"]),
         ("zpp-lab train experiment=smoke train.warm", ["train.warmup_steps="]),
         ("zpp-lab doctor x", []),
     ],
