@@ -30,12 +30,11 @@ class ArmConfig:
     `baseline_repeat`: a run of that baseline in another order of sums (runs of one order are equal
     to the bit), such as `recipe=zero3_reordered`, or half of train.batch_size and twice
     train.micro_steps. Gaps of a seed are taken from the mean of the baseline and its repeats.
-    An order control is another order still, and no part of that mean. Nor is it where the baseline
-    is pushed off its path instead (`recipe=zero3_nudged`): that tells how far runs end apart which
-    do not stay beside each other.
+    An order control is another order still, and no part of that mean.
 
-    `sham_control`: noise of a codec's size in the codec's place. It tells whether a gap is the
-    noise's size; its verdict is not known before, so it is judged as arms are, and never advised.
+    `sham_control`: noise of a codec's size in the codec's place, for the whole run or some steps
+    (`recipe=zero3_nudged`). It tells whether a gap is the noise's size; its verdict is not known
+    before, so it is judged as arms are, and never advised.
     """
 
     name: str

@@ -114,18 +114,20 @@ def test_noise_floor_of_seeds_and_of_order(tmp_path: Path) -> None:
     assert order.arm in floor.lines[-1]
 
 
-def test_arms_that_leave_their_baseline_are_named() -> None:
-    losses = {1: 2.40, 2: 2.43, 3: 2.38, 4: 2.45, 5: 2.41, 6: 2.36}
-    strays = dict(zip(losses, (2.41, 2.37, 2.44, 2.40, 2.38, 2.43), strict=True))
-    arms = [ArmConfig("zero3", role="baseline"), ArmConfig("w8"), ArmConfig("w4")]
-    arms.append(ArmConfig("broken", role="negative_control"))
-    study = StudyConfig("s", "?", arms, list(losses))
+def test_arms_of_which_pairing_takes_little_noise_off_are_named() -> None:
+    losses = dict(enumerate((2.40, 2.43, 2.38, 2.45, 2.41, 2.36, 2.42, 2.39), 1))
+    strays = dict(enumerate((2.41, 2.37, 2.44, 2.40, 2.38, 2.43, 2.36, 2.42), 1))
     made = {"zero3": losses, "w8": {s: v + 0.001 * s for s, v in losses.items()}}
-    made |= {"w4": strays, "broken": strays}
+    made |= {"w4": strays, "zero3_reordered": strays, "broken": strays}
+    roles = {"zero3": "baseline", "zero3_reordered": "order_control", "broken": "negative_control"}
+    arms = [ArmConfig(arm, role=roles.get(arm, "arm")) for arm in made]
     runs = [one_run(arm, s, loss) for arm, own in made.items() for s, loss in own.items()]
-    (floor,) = noise_floors(judge_study(study, runs))
-    assert (floor.helped, floor.apart) == (["w8"], ["w4"])
-    assert any("w4. Pairing" in line for line in floor.lines)
-    few = replace(study, seeds=[1, 2, 3, 4, 5])
-    (floor,) = noise_floors(judge_study(few, [r for r in runs if r.seed < 6]))
-    assert not floor.apart  # five seeds may look so by chance
+    (floor,) = noise_floors(judge_study(StudyConfig("s", "?", arms, list(losses)), runs))
+    assert (floor.apart, floor.helped) == (
+        ["w4"],
+        1,
+    )  # controls are known to be other, or not to be
+    assert any("of 1 arms: w4" in line for line in floor.lines)
+    few = StudyConfig("s", "?", arms, [1, 2, 3, 4, 5, 6, 7])
+    (floor,) = noise_floors(judge_study(few, [r for r in runs if r.seed < 8]))
+    assert not floor.apart  # so few seeds may look so by chance

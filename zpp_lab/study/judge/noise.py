@@ -4,8 +4,8 @@ The noise floor needs several seeds. Two seeds of the baseline differ by initial
 order; an unpaired comparison would have to see an arm's gap through that. An order control differs
 from the baseline only in the order of its sums; its gaps are what "nothing changed" looks like
 after as many steps, for arms that stay beside their baseline as it does. Few bits can push a run
-off its path at the start. Then losses do not follow the baseline's from seed to seed, pairing takes
-nothing off, and the gap holds the noise of two runs (experiments/reference).
+off its path. Then its loss hardly follows the baseline's from seed to seed, pairing takes little
+off, and the gap holds the noise of two runs (experiments/reference).
 
 The noise band serves a study with one seed, which has no test and no interval. Its order control
 says at least what nothing looks like: an arm whose gap is no larger shows nothing, one far beyond
@@ -39,7 +39,7 @@ _NEAR = 10  # a training loss's band at a step: the largest within this part of 
 QUIET = 0.01  # of the margin: an order control's gap up to that counts as nothing
 NEAR = (*INSIDE, UNDECIDED)  # verdicts of arms whose gaps spread as an equal arm's do
 FEWEST = 8  # steps; a shorter quiet part says nothing
-PAIRED = 6  # seeds from which on it is told whether pairing by seed helps an arm
+PAIRED = 8  # seeds from which on it is told whether pairing by seed helps an arm
 # A step apart: its norm over the other runs', corrected by how that is in the steps around
 TIMES = 2.0
 AROUND, TWINS = 3, 2  # steps before and after; other runs that it takes
@@ -177,8 +177,8 @@ class NoiseFloor:
     paired_spread: float | None  # of a gap over seeds, median of the arms near the baseline
     seeds_paired: int | None  # to find an equal arm inside the margin with pairing
     orders: Sequence[OrderNoise] = ()
-    helped: Sequence[str] = ()  # arms whose gaps have at most half of two unpaired runs' variance
-    apart: Sequence[str] = ()  # and the others, of those with enough seeds
+    apart: Sequence[str] = ()  # arms of which pairing takes less than half of the variance off
+    helped: int = 0  # how many others there are with enough seeds
 
     @property
     def lines(self) -> list[str]:
@@ -197,13 +197,13 @@ class NoiseFloor:
             )
         if self.apart:
             pairs.append(
-                "Of these arms losses do not follow the baseline's from seed to seed: "
-                f"{', '.join(self.apart)}. Pairing takes less than half of the noise off their "
-                "gaps, and an order control shows too little of it. Of "
-                f"{len(self.helped)} other arms it takes more."
+                f"Pairing takes less than half of the noise off the gaps of {len(self.apart)} "
+                f"arms: {', '.join(self.apart)}. Over these seeds their losses hardly follow the "
+                "baseline's, and an order control says too little of their noise. Of "
+                f"{self.helped} others it takes more."
             )
         return pairs + [
-            f"{order.arm}: an order control, and the gap is {_signed(order.mean)} "
+            f"{order.arm}: only the order of sums differs, and the gap is {_signed(order.mean)} "
             f"nats on average, {order.largest:.5f} at most over {order.seeds} seeds."
             for order in self.orders
         ]
@@ -227,7 +227,14 @@ def _floor(result: StudyResult, base: ArmResult) -> NoiseFloor:
     arms = [arm for arm in result.arms if arm.gap and result.baseline_of(arm).name == base.name]
     near = [a.gap.sd for a in arms if a.gap and a.gap.sd and a.verdict in NEAR]
     paired = median(near) if near else None
-    off = {arm.name: off for arm in arms if (off := _taken_off(arm, base)) is not None}
+    off = {
+        arm.name: taken_off(result, arm)
+        for arm in arms
+        if len(arm.gaps) >= PAIRED
+        and arm.verdict != "baseline"
+        and arm.arm.role not in ("negative_control", "order_control")
+    }
+    apart = [name for name, share in off.items() if share < 0.5]
     return NoiseFloor(
         base.name,
         n,
@@ -238,19 +245,27 @@ def _floor(result: StudyResult, base: ArmResult) -> NoiseFloor:
         paired,
         None if paired is None else _needed(paired, base.margin, confidence),
         [_order(arm) for arm in arms if arm.arm.role == "order_control"],
-        [name for name, share in off.items() if share >= 0.5],
-        [name for name, share in off.items() if share < 0.5],
+        apart,
+        len(off) - len(apart),
     )
 
 
-def _taken_off(arm: ArmResult, base: ArmResult) -> float | None:
-    """The share of two unpaired runs' variance that pairing by seed takes off the gap; None for
-    few seeds, and for arms that are known to be other than their baseline."""
-    if len(arm.gaps) < PAIRED or arm.verdict == "baseline" or arm.arm.role == "negative_control":
-        return None
-    own, theirs = ([one.runs[s].heldout_loss or 0.0 for s in arm.gaps] for one in (arm, base))
+def taken_off(result: StudyResult, arm: ArmResult) -> float:
+    """The share of two unpaired runs' variance over seeds that pairing by seed takes off the gap of
+    an arm with two seeds or more; below 0 where it adds some."""
+    own, theirs = [], []
+    for seed in arm.gaps:
+        own += _heldout([arm.runs[seed]])
+        theirs += _heldout(result.base_runs(arm, seed))
     both = variance(own) + variance(theirs)
-    return 1 - variance(arm.gaps.values()) / both if both else None
+    return 1 - variance(arm.gaps.values()) / both if both else 0.0
+
+
+def _heldout(runs: Sequence[Run]) -> list[float]:
+    """The mean of their held-out losses."""
+    losses = [run.heldout_loss for run in runs]
+    assert None not in losses, "a gap needs both losses"
+    return [fmean(loss for loss in losses if loss is not None)]
 
 
 def _needed(spread: float, margin: float | None, confidence: float) -> int | None:

@@ -290,7 +290,7 @@ def _one_seed_line(result: StudyResult) -> str:
     if not widths:
         return text
     return (
-        f"{text} Noise band: {widths}, as far as noise alone moved the order control (one "
+        f"{text} Noise band: {widths}, as far as the order of sums alone moved the loss (one "
         "draw). Above it a loss is higher than that explains, below it lower; ×: the gap in units "
         "of the band."
     )
