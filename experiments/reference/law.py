@@ -6,7 +6,7 @@
     python experiments/reference/law.py compare             predictions beside what was measured,
                                                             and both as predicted.svg
     python experiments/reference/law.py gaps STUDY...       renews the page's table of gaps
-    python experiments/reference/law.py scatter STUDY/ARM...     renews its table of their scatter
+    python experiments/reference/law.py scatter STUDY...    renews its table of their scatter
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
 controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import correlation, fmean, median, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import altair as alt
@@ -35,6 +35,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.files import conf_dir, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
+from zpp_lab.study.judge.noise import PAIRED, taken_off
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult, read_result
 from zpp_lab.study.report.figures.draw import vegalite_version
@@ -197,25 +198,27 @@ def interval(values: list[float]) -> str:
     return f"{signed(fmean(values))} ± {(high - low) / 2:.4f} ({len(values)})"
 
 
-def scatter(words: list[str]) -> None:
-    """How far gaps scatter over seeds, and whether an arm's losses follow its baseline's over them,
-    of arms of one study or several, by their scatter."""
-    rows = []
-    for study in dict.fromkeys(word.split("/")[0] for word in words):
+def scatter(studies: list[str]) -> None:
+    """How far gaps scatter over seeds, and how much of the noise pairing by seed takes off, of arms
+    with eight seeds or more, by their scatter. Runs that two studies share have one row."""
+    rows: dict[str, str] = {}
+    base = None  # the first study's baseline; arms with another one are called by their study too
+    for study in studies:
         result = kept(study)
-        assert result is not None, f"{study} has not run"
-        base = result.baseline.runs
-        for arm in (arm for arm in result.arms if f"{study}/{arm.name}" in words):
+        if result is None:
+            raise ValueError(f"{study} has not run")
+        base = base or result.baseline.heldout_loss
+        for arm in result.arms:
             values = list(arm.gaps.values())
-            both = [[runs[s].heldout_loss or 0.0 for s in arm.gaps] for runs in (arm.runs, base)]
-            follows = f"{correlation(*both):.2f}".replace("-", "−")
-            told = f"{stdev(values):.4f} | {follows} | {interval(values)}"
-            rows.append((stdev(values), f"| {arm.name} | {told} |"))
-    lines = [
-        f"| {SCATTER} | losses' correlation with the baseline's | gap (seeds) |",
-        "|---|---|---|---|",
-    ]
-    made = "\n".join([*lines, *(line for _, line in sorted(rows))])
+            if len(values) >= PAIRED and arm.arm.role not in ("baseline", "negative_control"):
+                off = f"{100 * taken_off(result, arm):.0f} %".replace("-", "−")
+                told = f"{stdev(values):.5f} | {off} | {interval(values)}"
+                rows[
+                    arm.name if base == result.baseline.heldout_loss else f"{study}/{arm.name}"
+                ] = told
+    lines = [f"| {SCATTER} | noise that pairing takes off | gap (seeds) |", "|---|---|---|---|"]
+    by_scatter = sorted(rows.items(), key=lambda row: float(row[1].split()[0]))
+    made = "\n".join([*lines, *(f"| {name} | {told} |" for name, told in by_scatter)])
     renew(HERE / "README.md", SCATTER, made)
     print(made)
 
