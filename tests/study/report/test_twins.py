@@ -20,8 +20,10 @@ from zpp_lab.runs.checkpoint.read import Saved
 from zpp_lab.runs.metrics import read
 from zpp_lab.train.trainer import run
 
+pytestmark = pytest.mark.slow
+
 PRETRAIN, FINETUNE = "pretrain_13b_mini", "finetune_30b_mini"
-QUICK = {
+FEWER = {  # on 2x1
     PRETRAIN: ("zero3", "zero3_reordered", "w8", "zeropp", "broken"),
     FINETUNE: ("zero3", "w4"),
 }
@@ -50,13 +52,13 @@ def bytes_of(wires: dict[str, dict[str, int]]) -> int:
 
 def arms_of(study: str, cluster: str) -> list[ArmConfig]:
     arms = study_of(study).arms
-    return [a for a in arms if a.name in QUICK[study]] if cluster == "cluster=2x1" else arms
+    return [a for a in arms if a.name in FEWER[study]] if cluster == "cluster=2x1" else arms
 
 
-@pytest.fixture(scope="module", params=["2x1", pytest.param("2x2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["2x1", "2x2"])
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Folders of runs: `base`, and STUDY/ARM of every arm of both twins, on a cluster; on the quick
-    one those of `QUICK`."""
+    """Folders of runs: `base`, and STUDY/ARM of every arm of both twins, on a cluster; on 2x1
+    those of `FEWER`."""
     folder, cluster = tmp_path_factory.mktemp(f"twins{request.param}"), f"cluster={request.param}"
     base = of(PRETRAIN, folder, "base", cluster, *BASE)
     tokenizer = open_data(base.data).folder / TOKENIZER

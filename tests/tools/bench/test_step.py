@@ -137,6 +137,7 @@ def test_a_budget_ends_it_and_keeps_what_there_is(fake: type[Fake], tmp_path: Pa
     assert not (tmp_path / "results.csv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_two_emulated_nodes_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte goes between nodes once: the gather saw two hosts, and the interface agrees."""
