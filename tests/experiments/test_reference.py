@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from tests.small_runs import small
 from zpp_lab.config.compose import load_study
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config, RunConfig
+from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.runs.reader import Run
+from zpp_lab.study.judge.verdict import StudyResult, judge_study
 from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun, write_config
 from zpp_lab.study.run.queue import Ended
@@ -220,3 +224,36 @@ def test_the_published_law_is_what_the_kept_runs_give() -> None:
     for one, other in ((found.values, known.values), (found.covariance, known.covariance)):
         assert np.allclose(one, other, rtol=1e-5)  # last digits differ between processors
     assert found.misfit == pytest.approx(known.misfit)
+
+
+def test_the_table_of_scatter_has_each_run_once_and_names_other_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = loaded("experiments/reference/law.py")
+    arms = [ArmConfig("zero3", role="baseline"), ArmConfig("w8"), ArmConfig("w4")]
+    seeds = range(1, 9)
+    follows, strays = [0.001 * s for s in seeds], [0.02 * (-1) ** s for s in seeds]
+
+    def judged(loss: float) -> StudyResult:
+        base = [loss + 0.01 * (s % 3) for s in seeds]
+        losses = {"zero3": base, "w8": map(sum, zip(base, follows, strict=True))}
+        losses["w4"] = map(sum, zip(base, strays, strict=True))
+        runs = [
+            Run(Path(arm), arm, s, {}, {"heldout_loss": v, "bytes": {}})
+            for arm, own in losses.items()
+            for s, v in zip(seeds, own, strict=True)
+        ]
+        return judge_study(StudyConfig("s", "?", arms, list(seeds)), runs)
+
+    found = {"one": judged(2.0), "same": judged(2.0), "other": judged(3.0)}
+    monkeypatch.setattr(script, "kept", found.get)
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    (tmp_path / "README.md").write_text(f"# a page\n\n| {script.SCATTER} | old |\n| old |\n\nend\n")
+    script.scatter(["one", "same", "other"])
+    rows = [line.split(" | ") for line in (tmp_path / "README.md").read_text().split("\n")[4:-3]]
+    assert [row[0] for row in rows] == ["| w8", "| other/w8", "| w4", "| other/w4"]
+    assert float(rows[0][1]) == pytest.approx(stdev(follows), abs=1e-5)
+    assert int(rows[0][2].removesuffix(" %")) > 90
+    assert int(rows[2][2].removesuffix(" %")) < 50
+    with pytest.raises(ValueError, match="none has not run"):
+        script.scatter(["none"])
