@@ -197,10 +197,10 @@ class NoiseFloor:
             )
         if self.apart:
             pairs.append(
-                f"Pairing takes less than half of the noise off the gaps of {len(self.apart)} "
-                f"arms: {', '.join(self.apart)}. Over these seeds their losses hardly follow the "
-                "baseline's, and an order control says too little of their noise. Of "
-                f"{self.helped} others it takes more."
+                "Pairing takes less than half of the noise off the gaps of "
+                f"{', '.join(self.apart)}: over these seeds losses hardly follow the baseline's, "
+                "and an order control says too little of the noise. Arms of which it takes more: "
+                f"{self.helped}."
             )
         return pairs + [
             f"{order.arm}: only the order of sums differs, and the gap is {_signed(order.mean)} "
@@ -253,19 +253,17 @@ def _floor(result: StudyResult, base: ArmResult) -> NoiseFloor:
 def taken_off(result: StudyResult, arm: ArmResult) -> float:
     """The share of two unpaired runs' variance over seeds that pairing by seed takes off the gap of
     an arm with two seeds or more; below 0 where it adds some."""
-    own, theirs = [], []
-    for seed in arm.gaps:
-        own += _heldout([arm.runs[seed]])
-        theirs += _heldout(result.base_runs(arm, seed))
+    own = [_heldout([arm.runs[seed]]) for seed in arm.gaps]
+    theirs = [_heldout(result.base_runs(arm, seed)) for seed in arm.gaps]
     both = variance(own) + variance(theirs)
     return 1 - variance(arm.gaps.values()) / both if both else 0.0
 
 
-def _heldout(runs: Sequence[Run]) -> list[float]:
-    """The mean of their held-out losses."""
-    losses = [run.heldout_loss for run in runs]
-    assert None not in losses, "a gap needs both losses"
-    return [fmean(loss for loss in losses if loss is not None)]
+def _heldout(runs: Sequence[Run]) -> float:
+    """The mean of the held-out losses of runs that a gap was taken from, so that all have one."""
+    losses = [loss for run in runs if (loss := run.heldout_loss) is not None]
+    assert len(losses) == len(runs), "a gap without a loss"
+    return fmean(losses)
 
 
 def _needed(spread: float, margin: float | None, confidence: float) -> int | None:
