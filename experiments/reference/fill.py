@@ -152,7 +152,8 @@ KEPT = (
 )
 SPARE = 26.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
-LAST = 5.0  # or, where they go on in another call, those that have not written their checkpoint
+PAUSE = 60.0  # or stop, where they go on in another call: 24 of 134M write 38 GB within 30 seconds
+LAST = 5.0  # and at which those are ended that have not written their checkpoint by then
 AFTER = 60.0  # seconds after the first runs in which BESIDE begins
 ENDING = 0.03  # of a run's seconds: what follows its last step
 ALONE = 3.1  # how much longer a run of 10M takes with a GPU to itself than its share of a full one
@@ -371,7 +372,7 @@ class Queue:
     ) -> None:
         self.root, self.out, self.gpus, self.per_gpu = root, out, gpus, per_gpu
         self.until, self.goes_on, self.paused = until, goes_on, 0
-        self.pool = Pool(ENTRY, until - STOP if goes_on else None)
+        self.pool = Pool(ENTRY, until - PAUSE if goes_on else None)
         self.pace = Pace()
         self.threads = max(1, cores() // (len(gpus) * per_gpu))
         self.finished: list[Path] = []
@@ -437,7 +438,7 @@ class Queue:
                 continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:
-                fit = free if seconds > self.pace.start else []
+                fit = free if now + self.pace.start < self.until - PAUSE else []
             else:
                 fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
             if not fit:

@@ -34,7 +34,8 @@ from zpp_lab.train.trainer import run as train
 ROOT = Path(__file__).parents[2]
 fill = loaded("experiments/reference/fill.py")
 corpus = loaded("experiments/reference/corpus.py")
-FITTED = ("reference_10m", "reference_3m", "reference_10m_12m", "reference_30m")  # as its page
+# as its page says
+FITTED = ("reference_10m", "reference_3m", "reference_10m_12m", "reference_30m", "reference_134m")
 
 
 def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
@@ -168,11 +169,13 @@ def test_a_run_that_stops_for_the_next_call_goes_on_there(tmp_path: Path) -> Non
     assert (queue.paused, queue.failed, queue.finished, queue.useful) == (1, 0, [], True)
     shutil.rmtree(folder / "checkpoints")
     assert call().gpus[0].left() == [pytest.approx(1 + fill.ENDING)]
+    late = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + fill.PAUSE, True)
+    assert late.start([run], time.time()) == [run], "it would stop at once"
 
 
 def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_path: Path) -> None:
     gpus = [fill.Gpu("0", apart=True), fill.Gpu("1", apart=True)]
-    queue = fill.Queue(tmp_path, tmp_path, gpus, 2, time.time() + 60, True)
+    queue = fill.Queue(tmp_path, tmp_path, gpus, 2, time.time() + 120, True)
     queue.pool.start = lambda *_: None
     arms = ["mask_ef", "tagc", "zero3", "topk_ef", "zeropp", "qsdp"]
     runs = [PlannedRun(arm, 1, tmp_path / arm, Config()) for arm in arms]
@@ -180,12 +183,12 @@ def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_pat
     shared = [{one.run.arm for one in gpu.runs.values()} for gpu in gpus]
     assert shared == [{"mask_ef", "tagc"}, {"zero3", "zeropp"}]
     gpus = [fill.Gpu(name, apart=True) for name in "01"]
-    queue = fill.Queue(tmp_path, tmp_path, gpus, 8, time.time() + 60, True)
+    queue = fill.Queue(tmp_path, tmp_path, gpus, 8, time.time() + 120, True)
     queue.pool.start = lambda *_: None
     seeds = [PlannedRun("tagc", n, tmp_path / f"tagc{n}", Config()) for n in range(6)]
     assert queue.start(seeds, time.time()) == []
     assert [len(gpu.runs) for gpu in gpus] == [fill.ABREAST, 2]
-    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0", apart=True)], 2, time.time() + 60, True)
+    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0", apart=True)], 2, time.time() + 120, True)
     queue.pool.start = lambda *_: None
     slow = runs[0]
     assert queue.start(runs[2:3], time.time()) == []
