@@ -5,12 +5,13 @@
                                                             STUDY/ARM: that one alone
     python experiments/reference/law.py compare             predictions beside what was measured,
                                                             and both as predicted.svg
-    python experiments/reference/law.py gaps STUDY...       renews the page's table of gaps
-    python experiments/reference/law.py scatter STUDY...    renews its table of their scatter
+    python experiments/reference/law.py gaps STUDY...       LOSS.md's tables and loss.svg
+    python experiments/reference/law.py scatter STUDY...    its table of gaps' scatter
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
 controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
 its runs, and the history shows it. `compare` has a row for each predicted arm that has run since.
+`gaps` shows single codecs by wire and bits in the first study, and all studies in that order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
 from zpp_lab.study.judge.noise import PAIRED, taken_off
 from zpp_lab.study.judge.stats import t_interval
-from zpp_lab.study.judge.verdict import StudyResult, read_result
+from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 from zpp_lab.study.report.figures.draw import vegalite_version
 from zpp_lab.study.report.style import FONT
 from zpp_lab.study.report.table import signed
@@ -46,8 +47,43 @@ from zpp_lab.tools.plan import law
 
 HERE = Path(__file__).parent
 PREDICTED = HERE / "predicted.json"
-ARMS = "arm, gap in nats a token (seeds)"  # the page's table
-SCATTER = "arm | standard deviation of its gaps"  # the one of their scatter
+PAGE = HERE / "LOSS.md"
+WIRES = "wire, gap in nats a token"  # the page's tables, by how they begin: of single codecs,
+ARMS = "arm, gap in nats a token (seeds)"  # of the others,
+SCATTER = "arm | standard deviation of its gaps"  # and of how far gaps scatter
+BITS = (8, 6, 4, 3, 2)
+CODECS = {  # rows of WIRES and their arms
+    **{f"weights, blocks of {n:,}": f"w{{}}_{n}_symmetric" for n in (32, 64, 256, 2048)},
+    **{f"the same with a zero point, {n:,}": f"w{{}}_{n}_asymmetric" for n in (32, 64, 256, 2048)},
+    "weights, blocks of 256, stochastic": "w{}_stochastic",
+    "gradients, one hop": "g{}_one_hop_plain",
+    "gradients, one hop, rotated": "g{}_one_hop_hadamard",
+    "gradients, two hops": "g{}_two_hops_plain",
+    "gradients, two hops, rotated": "g{}_two_hops_hadamard",
+}
+BY_BITS = {  # what loss.svg has: rows of CODECS, then arms; what they are called there
+    "weights, blocks of 256": ("weights, blocks of 256", "#0b6eff"),
+    "the same with a zero point, 32": ("weights, zero point, blocks of 32", "#117733"),
+    "gradients, two hops": ("gradients, two hops", "#b45309"),
+    "gradients, one hop": ("gradients, one hop", "#aa4499"),
+}
+BY_SIZE = {
+    "w2_256_symmetric": ("2-bit weights", "#0b6eff"),
+    "g2_one_hop_plain": ("2-bit gradients", "#aa4499"),
+    "w3_256_symmetric": ("3-bit weights", "#117733"),
+    "w4_256_symmetric": ("4-bit weights", "#b45309"),
+    "zeropp": ("ZeRO++", "#c21b0d"),
+    "g8_4_hadamard": ("8- and 4-bit gradients", "#6b7280"),
+}
+SIZE_AXIS = alt.Axis(values=[3, 10, 30, 100], format="~g", grid=False)
+ON_DARK = {  # what these are on a dark screen
+    "#0b6eff": "#6aa8ff",
+    "#117733": "#5ad87e",
+    "#aa4499": "#e59bd9",
+    "#b45309": "#f5a524",
+    "#c21b0d": "#ff8a7a",
+    "#6b7280": "#9aa4b2",
+}
 SHOWN = {  # studies in predicted.svg: what they are called, their colour, and it on a dark screen
     "reference_10m": ("13.8M", "#0b6eff", "#6aa8ff"),
     "reference_10m_12m": ("13.8M, 12M tokens", "#6b7280", "#9aa4b2"),
@@ -172,23 +208,44 @@ def kept_gaps(name: str) -> dict[str, list[float]]:
 
 
 def gaps(studies: list[str]) -> None:
-    """Mean, 95 % interval over seeds alone (Student's t) and seeds, by the gap in the first study
-    that has the arm; arms with one seed are left out."""
+    """Mean, 95 % interval over seeds alone (Student's t) and seeds; arms with one seed are left
+    out. A table of single codecs in the first study, with the report's verdicts, one of all arms
+    that are none or ran in another study, by the gap in the first that has them, and the figure."""
+    first = kept(studies[0])
+    assert first is not None
+    singles = {arm.name: f"{codec_gap(arm)}, {arm.verdict}" for arm in first.arms}
+    head = f"| {WIRES} | {' | '.join(f'{bits} bits' for bits in BITS)} |"
+    lines = [head, f"|---|{'---|' * len(BITS)}"]
+    for wire, name in CODECS.items():
+        cells = [singles.get(name.format(bits), "") for bits in BITS]
+        lines.append(f"| {wire} | {' | '.join(cells)} |")
+    renew(PAGE, WIRES, "\n".join(lines))
+    print(*lines, sep="\n")
+
     every = [kept_gaps(study) for study in studies]
     roles = {arm.name: arm.role for study in studies for arm in load_study(study).arms}
     told: dict[str, float] = {}
     for found in every:
         told = {arm: fmean(values) for arm, values in found.items() if len(values) > 1} | told
     lines = [f"| {ARMS} | {' | '.join(studies)} |", f"|---|{'---|' * len(studies)}"]
+    shown = {name.format(bits) for name in CODECS.values() for bits in BITS}
     for arm, _ in sorted(told.items(), key=lambda item: item[1]):
-        if roles[arm] == "baseline":
+        elsewhere = any(len(found.get(arm, [])) > 1 for found in every[1:])
+        if roles[arm] == "baseline" or (arm in shown and not elsewhere):
             continue
         role = "" if roles[arm] == "arm" else f" ({roles[arm].replace('_', ' ')})"
         cells = [interval(found.get(arm, [])) for found in every]
         lines.append(f"| {arm}{role} | {' | '.join(cells)} |")
     made = "\n".join(lines)
-    renew(HERE / "README.md", ARMS, made)
+    renew(PAGE, ARMS, made)
     print(made)
+    write_atomic(HERE / "loss.svg", draw_gaps(dict(zip(studies, every, strict=True))))
+
+
+def codec_gap(arm: ArmResult) -> str:
+    """Its gap, and of how many seeds where these are not PAIRED."""
+    told = interval(list(arm.gaps.values()))
+    return told.removesuffix(f" ({PAIRED})")
 
 
 def interval(values: list[float]) -> str:
@@ -219,7 +276,7 @@ def scatter(studies: list[str]) -> None:
     lines = [f"| {SCATTER} | noise that pairing takes off | gap (seeds) |", "|---|---|---|---|"]
     by_scatter = sorted(rows.items(), key=lambda row: float(row[1].split()[0]))
     made = "\n".join([*lines, *(f"| {name} | {told} |" for name, told in by_scatter)])
-    renew(HERE / "README.md", SCATTER, made)
+    renew(PAGE, SCATTER, made)
     print(made)
 
 
@@ -325,7 +382,80 @@ def draw(rows: Sequence[tuple[law.Cell, Mapping[str, Any]]]) -> str:
     return figure(chart, {light: dark for _, light, dark in looks})
 
 
-def figure(chart: alt.LayerChart, colors: Mapping[str, str]) -> str:
+def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
+    """Gaps of studies, by seed: by bits in the first of them, and by size beside the published law
+    in all with as many tokens, as SVG."""
+    first, published = next(iter(every)), law.load_law()
+    sizes = {cell.name: cell for study in every for cell in measured(study)}
+    bits, points, lines = [], [], []
+    for wire, (name, _) in BY_BITS.items():
+        for n in BITS:
+            if len(values := every[first].get(CODECS[wire].format(n), [])) > 1:
+                bits.append({"name": name, "x": n} | spread(values))
+    for arm, (name, _) in BY_SIZE.items():
+        like = sizes[f"{first}/{arm}"]
+        for study, found in every.items():
+            cell = sizes.get(f"{study}/{arm}")
+            if cell and cell.tokens == like.tokens:
+                points.append({"name": name, "x": cell.parameters / 1e6} | spread(found[arm]))
+        for x in (2.5 * 1.25**i for i in range(19)):
+            y = published.predict(like.errors, x * 1e6, like.tokens).gap
+            lines.append({"name": name, "x": x, "y": y})
+    more = published.cells - len(points)
+    by_bits = panel(
+        alt.X("x:O", title="bits a number", sort=[*BITS], axis=alt.Axis(labelAngle=0)),
+        dict(BY_BITS.values()),
+        [("line", bits), ("rule", bits), ("point", bits)],
+    ).properties(title=headed("What bits cost, by bits", "13.8M parameters; one wire alone"))
+    size = alt.Scale(type="log", domain=[2.3, 170], nice=False)
+    by_size = panel(
+        alt.X("x:Q", title="million parameters in blocks", scale=size, axis=SIZE_AXIS),
+        dict(BY_SIZE.values()),
+        [("line", lines), ("rule", points), ("point", points)],
+    ).properties(title=headed("By size", f"lines: the law, fitted to these and {more} gaps more"))
+    return figure((by_bits & by_size).resolve_scale(color="independent"), ON_DARK)
+
+
+def headed(title: str, more: str) -> dict[str, Any]:
+    return {"text": title, "subtitle": ["nats a token above plain ZeRO-3, 95 % upright", more]}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    low, high = t_interval(values, 0.95)
+    return {"y": fmean(values), "low": low, "high": high}
+
+
+def panel(
+    x: alt.X, colors: Mapping[str, str], layers: list[tuple[str, list[dict[str, Any]]]]
+) -> alt.LayerChart:
+    """Gaps over `x`, a colour for each name; linear up to 0.002 nats, logarithmic beyond."""
+    scale = alt.Scale(type="symlog", constant=0.002, domain=[-0.003, 1], nice=False, clamp=True)
+    ticks = [0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
+    low = alt.Y("low:Q", title=None, scale=scale, axis=alt.Axis(values=ticks, format="~g"))
+    legend = alt.Legend(
+        title=None,
+        orient="bottom",
+        columns=2,
+        columnPadding=40,
+        labelFontSize=14,
+        labelLimit=260,
+        labelColor="#374151",
+    )
+    color = alt.Color(
+        "name:N",
+        scale=alt.Scale(domain=list(colors), range=list(colors.values())),
+        legend=legend,
+    )
+    marks = {"line": {"opacity": 0.6}, "rule": {"opacity": 0.5}, "point": {"filled": True}}
+    charts = []
+    for mark, values in layers:
+        chart = alt.Chart(alt.Data(values=values)).encode(x=x, color=color)
+        chart = chart.encode(y=low, y2="high:Q") if mark == "rule" else chart.encode(y="y:Q")
+        charts.append(getattr(chart, f"mark_{mark}")(**marks[mark]))
+    return alt.layer(*charts).properties(width=450, height=320)
+
+
+def figure(chart: alt.LayerChart | alt.VConcatChart, colors: Mapping[str, str]) -> str:
     """As SVG, dark where the screen is. colors: the chart's own, and what they are then."""
     svg = vl_convert.vegalite_to_svg(
         chart.to_dict() | {"config": FIGURE}, vl_version=vegalite_version()

@@ -229,34 +229,70 @@ def test_the_published_law_is_what_the_kept_runs_give() -> None:
     assert found.misfit == pytest.approx(known.misfit)
 
 
+def judged(loss: float, **gaps: list[float]) -> StudyResult:
+    """A study of these arms with eight seeds, whose gaps to the baseline are those."""
+    seeds = range(1, 9)
+    base = [loss + 0.01 * (s % 3) for s in seeds]
+    losses = {"zero3": base}
+    losses |= {arm: [b + g for b, g in zip(base, own, strict=True)] for arm, own in gaps.items()}
+    arms = [ArmConfig(arm, role="arm" if arm in gaps else "baseline") for arm in losses]
+    runs = [
+        Run(Path(arm), arm, s, {}, {"heldout_loss": v, "bytes": {}})
+        for arm, own in losses.items()
+        for s, v in zip(seeds, own, strict=True)
+    ]
+    return judge_study(StudyConfig("s", "?", arms, list(seeds)), runs)
+
+
+def page_of(script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *heads: str) -> Path:
+    """A page with a table for each head, which the script takes for its own."""
+    page = folder / "page.md"
+    page.write_text("# a page\n\n" + "".join(f"| {h} | old |\n| old |\n\n" for h in heads))
+    monkeypatch.setattr(script, "PAGE", page)
+    return page
+
+
 def test_the_table_of_scatter_has_each_run_once_and_names_other_baselines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = loaded("experiments/reference/law.py")
-    arms = [ArmConfig("zero3", role="baseline"), ArmConfig("w8"), ArmConfig("w4")]
-    seeds = range(1, 9)
-    follows, strays = [0.001 * s for s in seeds], [0.02 * (-1) ** s for s in seeds]
-
-    def judged(loss: float) -> StudyResult:
-        base = [loss + 0.01 * (s % 3) for s in seeds]
-        losses = {"zero3": base, "w8": map(sum, zip(base, follows, strict=True))}
-        losses["w4"] = map(sum, zip(base, strays, strict=True))
-        runs = [
-            Run(Path(arm), arm, s, {}, {"heldout_loss": v, "bytes": {}})
-            for arm, own in losses.items()
-            for s, v in zip(seeds, own, strict=True)
-        ]
-        return judge_study(StudyConfig("s", "?", arms, list(seeds)), runs)
-
-    found = {"one": judged(2.0), "same": judged(2.0), "other": judged(3.0)}
+    follows, strays = [[0.001 * s for s in range(1, 9)], [0.02, -0.02] * 4]
+    found = {
+        name: judged(loss, w8=follows, w4=strays)
+        for name, loss in {"one": 2.0, "same": 2.0, "other": 3.0}.items()
+    }
     monkeypatch.setattr(script, "kept", found.get)
-    monkeypatch.setattr(script, "HERE", tmp_path)
-    (tmp_path / "README.md").write_text(f"# a page\n\n| {script.SCATTER} | old |\n| old |\n\nend\n")
+    page = page_of(script, tmp_path, monkeypatch, script.SCATTER)
     script.scatter(["one", "same", "other"])
-    rows = [line.split(" | ") for line in (tmp_path / "README.md").read_text().split("\n")[4:-3]]
+    rows = [line.split(" | ") for line in page.read_text().split("\n")[4:-2]]
     assert [row[0] for row in rows] == ["| w8", "| other/w8", "| w4", "| other/w4"]
     assert float(rows[0][1]) == pytest.approx(stdev(follows), abs=1e-5)
     assert int(rows[0][2].removesuffix(" %")) > 90
     assert int(rows[2][2].removesuffix(" %")) < 50
     with pytest.raises(ValueError, match="none has not run"):
         script.scatter(["none"])
+
+
+def test_the_tables_of_gaps_show_single_codecs_by_bits_and_the_others_by_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = loaded("experiments/reference/law.py")
+    noise = [0.0001, -0.0001] * 4
+    first = judged(
+        2.0, w4_256_symmetric=[0.5 + n for n in noise], g8_one_hop_plain=noise, w8g8=noise
+    )
+    found = {"one": first, "two": judged(3.0, g8_one_hop_plain=noise)}
+    monkeypatch.setattr(script, "kept", found.get)
+    monkeypatch.setattr(script, "load_study", lambda name: found[name].study)
+    monkeypatch.setattr(script, "draw_gaps", lambda every: f"<svg>{[*every]}")
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    page = page_of(script, tmp_path, monkeypatch, script.WIRES, script.ARMS)
+    script.gaps(["one", "two"])
+    cells = [line[2:].split(" | ", 1) for line in page.read_text().split("\n")]
+    rows = dict(row for row in cells if len(row) == 2)
+    assert rows["weights, blocks of 256"] == " |  | +0.5000 ± 0.0001, worse |  |  |"
+    assert rows["gradients, one hop"] == "0.0000 ± 0.0001, on par |  |  |  |  |"
+    assert "w4_256_symmetric" not in rows, "it is in the first table"
+    assert rows["g8_one_hop_plain"] == "0.0000 ± 0.0001 (8) | 0.0000 ± 0.0001 (8) |"
+    assert rows["w8g8"] == "0.0000 ± 0.0001 (8) |  |"
+    assert (tmp_path / "loss.svg").read_text() == "<svg>['one', 'two']"
