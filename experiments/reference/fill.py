@@ -111,6 +111,7 @@ PARTS = (
     Part("nudged", None, (*FOUR, *MORE)),
     Part("reference_10m", None, FOUR),
     Part("reference_10m", None, MORE),
+    Part("reference_10m_200m", None, (1, 2)),  # whether gaps grow with tokens
     Part("reference_368m", None, FOUR),
     Part("reference_10m", None, NEXT),
     Part("reference_10m_200m", None, FOUR),
@@ -120,20 +121,22 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Size:
-    """What a run takes beside one of reference_10m: its share of a GPU's time, and GiB."""
+    """What a run takes beside one of reference_10m: its share of a GPU's time; its GiB; the GB of
+    its checkpoint, each of which takes a disk that all write to a second."""
 
     work: float = 1.0
     gib: float = 6.5
+    gb: float = 0.2
 
 
 SIZES = {  # first figures; `Measured` learns the pace of all from those that ran
     "reference_3m": Size(0.6, 5.0),
     "reference_10m_12m": Size(0.26),
     "reference_10m_200m": Size(4.0),
-    "reference_30m": Size(2.0, 10.0),
-    "reference_134m": Size(6.5, 10.0),
-    "memories_134m": Size(6.5, 13.0),
-    "reference_368m": Size(17.0, 22.0),
+    "reference_30m": Size(2.0, 10.0, 0.4),
+    "reference_134m": Size(6.5, 10.0, 1.6),
+    "memories_134m": Size(6.5, 13.0, 2.3),
+    "reference_368m": Size(17.0, 22.0, 4.4),
 }
 # times as long beside other runs, as they start many small kernels; mask is a guess
 SLOW = {"sham": 2.9, "topk": 3.8, "mask": 7.0, "tagc_topk": 3.2, "tagc": 4.5}
@@ -152,7 +155,7 @@ KEPT = (
 )
 SPARE = 26.0  # seconds before the call's end at which the last run shall have finished
 STOP = 14.0  # and at which runs that have not finished after all are ended
-PAUSE = 60.0  # or stop, where they go on in another call: 24 of 134M write 38 GB within 30 seconds
+PAUSE = 20.0  # or the last one stops to go on in another call; others stop before, one by one
 LAST = 5.0  # and at which those are ended that have not written their checkpoint by then
 AFTER = 60.0  # seconds after the first runs in which BESIDE begins
 ENDING = 0.03  # of a run's seconds: what follows its last step
@@ -372,7 +375,7 @@ class Queue:
     ) -> None:
         self.root, self.out, self.gpus, self.per_gpu = root, out, gpus, per_gpu
         self.until, self.goes_on, self.paused = until, goes_on, 0
-        self.pool = Pool(ENTRY, until - PAUSE if goes_on else None)
+        self.pool = Pool(ENTRY)
         self.pace = Pace()
         self.threads = max(1, cores() // (len(gpus) * per_gpu))
         self.finished: list[Path] = []
@@ -438,7 +441,7 @@ class Queue:
                 continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:
-                fit = free if now + self.pace.start < self.until - PAUSE else []
+                fit = free if now + self.pace.start < self.stops() - size(run).gb else []
             else:
                 fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
             if not fit:
@@ -446,9 +449,18 @@ class Queue:
             spread = slow(run) == 1  # over all GPUs; slow runs first fill the one that has some
             gpu = min(fit, key=lambda g: (not (spread or g.runs), sum(g.left())))
             waiting.remove(run)
+            config = run.config
+            if self.goes_on:
+                config = replace(config, run=replace(config.run, until=self.stops()))
             gpu.runs[run.dir] = Running(run, now, last_step(run.dir))
-            self.pool.start(run, Slot(self.threads, gpu.name))
+            self.pool.start(replace(run, config=config), Slot(self.threads, gpu.name))
         return waiting
+
+    def stops(self) -> float:
+        """By when one more run shall have written its checkpoint: before those that run write
+        theirs. All at once, 19 of 24 runs of 134M had not written theirs after 9 seconds."""
+        written = sum(size(one.run).gb for gpu in self.gpus for one in gpu.runs.values())
+        return self.until - PAUSE - written
 
     def settle(self, ended: Ended) -> list[PlannedRun]:
         """Note how it ended. A run that fails before it makes a step is to be begun once more:

@@ -173,6 +173,17 @@ def test_a_run_that_stops_for_the_next_call_goes_on_there(tmp_path: Path) -> Non
     assert late.start([run], time.time()) == [run], "it would stop at once"
 
 
+def test_runs_that_go_on_write_their_checkpoints_one_after_another(tmp_path: Path) -> None:
+    config = Config(run=RunConfig(study="reference_134m"))
+    runs = [PlannedRun("zero3", n, tmp_path / f"seed{n}", config) for n in (1, 2, 3)]
+    end, stops = time.time() + 500, []
+    queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0"), fill.Gpu("1")], 2, end, True)
+    queue.pool.start = lambda run, _: stops.append(run.config.run.until)
+    assert queue.start(list(runs), time.time()) == []
+    each = fill.SIZES["reference_134m"].gb
+    assert stops == pytest.approx([end - fill.PAUSE - i * each for i in range(3)])
+
+
 def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_path: Path) -> None:
     gpus = [fill.Gpu("0", apart=True), fill.Gpu("1", apart=True)]
     queue = fill.Queue(tmp_path, tmp_path, gpus, 2, time.time() + 120, True)
