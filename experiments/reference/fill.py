@@ -6,8 +6,8 @@ and only one that would finish before CALL_END (a unix time): what each GPU gets
 OUT/NAME.tar.gz has what finished runs of study NAME wrote, renewed each minute. Kept runs lie in
 ROOT/NAME before this starts, so nothing is trained twice. More words are settings of all runs.
 Where READY is set, no run starts before that file is there.
-Where GOES_ON is set, another call follows on this machine: runs stop at CALL_END with a checkpoint,
-and go on in that call.
+Where GOES_ON is set, another call follows on this machine: runs stop one by one before CALL_END,
+each with a checkpoint, and go on in that call.
 BESIDE: a command that begins a minute after the first runs and ends with the call: OUT/beside.log.
 
 With `--list` it says what would run, in order, and starts nothing.
@@ -441,7 +441,8 @@ class Queue:
                 continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:
-                fit = free if now + self.pace.start < self.stops() - size(run).gb else []
+                begins = now + self.pace.start + SPARE - STOP
+                fit = free if begins < self.stops() - size(run).gb else []
             else:
                 fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
             if not fit:

@@ -11,7 +11,8 @@
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
 controls stay out. `predict` keeps what predicted.json has already: a prediction is committed before
 its runs, and the history shows it. `compare` has a row for each predicted arm that has run since.
-`gaps` shows single codecs by wire and bits in the first study, and all studies in that order.
+`gaps` shows single codecs by wire and bits in the first study, all studies in that order, and
+the law as it was fitted last.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import math
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -38,7 +40,7 @@ from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
 from zpp_lab.study.judge.noise import PAIRED, taken_off
 from zpp_lab.study.judge.stats import t_interval
-from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
+from zpp_lab.study.judge.verdict import StudyResult, read_result
 from zpp_lab.study.report.figures.draw import vegalite_version
 from zpp_lab.study.report.style import FONT
 from zpp_lab.study.report.table import signed
@@ -61,29 +63,25 @@ CODECS = {  # rows of WIRES and their arms
     "gradients, two hops": "g{}_two_hops_plain",
     "gradients, two hops, rotated": "g{}_two_hops_hadamard",
 }
-BY_BITS = {  # what loss.svg has: rows of CODECS, then arms; what they are called there
-    "weights, blocks of 256": ("weights, blocks of 256", "#0b6eff"),
-    "the same with a zero point, 32": ("weights, zero point, blocks of 32", "#117733"),
-    "gradients, two hops": ("gradients, two hops", "#b45309"),
-    "gradients, one hop": ("gradients, one hop", "#aa4499"),
+BY_BITS = {  # lines of loss.svg: rows of CODECS, then arms; what they are called there, colours
+    "weights, blocks of 256": ("weights, blocks of 256", "#0b6eff", "#6aa8ff"),
+    "the same with a zero point, 32": (
+        "weights, zero point, blocks of 32",
+        "#117733",
+        "#5ad87e",
+    ),
+    "gradients, two hops": ("gradients, two hops", "#b45309", "#f5a524"),
+    "gradients, one hop": ("gradients, one hop", "#aa4499", "#e59bd9"),
 }
 BY_SIZE = {
-    "w2_256_symmetric": ("2-bit weights", "#0b6eff"),
-    "g2_one_hop_plain": ("2-bit gradients", "#aa4499"),
-    "w3_256_symmetric": ("3-bit weights", "#117733"),
-    "w4_256_symmetric": ("4-bit weights", "#b45309"),
-    "zeropp": ("ZeRO++", "#c21b0d"),
-    "g8_4_hadamard": ("8- and 4-bit gradients", "#6b7280"),
+    "w2_256_symmetric": ("2-bit weights", "#0b6eff", "#6aa8ff"),
+    "g2_one_hop_plain": ("2-bit gradients", "#aa4499", "#e59bd9"),
+    "w3_256_symmetric": ("3-bit weights", "#117733", "#5ad87e"),
+    "w4_256_symmetric": ("4-bit weights", "#b45309", "#f5a524"),
+    "zeropp": ("ZeRO++", "#c21b0d", "#ff8a7a"),
+    "g8_4_hadamard": ("8- and 4-bit gradients", "#6b7280", "#9aa4b2"),
 }
 SIZE_AXIS = alt.Axis(values=[3, 10, 30, 100], format="~g", grid=False)
-ON_DARK = {  # what these are on a dark screen
-    "#0b6eff": "#6aa8ff",
-    "#117733": "#5ad87e",
-    "#aa4499": "#e59bd9",
-    "#b45309": "#f5a524",
-    "#c21b0d": "#ff8a7a",
-    "#6b7280": "#9aa4b2",
-}
 SHOWN = {  # studies in predicted.svg: what they are called, their colour, and it on a dark screen
     "reference_10m": ("13.8M", "#0b6eff", "#6aa8ff"),
     "reference_10m_12m": ("13.8M, 12M tokens", "#6b7280", "#9aa4b2"),
@@ -190,6 +188,7 @@ def measured(name: str) -> list[law.Cell]:
     ]
 
 
+@cache
 def kept(name: str) -> StudyResult | None:
     """A study's kept runs, judged; None where it has not run. Their folders are gone."""
     archive = HERE / f"{name}.tar.xz"
@@ -212,8 +211,13 @@ def gaps(studies: list[str]) -> None:
     out. A table of single codecs in the first study, with the report's verdicts, one of all arms
     that are none or ran in another study, by the gap in the first that has them, and the figure."""
     first = kept(studies[0])
-    assert first is not None
-    singles = {arm.name: f"{codec_gap(arm)}, {arm.verdict}" for arm in first.arms}
+    if first is None:
+        raise ValueError(f"{studies[0]} has not run")
+    singles = {
+        arm.name: f"{interval(list(arm.gaps.values()))}, {arm.verdict}"
+        for arm in first.arms
+        if len(arm.gaps) > 1
+    }
     head = f"| {WIRES} | {' | '.join(f'{bits} bits' for bits in BITS)} |"
     lines = [head, f"|---|{'---|' * len(BITS)}"]
     for wire, name in CODECS.items():
@@ -240,12 +244,6 @@ def gaps(studies: list[str]) -> None:
     renew(PAGE, ARMS, made)
     print(made)
     write_atomic(HERE / "loss.svg", draw_gaps(dict(zip(studies, every, strict=True))))
-
-
-def codec_gap(arm: ArmResult) -> str:
-    """Its gap, and of how many seeds where these are not PAIRED."""
-    told = interval(list(arm.gaps.values()))
-    return told.removesuffix(f" ({PAIRED})")
 
 
 def interval(values: list[float]) -> str:
@@ -388,11 +386,11 @@ def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
     first, published = next(iter(every)), law.load_law()
     sizes = {cell.name: cell for study in every for cell in measured(study)}
     bits, points, lines = [], [], []
-    for wire, (name, _) in BY_BITS.items():
+    for wire, (name, *_) in BY_BITS.items():
         for n in BITS:
             if len(values := every[first].get(CODECS[wire].format(n), [])) > 1:
                 bits.append({"name": name, "x": n} | spread(values))
-    for arm, (name, _) in BY_SIZE.items():
+    for arm, (name, *_) in BY_SIZE.items():
         like = sizes[f"{first}/{arm}"]
         for study, found in every.items():
             cell = sizes.get(f"{study}/{arm}")
@@ -401,23 +399,24 @@ def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
         for x in (2.5 * 1.25**i for i in range(19)):
             y = published.predict(like.errors, x * 1e6, like.tokens).gap
             lines.append({"name": name, "x": x, "y": y})
-    more = published.cells - len(points)
     by_bits = panel(
         alt.X("x:O", title="bits a number", sort=[*BITS], axis=alt.Axis(labelAngle=0)),
-        dict(BY_BITS.values()),
+        BY_BITS.values(),
         [("line", bits), ("rule", bits), ("point", bits)],
-    ).properties(title=headed("What bits cost, by bits", "13.8M parameters; one wire alone"))
+    ).properties(title=headed("By bits", "13.8M parameters; one wire alone"))
     size = alt.Scale(type="log", domain=[2.3, 170], nice=False)
     by_size = panel(
         alt.X("x:Q", title="million parameters in blocks", scale=size, axis=SIZE_AXIS),
-        dict(BY_SIZE.values()),
+        BY_SIZE.values(),
         [("line", lines), ("rule", points), ("point", points)],
-    ).properties(title=headed("By size", f"lines: the law, fitted to these and {more} gaps more"))
-    return figure((by_bits & by_size).resolve_scale(color="independent"), ON_DARK)
+    ).properties(title=headed("By size", "lines: the law"))
+    dark = {light: dark for _, light, dark in (*BY_BITS.values(), *BY_SIZE.values())}
+    return figure((by_bits & by_size).resolve_scale(color="independent"), dark)
 
 
 def headed(title: str, more: str) -> dict[str, Any]:
-    return {"text": title, "subtitle": ["nats a token above plain ZeRO-3, 95 % upright", more]}
+    told = "nats a token above plain ZeRO-3; upright lines: 95 % intervals"
+    return {"text": title, "subtitle": [told, more]}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -426,10 +425,11 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def panel(
-    x: alt.X, colors: Mapping[str, str], layers: list[tuple[str, list[dict[str, Any]]]]
+    x: alt.X, looks: Iterable[tuple[str, str, str]], layers: list[tuple[str, list[dict[str, Any]]]]
 ) -> alt.LayerChart:
     """Gaps over `x`, a colour for each name; linear up to 0.002 nats, logarithmic beyond."""
-    scale = alt.Scale(type="symlog", constant=0.002, domain=[-0.003, 1], nice=False, clamp=True)
+    names, colors, _ = zip(*looks, strict=True)
+    scale = alt.Scale(type="symlog", constant=0.002, domain=[-0.005, 1], nice=False)
     ticks = [0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
     low = alt.Y("low:Q", title=None, scale=scale, axis=alt.Axis(values=ticks, format="~g"))
     legend = alt.Legend(
@@ -443,7 +443,7 @@ def panel(
     )
     color = alt.Color(
         "name:N",
-        scale=alt.Scale(domain=list(colors), range=list(colors.values())),
+        scale=alt.Scale(domain=names, range=colors),
         legend=legend,
     )
     marks = {"line": {"opacity": 0.6}, "rule": {"opacity": 0.5}, "point": {"filled": True}}

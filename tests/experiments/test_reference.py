@@ -169,8 +169,12 @@ def test_a_run_that_stops_for_the_next_call_goes_on_there(tmp_path: Path) -> Non
     assert (queue.paused, queue.failed, queue.finished, queue.useful) == (1, 0, [], True)
     shutil.rmtree(folder / "checkpoints")
     assert call().gpus[0].left() == [pytest.approx(1 + fill.ENDING)]
-    late = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, time.time() + fill.PAUSE, True)
-    assert late.start([run], time.time()) == [run], "it would stop at once"
+    reserve = fill.Pace().start + fill.SPARE - fill.STOP + fill.PAUSE + fill.Size().gb
+    for seconds, waits in ((reserve + 5, []), (reserve - 5, [run])):  # for a run that would stop
+        until = time.time() + seconds
+        queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0")], 1, until, True)
+        queue.pool.start = lambda *_: None
+        assert queue.start([run], time.time()) == waits
 
 
 def test_runs_that_go_on_write_their_checkpoints_one_after_another(tmp_path: Path) -> None:
@@ -284,26 +288,46 @@ def test_the_table_of_scatter_has_each_run_once_and_names_other_baselines(
         script.scatter(["none"])
 
 
-def test_the_tables_of_gaps_show_single_codecs_by_bits_and_the_others_by_study(
+def test_gaps_are_shown_by_bits_by_study_and_by_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = loaded("experiments/reference/law.py")
     noise = [0.0001, -0.0001] * 4
-    first = judged(
-        2.0, w4_256_symmetric=[0.5 + n for n in noise], g8_one_hop_plain=noise, w8g8=noise
-    )
-    found = {"one": first, "two": judged(3.0, g8_one_hop_plain=noise)}
+    drawn = {arm: [0.5 + n for n in noise] for arm in script.BY_SIZE}
+    found = {
+        "one": judged(2.0, **drawn, g8_one_hop_plain=noise),
+        "two": judged(3.0, g8_one_hop_plain=noise, w2_256_symmetric=noise),
+        "longer": judged(3.0, w2_256_symmetric=noise),
+    }
+    extents = {"one": (1e7, 5e7), "two": (1e8, 5e7), "longer": (1e7, 2e8)}
+
+    def measured(study: str) -> list[Any]:
+        names = [arm.name for arm in found[study].arms if arm.gaps]
+        errors = script.law.Errors(0.1, 0.0)
+        return [script.law.Cell(f"{study}/{n}", errors, *extents[study], 0.5, 0.1) for n in names]
+
     monkeypatch.setattr(script, "kept", found.get)
+    monkeypatch.setattr(script, "measured", measured)
     monkeypatch.setattr(script, "load_study", lambda name: found[name].study)
-    monkeypatch.setattr(script, "draw_gaps", lambda every: f"<svg>{[*every]}")
     monkeypatch.setattr(script, "HERE", tmp_path)
+    panels: list[Any] = []
+    panel = script.panel
+    monkeypatch.setattr(script, "panel", lambda *a: panels.append(a) or panel(*a))
     page = page_of(script, tmp_path, monkeypatch, script.WIRES, script.ARMS)
-    script.gaps(["one", "two"])
+    script.gaps(["one", "two", "longer"])
     cells = [line[2:].split(" | ", 1) for line in page.read_text().split("\n")]
     rows = dict(row for row in cells if len(row) == 2)
-    assert rows["weights, blocks of 256"] == " |  | +0.5000 ± 0.0001, worse |  |  |"
-    assert rows["gradients, one hop"] == "0.0000 ± 0.0001, on par |  |  |  |  |"
-    assert "w4_256_symmetric" not in rows, "it is in the first table"
-    assert rows["g8_one_hop_plain"] == "0.0000 ± 0.0001 (8) | 0.0000 ± 0.0001 (8) |"
-    assert rows["w8g8"] == "0.0000 ± 0.0001 (8) |  |"
-    assert (tmp_path / "loss.svg").read_text() == "<svg>['one', 'two']"
+    single = "+0.5000 ± 0.0001 (8), worse"
+    assert rows["weights, blocks of 256"] == f" |  | {single} | {single} | {single} |"
+    assert rows["gradients, one hop"] == f"0.0000 ± 0.0001 (8), on par |  |  |  | {single} |"
+    assert "w4_256_symmetric" not in rows, "it is in the first table and ran in no other study"
+    assert rows["zeropp"] == "+0.5000 ± 0.0001 (8) |  |  |"
+    assert rows["g8_one_hop_plain"] == "0.0000 ± 0.0001 (8) | 0.0000 ± 0.0001 (8) |  |"
+    (_, _, by_bits), (_, _, by_size) = panels
+    assert [(p["name"], p["x"]) for p in dict(by_bits)["point"]][-2:] == [
+        ("gradients, one hop", 8),
+        ("gradients, one hop", 2),
+    ]
+    weights = [p["x"] for p in dict(by_size)["point"] if p["name"] == "2-bit weights"]
+    assert weights == [10, 100], "a study with other tokens is not drawn"
+    assert "8- and 4-bit gradients" in (tmp_path / "loss.svg").read_text()
