@@ -47,6 +47,7 @@ STUDY_FILE = "study.yaml"
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of one's share, of one file
 RESTORE = "restore it from a copy, or delete it"
+RESTORE_CONFIG = "restore it from a copy, or move its folder away"  # it tells whose the rest is
 
 OWN_CONF = "ZPP_CONFIG_DIR"  # set by --config-dir, for the processes that a command starts too
 _PACKAGE = Path(__file__).resolve().parent
@@ -151,6 +152,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 def damaged(path: Path, why: object, fix: str = RESTORE) -> ValueError:
     """What to raise for a file that does not hold what it should. One of ours is whole or absent,
     so this is the disk's or somebody's doing; without it a run goes on or starts over."""
+    if fix == RESTORE and path.name == CONFIG:
+        fix = RESTORE_CONFIG
     return ValueError(f"{path} is damaged ({' '.join(str(why).split())}): {fix}")
 
 

@@ -142,7 +142,10 @@ def test_wandb_calls_a_sweeps_runs_by_the_arms_of_its_report(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train"], "\ninterrupted; the same command goes on from here\n"),
+        (
+            ["train"],
+            "\ninterrupted; the same command goes on after the last checkpoint, if any\n",
+        ),
         (["train", "--dry-run"], "\ninterrupted\n"),
         (["doctor"], "\ninterrupted\n"),
     ],

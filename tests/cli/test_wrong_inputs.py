@@ -44,6 +44,7 @@ train engine.prefetch=2 => engine.prefetch is a setting of engine=fsdp | leave i
 train engine=fsdp engine.prefetch=-1 => engine.prefetch=-1: use 0 (none) or more
 train ops.backend=cuda => ops.backend=cuda: torch sees no CUDA GPU here; set ops.backend=auto
 train recipe=zero4 => recipe=zero4 | amsp_node, base, broken, diff2_g82, g1_ef,
+train recipe=mine/w5.yaml => recipe=mine/w5.yaml: give a name, no path | --config-dir DIR recipe=w5
 train recipe.weights.bits=5 => recipe zero3, weights_forward | use one of (2, 3, 4, 6, 8), or null t
 train recipe.weights.bits=4 recipe.weights.block_size=0 => recipe zero3, weigh | use a power of two,
 train recipe.weights.bits=4 recipe.weights.hadamard=48 => recipe zero3, weigh | use 0 (off) or one o
@@ -100,6 +101,7 @@ train run.dir=afile => file exists | name another one, or delete it
 train run.dir= => run.dir='': name a folder, or null (runs/RECIPE/seedN)
 train run.dir=3 => run.dir=3: use text, or null
 train run.dir=runs/good => runs/good holds a run with other settings | Give another run.dir
+train run.dir=lost => metrics.jsonl of a run but no config.yaml | or give another run.dir
 train run.start_from=nope => run.start_from=nope | name one of a run's folder,
 train run.start_from=cut/step-00000003 => run.start_from=cut/step-00 | name one of a run's folder
 train +train.steps=3 => +train.steps: the setting is there already; leave out the +
@@ -182,8 +184,8 @@ report runs --speed afile => no column arm, nodes, gpus_per_node | a table of sp
 report speed => no runs in or below it (none has a confi | run something first, or name another fold
 report binspeed => binspeed/results.csv is damaged (no tex | name a table of speeds, or measure agai
 report runs extra => 'extra' is one word too many; see zpp-lab report --help
-report bad/cfg_binary => bad/cfg_binary/zero3/seed1/config.ya | restore it from a copy, or delete it
-report bad/cfg_empty => bad/cfg_empty/zero3/seed1/config.yaml | restore it from a copy, or delete it
+report bad/cfg_binary => bad/cfg_binary/zero3/seed1/config.ya | restore it from a copy, or move
+report bad/cfg_empty => bad/cfg_empty/zero3/seed1/config.yaml | restore it from a copy, or move
 report bad/sum_empty_object => bad/sum_empty_object/zero3/seed1/ | restore it from a copy, or delete
 report bad/sum_binary => bad/sum_binary/zero3/seed1/summary.j | restore it from a copy, or delete it
 report bad/sum_half => bad/sum_half/zero3/seed1/summary.json | restore it from a copy, or delete it
@@ -212,6 +214,7 @@ plan recipe=zeropp cluster.nodes=1 cluster.gpus_per_node=1 => recipe zeropp | ch
 bench => say what to measure | zpp-lab bench WHAT, of step, calibrate
 bench everything => no bench 'everything' | step, calibrate
 bench collectives => bench collectives was removed; use python experiments/collectives/bench.py
+bench step --cpu --arm 'a recipe=w4' => arm 'a recipe=w4' has no colon: write NAME: SETTINGS
 bench step --nodes 0 --cpu => --nodes: 0: use 1 or more; see zpp-lab bench step --help
 bench step --arm 'x: train.stepz=3' --cpu => train.stepz | accumulate, batch_size, beta1, beta2,
 bench step --steps 0 --cpu => --steps 0: use more than 0
@@ -290,7 +293,7 @@ batch runs/good x => 'x': give steps as 32 or 32,39-41
 batch runs/good 99 => step 99: runs/good has steps 1 to 3
 batch runs/good 1 --characters -1 => --characters: -1: use 0 or more; see zpp-lab batch --help
 batch runs/good 1,,2 => '1,,2': give steps as 32 or 32,39-41
-batch bad/cfg_binary/zero3/seed1 1 => bad/cfg_binary/zero3/seed1/co | restore it from a copy, or del
+batch bad/cfg_binary/zero3/seed1 1 => bad/cfg_binary/zero3/seed1/co | restore it from a copy, or move
 batch bad/cfg_key/zero3/seed1 1 => bad/cfg_key/zero3/seed1/config. | let the version of zpp_lab that
 emulate => name a command: zpp-lab emulate --nodes 2 -- COMMAND
 emulate --nodes 0 -- true => --nodes: 0: use 1 or more; see zpp-lab emulate --help
@@ -384,6 +387,7 @@ FILES: dict[str, str | bytes] = {
     "zero": "",
     **dict.fromkeys(("binary", "binary.txt", "binary.json", "binary.yaml"), BINARY),
     **dict.fromkeys(("binspeed/results.csv", "binary.jsonl"), BINARY),
+    **dict.fromkeys(("lost/metrics.jsonl", "lost/.lock"), ""),
     "speed/results.csv": "a,b\n1,2\n",
     "empty.yaml": "",
     "broken.yaml": "name: [1, 2\nseeds: }\n",

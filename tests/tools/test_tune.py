@@ -19,7 +19,7 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 from zpp_lab.runs.checkpoint.read import newest
 from zpp_lab.tools.export.wire import WireWeights
-from zpp_lab.tools.tune import Choice, page, spend, tune
+from zpp_lab.tools.tune import Choice, Class, floored, page, spend, tune
 
 
 @st.composite
@@ -98,3 +98,25 @@ def test_what_cannot_be_tuned_is_refused(
     assert main(["tune", str(trained), *words, *out]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_recipe_that_tune_did_not_write_stays(
+    trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\n")
+    assert main(["tune", str(trained), "--bits", "4", "--out", str(mine)]) == 2
+    assert "not written by tune" in capsys.readouterr().err
+    assert mine.read_text() == "name: mine\n"
+
+
+def test_a_class_without_a_rise_counts_as_the_least_sensitive_of_the_others() -> None:
+    codec = CodecConfig(bits=4)
+
+    def made(name: str, slope: float) -> Class:
+        rises = (slope, slope) if slope else (-1e-4, 0.0)
+        choices = (Choice(codec, 8, 0.5, slope * 0.5),)
+        return Class(name, (name,), 16, rises, slope, choices)
+
+    found = floored([made("a", 3.0), made("b", 0.0), made("c", 2.0)])
+    assert [(c.slope, c.choices[0].cost) for c in found] == [(3.0, 1.5), (2.0, 1.0), (2.0, 1.0)]

@@ -106,7 +106,8 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except KeyboardInterrupt:
         alone = args.command in ("train", "study") and not args.dry_run
         goes_on = alone and not getattr(args, "multirun", False)  # a sweep has said how
-        more = "; the same command goes on from here" if goes_on else ""
+        more = "; the same command goes on after the last checkpoint, if any"
+        more = more if goes_on else ""
         print(f"\ninterrupted{more}", file=sys.stderr)
         return 130
 

@@ -207,7 +207,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
     several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
     if several is not None:
         return f"{several[1]}: add -m to run each value, or write a list in brackets"
-    missing = re.search(r"Could not find '([\w/]+)/([^'/]*)'", str(error))
+    missing = re.search(r"Could not find '([\w./-]+)/([^'/]*)'", str(error))
     if missing is not None:
         return _unknown_option(*missing.groups())
     chosen = re.search(r"Multiple values for (\w+)\.|force-add of .*'\+\+(\w+)=", str(error))
@@ -227,6 +227,15 @@ def explain(error: Exception, overrides: list[str]) -> str:
 
 def _unknown_option(group: str, name: str) -> str:
     """The message for a file that a group of conf/ does not have."""
+    chosen, slash, rest = group.partition("/")
+    a_path = rest[:1] == "." or not _is_group(group)  # Hydra splits it elsewhere
+    if slash and chosen != "hydra" and _is_group(chosen) and a_path:
+        path = Path(rest or "/") / name
+        own = "; a folder of transformers: model=hf model.path=FOLDER" if chosen == "model" else ""
+        return (
+            f"{chosen}={path}: give a name, no path: put the file at DIR/{chosen}/"
+            f"{path.stem}.yaml, and add --config-dir DIR {chosen}={path.stem}{own}"
+        )
     if word := PLUGINS.get(f"{group}/{name}"):
         return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
     there = sorted(path.stem for one in conf_dirs() for path in (one / group).glob("*.yaml"))
@@ -444,9 +453,16 @@ def has_ended(config: Config) -> bool:
 
 
 def check_same_run(config: Config, folder: Path) -> None:
-    """ValueError when `folder` holds a run with other settings; it names them."""
+    """ValueError when `folder` holds a run with other settings, which it names, or one that has
+    lost its own."""
     path = folder / "config.yaml"
     if not path.is_file():
+        parts = ("summary.json", "metrics.jsonl", "checkpoints")
+        if left := [name for name in parts if (folder / name).exists()]:
+            raise ValueError(
+                f"{folder} has {left[0]} of a run but no config.yaml, so nothing tells whose they "
+                "are: restore it from a copy, or give another run.dir"
+            )
         return
     before = flat_config(read_yaml(path))
     now = flat_config(config)

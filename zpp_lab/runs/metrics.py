@@ -145,8 +145,8 @@ class MetricsLog:
                 os.ftruncate(self._file, size)
             raise OSError(
                 error.errno,
-                f"cannot write step {step} to {self.path}: {error.strerror}, but the steps "
-                "before it are safe; make room, then the same command goes on",
+                f"cannot write step {step} to {self.path}: {error.strerror}; make room, "
+                "then the same command goes on after the newest checkpoint, if there is one",
             ) from error
         self._last = step
 

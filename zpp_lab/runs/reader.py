@@ -182,6 +182,11 @@ class Run:
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(self.dir / HELDOUT, error) from None
 
+    @property
+    def data_hash(self) -> str | None:
+        """Of the tokens that it read and was judged on; None where its summary does not tell."""
+        return ((self.summary or {}).get("data") or {}).get("hash")
+
     def bytes_per_step(self, hop: str | None = None) -> float | None:
         """Mean bytes of a step over all wires and ranks; `hop` is intra, inter or None (both).
 

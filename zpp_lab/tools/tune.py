@@ -16,8 +16,9 @@ is a proposal until a study has tried it beside the uniform one, and the page sa
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ CHOSEN = ("codec", "bits", "block_size", "symmetric", "scale_dtype")
 LEVELS = (("block", True), ("block", False), ("normal", True))  # codec, symmetric
 POWER = 1  # of NAMES in tools/plan/law.py: a gap grows as this power of the weights' error
 GATHERS = ["weights_forward", "weights_backward"]
+_WRITTEN = ": zpp-lab tune "  # in a recipe's first line
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Tuned:
         return 8 * sum(c.nbytes for c in self.chosen.values()) / self.numel
 
     @property
+    def unseen(self) -> list[str]:
+        """Classes whose rounding raised the loss by nothing that could be seen."""
+        return [c.pattern for c in self.classes if sum(c.rises) <= 0]
+
+    @property
     def ratio(self) -> float | None:
         """The gap expected, as a share of the uniform recipe's: by the law's power of an error."""
         if self.uniform is None or not (all_alike := sum(c.cost for c in self.uniform)):
@@ -148,7 +155,8 @@ def tune(
     for parameter in next(iter(wires.values())).quantized:
         by_pattern.setdefault(_pattern(parameter), []).append(parameter)
     classes = []
-    for pattern, names in by_pattern.items():
+    for n, (pattern, names) in enumerate(by_pattern.items(), 1):
+        print(f"class {n} of {len(by_pattern)}: {pattern}", file=sys.stderr, flush=True)
         masters = {n: params[n].detach().clone() for n in names}
         nmse, rises = {}, []
         for codec, wire in wires.items():
@@ -168,6 +176,7 @@ def tune(
         classes.append(Class(pattern, tuple(names), numel, tuple(rises), slope, choices))
     if not classes:
         raise ValueError(f"{run}: its recipe exempts all weights, so there is nothing to tune")
+    classes = floored(classes)
     numel = sum(c.numel for c in classes)
     budget = int(bits * numel / 8)
     chosen = spend([c.choices for c in classes], budget)
@@ -314,7 +323,7 @@ def recipe_text(tuned: Tuned, source: Path) -> str:
         for r in recipe.rules
     ]
     head = (
-        f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class: zpp-lab tune "
+        f"# Weights of {tuned.bits:.2f} bits on average, scales included, by class{_WRITTEN}"
         f"{source}\n"
     )
     text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100)
@@ -323,6 +332,18 @@ def recipe_text(tuned: Tuned, source: Path) -> str:
 
 def _given(codec: CodecConfig) -> dict[str, Any]:
     return {name: getattr(codec, name) for name in CHOSEN}
+
+
+def floored(classes: list[Class]) -> list[Class]:
+    """A class of which no rise was seen may cost less than the noise, not nothing: it counts as the
+    least sensitive of the others."""
+    least = min((c.slope for c in classes if c.slope), default=0.0)
+
+    def least_of(c: Class) -> Class:
+        choices = tuple(replace(choice, cost=least * choice.nmse) for choice in c.choices)
+        return replace(c, slope=least, choices=choices)
+
+    return [c if c.slope else least_of(c) for c in classes]
 
 
 def _title(name: str) -> str:
@@ -359,7 +380,7 @@ def page(tuned: Tuned, source: Path) -> str:
             f"| `{c.pattern}` | {c.numel:,} | {four} | {three} | {c.slope:.3f} | {choice.text} | "
             f"{choice.nmse:.1e} | {share:.0%} |"
         )
-    unseen = [f"`{c.pattern}`" for c in tuned.classes if not c.slope]
+    unseen = [f"`{pattern}`" for pattern in tuned.unseen]
     lines += [
         "",
         f"How: the weights of `{source}` were rounded, a class at a time, and the loss measured "
@@ -369,8 +390,8 @@ def page(tuned: Tuned, source: Path) -> str:
     ]
     if unseen:
         lines.append(
-            f"No rise was seen for {', '.join(unseen)}, so they got the fewest bytes: measure on "
-            "more tokens (--tokens) before trusting that."
+            f"No rise was seen for {', '.join(unseen)}, so they count as the least sensitive of "
+            "the others: measure on more tokens (--tokens) before trusting that."
         )
     lines += [
         "",
@@ -398,6 +419,8 @@ def tune_command(
         raise ValueError(
             f"--out {out}: {beside} is there and no page of such a recipe; name another"
         )
+    if out.is_file() and _WRITTEN not in out.read_text().split("\n", 1)[0]:
+        raise ValueError(f"--out {out}: it is there, and not written by tune; name another")
     tuned = tune(run, bits, out.stem, among, blocks, tokens, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, recipe_text(tuned, run))
@@ -407,7 +430,9 @@ def tune_command(
         for c in tuned.classes
     ]
     print(text_table(["class", "chosen", "weights", "nats for a unit of NMSE"], rows, left=2))
-    expected = tuned.ratio
+    expected = None if tuned.unseen else tuned.ratio
+    if tuned.unseen:
+        print(f"\nno rise was seen for {', '.join(tuned.unseen)}: measure on more --tokens")
     told = "" if expected is None else f"; gap expected at {expected:.2f} of the best uniform one's"
     print(f"\n{tuned.bits:.3f} bits a weight{told}\nwritten: {out}, {beside}")
     return 0

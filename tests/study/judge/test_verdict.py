@@ -156,6 +156,23 @@ def test_missing_seeds_are_left_out_and_named() -> None:
     assert sorted(arm.gaps) == [1, 3]
 
 
+def test_runs_that_read_other_data_are_not_compared() -> None:
+    """A gap between texts says nothing of the recipe: a pair of two is left out and named."""
+
+    def read(text: str, *runs: Run) -> list[Run]:
+        return [replace(r, summary={**(r.summary or {}), "data": {"hash": text}}) for r in runs]
+
+    base = read("old text", *(run("zero3", seed, loss) for seed, loss in BASE.items()))
+    other = read("new text", *shifted(0.0, 0.0, 0.0))
+    result, arm = judged(*base, *other)
+    assert (arm.verdict, arm.note) == ("not judged", "it read other data than zero3")
+    assert arm.gaps == {}
+    assert any("(new text for old text)" in note for note in result.notes)
+    result, arm = judged(*base, *read("old text", *shifted(0.1)), *other[1:])
+    assert arm.gaps == {1: pytest.approx(0.1)}
+    assert any("seeds 2, 3 read other data than zero3" in note for note in result.notes)
+
+
 def test_divergence_is_a_verdict_of_its_own() -> None:
     result, arm = judged(*shifted(0.0, 0.0), run("arm", 3, outcome="diverged"))
     assert arm.text == "diverged (1 of 3 seeds)"

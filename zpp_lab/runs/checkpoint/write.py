@@ -177,9 +177,8 @@ class Checkpoints:
         text = f"could not write a checkpoint to {self.folder}: {fault.strerror or fault}"
         if not (self.saving.skip_full and is_full(fault)):
             raise OSError(
-                f"{text}; free some space and start again, keep fewer or smaller ones "
-                "(train.keep_checkpoints, train.optimizer_state, train.checkpoint_weights_only), "
-                "or train on without them (train.checkpoint_full_disk=skip)"
+                f"{text}; free some space, so that one more than train.keep_checkpoints fits, and "
+                "start again, or train on without them (train.checkpoint_full_disk=skip)"
                 if is_full(fault)
                 else text
             ) from fault

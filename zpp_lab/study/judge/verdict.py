@@ -231,6 +231,7 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
     notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in told)]
     for result in arms:
         notes += seed_notes(study, result)
+        notes += _data_notes(study, result, by_arm)
     return StudyResult(study, arms, _margin(study, arms), notes, composites)
 
 
@@ -302,11 +303,14 @@ def _gather(
     first = [base[s].heldout_loss for s in study.seeds if s in base]
     losses = [loss for loss in first if loss is not None]
     margin = study.margin * fmean(losses) if losses else None
-    pairs = {s: (run, _finished(bases, s)) for s, run in sorted(runs.items())}
+    apart = _other_data(study, arm, by_arm)
+    pairs = {s: (run, _finished(bases, s)) for s, run in sorted(runs.items()) if s not in apart}
     gaps = {s: gap for s, pair in pairs.items() if (gap := _paired_gap(*pair)) is not None}
     pairs = {seed: pairs[seed] for seed in gaps}
     finished = [run.heldout_loss for run in runs.values() if run.heldout_loss is not None]
     verdict, note = _outcome(study, arm, runs, base, pairs if margin else {})
+    if apart and not pairs:
+        verdict, note = NOT_JUDGED, f"it read other data than {study.bases(arm)[0]}"
     documents = None if is_baseline(study, arm) else reader.gaps(pairs)
     return ArmResult(
         arm,
@@ -460,6 +464,34 @@ def _finished(bases: Sequence[Mapping[int, Run]], seed: int) -> list[Run]:
     runs = [base[seed] for base in bases if seed in base]
     known = [run for run in runs if run.heldout_loss is not None]
     return known if known and known[0] is bases[0].get(seed) else []
+
+
+def _other_data(
+    study: StudyConfig, arm: ArmConfig, by_arm: Mapping[str, Mapping[int, Run]]
+) -> dict[int, tuple[str, str]]:
+    """By seed, where an arm's run read other data than its baseline's: both hashes. Their gap says
+    nothing of the recipe."""
+    base, found = by_arm[study.bases(arm)[0]], {}
+    for seed, run in by_arm[arm.name].items():
+        own, theirs = run.data_hash, base[seed].data_hash if seed in base else None
+        if own is not None and theirs is not None and own != theirs:
+            found[seed] = own, theirs
+    return found
+
+
+def _data_notes(
+    study: StudyConfig, result: ArmResult, by_arm: Mapping[str, Mapping[int, Run]]
+) -> list[str]:
+    apart = _other_data(study, result.arm, by_arm)
+    if not apart:
+        return []
+    own, theirs = next(iter(apart.values()))
+    seeds = f"{'seeds' if len(apart) > 1 else 'seed'} {', '.join(map(str, sorted(apart)))}"
+    return [
+        f"{result.name}: {seeds} read other data than {study.bases(result.arm)[0]} "
+        f"({own[:8]} for {theirs[:8]}) and {'are' if len(apart) > 1 else 'is'} left out; "
+        "train one of the two again, into another folder."
+    ]
 
 
 def _paired_gap(run: Run, bases: Sequence[Run]) -> float | None:

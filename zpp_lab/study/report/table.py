@@ -262,7 +262,7 @@ def interval_line(result: StudyResult) -> str:
     alone = [arm.name for arm in tested if arm.gap and arm.gap.documents is None]
     texts = sorted({len(arm.documents.tokens) for arm in tested if arm.documents})
     if not texts:
-        return "over seeds alone: runs do not tell their losses by document, at least two"
+        return "over seeds alone: no pair of runs tells losses of the same documents, at least two"
     over = f"over seeds and {' or '.join(map(str, texts))} held-out documents"
     without = f" (over seeds alone, for want of documents: {', '.join(alone)})" if alone else ""
     return f"{over}{without}"

@@ -191,6 +191,8 @@ def _placement(config: Config) -> Placement:
         return Placement(cluster)
     if torch.cuda.device_count() >= cluster.world:
         return Placement(cluster)
+    if torch.cuda.device_count() == 0:
+        raise ValueError("torch sees no GPU here: use engine.device=cpu, or engine=virtual")
     if share is not None:
         return place(cluster, visible_gpus(os.environ), share, SHARE)
     raise ValueError(

@@ -41,6 +41,13 @@ def test_no_plan_that_fits_is_faster(cluster: str, link: float) -> None:
         answer = search(tight)
         assert answer.fits(answer.chosen)
         assert best <= answer.chosen.step_s <= best * (1 + 2 * TIE)
+        gentle = min(
+            o.gentle
+            for t in (answer.chosen, *answer.next_best)
+            if t.step_s <= best * (1 + TIE)
+            for o in (t.option,)
+        )
+        assert answer.chosen.option.gentle == gentle, "as fast, and none of these rounds less"
         for kind in (answer.too_large, answer.next_best):
             assert [t.step_s for t in kind] == sorted(t.step_s for t in kind)
         assert all(o.floor <= seconds * (1 + 1e-9) for seconds, o in found)

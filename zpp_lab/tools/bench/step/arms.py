@@ -66,6 +66,8 @@ def arms(words: Sequence[str], overrides: Sequence[str]) -> list[Arm]:
 
 def _arm(word: str, overrides: Sequence[str]) -> Arm:
     name, colon, own = word.partition(":")
+    if not colon and ("=" in word or " " in word):
+        raise ValueError(f"bench step: arm {word!r} has no colon: write NAME: SETTINGS")
     settings = shlex.split(own) if colon else [word if word in OWN else f"recipe={word}"]
     if settings and settings[0] in OWN:
         maker, engine, recipe = OWN[settings[0]]

@@ -316,7 +316,7 @@ class _Search:
         if not allowed:
             within = [o for o in self.options if o.ruling.kind == "allowed"]
             raise NothingFits(min(within, key=lambda o: (o.peak, o.floor)), len(fitting))
-        chosen = self._choose(allowed)
+        chosen, next_best = self._choose(allowed, listed)
         below = chosen.step_s
 
         def faster(kind: str) -> list[Timed]:
@@ -326,14 +326,12 @@ class _Search:
         large = [
             o for o in self.options if o.ruling.kind == "allowed" and o.peak > self.problem.device
         ]
-        own = chosen.option.candidate.recipe
-        others = [o for o in allowed if o.candidate.recipe is not own]
         unmeasured = faster("not measured")
         return Answer(
             problem=self.problem,
             chosen=chosen,
             plain=self._plain(),
-            next_best=self._quickest(others, listed),
+            next_best=next_best,
             too_large=self._quickest(large, listed, below),
             too_lossy=faster("loss"),
             unmeasured=unmeasured,
@@ -343,8 +341,20 @@ class _Search:
             predicted=len(self.times),
         )
 
-    def _choose(self, allowed: Sequence[Option]) -> Timed:
-        """The gentlest of those as fast as the fastest."""
+    def _choose(self, allowed: Sequence[Option], listed: int) -> tuple[Timed, list[Timed]]:
+        """The gentlest of those as fast as the fastest, and the quickest of other recipes. Of those
+        that this list times one may be gentler still."""
+        chosen = self._gentlest(allowed)
+        while True:
+            own = chosen.option.candidate.recipe
+            others = [o for o in allowed if o.candidate.recipe is not own]
+            next_best = self._quickest(others, listed)
+            again = self._gentlest(allowed)
+            if again is chosen:
+                return chosen, next_best
+            chosen = again
+
+    def _gentlest(self, allowed: Sequence[Option]) -> Timed:
         limit = self._quickest(allowed, 1)[0].step_s * (1 + TIE)
         near = sorted((o for o in allowed if o.floor <= limit), key=lambda o: o.gentle)
         tried = [self._time(o) for o in near[:TRIES]]
