@@ -101,7 +101,6 @@ train run.dir=afile => file exists | name another one, or delete it
 train run.dir= => run.dir='': name a folder, or null (runs/RECIPE/seedN)
 train run.dir=3 => run.dir=3: use text, or null
 train run.dir=runs/good => runs/good holds a run with other settings | Give another run.dir
-train run.dir=lost => metrics.jsonl of a run but no config.yaml | or give another run.dir
 train run.start_from=nope => run.start_from=nope | name one of a run's folder,
 train run.start_from=cut/step-00000003 => run.start_from=cut/step-00 | name one of a run's folder
 train +train.steps=3 => +train.steps: the setting is there already; leave out the +
@@ -293,7 +292,7 @@ batch runs/good x => 'x': give steps as 32 or 32,39-41
 batch runs/good 99 => step 99: runs/good has steps 1 to 3
 batch runs/good 1 --characters -1 => --characters: -1: use 0 or more; see zpp-lab batch --help
 batch runs/good 1,,2 => '1,,2': give steps as 32 or 32,39-41
-batch bad/cfg_binary/zero3/seed1 1 => bad/cfg_binary/zero3/seed1/co | restore it from a copy, or move
+batch bad/cfg_binary/zero3/seed1 1 => bad/cfg_binary/zero3/seed1/co | restore it from a copy, or mo
 batch bad/cfg_key/zero3/seed1 1 => bad/cfg_key/zero3/seed1/config. | let the version of zpp_lab that
 emulate => name a command: zpp-lab emulate --nodes 2 -- COMMAND
 emulate --nodes 0 -- true => --nodes: 0: use 1 or more; see zpp-lab emulate --help
@@ -387,7 +386,6 @@ FILES: dict[str, str | bytes] = {
     "zero": "",
     **dict.fromkeys(("binary", "binary.txt", "binary.json", "binary.yaml"), BINARY),
     **dict.fromkeys(("binspeed/results.csv", "binary.jsonl"), BINARY),
-    **dict.fromkeys(("lost/metrics.jsonl", "lost/.lock"), ""),
     "speed/results.csv": "a,b\n1,2\n",
     "empty.yaml": "",
     "broken.yaml": "name: [1, 2\nseeds: }\n",
@@ -479,6 +477,18 @@ def test_one_line_names_it_and_the_fix(
     absent = [part for part in row.partition(" => ")[2].split(" | ") if part not in said]
     assert not absent, said
     assert tree(place) == before
+
+
+def test_what_is_left_of_a_run_without_its_settings_is_no_other_run_s(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = tmp_path / "left"
+    left.mkdir()
+    shutil.copy(place / "runs" / "good" / "summary.json", left)
+    assert main(["train", *HERE, f"run.dir={left}"]) == 2
+    said = capsys.readouterr().err
+    assert "summary.json of a run but no config.yaml" in said
+    assert "give another run.dir" in said
 
 
 @pytest.mark.parametrize("words", [["run.dir=runs/é"], ["recipe.name=ü", "run.dir=null"]])
