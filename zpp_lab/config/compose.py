@@ -457,8 +457,8 @@ def check_same_run(config: Config, folder: Path) -> None:
     lost its own."""
     path = folder / "config.yaml"
     if not path.is_file():
-        parts = ("summary.json", "metrics.jsonl", "checkpoints")
-        if left := [name for name in parts if (folder / name).exists()]:
+        left = [name for name in ("summary.json", "metrics.jsonl") if (folder / name).exists()]
+        if left:
             raise ValueError(
                 f"{folder} has {left[0]} of a run but no config.yaml, so nothing tells whose they "
                 "are: restore it from a copy, or give another run.dir"
