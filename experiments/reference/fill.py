@@ -74,14 +74,8 @@ class Part:
 
 
 REMEMBERING = (  # of memories, those that come first
-    "w4_diff",
-    "sdp4bit",
-    "loco",
-    "g2_remembered",
-    "g4_forgotten",
-    "g4_remembered",
-    "g2_forgotten",
-)
+    "w4_diff", "sdp4bit", "loco", "g2_remembered", "g4_forgotten", "g4_remembered", "g2_forgotten",
+)  # fmt: skip
 # of memories_134m: what its claims on differences and on 2 bits rest on
 DECIDING = ("zero3", "w4_256_symmetric", "w4_diff", "g2_remembered", "g4_forgotten")
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
@@ -121,8 +115,8 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Size:
-    """What a run takes beside one of reference_10m: its share of a GPU's time; its GiB; the GB of
-    its checkpoint, each of which takes a disk that all write to a second."""
+    """What a run takes beside one of reference_10m: its share of a GPU's time; its GiB; its
+    checkpoint's GB, which are seconds of a disk."""
 
     work: float = 1.0
     gib: float = 6.5
@@ -441,8 +435,8 @@ class Queue:
                 continue
             own, seconds = left(run), self.until - SPARE - now
             if self.goes_on:
-                begins = now + self.pace.start + SPARE - STOP
-                fit = free if begins < self.stops() - size(run).gb else []
+                reserve = self.pace.start + SPARE - STOP + size(run).gb
+                fit = free if now + reserve < self.stops() else []
             else:
                 fit = [gpu for gpu in free if self.pace.fits(gpu.left(), own, seconds)]
             if not fit:
