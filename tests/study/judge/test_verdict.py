@@ -171,6 +171,14 @@ def test_runs_that_read_other_data_are_not_compared() -> None:
     result, arm = judged(*base, *read("old text", *shifted(0.1)), *other[1:])
     assert arm.gaps == {1: pytest.approx(0.1)}
     assert any("seeds 2, 3 read other data than zero3" in note for note in result.notes)
+    repeat = ArmConfig("again", role="baseline_repeat")
+    repeated = [replace(r, arm="again") for r in read("new text", *shifted(0.0, 0.0, 0.0))]
+    study = replace(STUDY, arms=[*STUDY.arms, repeat])
+    same = read("old text", *shifted(0.0, 0.0, 0.0))
+    repeated = [replace(r, summary={**(r.summary or {}), "heldout_loss": 9.0}) for r in repeated]
+    result, arm = judged(*base, *same, *repeated, study=study)
+    assert list(arm.gaps.values()) == pytest.approx([0.0, 0.0, 0.0]), "it is in no mean"
+    assert any("again: seeds 1, 2, 3 read other data" in note for note in result.notes)
 
 
 def test_divergence_is_a_verdict_of_its_own() -> None:

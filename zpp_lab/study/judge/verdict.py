@@ -460,10 +460,13 @@ def _needs(arm: ArmResult, confidence: float) -> str:
 
 
 def _finished(bases: Sequence[Mapping[int, Run]], seed: int) -> list[Run]:
-    """The runs of one seed that have a held-out loss; none where the first base's has not."""
+    """The runs of one seed that have a held-out loss; none where the first base's has not. A repeat
+    of that which read other data is left out."""
     runs = [base[seed] for base in bases if seed in base]
     known = [run for run in runs if run.heldout_loss is not None]
-    return known if known and known[0] is bases[0].get(seed) else []
+    if not known or known[0] is not bases[0].get(seed):
+        return []
+    return [run for run in known if not _apart(run, known[0])]
 
 
 def _other_data(
@@ -473,10 +476,15 @@ def _other_data(
     nothing of the recipe."""
     base, found = by_arm[study.bases(arm)[0]], {}
     for seed, run in by_arm[arm.name].items():
-        own, theirs = run.data_hash, base[seed].data_hash if seed in base else None
-        if own is not None and theirs is not None and own != theirs:
-            found[seed] = own, theirs
+        if seed in base and (hashes := _apart(run, base[seed])):
+            found[seed] = hashes
     return found
+
+
+def _apart(run: Run, base: Run) -> tuple[str, str] | None:
+    """Both hashes where it is known that the two read other data."""
+    own, theirs = run.data_hash, base.data_hash
+    return (own, theirs) if own and theirs and own != theirs else None
 
 
 def _data_notes(
