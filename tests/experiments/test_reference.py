@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 fill = loaded("experiments/reference/fill.py")
 corpus = loaded("experiments/reference/corpus.py")
 # as its page says
-FITTED = ("reference_10m", "reference_3m", "reference_10m_12m", "reference_30m", "reference_134m")
+FITTED = tuple(f"reference_{size}" for size in ("10m", "3m", "10m_12m", "30m", "134m", "368m"))
 
 
 def test_a_text_is_unpacked_only_if_it_is_the_pinned_one(
