@@ -168,6 +168,7 @@ def every_job() -> dict[str, Any]:
         "node_sums": node_sums(),
         "landed": landed(),
         "wrong": wrong_meshes(),
+        "twice": twice(),
         "cut": cut(),
     }
 
@@ -244,6 +245,17 @@ def wrong_meshes() -> list[str]:
     return said
 
 
+def twice() -> str:
+    """What the second call of one model says."""
+    model = _model()
+    shard(model, "zero3", "2x2")
+    try:
+        shard(model, "zero3", "2x2")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def cut() -> list[list[int]]:
     """Nodes × GPUs of one dimension, as torchrun lies it over hosts, and as it is asked for."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -275,6 +287,10 @@ def test_a_wrong_mesh_is_told_how_to_write_it(answers: dict[str, Any]) -> None:
         assert fix in said
 
 
+def test_a_model_is_sharded_once(answers: dict[str, Any]) -> None:
+    assert "the model is sharded already" in answers["twice"]
+
+
 def test_a_recipe_is_a_name_a_file_or_settings(tmp_path: Path) -> None:
     file = conf_dir() / "recipe" / "zeropp.yaml"
     found = [
@@ -298,7 +314,11 @@ def test_units_are_found() -> None:
 
 
 def test_mistakes_name_the_fix() -> None:
-    with pytest.raises(ValueError, match="no module of the model"):
-        shard(nn.Linear(2, 2), "zero3", ClusterConfig(nodes=1, gpus_per_node=1), units=[nn.ReLU()])
+    with pytest.raises(ValueError, match="no module of the model; give modules that it has"):
+        shard(nn.Linear(2, 2), "zero3", "1x1", units=[nn.ReLU()])
+    with pytest.raises(ValueError, match="recipe=None: give a recipe's name"):
+        shard(nn.Linear(2, 2), None, "1x1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cluster='2 by 2': write nodes x GPUs"):
+        shard(nn.Linear(2, 2), "zero3", "2 by 2")
     with pytest.raises(ValueError, match="not-a-recipe"):
         recipe("not-a-recipe")

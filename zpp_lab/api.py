@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor
@@ -122,7 +123,7 @@ class Sharded:
 def shard(
     model: nn.Module,
     recipe: RecipeConfig | Mapping[str, Any] | Path | str = "zeropp",
-    cluster: ClusterConfig | None = None,
+    cluster: ClusterConfig | str | None = None,
     *,
     mesh: DeviceMesh | None = None,
     units: Sequence[nn.Module] | None = None,
@@ -142,7 +143,8 @@ def shard(
     recipe: a recipe's name, its YAML file, its settings.
     mesh: over which ranks: its dimensions `nodes` and `gpus`, or one `dp`; others are left alone.
         Without a mesh all ranks.
-    cluster: how one dimension lies in nodes; without it as torchrun says, else in one node.
+    cluster: how one dimension lies in nodes, such as "2x4"; without it as torchrun says, else in
+        one node.
     units: the modules whose parameters travel together, each used in forward as a whole;
         without any, `model.units()` is asked, else every module of a class that a list repeats.
     seed: of noise; `zpp-lab train` takes its run's.
@@ -151,8 +153,12 @@ def shard(
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = _recipe(recipe)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "the model is sharded already (by zpp_lab.shard or FSDP2's fully_shard): shard it once"
+        )
     cut = [{name: module} for name, module in _named(model, units)]
-    picked = Ranks.pick(mesh, cluster)
+    picked = Ranks.pick(mesh, _cluster(cluster) if isinstance(cluster, str) else cluster)
     sent = DTYPES[param_dtype], DTYPES[reduce_dtype]
     phases = {first: Recipe(c, picked.cluster, *sent) for first, c in _phases(config, steps)}
     checked = phases[0]
@@ -190,12 +196,24 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
         return given
     if isinstance(given, Mapping):
         return load(RecipeConfig, {"name": "given", **given})
+    if not isinstance(given, Path | str):
+        raise ValueError(
+            f"recipe={given!r}: give a recipe's name, its YAML file or its settings; zero3 has no "
+            "codec"
+        )
     path = Path(given)
     if isinstance(given, str) and path.suffix not in (".yaml", ".yml"):
         return recipe(given)
     if not path.is_file():
         raise ValueError(f"recipe {path}: {missing(path, 'file')}")
     return load(RecipeConfig, {"name": path.stem, **read_yaml(path)})
+
+
+def _cluster(given: str) -> ClusterConfig:
+    nodes, _, gpus = given.partition("x")
+    if not (nodes.isdecimal() and gpus.isdecimal()):
+        raise ValueError(f'cluster={given!r}: write nodes x GPUs of a node, such as "2x4"')
+    return ClusterConfig(int(nodes), int(gpus))
 
 
 def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeConfig]]:
@@ -229,7 +247,10 @@ def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
         units = _repeated(model)
     unknown = [m for m in units if id(m) not in names]
     if unknown:
-        raise ValueError(f"unit {type(unknown[0]).__name__} is no module of the model")
+        raise ValueError(
+            f"units: {unknown[0]!r} is no module of the model; give modules that it has, such as "
+            "list(model.layers)"
+        )
     return [(names[id(m)], m) for m in units]
 
 

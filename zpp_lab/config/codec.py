@@ -84,13 +84,13 @@ class CodecConfig:
     None there is the codec's own default: codec=block, block_size=256, symmetric=true,
     rounding=nearest, scale_dtype=fp32, hadamard=0.
 
-    `codec` is a registered name. For the built-in family `block`, `bits=None`
-    means that the tensor's own bytes are sent. `sham`, a control, sends them
-    with noise added, as large as the error of the block codec with the same
-    settings. `normal` is `block` with levels for normal numbers. `topk` sends
-    the `keep` greatest elements of each `block_size`, with `bits` in so many,
-    else as they are, and `mask` as many at places that the owners choose for
-    all ranks. `options` goes to codecs of other packages as keyword arguments.
+    `codec` is a registered name. Without one, `bits=None` means that the
+    tensor's own bytes are sent. `sham`, a control, sends them with noise added,
+    as large as the error of the block codec with the same settings. `normal`
+    is `block` with levels for normal numbers. `topk` sends the `keep` greatest
+    elements of each `block_size`, with `bits` in so many, else as they are, and
+    `mask` as many at places that the owners choose for all ranks. `options` goes
+    to codecs of other packages as keyword arguments.
     """
 
     codec: str | None = None
@@ -153,6 +153,10 @@ class CodecConfig:
             self.keep is None or self.codec not in (None, "none", "block", "normal", "sham"),
             f"keep={self.keep} without codec=topk, which keeps so many elements of a block: set "
             "codec=topk, or leave keep out",
+        )
+        need(
+            self.codec != "block" or self.bits is not None,
+            "codec=block needs bits: set 2, 3, 4, 6 or 8; without a codec leave it out",
         )
         if self.codec == "sham":
             need(self.bits is not None, "codec=sham needs the bits of the codec whose error it has")
