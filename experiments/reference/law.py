@@ -81,7 +81,7 @@ BY_SIZE = {
     "zeropp": ("ZeRO++", "#c21b0d", "#ff8a7a"),
     "g8_4_hadamard": ("8- and 4-bit gradients", "#6b7280", "#9aa4b2"),
 }
-SIZE_AXIS = alt.Axis(values=[3, 10, 30, 100], format="~g", grid=False)
+SIZE_AXIS = alt.Axis(values=[3, 10, 30, 100, 300], format="~g", grid=False)
 SHOWN = {  # studies in predicted.svg: what they are called, their colour, and it on a dark screen
     "reference_10m": ("13.8M", "#0b6eff", "#6aa8ff"),
     "reference_10m_12m": ("13.8M, 12M tokens", "#6b7280", "#9aa4b2"),
@@ -396,7 +396,7 @@ def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
             cell = sizes.get(f"{study}/{arm}")
             if cell and cell.tokens == like.tokens:
                 points.append({"name": name, "x": cell.parameters / 1e6} | spread(found[arm]))
-        for x in (2.5 * 1.25**i for i in range(19)):
+        for x in (2.5 * 1.25**i for i in range(24)):
             y = published.predict(like.errors, x * 1e6, like.tokens).gap
             lines.append({"name": name, "x": x, "y": y})
     by_bits = panel(
@@ -404,7 +404,7 @@ def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
         BY_BITS.values(),
         [("line", bits), ("rule", bits), ("point", bits)],
     ).properties(title=headed("By bits", "13.8M parameters; one wire alone"))
-    size = alt.Scale(type="log", domain=[2.3, 170], nice=False)
+    size = alt.Scale(type="log", domain=[2.3, 460], nice=False)
     by_size = panel(
         alt.X("x:Q", title="million parameters in blocks", scale=size, axis=SIZE_AXIS),
         BY_SIZE.values(),
@@ -446,7 +446,7 @@ def panel(
         scale=alt.Scale(domain=names, range=colors),
         legend=legend,
     )
-    marks = {"line": {"opacity": 0.6}, "rule": {"opacity": 0.5}, "point": {"filled": True}}
+    marks = {"line": {"opacity": 0.6}, "rule": {"opacity": 0.5, "clip": True}, "point": {"filled": True}}
     charts = []
     for mark, values in layers:
         chart = alt.Chart(alt.Data(values=values)).encode(x=x, color=color)
