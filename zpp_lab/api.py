@@ -153,9 +153,9 @@ def shard(
     ValueError when the recipe does not fit the cluster, or units overlap.
     """
     config = _recipe(recipe)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if isinstance(model, FSDPModule):
         raise ValueError(
-            "the model is sharded already (by zpp_lab.shard or FSDP2's fully_shard): shard it once"
+            "the model is sharded already, by zpp_lab.shard or fully_shard: shard a fresh one, once"
         )
     cut = [{name: module} for name, module in _named(model, units)]
     picked = Ranks.pick(mesh, _cluster(cluster) if isinstance(cluster, str) else cluster)
@@ -198,8 +198,8 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
         return load(RecipeConfig, {"name": "given", **given})
     if not isinstance(given, Path | str):
         raise ValueError(
-            f"recipe={given!r}: give a recipe's name, its YAML file or its settings; zero3 has no "
-            "codec"
+            f"recipe={given!r}: give a recipe's name, its YAML file or its settings; 'zero3' "
+            "is plain sharding"
         )
     path = Path(given)
     if isinstance(given, str) and path.suffix not in (".yaml", ".yml"):
@@ -247,8 +247,9 @@ def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
         units = _repeated(model)
     unknown = [m for m in units if id(m) not in names]
     if unknown:
+        one = unknown[0]
         raise ValueError(
-            f"units: {unknown[0]!r} is no module of the model; give modules that it has, such as "
+            f"units: {type(one).__name__ if isinstance(one, nn.Module) else repr(one)} is no module of the model; give modules that it has, such as "
             "list(model.layers)"
         )
     return [(names[id(m)], m) for m in units]

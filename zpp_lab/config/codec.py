@@ -154,10 +154,6 @@ class CodecConfig:
             f"keep={self.keep} without codec=topk, which keeps so many elements of a block: set "
             "codec=topk, or leave keep out",
         )
-        need(
-            self.codec != "block" or self.bits is not None,
-            "codec=block needs bits: set 2, 3, 4, 6 or 8; without a codec leave it out",
-        )
         if self.codec == "sham":
             need(self.bits is not None, "codec=sham needs the bits of the codec whose error it has")
             need(

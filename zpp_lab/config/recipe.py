@@ -277,6 +277,11 @@ class RecipeConfig:
                 for settings in (own, *ruled):
                     settings.check()
                     self._check_sparse(wire, settings)
+                _need(
+                    own.codec != "block" or any(not s.raw for s in (own, *ruled)),
+                    "codec=block needs bits: set 2, 3, 4, 6 or 8, or leave codec out to send "
+                    "tensors as they are",
+                )
                 _check_memory(wire, [s for s in (own, *ruled) if s.memory.on])
             except ValueError as error:
                 raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
