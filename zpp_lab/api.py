@@ -249,8 +249,8 @@ def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
     if unknown:
         one = unknown[0]
         raise ValueError(
-            f"units: {type(one).__name__ if isinstance(one, nn.Module) else repr(one)} is no module of the model; give modules that it has, such as "
-            "list(model.layers)"
+            f"units: {type(one).__name__ if isinstance(one, nn.Module) else repr(one)} is no "
+            "module of the model; give modules that it has, such as list(model.layers)"
         )
     return [(names[id(m)], m) for m in units]
 

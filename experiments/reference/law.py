@@ -446,7 +446,11 @@ def panel(
         scale=alt.Scale(domain=names, range=colors),
         legend=legend,
     )
-    marks = {"line": {"opacity": 0.6}, "rule": {"opacity": 0.5, "clip": True}, "point": {"filled": True}}
+    marks = {
+        "line": {"opacity": 0.6},
+        "rule": {"opacity": 0.5, "clip": True},  # two seeds leave wide intervals
+        "point": {"filled": True},
+    }
     charts = []
     for mark, values in layers:
         chart = alt.Chart(alt.Data(values=values)).encode(x=x, color=color)
