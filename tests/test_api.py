@@ -300,6 +300,8 @@ def test_a_recipe_is_a_name_a_file_or_settings(tmp_path: Path) -> None:
         _recipe(given) for given in ("zeropp", file, str(file), yaml.safe_load(file.read_text()))
     ]
     assert found == [recipe("zeropp")] * 4
+    ruled = {"weights": {"codec": "block"}, "rules": [{"name": "w_up", "set": {"bits": 4}}]}
+    assert _recipe(ruled).rules[0].set.bits == 4  # a rule's bits are enough for codec=block
     with pytest.raises(ValueError, match="no such file"):
         _recipe(tmp_path / "no.yaml")
     with pytest.raises(ValueError, match=r"weights\.bit: no such setting. Did you mean bits"):

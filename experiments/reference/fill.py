@@ -79,7 +79,6 @@ REMEMBERING = (  # of memories, those that come first
 # of memories_134m: what its claims on differences and on 2 bits rest on
 DECIDING = ("zero3", "w4_256_symmetric", "w4_diff", "g2_remembered", "g4_forgotten")
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
-FIRST_368M = (*FIRST_134M, "w3_256_symmetric")
 FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 21)
 PARTS = (
     Part("reference_10m", MAIN, FOUR),
@@ -104,7 +103,7 @@ PARTS = (
     Part("reference_134m", None, FOUR),
     Part("memories_134m", None, FOUR),
     Part("nudged", None, (*FOUR, *MORE)),
-    Part("reference_368m", FIRST_368M, (1, 2)),  # twelve: as many as four GPUs hold
+    Part("reference_368m", (*FIRST_134M, "w3_256_symmetric"), (1, 2)),  # four GPUs hold twelve
     Part("reference_10m", None, FOUR),
     Part("reference_10m", None, MORE),
     Part("reference_10m_200m", None, (1, 2)),  # whether gaps grow with tokens
