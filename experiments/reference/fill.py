@@ -109,8 +109,8 @@ PARTS = (
     Part("reference_368m", None, FOUR),  # before shorter ones, as it takes two calls
     Part("reference_10m_200m", None, (1, 2)),  # whether gaps grow with tokens
     Part("reference_10m_prose", None, FOUR),
-    Part("reference_10m", None, NEXT),
     Part("reference_10m_200m", None, FOUR),
+    Part("reference_10m", None, NEXT),
 )
 
 
