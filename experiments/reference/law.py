@@ -257,20 +257,19 @@ def scatter(studies: list[str]) -> None:
     """How far gaps scatter over seeds, and how much of the noise pairing by seed takes off, of arms
     with eight seeds or more, by their scatter. Runs that two studies share have one row."""
     rows: dict[str, str] = {}
-    base = None  # the first study's baseline; arms with another one are called by their study too
+    base = None  # the first study's baseline of seed 1; arms with another are called by their study
     for study in studies:
         result = kept(study)
         if result is None:
             raise ValueError(f"{study} has not run")
-        base = base or result.baseline.heldout_loss
+        own = next(run.heldout_loss for run in result.baseline.finished if run.seed == 1)
+        base = base or own
         for arm in result.arms:
             values = list(arm.gaps.values())
             if len(values) >= PAIRED and arm.arm.role not in ("baseline", "negative_control"):
                 off = f"{100 * taken_off(result, arm):.0f} %".replace("-", "−")
                 told = f"{stdev(values):.5f} | {off} | {interval(values)}"
-                rows[
-                    arm.name if base == result.baseline.heldout_loss else f"{study}/{arm.name}"
-                ] = told
+                rows[arm.name if base == own else f"{study}/{arm.name}"] = told
     lines = [f"| {SCATTER} | noise that pairing takes off | gap (seeds) |", "|---|---|---|---|"]
     by_scatter = sorted(rows.items(), key=lambda row: float(row[1].split()[0]))
     made = "\n".join([*lines, *(f"| {name} | {told} |" for name, told in by_scatter)])

@@ -455,6 +455,12 @@ def main() -> int:
         for row in (row for row in rows if row.gaps):
             more = math.expm1(fmean(row.gaps) * slope)
             print(f"{row.arm}: {more:.1%} more by a straight line to {_tokens(far) / 1e6:.0f}M")
+        for arm in (arm for arm in far.arms if arm.arm.role == "arm" and len(arm.gaps) > 1):
+            gap, end = fmean(arm.gaps.values()), curve.loss(_tokens(far))
+            print(
+                f"{arm.name} after {_tokens(far) / 1e6:.0f}M tokens: gap {gap:+.4f}, "
+                f"{curve.tokens(end - gap) / _tokens(far) - 1:.0%} more by the curve beyond them"
+            )
     for row in rows:
         if math.isfinite(row.spare):
             print(f"{row.arm}: a loss that falls {row.spare:.1f} times more slowly takes a lead")
