@@ -360,7 +360,9 @@ def draw(rows: Sequence[tuple[law.Cell, Mapping[str, Any]]]) -> str:
     color = alt.Color(
         "study:N",
         scale=alt.Scale(domain=[look[0] for look in looks], range=[look[1] for look in looks]),
-        legend=alt.Legend(title=None, orient="top-left", labelFontSize=14, labelColor="#374151"),
+        legend=alt.Legend(
+            title=None, orient="bottom", columns=3, labelFontSize=14, labelColor="#374151"
+        ),
     )
     every = alt.Chart(alt.Data(values=points)).encode(x=x, y=y, color=color)
     ends = [{"x": v, "y": v} for v in (-0.002, *(0.001 * 1.3**i for i in range(27)))]
