@@ -69,6 +69,10 @@ class Reader:
             self._read[run.dir] = read_documents(run.dir)
         return self._read[run.dir]
 
+    def know(self, run: Run, documents: Documents) -> None:
+        """Of a run without a folder, such as a simulated one."""
+        self._read[run.dir] = documents
+
     def gaps(self, pairs: Mapping[int, tuple[Run, Sequence[Run]]]) -> DocumentGaps | None:
         """pairs: by seed an arm's run and its baseline's, whose mean counts. None where no seed's
         runs have the same documents, at least two."""

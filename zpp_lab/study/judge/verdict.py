@@ -206,8 +206,14 @@ class StudyResult:
         return f"{named} and its repeats (mean)" if repeated else named
 
 
-def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = ()) -> StudyResult:
-    """Pair every arm's finished runs with its baseline's of the same seed, and judge."""
+def judge_study(
+    study: StudyConfig,
+    runs: Sequence[Run],
+    notes: Sequence[str] = (),
+    reader: Reader | None = None,
+) -> StudyResult:
+    """Pair every arm's finished runs with its baseline's of the same seed, and judge. reader: of
+    held-out documents, where runs have no folder that holds them."""
     by_arm: dict[str, dict[int, Run]] = {arm.name: {} for arm in study.arms}
     unknown: set[str] = set()
     seeds = set(planned_seeds(study))
@@ -216,7 +222,7 @@ def judge_study(study: StudyConfig, runs: Sequence[Run], notes: Sequence[str] = 
             unknown.add(run.arm)
         elif run.seed in seeds:
             by_arm[run.arm].setdefault(run.seed, run)
-    reader, asked = Reader(), study.composites
+    reader, asked = reader or Reader(), study.composites
     arms = [_gather(study, arm, by_arm, reader) for arm in study.arms]
     by_name = {arm.name: arm for arm in arms}
     sides = [[[by_name[a.name] for a in side] for side in study.members(c)] for c in asked]
