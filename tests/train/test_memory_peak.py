@@ -77,7 +77,7 @@ def peak(engine: FsdpEngine, step: int, batch: Batches) -> int:
     return most
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_steps_peak_is_near_the_plan(blocks: int) -> None:
     found = run_world(2, measured, blocks)
     config = configured(blocks)

@@ -91,7 +91,10 @@ LOOKS = StudyConfig("s", "?", [ArmConfig("zero3"), ArmConfig("a")], [1, 2, 3], m
 STUDIES = 250
 
 
-@pytest.mark.parametrize("of_document", [0.0, 0.004, 0.03])
+SLOW = [pytest.param(spread, marks=pytest.mark.slow) for spread in (0.0, 0.004)]
+
+
+@pytest.mark.parametrize("of_document", [*SLOW, 0.03])
 def test_looking_again_at_the_same_documents_errs_no_more_often(of_document: float) -> None:
     """Up to five looks, which add seeds and no documents: a gap of 0 differs, one at the margin is
     inside or beyond it, each in at most 5 % of studies."""

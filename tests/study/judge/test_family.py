@@ -70,6 +70,11 @@ def most(probability: float) -> int:
 
 NULL, AT_MARGIN = (0.0,) * 6, (MARGIN,) * 6
 LOOKS = {"once": study(), "four looks": study(max_seeds=10, seeds_per_look=2)}
+MORE_LOOKS_SLOWLY = pytest.mark.parametrize(
+    "what",
+    [LOOKS["once"], pytest.param(LOOKS["four looks"], marks=pytest.mark.slow)],
+    ids=LOOKS,
+)
 
 
 @pytest.mark.parametrize("what", LOOKS.values(), ids=LOOKS)
@@ -78,12 +83,12 @@ def test_false_claims_of_a_difference_in_any_of_six_arms(what: StudyConfig) -> N
     assert share(what, NULL, plain_differs) > most(0.05)  # what the correction is for
 
 
-@pytest.mark.parametrize("what", LOOKS.values(), ids=LOOKS)
+@MORE_LOOKS_SLOWLY
 def test_false_claims_of_equality_in_any_of_six_arms_at_the_margin(what: StudyConfig) -> None:
     assert share(what, AT_MARGIN, equal) <= most(0.05)
 
 
-@pytest.mark.parametrize("what", LOOKS.values(), ids=LOOKS)
+@MORE_LOOKS_SLOWLY
 def test_false_claims_of_a_gap_beyond_the_margin_in_any_of_six_arms_at_it(
     what: StudyConfig,
 ) -> None:

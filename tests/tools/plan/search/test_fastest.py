@@ -84,11 +84,11 @@ LONG = ("model=1_3b", "data.seq_len=2048", "train.batch_size=4")
 
 def test_nothing_fits() -> None:
     with pytest.raises(NothingFits) as found:
-        search(problem(*LONG, gib=4, bits=(None,)))
+        search(problem(*LONG, "model.layers=6", gib=2, bits=(None,)))
     closest = found.value.closest
     assert closest.candidate.knobs.checkpoint_activations
     assert found.value.others == 0
-    assert closest.peak > 4 * GIB
+    assert closest.peak > 2 * GIB
 
 
 def test_what_cannot_be_predicted_is_said() -> None:

@@ -281,7 +281,8 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
         for knobs in problem.space.knobs():
             candidate = Candidate(recipe, knobs)
             try:
-                peak, loads = int(max(memory.of(candidate))), links.of(candidate)
+                loads = links.of(candidate)  # first: it says at once what has no figures
+                peak = int(max(memory.of(candidate)))
             except ValueError as error:
                 faults[str(error)] = None
                 continue
