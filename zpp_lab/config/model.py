@@ -54,6 +54,11 @@ class LoraConfig:
             "the kept ones; use block",
         )
         need(
+            self.base_codec.codec != "block" or not self.base_codec.raw,
+            "model.lora.base_codec.codec=block needs bits: set model.lora.base_codec.bits to 2, 3, "
+            "4, 6 or 8, or leave codec out to keep the base as it is",
+        )
+        need(
             not self.base_codec.memory.on,
             "model.lora.base_codec.memory: the base is encoded once; leave the memory out",
         )

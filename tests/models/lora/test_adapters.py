@@ -92,6 +92,7 @@ def test_frozen_parameters_send_no_gradient_and_gathers_send_the_payload() -> No
         (["model.lora.dropout=0.1"], "dropout is refused"),
         (["model.lora.rank=-1"], "use 0"),
         (["model.lora.base_codec.rounding=stochastic"], "use nearest"),
+        (["model.lora.base_codec.codec=block"], "needs bits"),
         (["model.lora.targets=[wq]"], "set model.lora.rank"),
         ([*ON, "engine=fsdp", "engine.offload=true"], "set engine.offload=false"),
         ([*ON, "engine.offloda=true"], "Did you mean offload"),
