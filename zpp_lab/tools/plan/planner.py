@@ -387,9 +387,9 @@ def _gap_line(gap: law.Prediction) -> str:
     told = (
         f"From random weights held-out loss is expected {gap.gap:+.4f} nats a token from plain "
         f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a law fitted to "
-        "our decoder on Python source (experiments/reference). On English prose gaps were 1.2 times "
-        "as large, those of 4-bit gradients in two hops twice; after four times the tokens ZeRO++'s "
-        "was four times what it says."
+        "our decoder on Python source (experiments/reference). On English prose gaps were 1.2 "
+        "times as large, those of 4-bit gradients in two hops twice. After 197M tokens ZeRO++'s "
+        "was four times what it says (two seeds)."
     )
     if not gap.beyond:
         return told
