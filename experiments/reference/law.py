@@ -95,11 +95,8 @@ SHOWN = {  # studies in predicted.svg: what they are called, their colour, and i
     "normal": ("13.8M, normal levels", "#7c3aed", "#c4b5fd"),
 }
 VOCABULARY = 4096  # of tokenizer.json: the data need not be there
-SDP4BIT = {  # Jia et al. 2024, arXiv 2410.15526: gaps after 41.9e9 tokens of the Pile, one run each
-    "direct 4-bit weights": (0.279, 0.187, 0.118),
-    "8- and 4-bit gradients": (0.0109, 0.0083, 0.0230),
-    "the same, rotated": (0.0014, 0.0019, 0.0036),
-}
+# Jia et al. 2024, arXiv 2410.15526: gaps after 41.9e9 tokens of the Pile by GPT's size, one run
+DIRECT, GRADS, ROTATED = (0.279, 0.187, 0.118), (0.0109, 0.0083, 0.0230), (0.0014, 0.0019, 0.0036)
 GPT = {"125M": 12 * 12 * 768**2, "350M": 24 * 12 * 1024**2, "1.3B": 24 * 12 * 2048**2}  # in blocks
 
 FIGURE = {
@@ -342,29 +339,23 @@ def compare() -> None:
 
 
 def beside_published() -> None:
-    """What the law says of SDP4BIT's arms. Their direct weights have groups of 2,048; whether they
-    round stochastically, as their differences do, is not known, so both are said. Blocks of
-    gradients are those of reference_10m."""
+    """What SDP4Bit's authors report, and what the law says of it. Their direct weights have groups
+    of 2,048; whether they round stochastically, as their differences do, is not known, so both are
+    said. Blocks and rotations of gradients are those of reference_10m."""
     ours, published = {c.name: c.errors for c in cells(load_study("reference_10m"))}, law.load_law()
-    nearest = ours["w4_2048_symmetric"]
-    stochastic = law.Errors(
-        law.nmse(BlockCodec(bits=4, block_size=2048, rounding="stochastic"), False), 0.0, 1.0
+    random = law.nmse(BlockCodec(bits=4, block_size=2048, rounding="stochastic"), False)
+    rows = (
+        ("direct 4-bit weights, if stochastic", DIRECT, law.Errors(random, 0.0, 1.0)),
+        ("direct 4-bit weights, if to nearest", DIRECT, ours["w4_2048_symmetric"]),
+        ("8- and 4-bit gradients", GRADS, ours["g8_4_plain"]),
+        ("the same, rotated", ROTATED, ours["g8_4_hadamard"]),
     )
-    errors = {
-        "direct 4-bit weights, if stochastic": stochastic,
-        "direct 4-bit weights, if to nearest": nearest,
-        "8- and 4-bit gradients": ours["g8_4_plain"],
-        "the same, rotated": ours["g8_4_hadamard"],
-    }
-    print(
-        f"| after 41.9e9 tokens, reported; the law, 90 % | {' | '.join(GPT)} |",
-        "|---|---|---|---|",
-        sep="\n",
-    )
-    for arm, error in errors.items():
+    print(f"| after 41.9e9 tokens, reported; the law, 90 % | {' | '.join(GPT)} |")
+    print("|---|---|---|---|")
+    for arm, reported, errors in rows:
         row = []
-        for parameters, gap in zip(GPT.values(), SDP4BIT[arm.split(", if")[0]], strict=True):
-            told = published.predict(error, parameters, 41.9e9)
+        for parameters, gap in zip(GPT.values(), reported, strict=True):
+            told = published.predict(errors, parameters, 41.9e9)
             row.append(f"{gap:+.4f}; {told.gap:+.4f} ({told.low:+.4f} to {told.high:+.4f})")
         print(f"| {arm} | {' | '.join(row)} |".replace("-0.", "−0."))
 

@@ -6,8 +6,8 @@ up to MOST (`max_seeds`, `seeds_per_look`); FIRST alone: no more. Without any: w
 Runs that are kept count as they are; the others are drawn, and all are judged as the report judges
 them, over seeds and held-out documents. A drawn gap is normal, by document with the mean and the
 scatter of the arm's kept seeds, and no two arms share any; so this is the power at the gaps seen.
-An arm with fewer than four kept seeds has the law's mean, and the scatter of the arm with so many
-seeds whose gap is nearest in size.
+An arm with fewer than four kept seeds has the law's mean, or its own where the law says nothing,
+and the scatter of the arm with so many seeds whose gap is nearest in size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from zpp_lab.tools.plan import law
 
 DRAWS = 10
 ENOUGH = 4  # seeds that tell an arm's scatter
-SHAM = {"sham_w4": "w4_256_symmetric"}  # no codec of its own: as large an error
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ def of_arms(study: StudyConfig) -> tuple[dict[str, Gaps], np.ndarray, float]:
     found = {}
     for arm in (arm.name for arm in study.arms if arm.role != "baseline"):
         own = told.get(arm)
-        near, gap = known.get(arm), law_says.get(SHAM.get(arm, arm), _gap(own) if own else math.nan)
+        near, gap = known.get(arm), law_says.get(arm, _gap(own) if own else math.nan)
         if near is None and math.isnan(gap):
-            print(f"{arm} is left out: it has no run, and the law says nothing of it")
+            print(f"{arm} is left out: no gap of it is kept, and the law says nothing of it")
             continue
         near = near or min(like.values(), key=lambda one: abs(_size(_gap(one)) - _size(gap)))
         rows = np.stack(list(near.nats.values()))

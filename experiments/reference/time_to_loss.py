@@ -456,10 +456,12 @@ def main() -> int:
             more = math.expm1(fmean(row.gaps) * slope)
             print(f"{row.arm}: {more:.1%} more by a straight line to {_tokens(far) / 1e6:.0f}M")
         for arm in (arm for arm in far.arms if arm.arm.role == "arm" and len(arm.gaps) > 1):
-            gap, end = fmean(arm.gaps.values()), curve.loss(_tokens(far))
+            at, gap = _tokens(far), fmean(arm.gaps.values())
+            more = [curve.tokens(curve.loss(at) - g) / at - 1 for g in (gap, *arm.gaps.values())]
+            first, *each = (f"{m:.0%} more" if math.isfinite(m) else "more than any" for m in more)
             print(
-                f"{arm.name} after {_tokens(far) / 1e6:.0f}M tokens: gap {gap:+.4f}, "
-                f"{curve.tokens(end - gap) / _tokens(far) - 1:.0%} more by the curve beyond them"
+                f"{arm.name} after {at / 1e6:.0f}M tokens: gap {gap:+.4f}, {first} by the curve "
+                f"beyond them ({', '.join(each)} by single seeds)"
             )
     for row in rows:
         if math.isfinite(row.spare):

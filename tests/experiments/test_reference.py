@@ -24,6 +24,7 @@ from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
+from zpp_lab.study.judge.documents import Documents, Reader
 from zpp_lab.study.judge.verdict import StudyResult, judge_study
 from zpp_lab.study.run.places import Slot
 from zpp_lab.study.run.plan import PlannedRun, write_config
@@ -331,3 +332,35 @@ def test_gaps_are_shown_by_bits_by_study_and_by_size(
     weights = [p["x"] for p in dict(by_size)["point"] if p["name"] == "2-bit weights"]
     assert weights == [10, 100], "a study with other tokens is not drawn"
     assert "8- and 4-bit gradients" in (tmp_path / "loss.svg").read_text()
+
+
+def test_power_takes_what_has_run_and_draws_the_rest_by_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    power = loaded("experiments/reference/power.py")
+    draw, tokens = np.random.default_rng(0), np.arange(500, 540)
+    means = {"worse": 0.5 * tokens, "equal": 0.0 * tokens}
+    arms = [ArmConfig("zero3", role="baseline"), *map(ArmConfig, means)]
+    study = StudyConfig("s", "?", arms, [1, 2, 3, 4, 5])
+    reader, runs = Reader(), []
+    nats: dict[tuple[str, int], Any] = {}
+    for arm in study.arms:
+        for seed in study.seeds:
+            noise = 1e-4 * tokens * draw.standard_normal(len(tokens))
+            nats[arm.name, seed] = means[arm.name] + noise if arm.name in means else 0.0 * tokens
+            own = 2.0 * tokens + nats[arm.name, seed]
+            told = {"heldout_loss": own.sum() / tokens.sum(), "bytes": {}}
+            runs.append(Run(Path(arm.name, str(seed)), arm.name, seed, {}, told))
+            reader.know(runs[-1], Documents("", np.arange(len(tokens)), tokens, own))
+    monkeypatch.setattr(power, "kept", lambda _: judge_study(study, runs, reader=reader))
+    monkeypatch.setattr(power, "cells", lambda _: [])
+    gaps, found, loss = power.of_arms(study)
+    assert list(found) == list(tokens)
+    assert loss == pytest.approx(2.0)
+    seen = np.stack([nats["worse", seed] for seed in study.seeds])
+    np.testing.assert_allclose(gaps["worse"].of(2, draw), seen[1], atol=1e-9)
+    drawn = np.stack([gaps["worse"].of(9, draw) for _ in range(4000)])
+    np.testing.assert_allclose(drawn.mean(0), seen.mean(0), atol=0.01)
+    np.testing.assert_allclose(np.cov(drawn.T), np.cov(seen.T), atol=3e-4)
+    more = replace(study, seeds=[*range(1, 9)])
+    assert power.drawn(more, gaps, tokens, loss, 0) == {"worse": 1, "on par": 1, "runs": 24}
