@@ -27,7 +27,7 @@ from zpp_lab.runs.reader import queued_at
 from zpp_lab.study.report.appendix import _commit
 from zpp_lab.train.launch.launcher import RankFailed, job, launch, queue_again
 from zpp_lab.train.piece import JOB, PAUSED, Piece, SlurmJob, seconds
-from zpp_lab.train.trainer import run
+from zpp_lab.train.trainer import Trainer, run
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,54 @@ from zpp_lab.train.trainer import run
 )
 def test_times(text: str, value: float) -> None:
     assert seconds(text) == value
+
+
+def signalled(
+    config: Config, monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1
+) -> list[int]:
+    """A run that hears `number` so often in its third step, whoever hears it first then raising
+    KeyboardInterrupt. Steps of the checkpoints that it leaves."""
+    step = Trainer._step
+
+    def third(self: Trainer, *words: Any) -> Any:
+        if self.step == 2:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return step(self, *words)
+
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_step", third)
+            with pytest.raises(KeyboardInterrupt):
+                run(config)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    folder = Path(str(config.run.dir))
+    assert json.loads((folder / "failure.json").read_text())["outcome"] == "interrupted"
+    return sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_wait_for_the_step_and_its_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run(small(tmp_path, f"run.dir={tmp_path / 'whole'}"))
+    config = small(tmp_path, f"run.dir={tmp_path / 'run'}", "train.checkpoint_every=0")
+    assert signalled(config, monkeypatch, number) == [3]
+    assert "the run stops after this step, with a checkpoint; again: now" in capfd.readouterr().err
+    run(config)
+    assert "goes on after step 3" in capfd.readouterr().out
+    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+
+
+def test_the_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path, f"run.dir={tmp_path / 'run'}", "train.checkpoint_every=0")
+    assert signalled(config, monkeypatch, signal.SIGINT, times=2) == []
 
 
 class Steps:

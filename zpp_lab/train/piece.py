@@ -1,5 +1,5 @@
-"""A run in pieces: it stops between two steps, with a checkpoint, before a given time, or when
-Slurm warns that its job's time is nearly over.
+"""A run in pieces: it stops between two steps, with a checkpoint, before a given time, when Slurm
+warns that its job's time is nearly over, or (all ranks in one process) on Ctrl-C and SIGTERM.
 
 The same command then goes on, here or on another machine that has the run's folder, and ends with
 the bytes of a run that was never stopped.
@@ -125,6 +125,44 @@ class SlurmJob:
 
 
 JOB = SlurmJob()
+
+
+class Signals:
+    """Ctrl-C and SIGTERM wait while this is entered, so that the step ends and a checkpoint is
+    written. Then the first that came goes to who heard it before; the same once more does at once.
+
+    For a run in one process: ranks that hear them apart from each other could not agree on a step.
+    """
+
+    def __init__(self) -> None:
+        self.came: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._hear)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._give_back()
+        if self.came is not None and kind is None:
+            signal.raise_signal(self.came)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        if self.came is None:
+            self.came = number
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            told = f"{name}: the run stops after this step, with a checkpoint; again: now\n"
+            os.write(2, told.encode())
+        elif number == self.came:
+            self._give_back()
+            signal.raise_signal(number)
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
 
 class Piece:

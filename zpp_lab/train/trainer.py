@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from zpp_lab.train.evaluation import DivergedError, DivergenceRule, open_heldout
 from zpp_lab.train.footprint import StartUp, crowded, of_ranks, peak_gib, retries, settled
 from zpp_lab.train.inputs import check_run
 from zpp_lab.train.launch.cause import memory_is_full
-from zpp_lab.train.piece import UNFINISHED, Piece, writing_seconds
+from zpp_lab.train.piece import UNFINISHED, Piece, Signals, writing_seconds
 from zpp_lab.train.profile import Profile
 from zpp_lab.train.resume import check_same_data, check_start, note_data, open_store, resume
 from zpp_lab.train.speed import Meter
@@ -88,6 +89,7 @@ class Trainer:
         self.device = pick_device(config.engine)
         self.checkpoints = open_store(config, folder / "checkpoints", self.device)
         self.piece = Piece(config.run.until, config.run.piece_steps)
+        self.signals = Signals()
         self.start_up = start_up or StartUp()
         self.step = self.began = 0  # steps done; done when this process began
         self.saved = 0  # of them in the newest checkpoint from which a run can go on
@@ -120,8 +122,11 @@ class Trainer:
             self.heldout = open_heldout(self.config, data)
             self._warn_of_few()
             self.profile = Profile(self.train.profiled, self.folder, self.rank, self.device)
-            with settled(), self.profile:
+            alone = nullcontext() if self.config.engine.ranked else self.signals
+            with settled(), self.profile, alone:
                 last = self._loop(engine, data, tracker)
+                if self.signals.came:
+                    self.checkpoints.wait()
             if self.step < self.train.steps:
                 return self._pause(tracker)
             return self._finish(engine, data, tracker, last)
@@ -176,6 +181,8 @@ class Trainer:
         seconds, first = float(record.get("seconds", 0.0)), self.step + 1
         longest = evaluation = 0.0
         while self.step < self.train.steps:
+            if self.signals.came:
+                break
             if self.piece.over(self._ahead(longest, evaluation) + self._saving(engine)):
                 break
             self.profile.before(self.step + 1)
@@ -204,7 +211,8 @@ class Trainer:
                 self._save(engine, tracker)
         if self.saved < self.step < self.train.steps:  # the piece is over
             self._save(engine, tracker, to_go_on=True)
-        if self.step < min(first, self.train.steps) and tracker is not None:
+        begun = self.step >= min(first, self.train.steps)
+        if not begun and not self.signals.came and tracker is not None:
             print(self.piece.too_short(self._saving(engine)), flush=True)
         return record
 

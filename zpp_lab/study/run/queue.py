@@ -41,7 +41,7 @@ from zpp_lab.study.run.plan import PlannedRun
 from zpp_lab.study.run.progress import Progress
 from zpp_lab.train.piece import PAUSED, UNFINISHED
 
-_GRACE = 10.0  # seconds a run gets to end after SIGTERM
+_GRACE = 10.0  # seconds that all runs get to end their step and write a checkpoint after SIGTERM
 # What runs import once they train; torch's optimizers load the compiler.
 _LATER = {
     "zpp_lab.train.launch.launcher": (
@@ -107,12 +107,13 @@ class Pool:
             self._jobs.remove(job)
         return [Ended(job.run, job.slot, job.process.exitcode) for job in ended]
 
-    def stop(self) -> None:
-        """End every running process: SIGTERM, then SIGKILL for what is left."""
+    def stop(self, grace: float = _GRACE) -> None:
+        """End every running process: SIGTERM, then SIGKILL for what is left after `grace`."""
         for job in self._jobs:
             job.process.terminate()
+        until = time.monotonic() + grace
         for job in self._jobs:
-            job.process.join(_GRACE)
+            job.process.join(max(0.0, until - time.monotonic()))
             if job.process.is_alive():
                 job.process.kill()
                 job.process.join()
