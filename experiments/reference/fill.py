@@ -403,7 +403,7 @@ class Queue:
             finally:
                 cut = [str(run) for run in self.pool.running]
                 self.beside.stop()
-                self.pool.stop(grace=0.5)  # a checkpoint would go with the machine
+                self.pool.stop(grace=0.5)  # no time, or no machine, is left for checkpoints
                 self.pack()
         told = [f"{len(self.finished)} runs ended", f"{self.failed} failed"]
         told += [f"{self.paused} to go on"] * self.goes_on + [f"{len(waiting)} not begun"]

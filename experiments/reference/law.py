@@ -356,8 +356,9 @@ def beside_published() -> None:
         row = []
         for parameters, gap in zip(GPT.values(), reported, strict=True):
             told = published.predict(errors, parameters, 41.9e9)
-            row.append(f"{gap:+.4f}; {told.gap:+.4f} ({told.low:+.4f} to {told.high:+.4f})")
-        print(f"| {arm} | {' | '.join(row)} |".replace("-0.", "−0."))
+            ends = f"{signed(told.low)} to {signed(told.high)}"
+            row.append(f"{signed(gap)}; {signed(told.gap)} ({ends})")
+        print(f"| {arm} | {' | '.join(row)} |")
 
 
 def draw(rows: Sequence[tuple[law.Cell, Mapping[str, Any]]]) -> str:

@@ -38,14 +38,14 @@ def test_times(text: str, value: float) -> None:
 
 
 def signalled(
-    config: Config, monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1
+    config: Config, monkeypatch: pytest.MonkeyPatch, number: int, at: int = 3, times: int = 1
 ) -> list[int]:
-    """A run that hears `number` so often in its third step, whoever hears it first then raising
+    """A run that hears `number` so often in step `at`, whoever hears it first then raising
     KeyboardInterrupt. Steps of the checkpoints that it leaves."""
     step = Trainer._step
 
-    def third(self: Trainer, *words: Any) -> Any:
-        if self.step == 2:
+    def hears(self: Trainer, *words: Any) -> Any:
+        if self.step == at - 1:
             for _ in range(times):
                 os.kill(os.getpid(), number)
         return step(self, *words)
@@ -53,7 +53,7 @@ def signalled(
     before = signal.signal(number, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_step", third)
+            patch.setattr(Trainer, "_step", hears)
             with pytest.raises(KeyboardInterrupt):
                 run(config)
         assert signal.getsignal(number) is signal.default_int_handler
@@ -64,20 +64,27 @@ def signalled(
     return sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "at"), [(signal.SIGINT, 3), (signal.SIGTERM, 3), (signal.SIGTERM, 12)]
+)
 def test_ctrl_c_and_sigterm_wait_for_the_step_and_its_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
+    at: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run(small(tmp_path, f"run.dir={tmp_path / 'whole'}"))
-    config = small(tmp_path, f"run.dir={tmp_path / 'run'}", "train.checkpoint_every=0")
-    assert signalled(config, monkeypatch, number) == [3]
+    """Also in the last step of a run that keeps no checkpoint."""
+    few = ("recipe=qsdp", "train.checkpoint_every=0", "train.keep_checkpoints=0")
+    whole = run(small(tmp_path, f"run.dir={tmp_path / 'whole'}", *few))
+    config = small(tmp_path, f"run.dir={tmp_path / 'run'}", *few)
+    assert signalled(config, monkeypatch, number, at) == [at]
     assert "the run stops after this step, with a checkpoint; again: now" in capfd.readouterr().err
-    run(config)
-    assert "goes on after step 3" in capfd.readouterr().out
-    assert last_checkpoint(tmp_path / "run") == last_checkpoint(tmp_path / "whole")
+    ended = run(config)
+    assert f"goes on after step {at}" in capfd.readouterr().out
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+    assert ended["heldout_loss_master"] == whole["heldout_loss_master"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_the_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

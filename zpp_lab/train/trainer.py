@@ -181,9 +181,8 @@ class Trainer:
         seconds, first = float(record.get("seconds", 0.0)), self.step + 1
         longest = evaluation = 0.0
         while self.step < self.train.steps:
-            if self.signals.came:
-                break
-            if self.piece.over(self._ahead(longest, evaluation) + self._saving(engine)):
+            ahead = self._ahead(longest, evaluation) + self._saving(engine)
+            if self.signals.came or self.piece.over(ahead):
                 break
             self.profile.before(self.step + 1)
             began = time.perf_counter()
@@ -209,7 +208,8 @@ class Trainer:
             self._look_at_losses(record, result)
             if self._saves():
                 self._save(engine, tracker)
-        if self.saved < self.step < self.train.steps:  # the piece is over
+        over = self.step < self.train.steps or self.signals.came  # also in the last step
+        if self.saved < self.step and over:
             self._save(engine, tracker, to_go_on=True)
         begun = self.step >= min(first, self.train.steps)
         if not begun and not self.signals.came and tracker is not None:

@@ -388,9 +388,7 @@ def _gap_line(gap: law.Prediction) -> str:
         f"From random weights held-out loss is expected {gap.gap:+.4f} nats a token from plain "
         f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a law fitted to "
         "our decoder on Python source (experiments/reference). On English prose gaps were 1.2 to "
-        "1.4 times as large, those of 4-bit gradients in two hops twice. After 197M tokens "
-        "ZeRO++'s was 2.5 times what it says, those of 4- and 3-bit weights 0.4 to 0.6 times (two "
-        "seeds)."
+        "2.2 times as large."
     )
     if not gap.beyond:
         return told
