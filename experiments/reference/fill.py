@@ -107,10 +107,10 @@ PARTS = (
     Part("reference_10m", None, FOUR),
     Part("reference_10m", None, MORE),
     Part("reference_368m", None, FOUR),  # before shorter ones, as it takes two calls
-    Part("reference_10m", None, NEXT),  # what decides arms before more tokens
     Part("reference_10m_200m", None, (1, 2)),  # whether gaps grow with tokens
     Part("reference_10m_prose", None, FOUR),
     Part("reference_10m_200m", None, FOUR),
+    Part("reference_10m", None, NEXT),
 )
 
 
