@@ -169,7 +169,7 @@ def cells(study: StudyConfig) -> Iterator[law.Cell]:
         for run in Planner(study, Path(nowhere), compose).plan(arms):
             model = build_model(run.config.model, VOCABULARY, "meta")
             plan = build_plan(model, run.config)
-            if law.predicted(run.config, plan) is None:
+            if not law.covers(run.config, plan):
                 continue
             yield law.Cell(run.arm, law.Errors.of(plan), *law.extent(run.config, plan), 0.0, 1.0)
 

@@ -1,12 +1,13 @@
 """What a recipe's bits cost in held-out loss, by a law fitted to runs from random weights.
 
-    gap = (e^aw · e^(s·r) · Nw^pw + e^ag · Ng^pg) · (P / 10⁷)^α · (D / 5·10⁷)^β     nats a token
+    gap = (e^aw · e^(s·r) · Nw^pw · d^βw + e^ag · Ng^pg · d^βg) · (P / 10⁷)^α       nats a token
 
 Nw: NMSE, Σ(y-x)² / Σx², of what the forward's gather makes of the weights, over all of them; r: the
 share of it that is stochastically rounded. Ng: the same of the gradients, added up over the hops.
-P: parameters in blocks. D: tokens read. NMSE is a codec's on a sample (`nmse`), so that a recipe
-that never ran has one: a normal one for weights; for gradients normal with a scale that varies
-log-normally, by as much as telemetry asks for.
+P: parameters in blocks. d: tokens read, of 5·10⁷. NMSE is a codec's on a sample (`nmse`), so that
+a recipe that never ran has one: a normal one for weights; for gradients normal with a scale that
+varies log-normally, by as much as telemetry asks for after 5·10⁷ tokens. After more of them a
+gradient's blocks are less even, which d's power stands for; it is too much where they are rotated.
 
 Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs as a product of
 powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
@@ -42,7 +43,7 @@ from zpp_lab.engines.units import ROOT
 from zpp_lab.files import conf_dir, parse_json, write_atomic
 
 Vector = NDArray[np.float64]
-NAMES = ("aw", "pw", "ag", "pg", "s", "alpha", "beta")
+NAMES = ("aw", "pw", "ag", "pg", "s", "alpha", "beta_w", "beta_g")
 PRIOR = {  # mean and standard deviation
     "aw": (0.0, 3.0),
     "pw": (1.0, 0.3),
@@ -50,13 +51,17 @@ PRIOR = {  # mean and standard deviation
     "pg": (1.0, 0.3),
     "s": (0.7, 0.7),  # of log: stochastic rounding doubles an error's cost, or does not
     "alpha": (0.0, 0.4),
-    "beta": (0.0, 0.4),
+    "beta_w": (0.0, 0.4),
+    "beta_g": (0.0, 0.4),
 }
 PARAMETERS, TOKENS = 1e7, 5e7  # of the law's unit
 MISFIT = (math.log(0.1), 0.7)  # prior of its log: few cells cannot rule out a tenth of a gap
 CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
 MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
 FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
+# of a gap's logarithm for each of tokens', beyond those fitted: a fit that knew up to 5·10⁷ was half
+# of ZeRO++'s gap after four times as many, and twice those of weights
+DRIFT = 0.5
 SAMPLE = (8, 2**15)  # rows of a sample and elements of a row
 TAIL = 0.35  # standard deviation of a gradient's log-scale
 
@@ -148,7 +153,10 @@ class Law:
         cell = Cell("", errors, parameters, tokens, 0.0, 1.0)
         at = np.array(self.values)
         gap, slope = _gap(at, cell), _slope(at, cell)
-        spread = math.sqrt(slope @ np.array(self.covariance) @ slope + self.misfit**2 * gap**2)
+        least, most = self.ranges.get("tokens", (tokens, tokens))
+        outside = math.log(max(least / tokens, tokens / most, 1.0))
+        unknown = (self.misfit**2 + (DRIFT * outside) ** 2) * gap**2
+        spread = math.sqrt(slope @ np.array(self.covariance) @ slope + unknown)
         factor = math.exp(QUANTILE * spread / gap) if gap else 1.0  # a gap's logarithm is normal
         order = QUANTILE * FLOOR
         return Prediction(gap, gap / factor - order, gap * factor + order, self._beyond(cell))
@@ -202,14 +210,19 @@ def load_law(path: Path | None = None) -> Law:
 
 
 def predicted(config: Config, plan: Plan) -> Prediction | None:
-    """Of a run from random weights; None where the law says nothing: a run that starts from other
-    weights, or an adapter's, and one that sends later what bits have lost."""
+    """Of a run; None where the law says nothing."""
+    if not covers(config, plan):
+        return None
+    return load_law().predict(Errors.of(plan), *extent(config, plan))
+
+
+def covers(config: Config, plan: Plan) -> bool:
+    """Whether a law says something of a run: it starts from random weights, trains all of them, and
+    sends nothing later that bits have lost."""
     model = config.model
     others = model.start or model.weights == "pretrained" or config.run.start_from
     later = plan.memories or (plan.recipe.kept and plan.recipe.asks("weights_update"))
-    if others or model.lora.on or later:
-        return None
-    return load_law().predict(Errors.of(plan), *extent(config, plan))
+    return not (others or model.lora.on or later)
 
 
 def extent(config: Config, plan: Plan) -> tuple[int, int]:
@@ -232,14 +245,14 @@ def _quantities(cell: Cell) -> Mapping[str, float]:
 
 def _gap(at: Vector, cell: Cell) -> float:
     v = dict(zip(NAMES, at.tolist(), strict=True))
-    errors, gap = cell.errors, 0.0
+    errors, gap, tokens = cell.errors, 0.0, math.log(cell.tokens / TOKENS)
     if errors.weights:
         rounding = v["s"] * errors.stochastic
-        gap += math.exp(v["aw"] + rounding + v["pw"] * math.log(errors.weights))
+        power = v["pw"] * math.log(errors.weights)
+        gap += math.exp(v["aw"] + rounding + power + v["beta_w"] * tokens)
     if errors.grads:
-        gap += math.exp(v["ag"] + v["pg"] * math.log(errors.grads))
-    size = v["alpha"] * math.log(cell.parameters / PARAMETERS)
-    return gap * math.exp(size + v["beta"] * math.log(cell.tokens / TOKENS))
+        gap += math.exp(v["ag"] + v["pg"] * math.log(errors.grads) + v["beta_g"] * tokens)
+    return gap * math.exp(v["alpha"] * math.log(cell.parameters / PARAMETERS))
 
 
 def _slope(at: Vector, cell: Cell) -> Vector:
