@@ -7,6 +7,7 @@
                                                             and both as predicted.svg
     python experiments/reference/law.py gaps STUDY...       LOSS.md's tables and loss.svg
     python experiments/reference/law.py scatter STUDY...    its table of gaps' scatter
+    python experiments/reference/law.py tokens STUDY...     its tables of what more tokens do
     python experiments/reference/law.py published           gaps that SDP4Bit's authors report
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
@@ -24,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -40,6 +42,7 @@ from zpp_lab.engines.build import build_plan
 from zpp_lab.files import conf_dir, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
+from zpp_lab.runs.reader import read_metrics
 from zpp_lab.study.judge.noise import PAIRED, taken_off
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult, read_result
@@ -54,8 +57,12 @@ PREDICTED = HERE / "predicted.json"
 PAGE = HERE / "LOSS.md"
 WIRES = "wire, gap in nats a token"  # the page's tables, by how they begin: of single codecs,
 ARMS = "arm, gap in nats a token (seeds)"  # of the others,
-SCATTER = "arm | standard deviation of its gaps"  # and of how far gaps scatter
+SCATTER = "arm | standard deviation of its gaps"  # of how far gaps scatter,
+READ = "arm, gap on held-out and on training text"  # after more tokens,
+ERRORS = "NMSE of gradients between nodes"  # and of why
+END = 0.1  # of a run: its last steps, whose training loss is taken together
 BITS = (8, 6, 4, 3, 2)
+CLASSES = ("attention", "mlp", "head")
 CODECS = {  # rows of WIRES and their arms
     **{f"weights, blocks of {n:,}": f"w{{}}_{n}_symmetric" for n in (32, 64, 256, 2048)},
     **{f"the same with a zero point, {n:,}": f"w{{}}_{n}_asymmetric" for n in (32, 64, 256, 2048)},
@@ -154,6 +161,8 @@ def main() -> int:
         gaps(studies)
     elif command == "scatter":
         scatter(studies)
+    elif command == "tokens":
+        tokens(studies)
     elif command == "published":
         beside_published()
     else:
@@ -198,13 +207,19 @@ def measured(name: str) -> list[law.Cell]:
 @cache
 def kept(name: str) -> StudyResult | None:
     """A study's kept runs, judged; None where it has not run. Their folders are gone."""
-    archive = HERE / f"{name}.tar.xz"
-    if not archive.is_file():
+    if not (HERE / f"{name}.tar.xz").is_file():
         return None
+    with unpacked(name) as folder:
+        return read_result(folder)
+
+
+@contextmanager
+def unpacked(name: str) -> Iterator[Path]:
+    """The folder of a study's kept runs, for as long as it is used."""
     with tempfile.TemporaryDirectory() as temporary:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(HERE / f"{name}.tar.xz") as tar:
             tar.extractall(temporary, filter="data")
-        return read_result(Path(temporary, name))
+        yield Path(temporary, name)
 
 
 def kept_gaps(name: str) -> dict[str, list[float]]:
@@ -281,6 +296,56 @@ def scatter(studies: list[str]) -> None:
     by_scatter = sorted(rows.items(), key=lambda row: float(row[1].split()[0]))
     made = "\n".join([*lines, *(f"| {name} | {told} |" for name, told in by_scatter)])
     renew(PAGE, SCATTER, made)
+    print(made)
+
+
+def tokens(studies: list[str]) -> None:
+    """Of the last study's arms, in each study: the mean gap on held-out text and that of the
+    training loss's last steps, with their 95 % interval over seeds alone; and the error that bits
+    make in gradients between nodes, by class, as telemetry saw it last: mean over seeds."""
+    gaps: dict[str, dict[str, str]] = {}
+    errors: dict[str, dict[str, str]] = {}
+    for study in studies:
+        with unpacked(study) as folder:
+            result = read_result(folder)
+            base = {run.seed: trained(run.dir) for run in result.baseline.finished}
+            name = study.removeprefix("reference_")
+            for arm in result.arms:
+                ends = [trained(r.dir) - base[r.seed] for r in arm.finished if r.seed in base]
+                own = {f"{name}, held out": interval(list(arm.gaps.values()))}
+                own |= {f"{name}, trained on": interval(ends)}
+                if arm.arm.role != "baseline":
+                    gaps[arm.name] = gaps.get(arm.name, {}) | own
+                seen = [last_errors(run.dir) for run in arm.finished]
+                if seen and all(seen) and arm.arm.role == "arm":
+                    own = {f"{name}, {c}": f"{fmean(one[c] for one in seen):.3f}" for c in CLASSES}
+                    errors[arm.name] = errors.get(arm.name, {}) | own
+    last = [arm.name for arm in load_study(studies[-1]).arms]
+    show_table(READ, {arm: gaps[arm] for arm in last if arm in gaps})
+    show_table(ERRORS, {arm: errors[arm] for arm in last if arm in errors})
+
+
+def trained(folder: Path) -> float:
+    """Mean training loss of a run's last steps, of those that were kept."""
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    last = rows[-1]["step"]
+    return fmean(row["loss"] for row in rows if row["step"] > (1 - END) * last)
+
+
+def last_errors(folder: Path) -> dict[str, float]:
+    """NMSE of gradients between nodes by class; {} where they travel whole."""
+    seen = [row["telemetry"] for row in read_metrics(folder) if "telemetry" in row]
+    found = seen[-1].get("grads_inter", {}) if seen else {}
+    return {name: values["nmse"] for name, values in found.items()}
+
+
+def show_table(head: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [f"| {head} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |")
+    made = "\n".join(lines)
+    renew(PAGE, head, made)
     print(made)
 
 

@@ -6,8 +6,7 @@ Nw: NMSE, Σ(y-x)² / Σx², of what the forward's gather makes of the weights, 
 share of it that is stochastically rounded. Ng: the same of the gradients, added up over the hops.
 P: parameters in blocks. d: tokens read, of 5·10⁷. NMSE is a codec's on a sample (`nmse`), so that
 a recipe that never ran has one: a normal one for weights; for gradients normal with a scale that
-varies log-normally, by as much as telemetry asks for after 5·10⁷ tokens. After more of them a
-gradient's blocks are less even, which d's power stands for; it is too much where they are rotated.
+varies log-normally, by as much as telemetry asks for after 5·10⁷ tokens.
 
 Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs as a product of
 powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
@@ -59,8 +58,8 @@ MISFIT = (math.log(0.1), 0.7)  # prior of its log: few cells cannot rule out a t
 CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
 MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
 FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
-# of a gap's logarithm for each of tokens', beyond those fitted: a fit that knew up to 5·10⁷ was half
-# of ZeRO++'s gap after four times as many, and twice those of weights
+# a gap's logarithm for each of tokens' that lies beyond those fitted: after four times as many as
+# the fit knew ZeRO++'s gap was twice what it said, and those of weights half
 DRIFT = 0.5
 SAMPLE = (8, 2**15)  # rows of a sample and elements of a row
 TAIL = 0.35  # standard deviation of a gradient's log-scale
