@@ -286,6 +286,17 @@ class RecipeConfig:
             except ValueError as error:
                 raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
 
+        for name in ("weights", "grads", *self.wires):
+            own = [w for w in self.wires if name == w or w.startswith(f"{name}_")]
+            ruled = [r.set.over(self.wire(w)) for w in own for r in rules if w in r.wires]
+            sent = any(not s.raw for s in (*map(self.wire, own), *ruled))
+            given: list[str] = getattr(self, name).given
+            _need(
+                sent or not given or bool(self.phases),
+                f"recipe {self.name}, {name}: {', '.join(given)} without a codec changes nothing: "
+                f"set recipe.{name}.bits, or leave it out",
+            )
+
     def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
         kept = wire == "weights_update" and self.sharding.update == "differences"
         cut = "optimizer" if self.copied else "grads"
