@@ -62,7 +62,6 @@ READ = "arm, gap on held-out and on training text"  # after more tokens,
 ERRORS = "NMSE of gradients between nodes"  # and of why
 END = 0.1  # of a run: its last steps, whose training loss is taken together
 BITS = (8, 6, 4, 3, 2)
-CLASSES = ("attention", "mlp", "head")
 CODECS = {  # rows of WIRES and their arms
     **{f"weights, blocks of {n:,}": f"w{{}}_{n}_symmetric" for n in (32, 64, 256, 2048)},
     **{f"the same with a zero point, {n:,}": f"w{{}}_{n}_asymmetric" for n in (32, 64, 256, 2048)},
@@ -300,29 +299,30 @@ def scatter(studies: list[str]) -> None:
 
 
 def tokens(studies: list[str]) -> None:
-    """Of the last study's arms, in each study: the mean gap on held-out text and that of the
-    training loss's last steps, with their 95 % interval over seeds alone; and the error that bits
-    make in gradients between nodes, by class, as telemetry saw it last: mean over seeds."""
-    gaps: dict[str, dict[str, str]] = {}
-    errors: dict[str, dict[str, str]] = {}
+    """Of the last study's arms but its negative control, in each study: the mean gap on held-out
+    text and that of the training loss's last steps, with their 95 % interval over seeds alone; and
+    the error that bits make in gradients between nodes, by class, as telemetry saw it last: mean
+    over seeds."""
+    arms = [arm.name for arm in load_study(studies[-1]).arms if arm.role != "negative_control"]
+    found: dict[str, dict[str, str]] = {arm: {} for arm in arms}
+    errors: dict[str, dict[str, str]] = {arm: {} for arm in arms}
     for study in studies:
         with unpacked(study) as folder:
             result = read_result(folder)
+            text = " of prose" if study.endswith("_prose") else ""
+            name = f"{result.baseline.finished[0].summary['tokens'] / 1e6:.0f}M{text}"
             base = {run.seed: trained(run.dir) for run in result.baseline.finished}
-            name = study.removeprefix("reference_")
-            for arm in result.arms:
+            for arm in (a for a in result.arms if a.name in arms and a.gaps):
                 ends = [trained(r.dir) - base[r.seed] for r in arm.finished if r.seed in base]
-                own = {f"{name}, held out": interval(list(arm.gaps.values()))}
-                own |= {f"{name}, trained on": interval(ends)}
-                if arm.arm.role != "baseline":
-                    gaps[arm.name] = gaps.get(arm.name, {}) | own
+                found[arm.name][f"{name}, held out"] = interval(list(arm.gaps.values()))
+                found[arm.name][f"{name}, trained on"] = interval(ends)
                 seen = [last_errors(run.dir) for run in arm.finished]
-                if seen and all(seen) and arm.arm.role == "arm":
-                    own = {f"{name}, {c}": f"{fmean(one[c] for one in seen):.3f}" for c in CLASSES}
-                    errors[arm.name] = errors.get(arm.name, {}) | own
-    last = [arm.name for arm in load_study(studies[-1]).arms]
-    show_table(READ, {arm: gaps[arm] for arm in last if arm in gaps})
-    show_table(ERRORS, {arm: errors[arm] for arm in last if arm in errors})
+                if all(seen):
+                    errors[arm.name] |= {
+                        f"{name}, {c}": f"{fmean(one[c] for one in seen):.3f}" for c in seen[0]
+                    }
+    show_table(READ, {arm: found[arm] for arm in arms if arm != result.baseline.name})
+    show_table(ERRORS, {arm: row for arm, row in errors.items() if row})
 
 
 def trained(folder: Path) -> float:

@@ -245,6 +245,18 @@ def test_the_published_law_is_what_the_kept_runs_give() -> None:
     assert found.misfit == pytest.approx(known.misfit)
 
 
+@pytest.mark.slow
+def test_the_page_says_what_more_tokens_do_to_the_kept_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = loaded("experiments/reference/law.py")
+    page = tmp_path / "page.md"
+    page.write_text(script.PAGE.read_text())
+    monkeypatch.setattr(script, "PAGE", page)
+    script.tokens(["reference_10m", "reference_10m_prose", "reference_10m_200m"])
+    assert page.read_text() == (script.HERE / "LOSS.md").read_text()
+
+
 def judged(loss: float, **gaps: list[float]) -> StudyResult:
     """A study of these arms with eight seeds, whose gaps to the baseline are those."""
     seeds = range(1, 9)

@@ -73,7 +73,7 @@ def test_intervals_hold_cells_that_were_not_fitted() -> None:
     assert inside / total > law.CONFIDENCE - 0.06
 
 
-def test_a_prediction_for_more_tokens_than_were_fitted_is_wider() -> None:
+def test_a_prediction_for_tokens_beyond_those_fitted_is_wider() -> None:
     """On both sides, by more the further they lie; the middle value is the law's."""
     found, weights = fitted(0), law.Errors(0.1, 0.0)
 

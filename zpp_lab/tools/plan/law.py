@@ -4,9 +4,10 @@
 
 Nw: NMSE, Σ(y-x)² / Σx², of what the forward's gather makes of the weights, over all of them; r: the
 share of it that is stochastically rounded. Ng: the same of the gradients, added up over the hops.
-P: parameters in blocks. d: tokens read, of 5·10⁷. NMSE is a codec's on a sample (`nmse`), so that
+P: parameters in blocks. d: tokens read, over 5·10⁷. NMSE is a codec's on a sample (`nmse`), so that
 a recipe that never ran has one: a normal one for weights; for gradients normal with a scale that
-varies log-normally, by as much as telemetry asks for after 5·10⁷ tokens.
+varies log-normally, by as much as telemetry asks for after 5·10⁷ tokens. After more it is another,
+so gradients have an exponent of their own.
 
 Chen et al. (2025, arXiv 2505.14302) fit what quantization-aware training costs as a product of
 powers of size, tokens and the group's size; here NMSE takes the group's place, so that bits, blocks
@@ -14,7 +15,8 @@ and zero points are one quantity. Kumar et al. (2024, arXiv 2411.04330) have bit
 
 `fit` takes the most probable exponents under wide normal priors (`PRIOR`). Cells are weighted by
 their scatter over seeds and by the misfit with the largest evidence; that and the intervals are
-Laplace's approximation. A prediction says where it leaves what was fitted.
+Laplace's approximation. A prediction says where it leaves what was fitted; for tokens beyond that
+it is wider (`DRIFT`).
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ MISFIT = (math.log(0.1), 0.7)  # prior of its log: few cells cannot rule out a t
 CONFIDENCE, QUANTILE = 0.90, 1.6448536  # two-sided, normal
 MISFITS = tuple(0.02 * 1.25**i for i in range(18))  # shares of a gap that are tried
 FLOOR = 3e-4  # nats: what the order of sums alone moves a gap
-# a gap's logarithm for each of tokens' that lies beyond those fitted: after four times as many as
-# the fit knew ZeRO++'s gap was twice what it said, and those of weights half
+# standard deviation of a gap's logarithm, for each unit of log tokens beyond those fitted: after
+# four times as many ZeRO++'s gap was 1.9 times what the law said, those of weights 0.4 to 0.6 times
 DRIFT = 0.5
 SAMPLE = (8, 2**15)  # rows of a sample and elements of a row
 TAIL = 0.35  # standard deviation of a gradient's log-scale
@@ -244,13 +246,13 @@ def _quantities(cell: Cell) -> Mapping[str, float]:
 
 def _gap(at: Vector, cell: Cell) -> float:
     v = dict(zip(NAMES, at.tolist(), strict=True))
-    errors, gap, tokens = cell.errors, 0.0, math.log(cell.tokens / TOKENS)
+    errors, gap, log_d = cell.errors, 0.0, math.log(cell.tokens / TOKENS)
     if errors.weights:
         rounding = v["s"] * errors.stochastic
         power = v["pw"] * math.log(errors.weights)
-        gap += math.exp(v["aw"] + rounding + power + v["beta_w"] * tokens)
+        gap += math.exp(v["aw"] + rounding + power + v["beta_w"] * log_d)
     if errors.grads:
-        gap += math.exp(v["ag"] + v["pg"] * math.log(errors.grads) + v["beta_g"] * tokens)
+        gap += math.exp(v["ag"] + v["pg"] * math.log(errors.grads) + v["beta_g"] * log_d)
     return gap * math.exp(v["alpha"] * math.log(cell.parameters / PARAMETERS))
 
 

@@ -354,7 +354,7 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     if outlook.phases:
         console.print(NO_LAW)
     if outlook.gap:
-        console.print(_gap_line(outlook.gap), highlight=False)
+        console.print(_gap_line(outlook.gap, outlook.config.recipe), highlight=False)
     elif outlook.plan.memories:
         console.print(REMEMBERS)
     for one in advice:
@@ -383,14 +383,19 @@ def _show_verdict(outlook: Outlook, console: Console) -> None:
         console.print(f"In host memory, each rank: {_gib(found.host)} GiB.")
 
 
-def _gap_line(gap: law.Prediction) -> str:
+def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:
     told = (
         f"From random weights held-out loss is expected {gap.gap:+.4f} nats a token from plain "
         f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a law fitted to "
         "our decoder on Python source (experiments/reference). On English prose gaps were 1.2 to "
-        "1.9 times as large; after 197M tokens that of 4-bit gradients without a rotation was 3 "
-        "times that after 49M, with one 1.4 times."
+        "1.9 times as large."
     )
+    hops = [recipe.wire("grads_intra"), recipe.wire("grads_inter")]
+    if any((hop.bits or 8) <= 4 and not hop.hadamard for hop in hops):
+        told += (
+            " After four times the tokens, of one text read four times, that of 4-bit gradients "
+            "without a rotation was 3 times as large (recipe.grads.hadamard=64 rotates them)."
+        )
     if not gap.beyond:
         return told
     return f"Beyond what the following law was fitted to: {'; '.join(gap.beyond)}. {told}"
