@@ -101,7 +101,9 @@ def compose(overrides: list[str]) -> Config:
     except (HydraException, ValueError) as error:
         raise ValueError(explain(error, overrides)) from None
     _check_heeded(composed, overrides)
-    return to_config(composed)
+    config = to_config(composed)
+    config.recipe.check_heeded()
+    return config
 
 
 def _composed(overrides: list[str]) -> DictConfig:
