@@ -69,7 +69,6 @@ train recipe.rules=3 => recipe.rules=3: use a list, such as [a,b]
 train 'recipe.rules=[{wires: [weights_update], set: {bits: 4}}]' => matches no parameter | its wires
 train 'recipe.rules=[{nam: x}]' => recipe.rules.0.nam | exempt, max_numel, min_numel, name, ndim,
 train 'recipe.rules=[{name: x, wires: [up]}]' => recipe.rules.0.wires.0=' | use 'weights_forward', '
-train recipe.grads.hadamard=64 => grads: hadamard=64 without a codec | set recipe.grads.bits
 train recipe.weights.codec=block => recipe zero3, weights_forward: codec=block needs bits: set 2, 3,
 train recipe.weights=8 => recipe.weights=8 | recipe.weights.codec, recipe.weights.bits,
 train recipe=w8,w4 => recipe=w8,w4: add -m to run each value, or write a list in brackets

@@ -114,13 +114,6 @@ class CodecConfig:
             merged["keep"] = self.keep
         return CodecConfig(**merged | {"memory": self.memory.over(base.memory)})
 
-    @property
-    def given(self) -> list[str]:
-        """Settings of a codec that are set, beside its name, its bits and its memory."""
-        named = ("codec", "bits", "memory")
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in named}
-        return [f"{name}={value}" for name, value in own.items() if value is not None]
-
     def resolved(self) -> dict[str, Any]:
         """What is sent: the codec and every setting that it heeds, defaults written out."""
         if self.raw:

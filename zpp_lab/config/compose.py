@@ -101,9 +101,7 @@ def compose(overrides: list[str]) -> Config:
     except (HydraException, ValueError) as error:
         raise ValueError(explain(error, overrides)) from None
     _check_heeded(composed, overrides)
-    config = to_config(composed)
-    config.recipe.check_heeded()
-    return config
+    return to_config(composed)
 
 
 def _composed(overrides: list[str]) -> DictConfig:

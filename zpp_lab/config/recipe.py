@@ -286,19 +286,6 @@ class RecipeConfig:
             except ValueError as error:
                 raise ValueError(f"recipe {self.name}, {wire}: {error}") from None
 
-    def check_heeded(self) -> None:
-        """ValueError for settings of a codec where there is none, which change nothing."""
-        for name in ("weights", "grads", *self.wires):
-            own: CodecConfig = getattr(self, name)
-            wires = [w for w in self.wires if name == w or w.startswith(f"{name}_")]
-            codecs = [self.wire(w) for w in wires]
-            codecs += [r.set.over(self.wire(w)) for r in self.rules for w in wires if w in r.wires]
-            _need(
-                not own.given or bool(self.phases) or not all(codec.raw for codec in codecs),
-                f"recipe {self.name}, {name}: {', '.join(own.given)} without a codec changes "
-                f"nothing: set recipe.{name}.bits, or leave it out",
-            )
-
     def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
         kept = wire == "weights_update" and self.sharding.update == "differences"
         cut = "optimizer" if self.copied else "grads"
