@@ -77,7 +77,7 @@ MORE_LOOKS_SLOWLY = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("what", LOOKS.values(), ids=LOOKS)
+@MORE_LOOKS_SLOWLY
 def test_false_claims_of_a_difference_in_any_of_six_arms(what: StudyConfig) -> None:
     assert share(what, NULL, differs) <= most(0.05)
     assert share(what, NULL, plain_differs) > most(0.05)  # what the correction is for
