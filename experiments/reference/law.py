@@ -239,20 +239,18 @@ def gaps(studies: list[str]) -> None:
         for arm in first.arms
         if len(arm.gaps) > 1
     }
-    head = f"| {WIRES} | {' | '.join(f'{bits} bits' for bits in BITS)} |"
-    lines = [head, f"|---|{'---|' * len(BITS)}"]
-    for wire, name in CODECS.items():
-        cells = [singles.get(name.format(bits), "") for bits in BITS]
-        lines.append(f"| {wire} | {' | '.join(cells)} |")
-    renew(PAGE, WIRES, "\n".join(lines))
-    print(*lines, sep="\n")
+    rows = {
+        wire: {f"{bits} bits": singles.get(name.format(bits), "") for bits in BITS}
+        for wire, name in CODECS.items()
+    }
+    show_table(WIRES, rows)
 
     every = [kept_gaps(study) for study in studies]
     roles = {arm.name: arm.role for study in studies for arm in load_study(study).arms}
     told: dict[str, float] = {}
     for found in every:
         told = {arm: fmean(values) for arm, values in found.items() if len(values) > 1} | told
-    lines = [f"| {ARMS} | {' | '.join(studies)} |", f"|---|{'---|' * len(studies)}"]
+    rows = {}
     shown = {name.format(bits) for name in CODECS.values() for bits in BITS}
     for arm, _ in sorted(told.items(), key=lambda item: item[1]):
         elsewhere = any(len(found.get(arm, [])) > 1 for found in every[1:])
@@ -260,10 +258,8 @@ def gaps(studies: list[str]) -> None:
             continue
         role = "" if roles[arm] == "arm" else f" ({roles[arm].replace('_', ' ')})"
         cells = [interval(found.get(arm, [])) for found in every]
-        lines.append(f"| {arm}{role} | {' | '.join(cells)} |")
-    made = "\n".join(lines)
-    renew(PAGE, ARMS, made)
-    print(made)
+        rows[f"{arm}{role}"] = dict(zip(studies, cells, strict=True))
+    show_table(ARMS, rows)
     write_atomic(HERE / "loss.svg", draw_gaps(dict(zip(studies, every, strict=True))))
 
 
@@ -300,9 +296,9 @@ def scatter(studies: list[str]) -> None:
 
 def tokens(studies: list[str]) -> None:
     """Of the last study's arms but its negative control, in each study: the mean gap on held-out
-    text and that of the training loss's last steps, with their 95 % interval over seeds alone; and
-    the error that bits make in gradients between nodes, by class, as telemetry saw it last: mean
-    over seeds."""
+    text and that of the training loss's last steps, with their 95 % interval over seeds alone; how
+    much larger the first is in the last study than in the first, paired by seed; and the error that
+    bits make in gradients between nodes, by class, as telemetry saw it last: mean over seeds."""
     arms = [arm.name for arm in load_study(studies[-1]).arms if arm.role != "negative_control"]
     found: dict[str, dict[str, str]] = {arm: {} for arm in arms}
     errors: dict[str, dict[str, str]] = {arm: {} for arm in arms}
@@ -312,6 +308,8 @@ def tokens(studies: list[str]) -> None:
             text = " of prose" if study.endswith("_prose") else ""
             name = f"{result.baseline.finished[0].summary['tokens'] / 1e6:.0f}M{text}"
             base = {run.seed: trained(run.dir) for run in result.baseline.finished}
+            held = fmean(run.heldout_loss for run in result.baseline.finished)
+            print(f"plain after {name}: {fmean(base.values()):.2f}, held out {held:.2f}")
             for arm in (a for a in result.arms if a.name in arms and a.gaps):
                 ends = [trained(r.dir) - base[r.seed] for r in arm.finished if r.seed in base]
                 found[arm.name][f"{name}, held out"] = interval(list(arm.gaps.values()))
@@ -321,6 +319,12 @@ def tokens(studies: list[str]) -> None:
                     errors[arm.name] |= {
                         f"{name}, {c}": f"{fmean(one[c] for one in seen):.3f}" for c in seen[0]
                     }
+    first, last = (
+        {a.name: a.gaps for a in r.arms} for s in (studies[0], studies[-1]) if (r := kept(s))
+    )
+    for arm in arms:
+        both = first[arm].keys() & last[arm].keys()
+        found[arm]["growth, held out"] = interval([last[arm][s] - first[arm][s] for s in both])
     show_table(READ, {arm: found[arm] for arm in arms if arm != result.baseline.name})
     show_table(ERRORS, {arm: row for arm, row in errors.items() if row})
 
