@@ -11,7 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.data.packed import IGNORED
 from zpp_lab.models import build_model, fused
-from zpp_lab.models.loss import chunked_losses, cross_entropy, token_losses
+from zpp_lab.models.loss import (
+    chunked_losses,
+    chunked_scores,
+    cross_entropy,
+    token_losses,
+    whole_scores,
+)
 
 N, DIM, VOCAB = 37, 24, 101
 
@@ -103,6 +109,33 @@ def test_the_decoder_never_makes_whole_logits(tied: bool) -> None:
     assert held_out.shape == (512,)
     assert torch.allclose(held_out, token_losses(whole, x, y))
     assert chunked(x).shape == whole(x).shape == (4, 128, 997)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_of_equal_logits_is_the_prediction(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in chunks, and where a kernel gives the losses: from one product, the same counts."""
+    hidden = torch.randint(-2, 3, (96, 4), generator=torch.Generator().manual_seed(5)).to(dtype)
+    head = torch.randint(-1, 2, (50, 4), generator=torch.Generator().manual_seed(6)).to(dtype)
+    targets = torch.arange(96) % 50
+    targets[::7] = IGNORED
+    logits = hidden @ head.T
+    first = [row.index(max(row)) for row in logits.tolist()]
+    wanted = [float(t == f) for t, f in zip(targets.tolist(), first, strict=True)]
+    tied = sum(row.count(max(row)) > 1 for row in logits.tolist())
+    assert tied > 60
+    assert 0 < sum(wanted) < 20
+    losses, right = whole_scores(logits, targets)
+    assert right.tolist() == wanted
+    assert torch.equal(losses, cross_entropy(logits, targets, "none"))
+    for chunk in (1, 33, 96):
+        losses, right = chunked_scores(hidden, head, targets, chunk)
+        assert right.tolist() == wanted
+        assert torch.equal(losses, chunked_losses(hidden, head, targets, chunk))
+    monkeypatch.setattr(fused, "serves", lambda x: True)
+    monkeypatch.setattr(fused, "log_probs", lambda x, t: torch.zeros(len(t)))
+    assert whole_scores(logits, targets)[1].tolist() == wanted
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

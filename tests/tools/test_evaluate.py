@@ -32,6 +32,8 @@ def test_a_run_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row["weights"] for row in rows] == kinds
     losses = [row["heldout_loss"] for row in rows]
     assert losses[1:3] == [summary["heldout_loss_master"], summary["heldout_loss"]]
+    for key in ("heldout_accuracy", "heldout_bits_per_byte"):
+        assert rows[2][key] == summary[key]
     assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # bf16 on both sides, not alike
     assert rows[0]["dtype"] == "bfloat16"
     assert rows[4]["dtype"] == "float32"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 from tests.engines.fsdp_world import run_world
 from tests.small_runs import small
 from zpp_lab.data import open_data
-from zpp_lab.files import HELDOUT
+from zpp_lab.data.prepare import open_tokenizer
+from zpp_lab.data.tokenizer import text_bytes
+from zpp_lab.files import HELDOUT, METRICS
 from zpp_lab.models.loss import mean_loss, total_loss
 from zpp_lab.train.evaluation import Heldout, open_heldout
 from zpp_lab.train.trainer import run
@@ -49,10 +52,15 @@ def test_losses_are_added_by_document() -> None:
     documents = np.array([2, 2, 3, 7, 7, 7])
     batches = [(torch.arange(6).view(2, 3), torch.arange(6).view(2, 3))]
     losses = torch.tensor([0.1, 0.2, 3.0, 1.0, 1e8, 1.0])
-    found = Heldout(batches, documents).by_document(losses)
+    scores = torch.stack((losses, torch.tensor([1.0, 0, 0, 1, 1, 0])))
+    found = Heldout(batches, documents).by_document(scores)
     assert found["documents"] == [2, 3, 7]
     assert found["tokens"] == [2, 1, 3]
     assert found["nats"] == [float(losses[:2].double().sum()), 3.0, 1e8 + 2]
+    assert found["correct"] == [1, 0, 2]
+    assert "bytes" not in found  # of a tokenizer that does not tell
+    sizes = np.array([4, 0, 2, 1, 1, 1])
+    assert Heldout(batches, documents, sizes).by_document(scores)["bytes"] == [4, 2, 3]
 
 
 def test_sums_do_not_depend_on_order_or_batches() -> None:
@@ -63,6 +71,40 @@ def test_sums_do_not_depend_on_order_or_batches() -> None:
     losses[3] = math.nan
     assert math.isnan(mean_loss(losses))
     assert mean_loss(torch.tensor([1.0, math.inf])) == math.inf
+
+
+def test_a_run_tells_how_many_tokens_it_predicts_and_its_bits_a_byte(tmp_path: Path) -> None:
+    summary = run(small(tmp_path))
+    found = json.loads((tmp_path / "run" / HELDOUT).read_text())
+    rows = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    assert 0 < summary["heldout_correct"] == sum(found["correct"]) < 256
+    assert summary["heldout_accuracy"] == summary["heldout_correct"] / 256
+    assert [row["heldout_accuracy"] for row in rows if "heldout_loss" in row][-1] == (
+        summary["heldout_accuracy"]
+    )
+    targets = torch.cat([y.flatten() for _, y in heldout(tmp_path).batches])
+    count = int((targets != 0).sum())  # a token is a byte, and 0 ends a document
+    assert summary["heldout_bytes"] == sum(found["bytes"]) == count
+    bits = math.fsum(found["nats"]) / math.log(2) / count
+    assert summary["heldout_bits_per_byte"] == pytest.approx(bits, rel=1e-14)
+
+
+def test_tokens_know_their_bytes_of_text(tmp_path: Path) -> None:
+    """Of a BPE, and of the same one as somebody else's file; not of one that is not byte-level."""
+    config = small(tmp_path, "data.tokenizer=bpe", "data.vocab_size=280")
+    data = open_data(config.data)
+    text = "def naïve(x):\n    return x  # ü, 日本\n"
+    tokens = open_tokenizer(config.data, data.folder).encode(text.encode())
+    sizes = text_bytes(config.data, data.folder)
+    assert sizes is not None
+    assert len(tokens) < sizes[tokens].sum() == len(text.encode())
+    assert sizes[open_tokenizer(config.data, data.folder).end] == 0
+    file = data.folder / "tokenizer.json"
+    outside = replace(config.data, tokenizer="hf", tokenizer_path=str(file))
+    assert np.array_equal(text_bytes(outside, tmp_path), sizes)
+    other = tmp_path / "tokenizer.json"
+    other.write_text(file.read_text().replace('"ByteLevel"', '"Whitespace"'))
+    assert text_bytes(replace(outside, tokenizer_path=str(other)), tmp_path) is None
 
 
 def test_a_run_writes_its_documents(tmp_path: Path) -> None:

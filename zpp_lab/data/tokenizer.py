@@ -147,6 +147,40 @@ class BpeTokenizer(LibraryTokenizer):
         return self.model.to_str()
 
 
+def text_bytes(cfg: DataConfig, folder: Path) -> np.ndarray | None:
+    """Bytes of text that each token stands for, int64 [largest token + 1]; marks stand for none.
+
+    folder: where the tokens were prepared, with a BPE's tokenizer.json. Read without the
+    tokenizers package. None for an outside tokenizer that is not byte-level: its tokens alone do
+    not tell their bytes.
+    """
+    if cfg.tokenizer == "bytes":
+        sizes = np.ones(ByteTokenizer.vocab_size, np.int64)
+        sizes[ByteTokenizer.end] = 0
+        return sizes
+    outside = cfg.tokenizer == "hf" and cfg.tokenizer_path is not None
+    file = definition_file(Path(str(cfg.tokenizer_path))) if outside else folder / _FILE
+    said = parse_json(file, _AGAIN)
+    vocabulary = (said.get("model") or {}).get("vocab")
+    if not isinstance(vocabulary, dict) or "ByteLevel" not in _parts(said.get("pre_tokenizer")):
+        return None
+    added = {entry["id"]: entry for entry in said.get("added_tokens") or []}
+    sizes = np.zeros(1 + max([*vocabulary.values(), *added]), np.int64)
+    for token, number in vocabulary.items():
+        sizes[number] = len(token)  # a character of a byte-level token is a byte
+    for number, entry in added.items():
+        sizes[number] = 0 if entry["special"] else len(entry["content"].encode())
+    return sizes
+
+
+def _parts(step: Any) -> set[str]:
+    """Kinds of a tokenizer.json's step, such as its pre_tokenizer, those of a sequence too."""
+    if not isinstance(step, dict):
+        return set()
+    inner = [part for key in ("pretokenizers", "decoders") for part in step.get(key) or []]
+    return {str(step.get("type"))}.union(*map(_parts, inner))
+
+
 def library(setting: str) -> Any:
     """The tokenizers package; ValueError when `setting` needs it and it is not installed."""
     try:

@@ -56,10 +56,15 @@ class Engine(Protocol):
         do so by themselves. Memories of wires go on where the plan before had the same."""
         assert len(self.plans) == 1
 
-    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
-        """Loss of every counted target in nats, in the batches' order, with the wire's weights or
-        with the master's: fp32 [tokens] on the CPU, on every rank."""
+    def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        """Score every counted target with the wire's weights or with the master's: its loss in
+        nats, and 1 where it is predicted (`models/loss.py`). fp32 [2, tokens] on the CPU, in the
+        batches' order, on every rank."""
         ...
+
+    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        """Return the losses of `token_scores`, fp32 [tokens]."""
+        return self.token_scores(step, batches, wire)[0]
 
     def evaluate(self, step: int, batches: Iterable[Batch], wire: bool) -> float:
         """Mean of `token_losses`, whatever the batches' shapes."""

@@ -38,7 +38,7 @@ from zpp_lab import files
 from zpp_lab.config.model import DOWNLOAD, ModelConfig, check_model_path
 from zpp_lab.files import missing
 from zpp_lab.models.hf_start import RandomStart, SavedStart
-from zpp_lab.models.loss import chunked_losses, mean_of, times
+from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times
 from zpp_lab.models.start import RunStart, Start
 
 _TOKENS = 8
@@ -197,9 +197,15 @@ def head_losses(
     z_loss: see `chunked_losses`.
     ValueError when the model changes its logits after the head.
     """
+    return chunked_losses(*head_inputs(model, logits), targets.flatten(), chunk, z_loss)
+
+
+def head_inputs(model: Any, logits: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """Run the model by logits() and return what its head multiplies: hidden states
+    [batch · length, dim] and weight [vocab, dim]. ValueError as `head_losses`."""
     head = model.get_output_embeddings()
     hidden = _before(head, logits, type(model).__name__)
-    return chunked_losses(hidden.flatten(0, 1), head.weight, targets.flatten(), chunk, z_loss)
+    return hidden.flatten(0, 1), head.weight
 
 
 def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
@@ -351,7 +357,7 @@ def _adapted(
         check_head(model)
 
     class CausalLM(kind):
-        gives_token_losses = chunk > 0  # `each`: held-out losses need no whole logits either
+        gives_token_scores = chunk > 0  # `each`: held-out losses need no whole logits either
 
         def forward(
             self,
@@ -362,7 +368,7 @@ def _adapted(
         ) -> Tensor:
             """Mean cross-entropy in nats (fp32 scalar), see `mean_of` for `share`, or logits
             [batch, length, vocab] when there are no targets. Those: int64 [batch, length].
-            `each`, in chunks: every target's own loss, fp32 [batch · length]."""
+            `each`, in chunks: every target's own scores, fp32 [2, batch · length]."""
             if longest and tokens.shape[1] > longest:
                 raise ValueError(
                     f"data.seq_len={tokens.shape[1]}: this model has {longest} positions"
@@ -373,9 +379,10 @@ def _adapted(
                     return logits
                 return mean_of(logits.flatten(0, 1), targets.flatten(), share)
             logits_of = partial(self.all_logits, tokens)
-            losses = head_losses(self, logits_of, targets, chunk, cfg.z_loss)
             if each:
-                return losses
+                hidden, head = head_inputs(self, logits_of)
+                return chunked_scores(hidden, head, targets.flatten(), chunk)
+            losses = head_losses(self, logits_of, targets, chunk, cfg.z_loss)
             return losses.mean() if share is None else times(losses.sum(), share)
 
         def all_logits(self, tokens: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from zpp_lab.config.model import ModelConfig
 from zpp_lab.models import fused
 from zpp_lab.models.llama_hf import LlamaStart
-from zpp_lab.models.loss import chunked_losses, cross_entropy, mean_of, times
+from zpp_lab.models.loss import chunked_losses, chunked_scores, mean_of, times, whole_scores
 from zpp_lab.models.start import CounterStart, RunStart, SeededStart, Start
 
 Whole = Callable[[Tensor], Tensor]
@@ -292,7 +292,7 @@ class Llama(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.vocab_size = vocab_size
-        self.gives_token_losses = True  # `each`: held-out losses need no whole logits either
+        self.gives_token_scores = True  # `each`: held-out losses need no whole logits either
         self.rope = rope = Rope(cfg.dim // cfg.heads, cfg.rope_theta)
         self.embed = Embedding(vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, rope) for _ in range(cfg.layers))
@@ -310,7 +310,8 @@ class Llama(nn.Module):
 
         tokens, targets: int64 [batch, length]. Logits: [batch, length, vocab] in the
         parameters' dtype. `share`: see `mean_of`, for targets that do not all count. `each`: every
-        target's own loss, fp32 [batch · length], 0 where it is IGNORED.
+        target's own scores (`token_scores`), fp32 [2, batch · length]; the loss of one that is
+        IGNORED is 0.
         """
         # Here, so that no compiled block ever makes a table: the others would find it made, and
         # be compiled a second time.
@@ -326,13 +327,13 @@ class Llama(nn.Module):
             return F.linear(x, head)
         if self.cfg.loss_chunk or self.cfg.z_loss:
             rows, chunk = x.flatten(0, 1), self.cfg.loss_chunk or targets.numel()
-            losses = chunked_losses(rows, head, targets.flatten(), chunk, self.cfg.z_loss)
             if each:
-                return losses
+                return chunked_scores(rows, head, targets.flatten(), chunk)
+            losses = chunked_losses(rows, head, targets.flatten(), chunk, self.cfg.z_loss)
             return losses.mean() if share is None else times(losses.sum(), share)
         logits = F.linear(x, head).flatten(0, 1)
         if each:
-            return cross_entropy(logits, targets.flatten(), "none")
+            return whole_scores(logits, targets.flatten())
         return mean_of(logits, targets.flatten(), share)
 
     def units(self) -> list[tuple[str, nn.Module]]:

@@ -23,7 +23,8 @@ chunks, of which one may hold all tokens, and takes no memory.
 
 The held-out loss is taken token by token, so that a mean never depends on how tokens were batched.
 Sums are rounded once (`math.fsum`): they are the same in any order, for any split into documents,
-batches and ranks.
+batches and ranks. Whether a token was predicted is read from the same logits, as the model's dtype
+has them; equal logits are common in bf16, and of those the lowest index is the prediction.
 """
 
 from __future__ import annotations
@@ -45,18 +46,50 @@ def heldout_size(length: int) -> int:
     return max(1, min(64, 8192 // length))
 
 
-def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every counted target in nats, fp32 [B · T or fewer], row by row.
+def token_scores(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Score every counted target: fp32 [2, B · T or fewer], row by row of the batch.
 
+    Returns the cross-entropy in nats, and 1 where the model predicts the target, else 0.
     model(inputs) gives logits [B, T, vocab]; inputs, targets: int64 [B, T], and IGNORED targets
-    are left out. A model that `gives_token_losses` is asked for the losses themselves, which it
+    are left out. A model that `gives_token_scores` is asked for the scores themselves, which it
     may compute without whole logits: model(inputs, targets, each=True).
     """
-    if getattr(model, "gives_token_losses", False):
-        losses: Tensor = model(inputs, targets, each=True)
+    if getattr(model, "gives_token_scores", False):
+        scores: Tensor = model(inputs, targets, each=True)
     else:
-        losses = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), "none")
-    return losses[targets.flatten() != IGNORED]
+        scores = whole_scores(model(inputs).flatten(0, 1), targets.flatten())
+    return scores[:, targets.flatten() != IGNORED]
+
+
+def token_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses of `token_scores`, fp32 [B · T or fewer]."""
+    return token_scores(model, inputs, targets)[0]
+
+
+def whole_scores(logits: Tensor, targets: Tensor) -> Tensor:
+    """Score logits [N, vocab] against int64 targets [N]: fp32 [2, N], as `token_scores`."""
+    losses = cross_entropy(logits, targets, "none")
+    return torch.stack((losses, _predicted(logits, targets)))
+
+
+@torch.no_grad()
+def chunked_scores(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Score targets [N] as `whole_scores` does, with logits of `chunk` rows at a time.
+
+    The losses have the bits of `chunked_losses`, whose arguments these are.
+    """
+    pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([_scores(F.linear(h, head), t) for h, t in pairs], 1)
+
+
+def _scores(logits: Tensor, targets: Tensor) -> Tensor:
+    right = _predicted(logits, targets)
+    return torch.stack((_losses(logits, targets), right))
+
+
+def _predicted(logits: Tensor, targets: Tensor) -> Tensor:
+    """fp32 [N]: 1 where the target is the first of the row's largest logits, else 0."""
+    return (logits.argmax(-1) == targets).float()  # torch gives the first of equal ones
 
 
 def counted(targets: Tensor) -> int:
@@ -129,7 +162,7 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, targets)
         ctx.chunk, ctx.z_loss = chunk, z_loss
         pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-        return torch.cat([_losses(h, head, t) for h, t in pairs])
+        return torch.cat([_losses(F.linear(h, head), t) for h, t in pairs])
 
     @staticmethod
     @once_differentiable  # type: ignore[misc]
@@ -149,8 +182,8 @@ class _ChunkedLosses(torch.autograd.Function):
         return to_hidden, to_head.value() if to_head else None, None, None, None
 
 
-def _losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    logs = torch.log_softmax(F.linear(hidden, head), -1, dtype=torch.float32)
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    logs = torch.log_softmax(logits, -1, dtype=torch.float32)
     losses = -logs.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
     return losses.masked_fill_(targets == IGNORED, 0.0)
 

@@ -53,6 +53,8 @@ _PREDICATES = {  # of one run, of several
     "out of memory": ("ran out of memory", "ran out of memory"),
 }
 _MARKS = (CONFIG, SUMMARY, FAILURE, METRICS)
+# of the held-out tokens, in summaries since they are taken; older ones have none
+READOUTS = ("heldout_accuracy", "heldout_bits_per_byte")
 _TAIL = 65536  # bytes of metrics.jsonl in which its last line most likely lies
 
 

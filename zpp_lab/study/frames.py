@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zpp_lab.config.flat import flat_config, flatten, run_name
-from zpp_lab.runs.reader import Run, read_metrics
+from zpp_lab.runs.reader import READOUTS, Run, read_metrics
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 
 _PACKAGES = ("numpy", "pandas", "scipy")
-_FINAL = ("loss", "heldout_loss", "heldout_loss_master", "seconds", "bytes_per_step")
+_FINAL = ("loss", "heldout_loss", "heldout_loss_master", *READOUTS, "seconds", "bytes_per_step")
 _STEP = ("loss", "heldout_loss", "lr", "grad_norm", "seconds")
 _JUDGED = ("gap", "low", "high", "margin", "heldout_loss", "bytes", "bytes_inter")
 _P = ("p_differs", "p_inside", "p_beyond")

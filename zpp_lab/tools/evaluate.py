@@ -42,7 +42,7 @@ from zpp_lab.engines.build import pick_device
 from zpp_lab.files import CONFIG, below, missing, text_table, write_atomic
 from zpp_lab.models import build_model
 from zpp_lab.models.llama import Llama
-from zpp_lab.models.loss import counted, mean_loss, token_losses
+from zpp_lab.models.loss import counted, mean_loss, token_scores
 from zpp_lab.models.start import Start, fill, materialize, whole
 from zpp_lab.runs.checkpoint.read import SavedWeights
 from zpp_lab.tools.export.card import RECORD, rounded_to
@@ -194,6 +194,8 @@ class Row:
     perplexity: float
     tokens: int
     heldout_hash: str  # equal ones mean that losses can be compared
+    heldout_accuracy: float  # the share of tokens that are predicted, 0 to 1
+    heldout_bits_per_byte: float | None  # None where the tokenizer does not tell bytes of text
 
 
 def evaluate(
@@ -286,12 +288,17 @@ class Bench:
         fill(model, _Saved(model, seed, partial(read, device=self.device)), whole, lambda p: p)
 
     @torch.no_grad()
-    def loss(self, model: Any) -> float:
+    def scores(self, model: Any) -> Tensor:
+        """Score every held-out token that counts: fp32 [2, tokens], see `token_scores`."""
         pairs = ((x.to(self.device), y.to(self.device)) for x, y in self.heldout.batches)
-        return mean_loss(torch.cat([token_losses(model, x, y).cpu() for x, y in pairs]))
+        return torch.cat([token_scores(model, x, y).cpu() for x, y in pairs], 1)
 
-    def row(self, path: Path, weights: str, model: Any, loss: float, **run: Any) -> Row:
+    def loss(self, model: Any) -> float:
+        return mean_loss(self.scores(model)[0])
+
+    def row(self, path: Path, weights: str, model: Any, scores: Tensor, **run: Any) -> Row:
         of = {"recipe": "", "seed": None, "step": None, **run}
+        loss = mean_loss(scores[0])
         ours = isinstance(model, Llama)
         return Row(
             path=str(path),
@@ -303,6 +310,8 @@ class Bench:
             perplexity=math.exp(loss) if loss < 700 else math.inf,
             tokens=self.count,
             heldout_hash=self.heldout.hash,
+            heldout_accuracy=self.heldout.accuracy(scores)["heldout_accuracy"],
+            heldout_bits_per_byte=self.heldout.per_byte(scores).get("heldout_bits_per_byte"),
         )
 
 
@@ -319,7 +328,7 @@ def _run_rows(path: Path, bench: Bench, codecs: Sequence[CodecConfig]) -> list[R
     rows = []
     for weights, read in _kinds(config, saved, codecs):
         bench.fill(model, read, config.seed)
-        rows.append(bench.row(path, weights, model, bench.loss(model), **of))
+        rows.append(bench.row(path, weights, model, bench.scores(model), **of))
     return rows
 
 
@@ -377,8 +386,8 @@ def _folder_row(path: Path, bench: Bench) -> Row:
         )
     window = bench.heldout.batches[0][0][:1].to(bench.device)
     check_comparable(model, path, bench.source, bench.data, window)
-    loss = bench.loss(lambda x: model(input_ids=x, use_cache=False).logits)
-    return bench.row(path, "transformers", model, loss, **folder_record(path).get("run", {}))
+    scores = bench.scores(lambda x: model(input_ids=x, use_cache=False).logits)
+    return bench.row(path, "transformers", model, scores, **folder_record(path).get("run", {}))
 
 
 def evaluate_command(
@@ -403,9 +412,9 @@ def evaluate_command(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For a terminal; the last column is the distance from the first row."""
+    """Return a table for a terminal; "from the first" is the distance from the first row."""
     names = ["model", "weights", "computed", "step"]
-    names += ["held-out loss", "perplexity", "from the first"]
+    names += ["held-out loss", "perplexity", "from the first", "accuracy", "bits a byte"]
     cells = [
         [
             row.path,
@@ -415,6 +424,8 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.heldout_loss:.5f}",
             f"{row.perplexity:.4f}",
             f"{row.heldout_loss - rows[0].heldout_loss:+.5f}",
+            f"{row.heldout_accuracy:.2%}",
+            "" if row.heldout_bits_per_byte is None else f"{row.heldout_bits_per_byte:.4f}",
         ]
         for row in rows
     ]

@@ -4,6 +4,9 @@ Held-out windows are the same for every arm, seed, engine and cluster. They are 
 the held-out text, so a document has as many tokens among them as its length gives it. The losses of
 the documents are what a study resamples to ask whether a gap holds for other text too.
 
+Beside the loss stand two readouts of the same tokens: how many of them the model predicts, an
+integer, and the loss in bits a byte of text, which models with other tokenizers share.
+
 A run that has left the loss it had reached for good would otherwise go on for hours
 (`DivergenceRule`). The rule looks at the losses alone, so that a run which was killed and resumed
 ends at the same step.
@@ -12,6 +15,7 @@ ends at the same step.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +27,8 @@ from torch import Tensor
 
 from zpp_lab.config.schema import Config, TrainConfig
 from zpp_lab.data import PackedData, TokenData
+from zpp_lab.data.packed import IGNORED
+from zpp_lab.data.tokenizer import text_bytes
 from zpp_lab.engines.base import Batch
 from zpp_lab.models.loss import heldout_size, total_loss
 
@@ -33,11 +39,13 @@ _WINDOW = 20  # steps that the smoothed loss is the mean of
 class Heldout:
     """Batches of held-out windows, and the document of every target that counts.
 
-    documents: int64 [counted targets], places in the held-out split, never decreasing.
+    documents: int64 [counted targets], places in the held-out split, never decreasing. bytes:
+    int64 [counted targets], of text; None where the tokenizer does not tell.
     """
 
     batches: list[Batch]
     documents: np.ndarray
+    bytes: np.ndarray | None = None
 
     @cached_property
     def hash(self) -> str:
@@ -47,12 +55,27 @@ class Heldout:
             digest.update(str(tuple(part.shape)).encode() + part.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def by_document(self, losses: Tensor) -> dict[str, Any]:
-        """The contents of heldout.json, from token losses fp32 [tokens] in the batches' order.
+    def accuracy(self, scores: Tensor) -> dict[str, Any]:
+        """How many tokens were predicted, and their share; scores: fp32 [2, tokens]."""
+        right = int(scores[1].count_nonzero())
+        return {"heldout_correct": right, "heldout_accuracy": right / scores.shape[1]}
 
-        hash; and for each document its place in the held-out split, its tokens and the sum of
-        their losses in nats, rounded once.
+    def per_byte(self, scores: Tensor) -> dict[str, Any]:
+        """The bytes of text, and the loss in bits a byte; {} where the bytes are unknown, or
+        none."""
+        count = 0 if self.bytes is None else int(self.bytes.sum())
+        if not count:
+            return {}
+        bits = total_loss(scores[0]) / math.log(2)
+        return {"heldout_bytes": count, "heldout_bits_per_byte": bits / count}
+
+    def by_document(self, scores: Tensor) -> dict[str, Any]:
+        """Return the contents of heldout.json, from scores fp32 [2, tokens] in the batches' order.
+
+        hash; and for each document its place in the held-out split, its tokens, the sum of their
+        losses in nats, rounded once, how many were predicted, and their bytes of text where known.
         """
+        losses, right = scores[0], scores[1].numpy()
         assert losses.shape == self.documents.shape
         places, first = np.unique(self.documents, return_index=True)
         ends = [*first[1:], len(self.documents)]
@@ -61,6 +84,10 @@ class Heldout:
             "documents": places.tolist(),
             "tokens": [int(b - a) for a, b in zip(first, ends, strict=True)],
             "nats": [total_loss(losses[a:b]) for a, b in zip(first, ends, strict=True)],
+            "correct": np.add.reduceat(right, first, dtype=np.int64).tolist(),
+            **(
+                {} if self.bytes is None else {"bytes": np.add.reduceat(self.bytes, first).tolist()}
+            ),
         }
 
 
@@ -68,7 +95,11 @@ def open_heldout(config: Config, data: TokenData | PackedData) -> Heldout:
     """About `train.eval_tokens` held-out tokens in windows of `data.seq_len`."""
     length, tokens = config.data.seq_len, config.train.eval_tokens
     batches: list[Batch] = list(data.heldout(tokens, heldout_size(length), length))
-    return Heldout(batches, data.heldout_documents(tokens, length))
+    sizes = text_bytes(config.data, data.folder)
+    if sizes is not None:
+        targets = np.concatenate([batch[1].numpy().ravel() for batch in batches])
+        sizes = sizes[targets[targets != IGNORED]]
+    return Heldout(batches, data.heldout_documents(tokens, length), sizes)
 
 
 class DivergedError(ArithmeticError):

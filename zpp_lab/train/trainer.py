@@ -94,7 +94,7 @@ class Trainer:
         self.step = self.began = 0  # steps done; done when this process began
         self.saved = 0  # of them in the newest checkpoint from which a run can go on
         self.made: list[Record] = []  # which commit made which steps, on rank 0
-        self.losses: Tensor | None = None  # of the held-out tokens at the last evaluation
+        self.scores: Tensor | None = None  # of the held-out tokens at the last evaluation
 
     def run(self) -> Record:
         tracker: Tracker | None = None
@@ -136,13 +136,14 @@ class Trainer:
 
     def _finish(self, engine: Engine, data: Data, tracker: Tracker | None, last: Record) -> Record:
         """After the last step: what it has come to. {} but on rank 0."""
-        losses = self._final_losses(engine)
+        scores = self._final_scores(engine)
         master = engine.evaluate(self.step, self.heldout.batches, wire=False)
         self.checkpoints.wait()
         peaks, tried = peak_gib(self.device), of_ranks(retries(self.device))
         if tracker is None:
             return {}
         summary = self._summary(engine, data, tracker, last, master) | self._readout(tracker)
+        summary |= self.heldout.accuracy(scores) | self.heldout.per_byte(scores)
         summary |= {"peak_gib": peaks, "start_up": self.start_up.facts()}
         summary["allocator_retries"] = tried if peaks else None  # as peak_gib: of each rank
         if note := crowded(tried, self.step - self.began):
@@ -150,7 +151,7 @@ class Trainer:
         summary["checkpoint_seconds"] = self.checkpoints.took or None  # the longest, on rank 0
         if len(self.made) > 1:
             summary["commits"] = self.made
-        documents = self.heldout.by_document(losses)
+        documents = self.heldout.by_document(scores)
         write_atomic(self.folder / HELDOUT, to_json(documents) + "\n")
         tracker.finish(summary)
         if not self.train.keep_checkpoints:
@@ -199,7 +200,7 @@ class Trainer:
             if self.step > first:  # the first step here compiles, and says nothing of the next
                 longest = max(longest, passed)
             if self._due(self.train.eval_every):
-                record["heldout_loss"] = self._evaluate(engine)
+                record |= self._evaluate(engine)
                 evaluation = max(evaluation, time.perf_counter() - began - passed)
             seconds += time.perf_counter() - began
             record |= {"seconds": seconds, **measured}
@@ -280,10 +281,12 @@ class Trainer:
 
         return seconds()
 
-    def _evaluate(self, engine: Engine) -> float:
-        """Held-out loss with the wire's weights; token by token it is kept for the end."""
-        self.losses = engine.token_losses(self.step, self.heldout.batches, wire=True)
-        return mean_loss(self.losses)
+    def _evaluate(self, engine: Engine) -> Record:
+        """Return held-out loss and accuracy with the wire's weights; the tokens' scores are kept
+        for the end."""
+        self.scores = engine.token_scores(self.step, self.heldout.batches, wire=True)
+        share = self.heldout.accuracy(self.scores)["heldout_accuracy"]
+        return {"heldout_loss": mean_loss(self.scores[0]), "heldout_accuracy": share}
 
     def _look_at_losses(self, record: Record, result: StepResult) -> None:
         """DivergedError when the run is lost; before its checkpoint, which would be too."""
@@ -295,13 +298,13 @@ class Trainer:
             )
         self.divergence.look(self.step, result.loss)
 
-    def _final_losses(self, engine: Engine) -> Tensor:
+    def _final_scores(self, engine: Engine) -> Tensor:
         """Of every held-out token after the last step; a run that was killed after its last
         checkpoint evaluates once more."""
-        if self.losses is None:
+        if self.scores is None:
             self._evaluate(engine)
-        assert self.losses is not None
-        return self.losses
+        assert self.scores is not None
+        return self.scores
 
     # ------------------------------------------------------------------ records
 

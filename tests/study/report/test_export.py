@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import csv
+import io
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from zpp_lab.cli.main import main
 from zpp_lab.runs.reader import write_study
 from zpp_lab.study.judge.verdict import read_result
 from zpp_lab.study.report.export import export
+from zpp_lab.study.report.report import build_report
+from zpp_lab.study.report.table import results_csv
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,24 @@ def test_one_row_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows[0]["role"] == "baseline"
     assert rows[0]["recipe.weights.bits"] == rows[5]["heldout_loss"] == ""
     assert not (out.parent / ".runs.csv.tmp").exists()
+
+
+def test_accuracy_and_bits_a_byte_where_runs_have_them(root: Path, tmp_path: Path) -> None:
+    """Runs of older versions, here all but one, have empty cells."""
+    root = Path(shutil.copytree(root, tmp_path / "study"))
+    path = root / "w4" / "seed2" / "summary.json"
+    told = {"heldout_accuracy": 0.375, "heldout_bits_per_byte": 1.25}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    export([root], tmp_path / "runs.csv")
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    for key, value in told.items():
+        found = {(row["arm"], row["seed"]): row[key] for row in rows}
+        assert found.pop(("w4", "2")) == str(value)
+        assert set(found.values()) == {""}
+        table = results_csv(read_result(root))
+        assert [row[key] for row in csv.DictReader(io.StringIO(table))].count(str(value)) == 1
+    build_report(root)
+    assert "Bits a byte" in (root / "report.html").read_text()
 
 
 def test_parquet_has_the_same_values_with_types(root: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from zpp_lab.engines.deepspeed.settings import (
     quantizes_weights,
 )
 from zpp_lab.engines.optim.build import STATE, adamw, set_rate, zero_state
-from zpp_lab.models.loss import token_losses
+from zpp_lab.models.loss import token_scores
 
 MOMENTS = tuple(key for key in STATE if key != "step")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -246,21 +246,21 @@ class DeepSpeedEngine(Engine):
     # ------------------------------------------------------------------ the rest
 
     @torch.no_grad()
-    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+    def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         """Ranks take the batches in turn, and all of them join every gather."""
         todo = list(batches)
         rounds, sizes = -(-len(todo) // self.world), [t.numel() for _, t in todo]
-        own = torch.zeros(rounds, max(sizes), dtype=torch.float32, device=self.device)
+        own = torch.zeros(rounds, 2, max(sizes), dtype=torch.float32, device=self.device)
         self._start_evaluation(wire)
         for i in range(rounds):
             batch = todo[min(i * self.world + self.rank, len(todo) - 1)]
-            losses = token_losses(self.engine, *self._on_device(batch))
-            own[i, : losses.numel()] = losses
+            scores = token_scores(self.engine, *self._on_device(batch))
+            own[i, :, : scores.shape[1]] = scores
         self._end_evaluation()
         every = torch.empty(self.world, *own.shape, dtype=own.dtype, device=self.device)
         all_gather(every.view(-1), own.view(-1))
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
-        return torch.cat([row[:size] for row, size in zip(in_order, sizes, strict=False)])
+        return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
 
     def _start_evaluation(self, wire: bool) -> None:
         self.engine.eval()

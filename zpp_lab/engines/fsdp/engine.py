@@ -49,7 +49,7 @@ from zpp_lab.engines.optim.build import (
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
-from zpp_lab.models.loss import counted, token_losses
+from zpp_lab.models.loss import counted, token_scores
 from zpp_lab.models.start import Start, fill, materialize
 from zpp_lab.runs.checkpoint.read import Saved
 
@@ -322,8 +322,8 @@ class FsdpEngine(Engine):
     # ------------------------------------------------------------------ the rest
 
     @torch.no_grad()
-    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
-        """Ranks take the batches in turn; all of them join every gather and get all losses."""
+    def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+        """Ranks take the batches in turn; all of them join every gather and get all scores."""
         todo, world = list(batches), self.cluster.world
         self.enter(step)
         self._start(step)
@@ -332,13 +332,13 @@ class FsdpEngine(Engine):
         self.clock.observer = None
         self.model.eval()
         rounds, sizes = -(-len(todo) // world), [counted(batch[1]) for batch in todo]
-        own = torch.zeros(rounds, max(sizes), dtype=torch.float32, device=self.device)
+        own = torch.zeros(rounds, 2, max(sizes), dtype=torch.float32, device=self.device)
         for i in range(rounds):
             batch = todo[min(i * world + self.rank, len(todo) - 1)]
             self.usage.start()
-            losses = token_losses(self.model, *self._on_device(batch[:2]))
+            scores = token_scores(self.model, *self._on_device(batch[:2]))
             self.prefetch.settle(self.usage)
-            own[i, : losses.numel()] = losses
+            own[i, :, : scores.shape[1]] = scores
         self.model.train()
         self.wrapped.reshard()
         self.clock.master = False
@@ -346,7 +346,7 @@ class FsdpEngine(Engine):
         with self.transport.watched("held-out losses (world)", self.device):
             all_gather(every.view(-1), own.view(-1))
         in_order = every.transpose(0, 1).flatten(0, 1).cpu()
-        return torch.cat([row[:size] for row, size in zip(in_order, sizes, strict=False)])
+        return torch.cat([row[:, :size] for row, size in zip(in_order, sizes, strict=False)], 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""

@@ -46,7 +46,7 @@ from zpp_lab.engines.units import named_units, with_root
 from zpp_lab.engines.virtual.passes import Grads, Passes
 from zpp_lab.engines.virtual.reduction import Reduction, together
 from zpp_lab.engines.watch import Watch, gathered_in_vain
-from zpp_lab.models.loss import token_losses
+from zpp_lab.models.loss import token_scores
 
 
 class VirtualEngine(Engine):
@@ -368,7 +368,7 @@ class VirtualEngine(Engine):
         raise NonFiniteError(step, "the gradient norm overflowed although every gradient is finite")
 
     @torch.no_grad()
-    def token_losses(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
+    def token_scores(self, step: int, batches: Iterable[Batch], wire: bool) -> Tensor:
         self.enter(step)
         if wire:
             self._start(step)
@@ -377,9 +377,9 @@ class VirtualEngine(Engine):
             self._load({n: p.detach() for n, p in self.master.items()})
         self.model.eval()
         pairs = ((b[0].to(self.device), b[1].to(self.device)) for b in batches)
-        losses = [token_losses(self.model, x, y) for x, y in pairs]
+        scores = [token_scores(self.model, x, y) for x, y in pairs]
         self.model.train()
-        return torch.cat(losses).cpu()
+        return torch.cat(scores, 1).cpu()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -67,6 +67,7 @@ from zpp_lab.study.report.table import (
     band_widths,
     gap_text,
     interval_line,
+    known_readouts,
     margin_line,
     margin_nats,
     number,
@@ -77,6 +78,10 @@ from zpp_lab.study.report.table import (
 )
 
 _MIB = 2**20
+_READOUTS = {
+    "heldout_accuracy": ("Accuracy", ".2%"),
+    "heldout_bits_per_byte": ("Bits a byte", ".4f"),
+}
 _ESTIMATE = ("From", "To", "Seeds", "Groups")
 _BEFORE_SPEED = ("gap", "gap_vs_bytes", "gap_vs_speed")
 _SHOWN = ("gap_vs_bytes", "gap_vs_speed")  # the other figures are behind folds
@@ -392,9 +397,11 @@ def runs_table(result: StudyResult, root: Path) -> Table:
     """One row a run of the study, begun or not, with links to its folder and to wandb."""
     columns = [*words("Arm"), Column("Seed", "links"), *words("State")]
     columns += numbers("Steps", "Held-out loss", "Perplexity", "Loss of the fp32 masters")
+    known = known_readouts(result.runs)
+    columns += numbers(*(_READOUTS[key][0] for key in known))
     columns += [*numbers("Gap (nats)", "MiB per step", "Seconds"), *words("Cause")]
     rows = [
-        _run_row(arm, seed, arm.runs.get(seed), root)
+        _run_row(arm, seed, arm.runs.get(seed), root, known)
         for arm in result.arms
         for seed in sorted({*result.study.seeds, *arm.runs})
     ]
@@ -418,7 +425,9 @@ def _run_links(root: Path, runs: Mapping[int, Run]) -> Links:
     return Links(pairs)
 
 
-def _run_row(arm: ArmResult, seed: int, run: Run | None, root: Path) -> Row:
+def _run_row(
+    arm: ArmResult, seed: int, run: Run | None, root: Path, readouts: Sequence[str]
+) -> Row:
     summary = (run.summary if run else None) or {}
     sent, loss = (run.bytes_per_step(), run.heldout_loss) if run else (None, None)
     gap = arm.gaps.get(seed)
@@ -430,6 +439,7 @@ def _run_row(arm: ArmResult, seed: int, run: Run | None, root: Path) -> Row:
         number(loss, ".4f"),
         perplexity(loss),
         number(summary.get("heldout_loss_master"), ".4f"),
+        *(number(summary.get(key), _READOUTS[key][1]) for key in readouts),
         NOTHING if gap is None or arm.verdict == "baseline" else signed(gap),
         number(None if sent is None else sent / _MIB, ".2f"),
         number(summary.get("seconds"), ".0f"),

@@ -15,14 +15,14 @@ from typing import Any
 
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
-from zpp_lab.runs.reader import Run, read_metrics
+from zpp_lab.runs.reader import READOUTS, Run, read_metrics
 from zpp_lab.study.judge.noise import mean_points
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 
 Row = dict[str, Any]
 _HOPS = ("intra", "inter")
-_NUMBERS = ("steps", "tokens", "loss", "heldout_loss", "heldout_loss_master", "seconds")
-_STEP_NUMBERS = ("loss", "heldout_loss", "lr", "grad_norm", "seconds")
+_NUMBERS = ("steps", "tokens", "loss", "heldout_loss", "heldout_loss_master", *READOUTS, "seconds")
+_STEP_NUMBERS = ("loss", "heldout_loss", "heldout_accuracy", "lr", "grad_norm", "seconds")
 _STEP_TYPES: dict[str, type] = {"study": str, "arm": str, "seed": int, "step": int}
 _STEP_TYPES |= {"tokens": int, **dict.fromkeys(_STEP_NUMBERS, float)}
 _STEP_TYPES |= {"gap": float, "tokens_per_s": float}
@@ -60,10 +60,11 @@ def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
 def run_rows(results: Sequence[StudyResult], roots: Sequence[Path]) -> list[Row]:
     """One row a run, folder by folder, arms in the study's order, then seeds.
 
-    Losses and gap in nats per token, seconds of training and evaluation, bytes_WIRE_HOP the
-    run's total over all ranks, quantized_WIRE the part of a step's
-    bytes there that codecs made. A setting in which runs differ has a column of its own name, a
-    factor of the study one called factor.NAME.
+    Losses and gap in nats per token, heldout_accuracy the share of held-out tokens that were
+    predicted (0 to 1), heldout_bits_per_byte the held-out loss in bits a byte of text, seconds of
+    training and evaluation, bytes_WIRE_HOP the run's total over all ranks, quantized_WIRE the part
+    of a step's bytes there that codecs made. A setting in which runs differ has a column of its own
+    name, a factor of the study one called factor.NAME.
     """
     runs = [run for result in results for run in result.runs]
     flat = {run.dir: flat_config(run.config) for run in runs if run.config}

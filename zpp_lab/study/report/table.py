@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zpp_lab.config.schema import USUAL_WIRES, WIRES
 from zpp_lab.files import shares, text_table
-from zpp_lab.runs.reader import Run
+from zpp_lab.runs.reader import READOUTS, Run
 from zpp_lab.study.judge.claims import EXPECTED
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
@@ -68,11 +68,13 @@ def results_csv(result: StudyResult) -> str:
     `steps` is a finished run's; `last_step` how far any run came.
     Losses and gap in nats per token, bytes_WIRE_HOP the run's total over all ranks,
     quantized_WIRE the part of a step's bytes there that codecs made (0 to 1). readout_loss, where
-    runs have one: the mean training loss of the last `train.readout_steps`.
+    runs have one: the mean training loss of the last `train.readout_steps`. READOUTS, where runs
+    have them: the share of held-out tokens predicted, and the held-out loss in bits a byte.
     weights_update has columns where a run has that wire.
     """
     text = io.StringIO()
-    second = ("readout_loss",) if any(run.readout for run in result.runs) else ()
+    second = ["readout_loss"] if any(run.readout for run in result.runs) else []
+    second += known_readouts(result.runs)
     fifth = _UPDATE if any("weights_update" in run.quantized for run in result.runs) else ()
     fields = [*_FIELDS, *fifth, *second]
     writer = csv.DictWriter(text, fields, lineterminator="\n", extrasaction="ignore")
@@ -83,6 +85,12 @@ def results_csv(result: StudyResult) -> str:
     return text.getvalue()
 
 
+def known_readouts(runs: Iterable[Run]) -> tuple[str, ...]:
+    """Return those of READOUTS that any of the runs has."""
+    summaries = [run.summary or {} for run in runs]
+    return tuple(key for key in READOUTS if any(key in summary for summary in summaries))
+
+
 def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     summary = run.summary or {}
     wires = summary.get("bytes") or {}
@@ -91,6 +99,7 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
     row |= {"last_step": run.step, "planned_steps": run.steps}
     row |= {"heldout_loss_master": summary.get("heldout_loss_master"), "gap": arm.gaps.get(seed)}
     row |= {"readout_loss": run.readout[1]} if run.readout else {}
+    row |= {key: summary.get(key) for key in READOUTS}
     if wires:
         row |= {f"bytes_{w}_{h}": wires.get(w, {}).get(h, 0) for w in WIRES for h in _HOPS}
     return row | {f"quantized_{wire}": run.quantized.get(wire) for wire in WIRES}
