@@ -25,19 +25,11 @@ arms:
 END
 zpp-lab study mine.yaml
 
-step "4. a quantizer of your own: the files and commands of README.md"
-python - << 'END'
-import re
-from pathlib import Path
-section = Path("README.md").read_text().split("\n## Your own quantizer\n")[1].split("\n## ")[0]
-for name, text in re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", section, re.M | re.S):
-    Path(name).parent.mkdir(exist_ok=True)
-    Path(name).write_text(text)
-    print("wrote", name)
-END
+step "4. a quantizer of your own: a copy of examples/quantizer"
+mkdir -p my_quantizer && cp -r examples/quantizer/. my_quantizer
 pip install -q pytest -e ./my_quantizer
 python -m pytest my_quantizer
-zpp-lab study quantile.yaml
+zpp-lab study my_quantizer/quantile.yaml
 
 step "5. text of your own: a folder (here these pages), in any study"
 mkdir -p my_text

@@ -1,6 +1,6 @@
 """Loops of others around `zpp_lab.shard` lose what `zpp-lab train` loses on the same batches.
 
-The loops are GUIDE.md's, run as they stand there but for the recipe's name.
+The loops are those of GUIDE.md and README.md, run as they stand there but for the recipe's name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from zpp_lab.models import build_model
 from zpp_lab.runs.metrics import read
 from zpp_lab.train.trainer import run
 
-GUIDE = (Path(__file__).parents[1] / "GUIDE.md").read_text()
+README, GUIDE = (
+    (Path(__file__).parents[1] / f"{name}.md").read_text() for name in ("README", "GUIDE")
+)
 STEPS, BATCH, LENGTH = 3, 2, 16
 ADAMW = "train.beta1=0.9 train.beta2=0.999 train.eps=1e-8 train.weight_decay=0 train.lr=3e-4"
 CLIP = 0.1  # gradients of a tiny model are shorter than 1
@@ -339,6 +341,31 @@ class Idle(torch.optim.SGD):
         pass
 
 
+def readme() -> list[list[float]]:
+    """Losses of README's loop as it stands there, and with torch's FSDP2 in place of ours."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(code.splitlines()) == 6
+    first, rest = code.split("\n", 1)
+    found = []
+    for begin in (first, "fully_shard(model)"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        torch.manual_seed(dist.get_rank())
+        batches = [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(STEPS)]
+        losses: list[Tensor] = []
+
+        def loss_of(outputs: Tensor, targets: Tensor, losses: list[Tensor] = losses) -> Tensor:
+            loss = nn.functional.mse_loss(outputs, targets)
+            losses.append(loss.detach())
+            return loss
+
+        names = {"model": model, "batches": batches, "loss_of": loss_of}
+        tools = {"torch": torch, "zpp_lab": zpp_lab, "fully_shard": fully_shard}
+        exec(f"{begin}\n{rest}", tools | names)
+        found.append(mean(losses))
+    return found
+
+
 def not_finite(chosen: Config) -> list[bool]:
     """Whether memories move in a usual step; in one with a NaN that an optimizer ends; in one that
     the loop drops."""
@@ -366,6 +393,7 @@ def own_jobs(folder: str, chosen: dict[str, Config]) -> dict[str, Any]:
             found[name].append(interrupted(chosen[name], Path(folder)))
     found["accumulated"] = [trained(chosen["accumulated"]), accumulated(chosen["accumulated"])]
     found["tp"] = beside_tensor_parallel()
+    found["readme"] = readme()
     found["not finite"] = not_finite(chosen["loco"])
     return found
 
@@ -412,6 +440,13 @@ def test_a_loop_of_ones_own_has_zpp_lab_trains_losses(case: str, answers: dict[s
     ours, *others = answers[case]
     assert len(ours) == STEPS
     assert others == [ours] * len(others)
+
+
+def test_the_readmes_loop_trains_with_quantized_collectives(answers: dict[str, Any]) -> None:
+    quantized, fsdp2 = answers["readme"]
+    assert len(quantized) == STEPS
+    assert quantized != fsdp2
+    assert quantized == pytest.approx(fsdp2, rel=0.05)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ the kept runs of one size (BUDGETS, BESIDE); seconds are those of experiments/sp
 parameters. An arm of that table has the gap of the study's arm that trains alike
 (tools/plan/search/limits.py).
 
-Prints the table, renews it in this folder's README, and in the project's README its rows of the
-arms in the figure. Writes time_to_loss.csv and time_to_loss.svg.
+Prints the table and renews it in this folder's README. Writes time_to_loss.csv and
+time_to_loss.svg.
 """
 
 from __future__ import annotations
@@ -333,12 +333,8 @@ def table(rows: Sequence[Row], budgets: int) -> str:
 
 
 def pages(rows: Sequence[Row], budgets: int) -> dict[Path, str]:
-    """The tables that pages show: all arms here, those of the figure in the project's README."""
-    shown = [row for row in rows if row.arm in LOOKS]
-    return {
-        HERE / "README.md": table(rows, budgets),
-        HERE.parents[1] / "README.md": table(shown, budgets),
-    }
+    """Return the tables that pages show."""
+    return {HERE / "README.md": table(rows, budgets)}
 
 
 def _percent(time: Estimate) -> str:

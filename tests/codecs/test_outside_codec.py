@@ -1,7 +1,7 @@
-"""Does what the README's section "Your own quantizer" says, word by word, in an empty folder.
+"""Runs the commands of GUIDE's section "Your own quantizer" on examples/quantizer.
 
-The files and commands are cut out of README.md. An environment of its own borrows this one's
-packages; its `pip` is kept from the network, its `zpp-lab study` from training for minutes.
+An environment of its own borrows this one's packages; its `pip` is kept from the network, its
+`zpp-lab study` from training for minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
 import venv
@@ -16,18 +17,19 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.dim=32 model.ffn=64 model.layers=1 data.seq_len=32 data.max_bytes=200000 "
     "train.steps=4 train.eval_tokens=2048 tracking.wandb=off engine.device=cpu engine.threads=1"
 )
 
 
-def blocks() -> list[tuple[str, str]]:
-    """(language, text) of the section's code blocks."""
-    found = re.search(r"^## Your own quantizer\n(.*?)(?=^## |\Z)", README.read_text(), re.M | re.S)
-    assert found, "README.md has no section 'Your own quantizer'"
-    return re.findall(r"^```(\w+)\n(.*?)^```$", found[1], re.M | re.S)
+def commands() -> str:
+    """The section's shell commands."""
+    page = (ROOT / "GUIDE.md").read_text()
+    found = re.search(r"^## Your own quantizer\n.*?^```sh\n(.*?)^```$", page, re.M | re.S)
+    assert found, "GUIDE.md has no section 'Your own quantizer' with commands"
+    return found[1]
 
 
 def script(path: Path, text: str) -> None:
@@ -52,26 +54,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
     script(bin_ / "open", 'test -s "$1"')
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "PIP_", "PYTHON"))}
     path = f"{bin_}{os.pathsep}{os.environ['PATH']}"
-    checkout = str(README.parent)  # the package may not be installed where the tests run
+    checkout = str(ROOT)  # the package may not be installed where the tests run
     return kept | {"PATH": path, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
-def test_the_readme_makes_a_codec_sweeps_it_and_reports(
+def test_the_example_makes_a_codec_studies_it_and_reports(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     work = tmp_path / "work"
-    commands = ""
-    for language, text in blocks():
-        if language == "sh":
-            commands += text
-            continue
-        name = re.match(r"# (\S+)\n", text)
-        assert name, f"the first line of this block names no file:\n{text}"
-        (work / name[1]).parent.mkdir(parents=True, exist_ok=True)
-        (work / name[1]).write_text(text)
+    shutil.copytree(ROOT / "examples" / "quantizer", work / "examples" / "quantizer")
     done = subprocess.run(
-        ["sh", "-e", "-x", "-c", commands],
+        ["sh", "-e", "-x", "-c", commands()],
         cwd=work, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

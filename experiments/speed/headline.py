@@ -1,0 +1,203 @@
+"""The README's figure and its columns of speed, over the strongest uncompressed setting.
+
+    python experiments/speed/headline.py
+
+headline.csv has, for each arm and speed of the links, the lowest and the highest of the calls that
+timed it. Draws headline.svg from it, and puts its numbers into the README's table.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zpp_lab.files import write_atomic
+
+HERE = Path(__file__).parent
+TABLE, FIGURE, README = HERE / "headline.csv", HERE / "headline.svg", HERE.parents[1] / "README.md"
+BOUND = "bound"  # in `how`: the uncompressed arm was timed in another call
+
+
+@dataclass(frozen=True)
+class Lead:
+    """An arm's speed over the strongest uncompressed arm, the lowest and highest of `calls`.
+
+    how: empty where both took turns in one call, else BOUND.
+    """
+
+    arm: str
+    link_gbps: float
+    low: float
+    high: float
+    calls: int
+    how: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < math.inf:
+            raise ValueError(f"{self.arm}: low={self.low}, high={self.high}: use 0 < low <= high")
+        if self.how not in ("", BOUND):
+            raise ValueError(f"{self.arm}: how={self.how!r}: leave it empty or write {BOUND!r}")
+
+    @property
+    def text(self) -> str:
+        ends = [f"{end:.1f}".removesuffix(".0") for end in (self.low, self.high)]
+        return "–".join(dict.fromkeys(ends))
+
+
+@dataclass(frozen=True)
+class Line:
+    """An arm's line in the figure, with its colour on a light and on a dark screen."""
+
+    arm: str
+    label: str
+    light: str
+    dark: str
+
+
+LINES = (
+    Line("diff_g84h", "diff_g84h: 4-bit weight differences", "#b45309", "#f5a524"),
+    Line("zeropp", "zeropp: ZeRO++", "#0b6eff", "#6aa8ff"),
+)
+BASE = "strongest uncompressed setting = 1"
+
+
+def read() -> list[Lead]:
+    rows = csv.DictReader(TABLE.open(newline=""))
+    return [
+        Lead(
+            r["arm"],
+            float(r["link_gbps"]),
+            float(r["low"]),
+            float(r["high"]),
+            int(r["calls"]),
+            r["how"],
+        )
+        for r in rows
+    ]
+
+
+def with_speeds(page: str, found: Sequence[Lead]) -> str:
+    """Return the page with the table's cells of speed as `found` has them.
+
+    Columns are known by their head, `speed at N Gb/s`, rows by their arm's name in backquotes.
+    """
+    by_cell = {(one.arm, f"{one.link_gbps:g}"): one.text for one in found}
+    lines, links = page.split("\n"), {}
+    for i, line in enumerate(lines):
+        cells = line.split(" | ")
+        if at := {
+            n: m[1] for n, c in enumerate(cells) if (m := re.fullmatch(r"speed at (\S+) Gb/s", c))
+        }:
+            links = at
+        elif not line.startswith("|"):
+            links = {}
+        elif arm := re.match(r"\| `(\w+)`", line):
+            for n, link in links.items():
+                cells[n] = by_cell.get((arm[1], link), "not timed")
+            lines[i] = " | ".join(cells)
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- the figure
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 420, 56, 16, 92, 352
+STYLE = """
+text { font: 19px system-ui, sans-serif; fill: #374151 }
+.title { font-weight: 600; font-size: 21px; fill: #101828 }
+.value { font-weight: 600 }
+.thick { stroke-width: 3 }
+.page { fill: #ffffff } .grid { stroke: #e5e7eb } .base { stroke: #6b7280 }
+"""
+DARK = """
+text { fill: #c9d1d9 } .title { fill: #f0f3f6 }
+.page { fill: #0d1117 } .grid { stroke: #262c36 } .base { stroke: #9aa4b2 }
+"""
+
+
+def draw(found: Sequence[Lead]) -> str:
+    """Return the figure as SVG, which is dark where the reader's screen is."""
+    links = sorted({one.link_gbps for one in found})
+    top = math.ceil(max(one.high for one in found) + 0.5)
+    x = {
+        link: LEFT
+        + 60
+        + (WIDTH - LEFT - RIGHT - 120)
+        * (math.log(link / links[0]) / math.log(links[-1] / links[0]) if len(links) > 1 else 0.5)
+        for link in links
+    }
+
+    def y(lead: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * lead / top
+
+    bound = any(one.how == BOUND for one in found)
+    note = "bounds of two calls" if bound else "lowest and highest call"
+    parts = [
+        text(16, 32, "Training speed, times the strongest", "title"),
+        text(16, 58, "uncompressed setting", "title"),
+        text(16, HEIGHT - 12, f"Gb/s between two emulated nodes; {note}"),
+    ]
+    for tick in range(top + 1):
+        parts.append(rule("grid", (LEFT, y(tick)), (WIDTH - RIGHT, y(tick))))
+        parts.append(text(LEFT - 10, y(tick) + 6, f"{tick}×", anchor="end"))
+    parts += [text(x[link], BOTTOM + 24, f"{link:g}", anchor="middle") for link in links]
+    parts.append(rule("base thick", (LEFT, y(1)), (WIDTH - RIGHT, y(1))))
+    parts.append(text(LEFT + 16, y(1) + 24, BASE))
+    for line in LINES:
+        own = sorted((o for o in found if o.arm == line.arm), key=lambda o: o.link_gbps)
+        parts += drawn(line, own, x, y)
+    light, dark = (
+        "".join(
+            f".{line.arm} {{ fill: {c}; stroke: {c} }} text.{line.arm} {{ stroke: none }}\n"
+            for line, c in colors
+        )
+        for colors in ([(one, one.light) for one in LINES], [(one, one.dark) for one in LINES])
+    )
+    style = f"<style>{STYLE}{light}@media (prefers-color-scheme: dark) {{{DARK}{dark}}}</style>"
+    frame = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">'
+    )
+    return "\n".join([head, style, frame, *parts, "</svg>", ""])
+
+
+def drawn(
+    line: Line, own: Sequence[Lead], x: Mapping[float, float], y: Callable[[float], float]
+) -> list[str]:
+    """Return the elements of one arm: its line, a point and its ends at each link, its labels."""
+    middles = [(x[one.link_gbps], y(math.sqrt(one.low * one.high))) for one in own]
+    joined = " ".join(f"{a:.1f},{b:.1f}" for a, b in middles)
+    parts = [f'<polyline class="{line.arm} thick" style="fill: none" points="{joined}"/>']
+    for one, (a, b) in zip(own, middles, strict=True):
+        parts.append(rule(f"{line.arm} thick", (a, y(one.low)), (a, y(one.high))))
+        parts.append(f'<circle class="{line.arm}" cx="{a:.1f}" cy="{b:.1f}" r="5"/>')
+        parts.append(text(a, y(one.low) + 26, f"{one.text}×", f"{line.arm} value", "middle"))
+    (left, first), (_, last) = middles[0], middles[-1]
+    parts.append(text(left + 20, min(first, last) - 14, line.label, line.arm))
+    return parts
+
+
+def rule(kind: str, start: tuple[float, float], end: tuple[float, float]) -> str:
+    (a, b), (c, d) = start, end
+    return f'<line class="{kind}" x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}"/>'
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
+
+
+def main() -> int:
+    found = read()
+    write_atomic(FIGURE, draw(found))
+    write_atomic(README, with_speeds(README.read_text(), found))
+    for one in found:
+        print(f"{one.arm} at {one.link_gbps:g} Gb/s: {one.text} times, {one.calls} calls {one.how}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
