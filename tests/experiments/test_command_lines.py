@@ -1,6 +1,6 @@
-"""Every command that the experiments' scripts and pages give is one that there is.
+"""Every command that README, GUIDE and the experiments' scripts and pages give exists.
 
-Scripts and the command lines of the pages run in bash with recorders in place of python3, torchrun
+Scripts and the pages' command lines run in bash with recorders in place of python3, torchrun
 and zpp-lab. What was recorded is then read as the command would read it: options by its own
 parser, settings by Hydra. So a name that is gone fails here, not on a machine with GPUs.
 """
@@ -70,10 +70,27 @@ def shell_lines(page: Path) -> list[str]:
     return [re.sub(r"\s+#.*", "", line) for line in lines if start.match(line)]
 
 
+def fenced(page: Path) -> list[str]:
+    """The zpp-lab lines of the page's shell blocks, each with the variables set before it. Left
+    out: words for Hydra itself, and files that the page's other lines make."""
+    found = []
+    for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S):
+        lines = re.sub(r" \\\n\s+", " ", block).splitlines()
+        own = "".join(f"{line}; " for line in lines if re.match(r'\w+="', line))
+        found += [own + line for line in lines if line.startswith("zpp-lab ")]
+    return [
+        line
+        for line in found
+        if not re.search(r" -m | --version| hydra\.| NAME\b|my_quantizer|--study ", line)
+    ]
+
+
 def every() -> Iterator[Any]:
     """Each line once; further lines of one shell script are slow."""
     seen = set()
-    for line in dict.fromkeys([*sorted({x for page in PAGES for x in shell_lines(page)}), *MORE]):
+    own = [line for name in ("README.md", "GUIDE.md") for line in fenced(ROOT / name)]
+    listed = sorted({x for page in PAGES for x in shell_lines(page)})
+    for line in dict.fromkeys([*listed, *MORE, *own]):
         script = re.findall(r"bash (experiments/\S+\.sh)", line)[-1:]
         again = bool(script) and script[0] in seen
         seen |= set(script)
