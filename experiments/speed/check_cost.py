@@ -35,12 +35,11 @@ from zpp_lab.files import write_atomic
 from zpp_lab.tools.bench.step.arms import merged
 from zpp_lab.tools.bench.step.engines import vocabulary
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
-from zpp_lab.tools.plan.cost.show import host_lacks, links
+from zpp_lab.tools.plan.cost.show import NODE, as_planned, host_lacks, links
 from zpp_lab.tools.plan.cost.step import StepTime, predict
 
 HERE = Path(__file__).parent
 BASE = ["engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
-NODE = "zero3 + reshard to node"  # FSDP2's own hpZ: backward gathers in the node
 HARDLY = 0.05  # of a step: a host that waited less for its device was what bounded the step
 RECIPES = ["zero3", "w8", "w8_2hops", "zeropp", "w4_g84h"]
 Row = dict[str, str]
@@ -150,12 +149,8 @@ def config_of(row: Row, more: list[str]) -> Config:
 
 def recorded(row: Row) -> Config:
     """The config of a row of `bench step`, which has a vocabulary of its own for small models."""
-    config = load(Config, nested(json.loads(row["config"])))
-    recipe = config.recipe
-    if row["engine"] == "fsdp2" and row["recipe"] == NODE:
-        recipe = replace(recipe, secondary=True)
-    model = replace(config.model, vocab_size=vocabulary(config))
-    return replace(config, model=model, recipe=recipe)
+    config = as_planned(load(Config, nested(json.loads(row["config"]))), row["recipe"])
+    return replace(config, model=replace(config.model, vocab_size=vocabulary(config)))
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

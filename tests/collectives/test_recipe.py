@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from zpp_lab.codecs import BlockCodec, RawCodec
 from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.recipe import Recipe
+from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
+from zpp_lab.config.recipe import twin
 from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 
 MATRIX = Parameter("layers.0.mlp.up.weight", (64, 32), 4)
@@ -77,3 +81,33 @@ def test_a_hop_with_one_participant_does_not_exist(nodes: int, local: int, hops:
 def test_contradictions_name_the_fix(cluster: tuple, values: dict, fix: str) -> None:
     with pytest.raises(ValueError, match=fix):
         recipe(*cluster, **values)
+
+
+DIFF = ["recipe=g8_4_hadamard", "recipe.sharding.weights=node", "recipe.weights_update.bits=4"]
+DIFF += ["recipe.sharding.update=differences"]
+
+
+@pytest.mark.parametrize(
+    ("words", "raw"),
+    [
+        (DIFF, ["recipe=amsp_node"]),
+        (["recipe=diff2_g82"], ["recipe=amsp_node"]),
+        (["recipe=zeropp"], ["recipe=zero3", "recipe.secondary=true", "recipe.hops=2"]),
+        (["recipe=sham_w4"], ["recipe=zero3", "recipe.secondary=true"]),
+        (["recipe=w8", "recipe.shard=node"], ["recipe=zero3", "recipe.shard=node"]),
+        (["recipe=w8_then_w4"], ["recipe=zero3"]),
+    ],
+)
+def test_a_raw_twin_has_the_same_partition_and_no_codec(words: list[str], raw: list[str]) -> None:
+    own, wanted = compose(words).recipe, compose(raw).recipe
+    found = twin(own)
+    assert replace(found, name=wanted.name) == wanted
+    assert (own.coded, found.coded) == (True, False)
+    assert twin(found) == replace(found, name=f"{found.name}_raw")
+
+
+def test_plain_is_what_fsdp2_does_by_itself() -> None:
+    words = ["zero3", "amsp_node", "zeropp", "w8", "zero3_reordered"]
+    assert [w for w in words if compose([f"recipe={w}"]).recipe.plain] == ["zero3"]
+    for more in ("recipe.shard=node", "recipe.secondary=true", "recipe.stage=2"):
+        assert compose(["recipe=zero3", more]).recipe.plain

@@ -185,6 +185,23 @@ class RecipeConfig:
     def wires(self) -> tuple[Wire, ...]:
         return WIRES if self.kept else USUAL_WIRES
 
+    @property
+    def coded(self) -> bool:
+        """Whether a codec, or a difference in place of a weight, changes what travels."""
+        rules = [rule for rule in self.rules if not rule.exempt]
+        own = [(self.wire(wire), wire) for wire in self.wires]
+        ruled = [rule.set.over(c) for c, wire in own for rule in rules if wire in rule.wires]
+        later = [own for phase in self.phases for own in phase.changes.values()]
+        each = [*(codec for codec, _ in own), *ruled, *later]
+        coded = any(isinstance(codec, CodecConfig) and not codec.raw for codec in each)
+        return coded or self.sharding.update == "differences"
+
+    @property
+    def plain(self) -> bool:
+        """Whether FSDP2 trains so by itself: ZeRO-3 or ZeRO-2, also with copies across nodes (HSDP)
+        or with weights resharded to the node, and no codec."""
+        return not self.coded and not self.kept and self.hops == 1 and self.order == "rank"
+
     def said(self, part: str) -> str:
         """The setting by which a part is cut as it is."""
         own = getattr(self.sharding, part)
@@ -302,6 +319,17 @@ class RecipeConfig:
             "codec=sketch adds up over all ranks before it is decoded: "
             + ("set recipe.hops=1" if self.hops == 2 else f"leave recipe.{self.said(cut)} out"),
         )
+
+
+def twin(recipe: RecipeConfig) -> RecipeConfig:
+    """Return the raw twin: no codec on any wire and new weights sent as they are, with the same
+    sharding, secondary partition, hops and order. What `recipe` is faster by, its bits bring."""
+    same = ("stage", "shard", "secondary", "hops", "order")
+    return RecipeConfig(
+        name=f"{recipe.name}_raw",
+        sharding=replace(recipe.sharding, update="weights"),
+        **{name: getattr(recipe, name) for name in same},
+    )
 
 
 def _apart(one: Part, other: Part) -> int:

@@ -33,6 +33,7 @@ class Arm:
     compute: float
     engine: str = "fsdp"
     config: Mapping[str, Any] = field(default_factory=dict)
+    twin: str = ""
 
     def seconds(self, gbps: float | None) -> float:
         return max(self.compute, 0.0 if gbps is None else self.gigabytes * 8 / gbps)
@@ -43,6 +44,19 @@ ARMS = (
     Arm("fsdp2+node", 3.6, 0.142, "fsdp2"),
     Arm("zeropp", 0.9, 0.16, config=ZEROPP),
     Arm("w4_g84h", 0.6, 0.18, config={"recipe.name": "w4_g84h", "recipe.weights.bits": 4}),
+)
+KEPT = {"recipe.hops": 2, "recipe.sharding.weights": "node"}
+DIFFERENCES = {
+    "recipe.name": "diff",
+    "recipe.sharding.update": "differences",
+    "recipe.weights_update.bits": 4,
+    "recipe.grads.bits": 4,
+}
+TWINS = (  # as today's bench times them: each quantized arm with its raw twin
+    *ARMS[:2],
+    Arm("hsdp", 3.5999, 0.145, "fsdp2"),
+    Arm("amsp_node", 2.4, 0.15, config=KEPT),
+    Arm("diff", 0.6, 0.18, config=KEPT | DIFFERENCES, twin="amsp_node"),
 )
 SHAPES = {(2, 2): ("12", "25", "50", "400", "max"), (1, 4): ("max",)}
 
@@ -79,6 +93,7 @@ def _row(arm: Arm, nodes: int, gpus: int, link: str, step: float, model: str) ->
         "step_s": step,
         "peak_gib": 21.5,
         "arm": arm.name,
+        "twin": arm.twin,
         "share_of_floor": least / step,
         "step_min_s": step * 0.98,
         "step_max_s": step * 1.02,

@@ -14,7 +14,7 @@ import pytest
 
 from tests.study.fake_runs import ARMS as STUDY_ARMS
 from tests.study.fake_runs import fake_config, fake_study, write_study_runs
-from tests.study.report.fake_speeds import ARMS, Arm, rows, write_speeds
+from tests.study.report.fake_speeds import ARMS, TWINS, Arm, rows, write_speeds
 from zpp_lab.cli.main import main
 from zpp_lab.config.flat import flatten
 from zpp_lab.runs.reader import write_study
@@ -85,20 +85,33 @@ def test_the_page_of_a_bench_is_whole(page: SpeedReport) -> None:
 
 def test_markdown_and_csv_have_the_same_numbers(page: SpeedReport) -> None:
     text = page.markdown.read_text()
-    assert "12 Gb/s (1_3b, 2 × 2): w4_g84h is fastest, 20,480 tokens/s, 9.00× plain FSDP2" in text
-    assert "No limit (1_3b, 2 × 2): no arm is more than 2% faster than plain FSDP2." in text
-    assert "![Speed-up over plain FSDP2](figures/speedup.svg)" in text
+    assert "12 Gb/s (1_3b, 2 × 2): w4_g84h is fastest, 20,480 tokens/s, 6.00×" in text
+    assert "No limit (1_3b, 2 × 2): no arm is more than 2% faster" in text
+    assert "(figures/speedup.svg)" in text
     row = (
-        "| zeropp | 1_3b, 2 × 2 | 12 Gb/s | 13,653 | 6.00× | 5.88–6.12 | 0.6 | 100% | 0.6 | 21.50 |"
+        "| zeropp | 1_3b, 2 × 2 | 12 Gb/s | 13,653 | 4.00× | 3.92–4.08 | 0.6 | 100% | 0.6 | 21.50 |"
     )
     assert f"{row} 15,019 | +10.0% |" in text
     lines = list(csv.DictReader(page.csv.open()))
     assert len(lines) == 24
     line = next(x for x in lines if (x["arm"], x["link_gbps"]) == ("zeropp", "12"))
-    assert float(line["speedup"]) == pytest.approx(6, rel=1e-4)
+    assert float(line["speedup"]) == pytest.approx(4, rel=1e-4)
+    assert (line["base"], line["twin"], line["over_twin"]) == ("fsdp2+node", "", "")
     assert float(line["predicted_tokens_per_s"]) == pytest.approx(15018.7, rel=1e-4)
     breaks = {x["arm"]: x for x in csv.DictReader(page.break_even.open())}
     assert 50 < float(breaks["zeropp"]["break_even_gbps"]) < 400
+
+
+def test_each_quantized_arm_has_its_twin_beside_it(tmp_path: Path) -> None:
+    made = build_speed_report(write_speeds(tmp_path, rows(TWINS)))
+    lines = {(x["arm"], x["link_gbps"]): x for x in csv.DictReader(made.csv.open())}
+    line = lines["diff", "12"]
+    assert (line["base"], line["twin"]) == ("hsdp", "amsp_node")
+    assert float(line["over_twin"]) == pytest.approx(4, rel=1e-3)
+    assert float(line["twin_over_base"]) == pytest.approx(1.5, rel=1e-3)
+    assert lines["amsp_node", "12"]["over_twin"] == ""
+    assert "| Over twin | Twin over plain |" in made.markdown.read_text()
+    assert "without a raw twin" not in made.markdown.read_text()
 
 
 def test_speed_over_deepspeed_where_it_was_measured(tmp_path: Path) -> None:
@@ -111,11 +124,11 @@ def test_speed_over_deepspeed_where_it_was_measured(tmp_path: Path) -> None:
     assert float(lines["ds_zero3", "2", "12"]["over_deepspeed"]) == pytest.approx(0.5)
     assert float(lines["zeropp", "2", "12"]["floor_s"]) == pytest.approx(0.6)
     assert "| Over DeepSpeed |" in found.markdown.read_text()
-    assert "6.00× | 5.88–6.12 | 2.00× | 0.6 |" in found.markdown.read_text()
+    assert "4.00× | 3.92–4.08 | 2.00× | 0.6 |" in found.markdown.read_text()
 
 
 def test_without_plain_fsdp2_nothing_is_faster(tmp_path: Path) -> None:
-    write_speeds(tmp_path, [row for row in rows() if row["arm"] != "fsdp2"])
+    write_speeds(tmp_path, [row for row in rows() if row["engine"] != "fsdp2"])
     made = build_speed_report(tmp_path)
     text = made.markdown.read_text()
     assert "plain FSDP2 was not measured" in text
@@ -149,9 +162,9 @@ def test_a_study_keeps_its_speeds(report: Report) -> None:
 def test_the_command_tells_speeds_from_studies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_speeds(tmp_path, rows(ARMS[:2], {(2, 2): ("25",)}))
+    write_speeds(tmp_path, rows(ARMS[:3], {(2, 2): ("25",)}))
     assert main(["report", str(tmp_path)]) == 0
-    assert "1.50×" in capsys.readouterr().out
+    assert "4.00×" in capsys.readouterr().out
     assert main(["report", str(tmp_path), "--speed", str(tmp_path)]) == 2
     assert "holds speeds" in capsys.readouterr().err
     (tmp_path / "nothing").mkdir()

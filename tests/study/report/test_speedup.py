@@ -6,13 +6,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.study.report.fake_speeds import rows, write_speeds
+from tests.study.report.fake_speeds import TWINS, rows, write_speeds
 from zpp_lab.study.report.speed.results import BASE, Measured, Setting, read_speeds
 from zpp_lab.study.report.speed.speeds import (
     BreakEven,
     break_evens,
     speed_ups,
+    strongest_plain,
     without_base,
+    without_hsdp,
+    without_twin,
 )
 
 SETTING = Setting("m", 2, 2, 64, 1, 256)
@@ -65,17 +68,16 @@ def test_speed_ups_have_the_spread_of_their_steps(tmp_path: Path) -> None:
     measured = read_speeds(write_speeds(tmp_path))
     found = {(one.at.arm, one.at.link): one for one in speed_ups(measured)}
     one = found["zeropp", "25"]
-    assert one.value == pytest.approx(6.0, rel=1e-4)
-    assert (one.low, one.high) == (pytest.approx(6 / 1.02), pytest.approx(6 / 0.98))
-    assert found["fsdp2", "12"].value == 1
+    assert one.value == pytest.approx(4.0, rel=1e-4)
+    assert (one.low, one.high) == (pytest.approx(4 / 1.02), pytest.approx(4 / 0.98))
     by_arm = {b.arm: b for b in break_evens(speed_ups(measured))}
-    assert set(by_arm) == {"fsdp2+node", "zeropp", "w4_g84h"}
+    assert set(by_arm) == {"zeropp", "w4_g84h"}
     assert by_arm["zeropp"].text.startswith("faster below 3")  # truly 270, between 50 and 400
     assert (by_arm["zeropp"].slowest, by_arm["zeropp"].fastest) == (12, 2000)
 
 
 def test_only_like_is_compared_with_like(tmp_path: Path) -> None:
-    table = rows() + [row | {"model": "13b"} for row in rows() if row["arm"] != "fsdp2"]
+    table = rows() + [row | {"model": "13b"} for row in rows() if row["engine"] != "fsdp2"]
     measured = read_speeds(write_speeds(tmp_path, table))
     assert {one.at.setting.model for one in speed_ups(measured)} == {"1_3b"}
     assert [s.text for s in without_base(measured)] == ["13b, 2 × 2", "13b, 1 × 4"]
@@ -86,3 +88,47 @@ def test_an_unlimited_link_lies_where_it_was_measured() -> None:
     unknown = point("a", "max", 100)
     assert [one.at.gbps for one in speed_ups([base, known, unknown])] == [63.0, 63.0, None]
     assert break_evens(speed_ups([point(BASE, "max", 50), unknown])) == []
+
+
+def test_speeds_are_compared_with_the_strongest_plain_arm_of_their_call(tmp_path: Path) -> None:
+    """The fastest of FSDP2's ways at each link, also where another call was faster."""
+    own = rows(TWINS)
+    other = [row | {"call": "later", "tokens_per_s": "1e9"} for row in own]
+    measured = read_speeds(write_speeds(tmp_path, own + other))
+    bases = strongest_plain(measured)
+    assert {cell[1]: m.arm for cell, m in bases.items() if not cell[2]} == {
+        "12": "hsdp", "25": "hsdp", "50": "hsdp", "400": "fsdp2", "max": "fsdp2",
+    }  # fmt: skip
+    found = {(u.at.arm, u.at.link, u.at.call): u for u in speed_ups(measured)}
+    assert found["diff", "12", ""].value == pytest.approx(2.4 / 0.4, rel=1e-4)
+    assert found["diff", "12", "later"].value == 1
+
+
+def test_bits_and_partition_multiply_to_the_speed_up(tmp_path: Path) -> None:
+    measured = read_speeds(write_speeds(tmp_path, rows(TWINS)))
+    ups = {(u.at.arm, u.at.link): u for u in speed_ups(measured)}
+    one = ups["diff", "12"]
+    assert one.bits == pytest.approx(1.6 / 0.4, rel=1e-4)
+    assert one.partition == pytest.approx(2.4 / 1.6, rel=1e-4)
+    assert all(u.bits * u.partition == pytest.approx(u.value) for u in ups.values() if u.bits)
+    assert {arm for (arm, _), u in ups.items() if u.bits is None} == {
+        "fsdp2", "fsdp2+node", "hsdp", "amsp_node",
+    }  # fmt: skip
+    assert (without_twin(measured), without_hsdp(measured)) == ({}, [])
+
+
+@pytest.mark.parametrize("link", ["12", "max"])
+def test_a_table_that_lacks_a_named_twin_is_refused(tmp_path: Path, link: str) -> None:
+    gone = ("amsp_node", link)
+    table = [row for row in rows(TWINS) if (row["arm"], row["link_gbps"]) != gone]
+    with pytest.raises(ValueError, match="amsp_node for diff"):
+        speed_ups(read_speeds(write_speeds(tmp_path, table)))
+
+
+def test_older_tables_are_marked_as_without_twin(tmp_path: Path) -> None:
+    older = [{k: v for k, v in row.items() if k not in ("twin", "call")} for row in rows(TWINS)]
+    measured = read_speeds(write_speeds(tmp_path, older))
+    assert {arm for arms in without_twin(measured).values() for arm in arms} == {"diff"}
+    assert all(up.bits is None for up in speed_ups(measured))
+    plain = [m for m in measured if m.arm != "hsdp"]
+    assert {setting.nodes for setting in without_hsdp(plain)} == {2}  # inside a host it is fsdp2

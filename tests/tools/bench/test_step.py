@@ -8,6 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from tests.tools.links.shared import refusal
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.study.report.speed.results import read_speeds
 from zpp_lab.tools.bench.step import run
-from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, with_compute
+from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, compared, with_compute
 from zpp_lab.tools.bench.step.run import Pace, StepBench, main
 from zpp_lab.tools.bench.step.session import SessionError
 from zpp_lab.tools.links.nodes import OneHost
@@ -49,6 +52,7 @@ class Fake:
     """Ranks that answer at once: 0.5 s a step, and arm `fails` not at all."""
 
     fails: str | None = None
+    error = SessionError("rank 1: it is broken")
     asked: list[tuple[str, str, int]] = []
 
     def __init__(self, hosts: Any, placement: Placement, arms: list[Arm], folder: Path) -> None:
@@ -58,7 +62,7 @@ class Fake:
         name = self.arms[arm].name
         Fake.asked.append((do, name, steps))
         if do == "steps" and name == Fake.fails and steps > 1:
-            raise SessionError("rank 1: it is broken")
+            raise Fake.error
         wires = {"weights_forward": [10, 20]} if name == "zeropp" else None
         slow = [{"seconds": [0.1 * (r + 1)] * steps, "bytes": wires} for r in range(self.world)]
         idle = [None if name == "fsdp2" else 0.01] * steps
@@ -97,7 +101,8 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert made.cells["zeropp", None].waiting == [0.01] * 6
     assert made.cells["fsdp2", None].waiting == []  # nobody told
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
-    assert timed == [COMPUTE, "fsdp2", "zeropp"] * 2
+    assert timed == [COMPUTE] * 2 + ["fsdp2", "zeropp"] * 2
+    assert ("drop", COMPUTE, 0) in fake.asked
     rows = read_rows(tmp_path)
     assert rows["zeropp"]["step_s"] == "0.2"  # the slowest rank's
     assert rows["zeropp"]["steps"] == "6"
@@ -112,7 +117,7 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert found["zeropp"].machine.startswith("one host of ")
     path = tmp_path / "results.csv"
     assert (rows["zeropp"]["waiting_s"], rows["fsdp2"]["waiting_s"]) == ("0.01", "")
-    for columns in (1, 2, 4):  # of files from before the last so many
+    for columns in (2, 3, 4, 6):  # of files from before the last so many
         older = [row[:-columns] for row in csv.reader(path.open())]
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(older)
@@ -121,13 +126,94 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     assert "tokens/s" in capsys.readouterr().out
 
 
+DIFF = (
+    "diff_g84h: recipe=g8_4_hadamard recipe.sharding.weights=node "
+    "recipe.sharding.update=differences recipe.weights_update.bits=4"
+)
+
+
+def beside(words: list[str], *overrides: str) -> dict[str, str]:
+    """Twins by the names of all arms that are timed."""
+    settings = [*TINY, *(overrides or ["cluster=2x1"])]
+    return {arm.name: arm.twin for arm in compared(arms(words, settings), settings)}
+
+
+def test_plain_arms_and_twins_come_by_themselves() -> None:
+    plain = dict.fromkeys(["fsdp2", "fsdp2+node", "hsdp"], "")
+    assert beside([DIFF]) == {**plain, "amsp_node": "", "diff_g84h": "amsp_node"}
+    assert beside(["w4", "w8"]) == {**plain, "zero3": "", "w4": "zero3", "w8": "zero3"}  # once
+    assert beside(["amsp_node", DIFF]) == {**plain, "amsp_node": "", "diff_g84h": "amsp_node"}
+    larger = DIFF.replace(":", "_4:", 1) + " engine.blocks_per_unit=4"
+    assert beside([DIFF, larger])["diff_g84h_4"] == "diff_g84h_4_raw"  # its own units
+    assert beside(["zeropp"], "cluster=1x2") == {
+        "fsdp2": "",
+        "zeropp_raw": "",
+        "zeropp": "zeropp_raw",
+    }
+    assert list(beside(["kept: fsdp2+node model.loss_chunk=0"])) == ["fsdp2", "hsdp", "kept"]
+    assert beside(["ds: recipe=zeropp engine=deepspeed"])["ds"] == ""  # a peer
+    with pytest.raises(ValueError, match="rename it"):
+        beside(["zeropp_raw: recipe=w4", "zeropp"])
+
+
+def test_arms_without_memory_are_told_of_apart(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless there was only one."""
+    fake.fails = "zeropp"
+    why = SessionError("rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(fake, "error", why)
+    assert "--apart" in bench(tmp_path / "all", ["fsdp2", "zeropp"]).failed["zeropp"]
+    pace = Pace(3, 2, 8, 9, 99)
+    one = arms(["zeropp"], TINY)
+    placed = Placement(ClusterConfig(nodes=1, gpus_per_node=2))
+    alone = StepBench(OneHost(), placed, one, pace, tmp_path / "one")
+    alone.run([None])
+    assert alone.failed == {"zeropp": str(why)}
+
+
+def test_sessions_share_a_daemon_and_a_rank_that_misses_it_gets_another(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One daemon for all arms that are timed apart; a new one after ranks that did not meet, or
+    were killed."""
+    events: list[str] = []
+
+    @contextmanager
+    def served(placement: Placement) -> Iterator[Placement]:
+        events.append("begun")
+        yield placement
+        events.append("ended")
+
+    class Late(fake):  # type: ignore[misc, valid-type]
+        def __init__(self, hosts: Any, placement: Placement, arms: list[Arm], _: Path) -> None:
+            super().__init__(hosts, placement, arms, _)
+            events.append(arms[0].name)
+            if events.count("hsdp") == 1 and arms[0].name == "hsdp":
+                raise SessionError("rank 1: EmulationError: process 9 uses its GPU without MPS")
+
+    monkeypatch.setattr(run, "Session", Late)
+    monkeypatch.setattr(run, "served", served)
+    fake.fails = "zeropp"
+    every = arms(["fsdp2", "hsdp", "zeropp", "amsp_node"], [*TINY, "cluster=2x1"])
+    apart = [replace(arm, session=arm.name) for arm in every]
+    placed = Placement(ClusterConfig(nodes=2, gpus_per_node=1), ("0",), "mps")
+    made = StepBench(OneHost(), placed, apart, Pace(3, 2, 8, 9, 99), tmp_path)
+    made.run([None])
+    assert list(made.failed) == ["zeropp"]
+    assert events == [
+        "begun", "fsdp2", "hsdp", "ended", "begun", "hsdp", "zeropp", "ended", "begun", "amsp_node",
+        "ended",
+    ]  # fmt: skip
+
+
 def test_an_arm_that_fails_costs_only_itself(fake: type[Fake], tmp_path: Path) -> None:
     fake.fails = "fsdp2"
     made = bench(tmp_path, ["fsdp2", "zeropp"])
     assert made.failed == {"fsdp2": "rank 1: it is broken"}
     assert list(read_rows(tmp_path)) == [COMPUTE, "zeropp"]
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
-    assert timed == [COMPUTE, "fsdp2", "zeropp", COMPUTE, "zeropp"]  # no turn is taken twice
+    assert timed == [COMPUTE, COMPUTE, "fsdp2", "zeropp", "zeropp"]  # no turn is taken twice
     assert json.loads((tmp_path / "1x2.json").read_text())["failed"] == made.failed
 
 
@@ -161,7 +247,11 @@ def test_two_emulated_nodes_of_two_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     assert float(row["link_s"]) == pytest.approx(ledger * 8 / 0.2, rel=1e-4)
     facts = json.loads((tmp_path / "2x2.json").read_text())
     assert facts["network"]["nccl"]["NCCL_IB_DISABLE"] == "1"
-    assert set(read_rows(tmp_path)) == {COMPUTE, "zeropp"}
+    assert set(read_rows(tmp_path)) == {
+        COMPUTE, "fsdp2", "fsdp2+node", "hsdp", "zeropp_raw", "zeropp",
+    }  # fmt: skip
+    assert row["twin"] == "zeropp_raw"
+    assert row["call"]
 
 
 @pytest.mark.skipif(bool(refusal()), reason=refusal())

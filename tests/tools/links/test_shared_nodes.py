@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tests.train.launch.fake_mps import calls
 from tests.waiting import until
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.tools.bench.step.arms import arms
-from zpp_lab.tools.bench.step.session import Session, SessionError
+from zpp_lab.tools.bench.step.run import Pace, StepBench
 from zpp_lab.tools.links.nodes import OneHost, main
 from zpp_lab.train.launch import processes
 from zpp_lab.train.launch.gpus import place
@@ -77,7 +78,7 @@ def test_daemon_nodes_and_ranks_go_with_their_owner(
     assert calls(control)[-1] == "quit"
 
 
-def test_a_session_that_fails_takes_its_daemon_along(
+def test_a_bench_that_fails_takes_its_daemon_along(
     control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranks are told of the daemon; nothing is left of it when one of them fails."""
@@ -91,8 +92,12 @@ def test_a_session_that_fails_takes_its_daemon_along(
             told.append(dict(environment))
             return super().start(node, ["false"], environment, **settings)
 
-    with Fails() as host, pytest.raises(SessionError, match=r"rank [01] ended"):
-        Session(host, placed, every, tmp_path / "logs")
+    with Fails() as host:
+        pace = Pace(1, 1, 1.0, 9.0, 99.0)
+        bench = StepBench(host, placed, every, pace, tmp_path)
+        bench.run([None])
+    assert re.match(r"rank [01] ended", bench.failed["zeropp"])
+    told = told[-2:]  # a second attempt has a daemon of its own
     assert [e["CUDA_VISIBLE_DEVICES"] for e in told] == ["4", "4"]
     assert {e[PROGRAM] for e in told} == {str(control / "nvidia-cuda-mps-control")}
     assert calls(control)[-1] == "quit"

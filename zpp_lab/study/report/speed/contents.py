@@ -28,6 +28,8 @@ from zpp_lab.study.report.speed.speeds import (
     gbps_text,
     speed_ups,
     without_base,
+    without_hsdp,
+    without_twin,
 )
 from zpp_lab.study.report.table import NOTHING, number, percent
 
@@ -49,6 +51,10 @@ _CSV = (
     "share_of_floor",
     "over_deepspeed",
     "predicted_tokens_per_s",
+    "base",
+    "twin",
+    "over_twin",
+    "twin_over_base",
 )
 _BREAKS = (*_PLACE, "arm", "from_gbps", "to_gbps", "break_even_gbps", "faster")
 _Peers = dict[tuple[Setting, str], float]
@@ -63,7 +69,7 @@ class SpeedFindings:
     ups: Sequence[SpeedUp]
     breaks: Sequence[BreakEven]
     names: dict[Setting, str]
-    alone: Sequence[Setting]  # without plain FSDP2
+    alone: Sequence[Setting]  # without a plain arm
     predicted: Sequence[Predicted] = ()
     faults: Sequence[str] = ()  # why an arm has no prediction
 
@@ -109,7 +115,11 @@ def opening(measured: Sequence[Measured]) -> Terms:
         ("Machine", "; ".join(machines) or "not said in the table"),
         ("Models", ", ".join(dict.fromkeys(m.setting.model for m in measured)) or "not said"),
         ("Batch of a GPU", "; ".join(batches) or "not said in the table"),
-        ("Compared with", "plain FSDP2 (arm fsdp2): its defaults, nothing of this package around."),
+        (
+            "Compared with",
+            "the strongest plain arm of the same call (FSDP2 with its defaults, resharded to the "
+            "node, or with copies across nodes), and each arm's raw twin.",
+        ),
     ]
     return Terms(pairs)
 
@@ -119,6 +129,8 @@ def speed_table(found: SpeedFindings) -> Table:
     ups, said = _by_point(found), _predictions(found.predicted)
     peers = _peers(found.measured)
     columns = ["Tokens/s", "Speed-up", "Of single steps"]
+    paired = any(one.twin for one in found.ups)
+    columns += ["Over twin", "Twin over plain"] if paired else []
     columns += [*(["Over DeepSpeed"] if peers else []), "Floor (s)", "Of the floor"]
     waited = any(m.waiting_s is not None for m in found.measured)
     columns += ["Step (s)", *(["Host waits (s)"] if waited else []), "Peak (GiB)"]
@@ -126,7 +138,9 @@ def speed_table(found: SpeedFindings) -> Table:
     rows = []
     for m in found.measured:
         cells = [m.arm, found.names[m.setting], m.place, f"{m.tokens_per_s:,.0f}"]
-        cells += [*_up_cells(ups.get(id(m))), *([_over_text(m, peers)] if peers else [])]
+        cells += _up_cells(ups.get(id(m)))
+        cells += _twin_cells(ups.get(id(m))) if paired else []
+        cells += [_over_text(m, peers)] if peers else []
         cells += [number(m.floor_s, ".4g"), percent(m.share_of_floor)]
         cells += [number(m.step_s, ".4g"), *([number(m.waiting_s, ".3g")] if waited else [])]
         cells += [number(m.peak_gib, ".2f")]
@@ -137,12 +151,12 @@ def speed_table(found: SpeedFindings) -> Table:
 
 
 def break_even_table(found: SpeedFindings) -> Table:
-    """For which bandwidths each arm is faster than the base."""
+    """For which bandwidths each arm is faster than the strongest plain arm."""
     rows = [
         Row([b.arm, found.names[b.setting], f"{_range(b.slowest, b.fastest)} Gb/s", b.text], b.arm)
         for b in found.breaks
     ]
-    columns = words("Arm", "Measured", "At", "Against plain FSDP2")
+    columns = words("Arm", "Measured", "At", "Against the strongest plain arm")
     return Table("breaks", "Break-even bandwidth", columns, rows)
 
 
@@ -183,7 +197,23 @@ def notes(found: SpeedFindings) -> list[str]:
             "Host waits: how much of a step the host, with everything asked for, waited for the "
             "device; near 0 the host was what bounded the step."
         )
-    return [*told, *_calls(found), *_shared(found), *found.faults]
+    return [*told, *_unpaired(found), *_calls(found), *_shared(found), *found.faults]
+
+
+def _unpaired(found: SpeedFindings) -> list[str]:
+    """Arms without a twin, and calls without HSDP: what their speed-ups do not tell."""
+    told = [
+        f"{found.names[setting]}: timed without a raw twin: {', '.join(arms)}. What their bits "
+        "bring cannot be told from what their partition brings."
+        for setting, arms in without_twin(found.measured).items()
+    ]
+    alone = [found.names[setting] for setting in without_hsdp(found.measured)]
+    if alone:
+        told.append(
+            f"{'; '.join(alone)}: HSDP was not timed in every call, so a stronger plain arm may be "
+            "missing there."
+        )
+    return told
 
 
 def _calls(found: SpeedFindings) -> list[str]:
@@ -219,8 +249,12 @@ def _shared(found: SpeedFindings) -> list[str]:
 def speed_method() -> list[str]:
     """How speed-ups and break-evens are worked out, as sentences."""
     return [
-        "Speed-up: an arm's tokens/s over those of plain FSDP2 with the same model, batch, cluster "
-        "and link; both by the median step, its spread by the arm's slowest and fastest step.",
+        "Speed-up: an arm's tokens/s over those of the strongest plain arm of the same call, with "
+        "the same model, batch, cluster and link; both by the median step, its spread by the arm's "
+        "slowest and fastest step. Plain is what FSDP2 does by itself: its defaults, weights "
+        "resharded to the node, or copies across nodes (HSDP).",
+        "Twin: the same sharding, secondary partition, hops and units, and no codec. A speed-up is "
+        "what bits bring (over twin) times what the partition brings (twin over plain).",
         "Break-even: where the speed-up crosses 1. Between two measured links the logarithm of the "
         "speed-up is taken as linear in that of the bandwidth; beyond them nothing is said. "
         "It goes by the medians: near 1 the spread of the steps tells how far it can be trusted.",
@@ -239,7 +273,9 @@ def speed_csv(found: SpeedFindings) -> str:
         line += [m.arm, m.engine, m.recipe, _text(m.tokens_per_s)]
         line += [_text(v) for v in ((up.value, up.low, up.high) if up else (None, None, None))]
         line += [_text(m.floor_s), _text(m.share_of_floor), _text(_over(m, peers))]
-        lines.append([*line, _text(_said(said, m))])
+        line.append(_text(_said(said, m)))
+        line += [up.base.arm, m.twin, _text(up.bits), _text(up.partition)] if up else [""] * 4
+        lines.append(line)
     return _csv(_CSV, lines)
 
 
@@ -255,14 +291,21 @@ def break_even_csv(found: SpeedFindings) -> str:
 
 
 def _headline(place: str, ups: Sequence[SpeedUp]) -> str:
-    best = max(ups, key=lambda one: one.value)
+    best = max(ups, key=lambda one: one.at.tokens_per_s)
+    plain = best.base.arm
     if best.value <= 1 + FASTER:
-        return f"{place}: no arm is more than {FASTER:.0%} faster than plain FSDP2."
+        return (
+            f"{place}: no arm is more than {FASTER:.0%} faster than the strongest plain, {plain}."
+        )
     reached = best.at.share_of_floor
     floor = "" if reached is None else f", at {percent(reached)} of its floor"
+    apart = ""
+    if best.twin:
+        apart = f" Bits bring {best.bits:.2f}× (over {best.twin.arm}), the partition "
+        apart += f"{best.partition:.2f}×."
     return (
         f"{place}: {best.at.arm} is fastest, {best.at.tokens_per_s:,.0f} tokens/s, "
-        f"{best.value:.2f}× plain FSDP2{floor}."
+        f"{best.value:.2f}× the strongest plain arm, {plain}{floor}.{apart}"
     )
 
 
@@ -279,6 +322,12 @@ def _up_cells(up: SpeedUp | None) -> list[str]:
         return [NOTHING, NOTHING]
     spread = NOTHING if up.low == up.high else f"{up.low:.2f}–{up.high:.2f}"
     return [f"{up.value:.2f}×", spread]
+
+
+def _twin_cells(up: SpeedUp | None) -> list[str]:
+    if up is None or up.bits is None or up.partition is None:
+        return [NOTHING, NOTHING]
+    return [f"{up.bits:.2f}×", f"{up.partition:.2f}×"]
 
 
 def _peers(measured: Sequence[Measured]) -> _Peers:

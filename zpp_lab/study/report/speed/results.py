@@ -18,12 +18,15 @@ from typing import Any
 
 from zpp_lab.config.flat import flat_config
 from zpp_lab.config.load import load
-from zpp_lab.config.schema import Config
+from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.files import read_text, write_atomic
 
 FILE = "results.csv"
 NEEDED = ("arm", "nodes", "gpus_per_node", "link_gbps", "tokens_per_s")
-BASE = "fsdp2"  # the arm that speeds are compared with: FSDP2 with nothing of this package
+BASE = (
+    "fsdp2"  # FSDP2 with nothing of this package: as an engine all its ways, as an arm its defaults
+)
+HSDP = "hsdp"
 COMPUTE = "compute"  # no arm, but the floor of all
 MAX = "max"
 _SECONDS = ("step_s", "step_min_s", "step_max_s", "floor_s", "waiting_s")
@@ -60,7 +63,9 @@ class Measured:
     """One arm at one speed of the links. Seconds are those of a step; None: not known.
 
     link: the named speed in Gb/s, or max (no limit). waiting_s: what the host waited for the
-    device; near 0 the host was the bound. config: the arm's whole config.
+    device; near 0 the host was the bound. config: the arm's whole config. twin: the name of its raw
+    twin; "" where it has no codec, or was timed without a twin. call: when its call began; "" in
+    tables from before twins, whose rows count as one call.
     """
 
     setting: Setting
@@ -80,6 +85,31 @@ class Measured:
     machine: str
     config: Mapping[str, Any] | None
     commit: str = ""
+    twin: str = ""
+    call: str = ""
+
+    @property
+    def cell(self) -> tuple[Setting, str, str]:
+        """Setting, link and call: only arms of one cell are compared."""
+        return self.setting, self.link, self.call
+
+    @property
+    def recipe_config(self) -> RecipeConfig | None:
+        """Of an arm of this package whose settings the table says."""
+        known = self.engine == "fsdp" and self.config is not None
+        return load(RecipeConfig, self.config["recipe"]) if known and self.config else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether FSDP2 trains so by itself, run by this package or not."""
+        recipe = self.recipe_config
+        return self.engine == BASE or self.arm == BASE or (recipe is not None and recipe.plain)
+
+    @property
+    def coded(self) -> bool:
+        """Whether an arm of this package has codecs; False where the table does not say."""
+        recipe = self.recipe_config
+        return recipe is not None and recipe.coded
 
     @property
     def gbps(self) -> float | None:
@@ -201,6 +231,8 @@ def _measured(row: Mapping[str, str | None], place: str) -> Measured:
         machine=row.get("machine") or "",
         config=_config(row.get("config") or "", place),
         commit=row.get("commit") or "",
+        twin=row.get("twin") or "",
+        call=row.get("call") or "",
     )
 
 

@@ -1,4 +1,9 @@
-"""Speed-ups over plain FSDP2, at which bandwidth they end, and which measurement is whose.
+"""Speed-ups over the strongest plain arm of a call, at which bandwidth they end, and which
+measurement is whose.
+
+Plain is what FSDP2 does by itself: its defaults, weights resharded to the node, copies across nodes
+(HSDP). An arm's raw twin has the same partition and no codec, so a speed-up is what bits bring (arm
+over twin) times what the partition brings (twin over the strongest plain arm).
 
 A study's measured speeds lie in the file speed.csv of its folder. An arm has the speed of a
 measurement whose recipe has the same settings, whatever either is called; model and data may
@@ -24,6 +29,7 @@ from zpp_lab.config.schema import RecipeConfig
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.speed.results import (
     BASE,
+    HSDP,
     MAX,
     Measured,
     Setting,
@@ -202,13 +208,26 @@ def _slowness(one: Measured) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """An arm's tokens/s over the base's at the same link; low to high: by its slowest and fastest
-    step (both the value itself where the table has no spread)."""
+    """An arm's tokens/s over those of `base`, the strongest plain arm of its call, at the same
+    link; low to high: by its slowest and fastest step (both the value itself where the table has no
+    spread). twin: the arm's raw twin; None where it has no codec or no twin was timed."""
 
     at: Measured
     value: float
     low: float
     high: float
+    base: Measured
+    twin: Measured | None = None
+
+    @property
+    def bits(self) -> float | None:
+        """What bits bring: the arm over its twin."""
+        return self.at.tokens_per_s / self.twin.tokens_per_s if self.twin else None
+
+    @property
+    def partition(self) -> float | None:
+        """What the partition brings: the twin over the strongest plain arm."""
+        return self.twin.tokens_per_s / self.base.tokens_per_s if self.twin else None
 
 
 @dataclass(frozen=True)
@@ -252,17 +271,66 @@ def gbps_text(gbps: float) -> str:
     return f"{gbps:,.0f}" if gbps >= 100 else f"{gbps:.3g}"
 
 
+def strongest_plain(measured: Sequence[Measured]) -> dict[tuple[Setting, str, str], Measured]:
+    """The fastest plain arm of each cell that has one."""
+    found: dict[tuple[Setting, str, str], Measured] = {}
+    for m in measured:
+        if m.plain and (m.cell not in found or m.tokens_per_s > found[m.cell].tokens_per_s):
+            found[m.cell] = m
+    return found
+
+
+def twins(measured: Sequence[Measured]) -> dict[int, Measured]:
+    """By `id` the raw twin of each arm that names one. ValueError lists the twins that are missing:
+    without them nobody can tell what bits bring from what the partition brings."""
+    there = {(m.cell, m.arm): m for m in measured}
+    found, missing = {}, []
+    for m in measured:
+        if not m.twin:
+            continue
+        own = there.get((m.cell, m.twin))
+        if own is None:
+            missing.append(f"{m.twin} for {m.arm} at {m.place} on {m.setting.text}")
+        else:
+            found[id(m)] = own
+    if missing:
+        raise ValueError(
+            f"the table of speeds lacks raw twins of the same call: {'; '.join(missing)}; measure "
+            "the arms again with `zpp-lab bench step`, which adds their twins, or remove their rows"
+        )
+    return found
+
+
+def without_twin(measured: Sequence[Measured]) -> dict[Setting, list[str]]:
+    """Arms with codecs that were timed without a twin: in older tables, or with --no-twins."""
+    found: dict[Setting, dict[str, None]] = {}
+    for m in measured:
+        if m.coded and not m.twin:
+            found.setdefault(m.setting, {})[m.arm] = None
+    return {setting: list(arms) for setting, arms in found.items()}
+
+
+def without_hsdp(measured: Sequence[Measured]) -> list[Setting]:
+    """Settings of several nodes with a link at which a call did not time HSDP, so that the
+    strongest plain arm may be missing."""
+    found = dict.fromkeys(m.cell for m in measured if m.setting.nodes > 1)
+    known = {m.cell for m in measured if m.arm == HSDP}
+    return list(dict.fromkeys(cell[0] for cell in found if cell not in known))
+
+
 def speed_ups(measured: Sequence[Measured]) -> list[SpeedUp]:
-    """Of every measurement whose setting and link the base was measured at, the base's own too."""
-    bases = {(m.setting, m.link): m for m in measured if m.arm == BASE}
+    """Of every measurement whose cell has a plain arm, the plain ones too. ValueError for a twin
+    that the table names and lacks."""
+    bases, raw = strongest_plain(measured), twins(measured)
     found = []
     for m in measured:
-        base = bases.get((m.setting, m.link))
+        base = bases.get(m.cell)
         if base is None:
             continue
         value = m.tokens_per_s / base.tokens_per_s
         low = value * _ratio(m.step_s, m.step_max_s)
-        found.append(SpeedUp(m, value, low, value * _ratio(m.step_s, m.step_min_s)))
+        high = value * _ratio(m.step_s, m.step_min_s)
+        found.append(SpeedUp(m, value, low, high, base, raw.get(id(m))))
     return found
 
 
@@ -273,14 +341,14 @@ def without_base(measured: Sequence[Measured]) -> list[Setting]:
 
 
 def break_evens(ups: Sequence[SpeedUp]) -> list[BreakEven]:
-    """One for each setting and arm, but the base, that has a bandwidth; in the table's order.
+    """One for each setting and arm, but plain ones, that has a bandwidth; in the table's order.
 
     Between two measured links the logarithm of the speed-up is taken as linear in that of the
     bandwidth. A speed-up of just 1 is not faster.
     """
     groups: dict[tuple[Setting, str], list[SpeedUp]] = {}
     for one in ups:
-        if one.at.gbps is not None and one.at.arm != BASE:
+        if one.at.gbps is not None and not one.at.plain:
             groups.setdefault((one.at.setting, one.at.arm), []).append(one)
     return [_break_even(*key, group) for key, group in groups.items()]
 

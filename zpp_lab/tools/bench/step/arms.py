@@ -4,11 +4,16 @@ An arm is a word of `--recipes`, or `--arm "NAME: overrides"`:
 
     fsdp2          plain FSDP2 in a loop of its own, without anything of ours
     fsdp2+node     the same, resharded to the node after the forward: backward gathers in the node
+    hsdp           the same on a mesh of two dimensions: sharded in the node, copies across nodes
     fsdp2+groups   the same as fsdp2, with a communicator of its own for gradients
     compute        one rank's work without any communication: the floor of every arm
     RECIPE         a recipe of conf/recipe on engine=fsdp
     NAME: ...      any overrides of `zpp-lab train`, such as `ds: engine=deepspeed recipe=zeropp`;
-                   behind one of the first four words its own: `kept: fsdp2 model.loss_chunk=0`
+                   behind one of the first five words its own: `kept: fsdp2 model.loss_chunk=0`
+
+`compared` adds what a speed is compared with: plain FSDP2 in each of its ways that differs on the
+cluster, and for each arm of engine=fsdp with codecs its raw twin (`config.recipe.twin`). Other
+engines are peers and have none.
 
 An engine of this package is timed through `engines.build.build_engine`; to time something else,
 add a maker to `tools/bench/step/engines.py` and its word here.
@@ -21,16 +26,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zpp_lab.config.compose import compose
-from zpp_lab.config.schema import Config
+from zpp_lab.config.recipe import twin
+from zpp_lab.config.schema import ClusterConfig, Config
 
-# By word: maker, the engine's name in the results, the recipe's there.
+# By word: maker, the engine's name in the results, the recipe's there, its settings.
 OWN = {
-    "fsdp2": ("plain", "fsdp2", "zero3"),
-    "fsdp2+node": ("plain_node", "fsdp2", "zero3 + reshard to node"),
-    "fsdp2+groups": ("plain_groups", "fsdp2", "zero3 + separate groups"),
-    "compute": ("compute", "none", "compute only"),
+    "fsdp2": ("plain", "fsdp2", "zero3", []),
+    "fsdp2+node": ("plain_node", "fsdp2", "zero3 + reshard to node", []),
+    "hsdp": ("plain_hsdp", "fsdp2", "zero3 + copies across nodes", ["recipe.shard=node"]),
+    "fsdp2+groups": ("plain_groups", "fsdp2", "zero3 + separate groups", []),
+    "compute": ("compute", "none", "compute only", []),
 }
 COMPUTE = "compute"
+PLAIN = "fsdp2"  # the engine of arms with nothing of this package around them
 DEFAULTS = [
     "engine=fsdp",
     "engine.deterministic=false",
@@ -42,7 +50,8 @@ DEFAULTS = [
 @dataclass(frozen=True)
 class Arm:
     """maker: a function of `step_engines`. session: arms of one are timed in turns by the same
-    processes; engines that are not ours get processes of their own."""
+    processes; engines that are not ours get processes of their own. twin: the name of its raw twin;
+    "" where it has no codec, or none was asked for."""
 
     name: str
     maker: str
@@ -50,6 +59,7 @@ class Arm:
     recipe: str
     session: str
     config: Config
+    twin: str = ""
 
 
 def arms(words: Sequence[str], overrides: Sequence[str]) -> list[Arm]:
@@ -70,8 +80,8 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
         raise ValueError(f"bench step: arm {word!r} has no colon: write NAME: SETTINGS")
     settings = shlex.split(own) if colon else [word if word in OWN else f"recipe={word}"]
     if settings and settings[0] in OWN:
-        maker, engine, recipe = OWN[settings[0]]
-        config = compose(merged(DEFAULTS, overrides, ["recipe=zero3"], settings[1:]))
+        maker, engine, recipe, more = OWN[settings[0]]
+        config = compose(merged(DEFAULTS, overrides, ["recipe=zero3"], more, settings[1:]))
         return Arm(name.strip(), maker, engine, recipe, "ours", config)
     config = compose(merged(DEFAULTS, overrides, settings))
     engine = config.engine.name
@@ -85,6 +95,59 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
     ours = engine == "fsdp"
     maker, session = ("quick", "ours") if ours else ("built", name)
     return Arm(name.strip(), maker, engine, config.recipe.name, session, config)
+
+
+def compared(every: Sequence[Arm], overrides: Sequence[str]) -> list[Arm]:
+    """The arms with what they are compared with, each once: plain FSDP2 first, and a raw twin
+    before the first arm that it belongs to."""
+    if not every:
+        return []
+    makers = {arm.maker for arm in every}
+    plain = [w for w in plain_words(every[0].config.cluster) if OWN[w][0] not in makers]
+    found = [*arms(plain, overrides)] if plain else []
+    usual = _arm(PLAIN, overrides).config
+    for arm in every:
+        if arm.maker == "quick" and arm.config.recipe.coded:
+            config = replace(arm.config, recipe=twin(arm.config.recipe))
+            there = [a for a in (*every, *found) if _same(a, config)]
+            taken = {a.name for a in (*every, *found)}
+            raw = there[0] if there else _raw(arm, config, usual, taken)
+            if not there:
+                found.append(raw)
+            arm = replace(arm, twin=raw.name)
+        found.append(arm)
+    first = [arm for arm in found if arm.engine == PLAIN]  # so that no budget ends before them
+    return [*first, *(arm for arm in found if arm.engine != PLAIN)]
+
+
+def plain_words(cluster: ClusterConfig) -> list[str]:
+    """The ways of plain FSDP2 that differ on a cluster. Inside one node weights resharded to the
+    node and copies across nodes are both what `fsdp2` does. Where a node has one GPU `fsdp2+node`
+    differs from it: weights stay whole until backward is done."""
+    if cluster.nodes == 1:
+        return ["fsdp2"]
+    return ["fsdp2", "fsdp2+node", "hsdp"]
+
+
+def _same(arm: Arm, config: Config) -> bool:
+    """Whether an arm of this package's engine trains as `config` does; recipe names may differ."""
+    named = replace(config, recipe=replace(config.recipe, name=arm.config.recipe.name))
+    return arm.maker == "quick" and arm.config == named
+
+
+def _raw(arm: Arm, config: Config, usual: Config, taken: set[str]) -> Arm:
+    """The twin as an arm: called as in conf/recipe where its recipe stands there and all else is as
+    `usual`."""
+    from zpp_lab.tools.plan.search.space import named_recipes, without_name
+
+    own = without_name(config.recipe)
+    known = [r.name for r in named_recipes() if without_name(r) == own and r.name not in taken]
+    alike = replace(config, recipe=usual.recipe) == usual
+    name = known[0] if known and alike else f"{arm.name}_raw"
+    if name in taken:
+        raise ValueError(f"bench step: arm {name} is not the raw twin of {arm.name}: rename it")
+    recipe = replace(config.recipe, name=known[0] if known else name)
+    return replace(arm, name=name, recipe=recipe.name, config=replace(config, recipe=recipe))
 
 
 def merged(*groups: Sequence[str]) -> list[str]:
@@ -104,6 +167,6 @@ def with_compute(every: Sequence[Arm]) -> list[Arm]:
     rest = [arm for arm in every if arm.name != COMPUTE]
     if not rest:
         return list(every)
-    maker, engine, recipe = OWN[COMPUTE]
+    maker, engine, recipe, _ = OWN[COMPUTE]
     first = replace(rest[0], name=COMPUTE, maker=maker, engine=engine, recipe=recipe)
     return [replace(first, session="ours"), *rest]

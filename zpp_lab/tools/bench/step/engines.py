@@ -119,17 +119,26 @@ class PlainFsdp2:
 
     reshard: as `fully_shard` takes it; a number of ranks gathers backward's weights among so many.
     groups: gradients get a communicator of their own. ValueError when this torch has none such.
+    copies: a two-dimensional mesh, sharded inside a node and replicated across nodes (HSDP).
     """
 
     waiting: float | None = None
 
     def __init__(
-        self, config: Config, device: torch.device, reshard: bool | int = True, groups: bool = False
+        self,
+        config: Config,
+        device: torch.device,
+        reshard: bool | int = True,
+        groups: bool = False,
+        copies: bool = False,
     ) -> None:
         self.train, self.device, self.model = config.train, device, meta_model(config)
         if groups and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
             raise ValueError("this torch has no separate reduce-scatter groups: leave the arm out")
-        mesh = init_device_mesh(device.type, (config.cluster.world,))
+        cluster = config.cluster
+        shape = (cluster.nodes, cluster.gpus_per_node) if copies else (cluster.world,)
+        names = ("replicate", "shard") if copies else ("shard",)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         policy = MixedPrecisionPolicy(
             DTYPES[self.train.param_dtype], DTYPES[self.train.reduce_dtype]
         )
@@ -175,6 +184,10 @@ def plain_node(config: Config, device: torch.device) -> Timed:
     local, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     reshard: bool | int = local if local > 1 and nodes > 1 else local > 1
     return PlainFsdp2(config, device, reshard)  # FSDP2 has words for one rank and for all
+
+
+def plain_hsdp(config: Config, device: torch.device) -> Timed:
+    return PlainFsdp2(config, device, copies=True)
 
 
 def plain_groups(config: Config, device: torch.device) -> Timed:
@@ -234,5 +247,6 @@ def compute(config: Config, device: torch.device) -> Timed:
 
 
 MAKERS: dict[str, Maker] = {
-    maker.__name__: maker for maker in (quick, built, plain, plain_node, plain_groups, compute)
+    maker.__name__: maker
+    for maker in (quick, built, plain, plain_node, plain_hsdp, plain_groups, compute)
 }

@@ -7,11 +7,13 @@ All ranks get the same commands in the same order, so their collectives meet.
     {"do": "build", "arm": 0}              make the arm's engine and take one step
     {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, those of them in which the host
                                            waited for the device, the last's bytes, peak memory
+    {"do": "drop", "arm": 0}               give the engine's memory back
     {"do": "end"}
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -72,6 +74,14 @@ class Rank:
         self._step(command["arm"])  # the optimizer's state comes with the first step
         self.resident[command["arm"]] = self._allocated() - before
         settle()
+        return {}
+
+    def drop(self, command: Answer) -> Answer:
+        del self.made[command["arm"]]
+        gc.unfreeze()  # else cycles in it would stay
+        settle()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         return {}
 
     def steps(self, command: Answer) -> Answer:

@@ -20,9 +20,10 @@ from zpp_lab.config.schema import WIRES, Config
 from zpp_lab.files import write_atomic
 
 KEY = ("arm", "model", "nodes", "gpus_per_node", "link_gbps", "ranks_per_gpu")
-OLDER = ("machine", "ranks_per_gpu", "waiting_s")  # from these columns on, older files have none
-# What they mean by that.
-LATER = {"machine": "", "config": "", "ranks_per_gpu": "1", "waiting_s": ""}
+# From these columns on, older files have none; what they mean by that. Without `twin` an arm was
+# timed without its raw twin.
+OLDER = ("machine", "ranks_per_gpu", "waiting_s", "twin")
+LATER = {"machine": "", "config": "", "ranks_per_gpu": "1", "waiting_s": "", "twin": "", "call": ""}
 GIB = 2**30
 
 
@@ -54,6 +55,8 @@ class Row:
     communication. floor_s is the larger one: with all overlapped no step can be shorter.
     share_of_floor is floor_s / step_s. step_s is the median; gb_* are 10^9 bytes a step. waiting_s
     is the median of what the host waited for the device in a step: near 0 the host was the bound.
+    twin names the arm's raw twin, timed by turns with it; "" for arms without a codec, or without a
+    twin. call is when the call began (UTC): only rows of one call are compared.
     """
 
     engine: str
@@ -86,6 +89,8 @@ class Row:
     config: str  # `config_text`
     ranks_per_gpu: int  # above 1 the nodes shared GPUs; 1 on the CPU too
     waiting_s: float | None
+    twin: str
+    call: str
 
 
 def config_text(config: Config) -> str:

@@ -6,8 +6,12 @@
 Two or more nodes are network namespaces of this host (Linux, root), joined by links of each named
 speed in turn; GPUs of a node keep NVLink. Before timing, each link is measured and compared with
 its name. Arms take turns in the same processes, so that what slows the machine slows all. Words of
---recipes: a recipe of conf/recipe, fsdp2, fsdp2+node, fsdp2+groups, compute; for anything else
-`--arm "NAME: overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
+--recipes: a recipe of conf/recipe, fsdp2, fsdp2+node, hsdp, fsdp2+groups, compute; for anything
+else `--arm "NAME: overrides"`. What follows are overrides of `zpp-lab train`; tokens are random.
+
+Speeds are compared with the strongest plain FSDP2 and with the raw twin of an arm, which has the
+same sharding and no codec. Both are timed by turns with the arms, whether named or not; --no-twins
+leaves them out, and then the report marks the arms as timed without a twin.
 
 Where GPUs are fewer than ranks, --share-gpus lets nodes share them: each GPU serves one rank of
 several nodes, through MPS (a private daemon) or, with =time-slices, without it. Then computing
@@ -20,7 +24,8 @@ the losses of a study with `zpp-lab report STUDY --speed OUT`. An arm that fails
 for models of which a GPU cannot hold several; engine.compile=true does so too.
 
 For each link all arms take turns, several rounds of them. A turn is one step that is not counted
-and then some that are. When an arm fails, its session is started again without it.
+and then some that are. `compute` is timed first and gives its memory back. When an arm fails, its
+session is started again without it.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +45,14 @@ from typing import Any
 from zpp_lab.config.parser import Parser, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.runs.provenance import commit, machine_facts, versions
-from zpp_lab.tools.bench.step.arms import COMPUTE, Arm, arms, sessions, with_compute
+from zpp_lab.tools.bench.step.arms import (
+    COMPUTE,
+    Arm,
+    arms,
+    compared,
+    sessions,
+    with_compute,
+)
 from zpp_lab.tools.bench.step.results import (
     GIB,
     Cell,
@@ -56,11 +70,21 @@ from zpp_lab.tools.bench.step.session import Session, SessionError
 from zpp_lab.tools.links.network import MTU, bucket
 from zpp_lab.tools.links.nodes import EmulatedNodes, hosts
 from zpp_lab.tools.links.probe import LinkReport, probe
-from zpp_lab.train.launch.gpus import OPTION, SHARES, Placement, place, share_words, visible_gpus
+from zpp_lab.train.launch.gpus import (
+    OPTION,
+    SHARES,
+    Placement,
+    place,
+    served,
+    share_words,
+    visible_gpus,
+)
 from zpp_lab.train.launch.mps import find_control
 from zpp_lab.train.launch.ranks import Hosts, nccl_settings
 
 Link = float | None
+MEMORY = "out of memory"  # in what torch says when a GPU has none left
+APART = "the arms of a session lie in memory together: add --apart, which times one at a time"
 
 
 @dataclass(frozen=True)
@@ -113,6 +137,9 @@ class StepBench:
         self.failed: dict[str, str] = {}
         self.facts: dict[str, Any] = {}
         self.stopped = False
+        self.call = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.serving = ExitStack()
+        self.served: Placement | None = None  # with MPS running, where ranks share GPUs by it
         self.machine = machine_facts()  # asks the driver: once is enough
         self.deadline = time.monotonic() + pace.budget
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +157,7 @@ class StepBench:
             self.stopped = True
             print(f"stopped after {self.pace.budget:g} s (--budget); what was measured is kept")
         finally:
+            self._end_service()
             self._write()
 
     def _session(self, arms: list[Arm], links: Sequence[Link]) -> list[Arm]:
@@ -137,9 +165,7 @@ class StepBench:
         self.hosts.limit(None)  # until the arms are built
         active: list[str] = [arms[0].name]  # who is to blame
         try:
-            session = Session(
-                self.hosts, self.placement, arms, self.folder / "logs" / self._name(arms)
-            )
+            session = self._started(arms)
         except SessionError as error:
             self.failed.update({arm.name: str(error) for arm in arms})
             return []
@@ -148,22 +174,57 @@ class StepBench:
             for number, arm in enumerate(arms):
                 active[:] = [arm.name]
                 session.ask(self._patience(), "build", arm=number)
+                if arm.name == COMPUTE:
+                    for round_ in range(self.pace.rounds):
+                        self._turn(session, number, arm, None, round_)
+                    session.ask(self._patience(), "drop", arm=number)
             for link in links:
                 self._limit(link)
                 for round_ in range(self.pace.rounds):
                     for number, arm in enumerate(arms):
+                        if arm.name == COMPUTE:
+                            continue
                         active[:] = [arm.name]
                         self._turn(session, number, arm, link, round_)
                 self._show(link)
         except SessionError as error:
             session.kill()
-            self.failed[active[0]] = str(error)
-            return [arm for arm in arms if arm.name != active[0]]
+            self._end_service()
+            self.failed[active[0]] = _reason(error, alone=len(arms) == 1)
+            return [arm for arm in arms if arm.name != active[0] and not self._timed_compute(arm)]
         except BaseException:
             session.kill()
             raise
         session.close()
         return []
+
+    def _timed_compute(self, arm: Arm) -> bool:
+        return arm.name == COMPUTE and self.turns.get((COMPUTE, None), 0) >= self.pace.rounds
+
+    def _started(self, arms: list[Arm]) -> Session:
+        """Ranks that have met. Sessions that end well share one MPS daemon, as ranks that start
+        while another daemon ends may not find theirs; where they do not, a new one serves a second
+        attempt. SessionError when that fails, too."""
+        folder = self.folder / "logs" / self._name(arms)
+        for again in (self.placement.share == "mps", False):
+            try:
+                return Session(self.hosts, self._service(), arms, folder)
+            except SessionError:
+                self._end_service()
+                if not again:
+                    raise
+        raise AssertionError("unreachable: the second attempt returns or raises")
+
+    def _service(self) -> Placement:
+        """The placement with MPS running, where its ranks share GPUs by it."""
+        if self.served is None:
+            self.served = self.serving.enter_context(served(self.placement))
+        return self.served
+
+    def _end_service(self) -> None:
+        """A daemon whose clients were killed may not serve others."""
+        self.serving.close()
+        self.served = None
 
     def _name(self, arms: list[Arm]) -> str:
         return "-".join([self.name, arms[0].session.replace(" ", "-"), str(len(self.failed))])
@@ -189,8 +250,6 @@ class StepBench:
 
     def _turn(self, session: Session, number: int, arm: Arm, link: Link, round_: int) -> None:
         """One turn of one arm; skipped when an earlier session has had it."""
-        if arm.name == COMPUTE:
-            link = None  # it does not see the link
         if self.turns.get((arm.name, link), 0) > round_:
             return
         warm = session.ask(self._patience(), "steps", arm=number, steps=1)
@@ -260,6 +319,8 @@ class StepBench:
             config=config_text(config),
             ranks_per_gpu=self.placement.ranks_per_gpu,
             waiting_s=median(cell.waiting) if cell.waiting else None,
+            twin=arm.twin,
+            call=self.call,
         )
 
     def _has_compute(self, rows: Sequence[dict[str, str]]) -> bool:
@@ -329,6 +390,12 @@ class StepBench:
             )
 
 
+def _reason(error: SessionError, alone: bool) -> str:
+    """What an arm failed by; where others took the memory, the way out too."""
+    text = str(error)
+    return f"{text}; {APART}" if MEMORY in text.lower() and not alone else text
+
+
 def machine_name(facts: dict[str, Any], placement: Placement) -> str:
     gpus = facts["gpus"]
     name = f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} CPU cores"
@@ -351,11 +418,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--arm", action="append", default=[], metavar="'NAME: OVERRIDES'")
     made.add_argument("--out", type=Path, default=Path("runs/bench-step"))
     made.add_argument("--steps", type=int, default=4, help="timed in one turn, at most")
-    made.add_argument("--rounds", type=int, default=2, help="turns of each arm at each speed")
+    made.add_argument("--rounds", type=int, default=3, help="turns of each arm at each speed")
     made.add_argument("--turn-seconds", type=float, default=8.0, help="fewer steps beyond that")
     made.add_argument("--limit", type=float, default=120.0, help="seconds for a turn, or a start")
     made.add_argument("--budget", type=float, default=3600.0, help="seconds in all; then it stops")
     made.add_argument("--apart", action="store_true", help="one arm at a time: less memory")
+    made.add_argument("--no-twins", action="store_true", help="only the named arms, none beside")
     made.add_argument("--no-compute", action="store_true", help="no step without communication")
     made.add_argument("--no-probe", action="store_true", help="take the links at their word")
     made.add_argument(OPTION, choices=SHARES, help="nodes may share GPUs (default: mps)")
@@ -391,7 +459,10 @@ def main(argv: Sequence[str]) -> int:
     shape = [f"cluster.nodes={args.nodes}", f"cluster.gpus_per_node={args.gpus_per_node}"]
     device = ["engine.device=cpu"] if args.cpu else []
     words = [word for word in args.recipes.split(",") if word] + args.arm
-    every = arms(words, [*args.overrides, *shape, *device])
+    overrides = [*args.overrides, *shape, *device]
+    every = arms(words, overrides)
+    if not args.no_twins:
+        every = compared(every, overrides)
     if not args.no_compute:
         every = with_compute(every)
     if args.apart or any(arm.config.engine.compile for arm in every):  # compiled code is shared

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from zpp_lab.tools.bench.step.arms import Arm
-from zpp_lab.train.launch.gpus import Placement, served
+from zpp_lab.train.launch.gpus import Placement
 from zpp_lab.train.launch.ranks import Hosts, free_port, rank_environment
 
 Answer = dict[str, Any]
@@ -32,8 +31,8 @@ class SessionError(RuntimeError):
 class Session:
     """All ranks of a cluster, ready to build and time `arms`.
 
-    Ranks that share GPUs through MPS get a daemon of their own: one whose clients were killed may
-    not serve others. SessionError when ranks do not come up; the folder's logs say why.
+    Where ranks share GPUs through MPS, the placement is one with its daemon running.
+    SessionError when ranks do not come up; the folder's logs say why.
     """
 
     def __init__(
@@ -46,9 +45,7 @@ class Session:
         told = [{"maker": arm.maker, "config": asdict(arm.config)} for arm in arms]
         settings.write_text(yaml.safe_dump(told, sort_keys=False))
         port, cluster = free_port(), placement.cluster
-        self.serving = ExitStack()
         try:
-            placement = self.serving.enter_context(served(placement))
             for rank in range(cluster.world):
                 environment = rank_environment(hosts, placement, rank, port, os.environ)
                 node = rank // cluster.gpus_per_node
@@ -101,13 +98,11 @@ class Session:
                 rank.tell({"do": "end"})
         for rank in self.ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
-        self.serving.close()
 
     def kill(self) -> None:
         """End the ranks at once: some of them may hang."""
         for rank in self.ranks:
             rank.end(0.0)
-        self.serving.close()
 
 
 class _Rank:
