@@ -1,25 +1,36 @@
-"""A study's runs as the files of its page: `publish.py STUDY_FOLDER PAGE_FOLDER`
+"""A study's runs as the files of its page: `publish.py STUDY PAGE_FOLDER`
 
-STUDY_FOLDER is what `zpp-lab study` or collect.py left. Written into PAGE_FOLDER:
+STUDY is the folder that `zpp-lab study` or collect.py left, or an archive of it (runs.tar.xz).
+Written into PAGE_FOLDER:
 
     results.csv    a row a step of every run: losses, gap, bytes, tokens/s
     table.md       a row an arm: losses, gap, speed, bytes, memory and what the plan says of it;
                    which runs have not finished and how far they came; what they had in common
-    study.yaml, report.md, figures/*.svg    what `zpp-lab report` makes of them
+    study.yaml, report.md, figures/*.svg    what `zpp-lab report` makes of them; of the figures
+                   those that a page links, and gap.svg where no page links one yet
+
+`publish.py --figures STUDY OUT` writes the whole report with every figure into OUT instead.
 
 Speeds are medians over the steps of all seeds, so evaluations and compiling stay out.
 
 `publish.py --check PAGE_FOLDER` looks once at what is to be published: links of its pages lead to
 files and headings, and the held-out losses in their tables are those of results.csv.
+
+`publish.py --archives` renews archives.csv, which names every archive of runs with its size and
+hash.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 import shutil
 import sys
+import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -62,29 +73,97 @@ COLUMNS = (
 
 
 def main() -> int:
-    if len(sys.argv) != 3:
+    if sys.argv[1:] == ["--archives"]:
+        ARCHIVES.write_text(archives(ARCHIVES.parent))
+        return 0
+    whole = sys.argv[1:2] == ["--figures"]
+    if len(sys.argv) != 3 + whole:
         print(__doc__, file=sys.stderr)
         return 2
     if sys.argv[1] == "--check":
         wrong = list(faults(Path(sys.argv[2])))
         print("\n".join(wrong) or "links and held-out losses are right")
         return bool(wrong)
-    study, page = map(Path, sys.argv[1:])
+    given, page = map(Path, sys.argv[1 + whole :])
     try:
-        build_report(study)
+        with unpacked(given) as study:
+            build_report(study)
+            page.mkdir(parents=True, exist_ok=True)
+            if whole:
+                for name in ("report.html", "report.md"):
+                    shutil.copy(study / name, page / name)
+                shutil.copytree(study / "figures", page / "figures", dirs_exist_ok=True)
+                print(page / "report.html")
+            else:
+                publish(study, page)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    page.mkdir(parents=True, exist_ok=True)
+    return 0
+
+
+@contextmanager
+def unpacked(study: Path) -> Iterator[Path]:
+    """The study's folder, for the time being where an archive holds it; ValueError for an archive
+    without exactly one study."""
+    if not study.is_file():
+        yield study
+        return
+    with tempfile.TemporaryDirectory() as place, tarfile.open(study) as archive:
+        archive.extractall(place, filter="data")
+        found = [path.parent for path in Path(place).glob("*/study.yaml")]
+        if len(found) != 1:
+            raise ValueError(f"{study} holds {len(found)} studies: give an archive of one")
+        yield found[0]
+
+
+def publish(study: Path, page: Path) -> None:
+    """Write the files of the page of a study whose report is built."""
     rows = export([study], page / "results.csv", steps=True)
-    for name in ("report.md", "study.yaml"):
-        shutil.copy(study / name, page / name)
+    shutil.copy(study / "study.yaml", page / "study.yaml")
+    figures = linked_figures(page)
     shutil.rmtree(page / "figures", ignore_errors=True)
-    shutil.copytree(study / "figures", page / "figures", ignore=shutil.ignore_patterns("*.pdf"))
+    for name in sorted(figures):
+        if (study / "figures" / name).is_file():
+            (page / "figures").mkdir(exist_ok=True)
+            shutil.copy(study / "figures" / name, page / "figures" / name)
+    (page / "report.md").write_text(without_figures((study / "report.md").read_text(), figures))
     text = table(read_result(study))
     (page / "table.md").write_text(text)
     print(f"{text}\n{rows} rows: {page / 'results.csv'}")
-    return 0
+
+
+def linked_figures(page: Path) -> set[str]:
+    """Names of the figures of `page` that a page here or above links; gap.svg where none does."""
+    folder = (page / "figures").resolve()
+    texts = [path for above in (page, *page.resolve().parents[:2]) for path in above.glob("*.md")]
+    links = [
+        (path.parent / link).resolve()
+        for path in texts
+        if path.name != "report.md"
+        for link in re.findall(r"\]\(([^)\s#]+\.svg)\)", path.read_text())
+    ]
+    return {link.name for link in links if link.parent == folder} or {"gap.svg"}
+
+
+def without_figures(report: str, kept: set[str]) -> str:
+    """A report's Markdown without the figures that are not kept, their captions and headings."""
+    blocks: list[str] = []
+    caption = False
+    for block in report.strip().split("\n\n"):
+        picture = re.match(r"!\[[^\]]*\]\(figures/([\w.]+)\)", block)
+        gone = picture is not None and picture[1] not in kept
+        if not gone and not (caption and re.match(r"[^#|*<!-]", block)):
+            blocks.append(block)
+        caption = gone
+    levels = [len(re.match("#*", block)[0]) for block in blocks] + [1]  # type: ignore[index]
+    full = [
+        block
+        for block, own, after in zip(blocks, levels, levels[1:], strict=False)
+        if not own or not 0 < after <= own
+    ]
+    text = "\n\n".join(full) + "\n"
+    return text if text.strip() == report.strip() else without_figures(text, kept)
 
 
 def table(result: StudyResult) -> str:
@@ -168,6 +247,21 @@ def planned_gib(runs: Sequence[Run]) -> float | None:
     except ValueError as error:
         print(f"{runs[0].dir}: no plan beside its peak: {error}", file=sys.stderr)
         return None
+
+
+# ---------------------------------------------------------------------- archives
+
+ARCHIVES = Path(__file__).with_name("archives.csv")
+
+
+def archives(folder: Path) -> str:
+    """The archives of runs in `folder` as CSV: file, bytes, sha256."""
+    rows = [
+        f"{path.relative_to(folder)},{path.stat().st_size},"
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+        for path in sorted(folder.rglob("*.tar.*"))
+    ]
+    return "file,bytes,sha256\n" + "".join(rows)
 
 
 # ---------------------------------------------------------------------- check

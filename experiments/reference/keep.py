@@ -3,7 +3,7 @@
 OUT is run.sh's folder, with an archive of each study. experiments/reference/NAME.tar.xz then has
 every run of study NAME that ended, which run.sh and the report go by; a run that is there twice
 must be equal, and all of a study must have read the same tokens (../collect.py). RUNS: another
-folder of such archives, such as a rehearsal's.
+folder of such archives, such as a rehearsal's. ../archives.csv then has their hashes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ KEPT = Path(os.environ.get("RUNS", HERE))
 def main() -> int:
     given = [path for word in sys.argv[1:] for path in sorted(Path(word).glob("*.tar.gz"))]
     studies = sorted({path.name.removesuffix(".tar.gz") for path in given})
-    return max((kept(s, [p for p in given if p.name == f"{s}.tar.gz"]) for s in studies), default=0)
+    ends = [kept(s, [p for p in given if p.name == f"{s}.tar.gz"]) for s in studies]
+    if KEPT == HERE:
+        subprocess.run([sys.executable, str(HERE.parent / "publish.py"), "--archives"], check=True)
+    return max(ends, default=0)
 
 
 def kept(study: str, archives: list[Path]) -> int:

@@ -13,7 +13,7 @@ from zpp_lab.config.compose import compose, load_study
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "GUIDE.md", "ARCHITECTURE.md")),
-    *sorted(ROOT.glob("experiments/**/[A-Z]*.md")),
+    *sorted(ROOT.glob("experiments/**/*.md")),
 ]
 
 

@@ -2,7 +2,9 @@
 
 Scripts and the pages' command lines run in bash with recorders in place of python3, torchrun
 and zpp-lab. What was recorded is then read as the command would read it: options by its own
-parser, settings by Hydra. So a name that is gone fails here, not on a machine with GPUs.
+parser, settings by Hydra. So a name that is gone fails here, not on a machine with GPUs. A zpp-lab
+command inside a sentence is read in the same way, without bash. Commands that reports have made
+(report.md) are those of their runs' commit, and are not read.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,6 +54,15 @@ MORE = [
     "bash experiments/virtual/run.sh OUT",
     "bash experiments/parity/gpu.sh OUT bench table cost profile race big kills kernels update",
 ]
+# zpp-lab commands in sentences that are no whole command, and why
+PARTIAL = {
+    "zpp-lab bench step --share-gpus": "an option, whose command is given elsewhere on the page",
+    "zpp-lab emulate --share-gpus": "an option of a command that the page's script gives",
+    "zpp-lab export --to hf --quantized": "options, whose command is given elsewhere on the page",
+    "zpp-lab mps -- bash": "what starts the page's script",
+    "zpp-lab plan --machine": "an option, whose command is given elsewhere on the page",
+    "zpp-lab study --dry-run": "an option of any study",
+}
 composed = cache(lambda words: compose.compose(list(words)))  # a fifth of a second each
 
 
@@ -60,9 +72,11 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shell_lines(page: Path) -> list[str]:
-    """The page's commands: lines of its indented blocks, continued ones joined."""
+    """The page's commands: lines of its indented and fenced blocks, continued ones joined."""
     joined = re.sub(r" \\\n\s+", " ", page.read_text())
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```", joined, re.M | re.S))
     lines = [line.strip() for line in joined.splitlines() if line.startswith("    ")]
+    lines += [line.strip() for line in blocks.splitlines()]
     lines = [
         line for line in lines if not re.search(r"/(wheels|iproute|carry)\.sh", line)
     ]  # download
@@ -83,6 +97,30 @@ def fenced(page: Path) -> list[str]:
         for line in found
         if not re.search(r" -m | --version| hydra\.| NAME\b|my_quantizer|--study ", line)
     ]
+
+
+def sentences() -> list[str]:
+    """zpp-lab commands in the pages' sentences, of more than the subcommand's name."""
+    found = [
+        s for page in PAGES for s in re.findall(r"(?<!`)`(zpp-lab [^`\n]+)`", page.read_text())
+    ]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("line", sentences())
+def test_a_command_in_a_sentence_is_one(line: str) -> None:
+    words = shlex.split(line)[1:]
+    assert words[0] in _parser()[1].names, words[0]
+    named = 2 if words[0] == "bench" else 1  # words that name the command
+    if words[0] == "bench":
+        assert importlib.util.find_spec(f"zpp_lab.tools.bench.{words[1]}")
+    whole = not re.search("…|NAME", line) and line not in PARTIAL
+    if len(words) > named and whole:
+        check_cli(words)
+
+
+def test_what_is_no_whole_command_is_still_on_a_page() -> None:
+    assert set(PARTIAL) <= set(sentences())
 
 
 def every() -> Iterator[Any]:

@@ -1,0 +1,65 @@
+"""What is kept under experiments/: paths and commits that it names are there, each archive of runs
+is listed with its hash, and all of it stays small."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.scripts import ROOT, loaded
+
+PAGES = sorted(ROOT.glob("experiments/**/*.md"))
+MOST_FILES, MOST_BYTES = 450, 27_000_000
+FOLDERS = "experiments|conf|tests|zpp_lab|cuda|docs"
+
+
+def git(*words: str) -> str:
+    """What git says in a checkout with all of its history; skips elsewhere."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("needs a checkout")
+    return done.stdout
+
+
+@cache
+def commits() -> list[str]:
+    if git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("a shallow clone knows few commits")
+    return git("rev-list", "HEAD").split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_lead_to_files(page: Path) -> None:
+    """Those from the root, in sentences and commands; * stands for any name."""
+    found = re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]+[\w*/])", page.read_text())
+    assert [path for path in found if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+def test_commits_are_in_the_history() -> None:
+    """Every hex word behind "commit", in pages, logs and the files of runs."""
+    unknown = []
+    for name in git("ls-files", "experiments").split():
+        data = (ROOT / name).read_bytes()
+        if b"\0" in data:  # an archive
+            continue
+        for word in re.findall(rb"\bcommits?\b\W{0,6}\b([0-9a-f]{7,40})\b", data, re.I):
+            if not any(known.startswith(word.decode()) for known in commits()):
+                unknown.append(f"{name}: {word.decode()}")
+    assert unknown == []
+
+
+def test_archives_of_runs_are_those_of_the_list() -> None:
+    """`python experiments/publish.py --archives` renews it."""
+    publish = loaded("experiments/publish.py")
+    assert publish.archives(ROOT / "experiments") == publish.ARCHIVES.read_text()
+
+
+def test_results_stay_small() -> None:
+    """Figures that no page links are drawn by `publish.py --figures`, and not kept."""
+    files = git("ls-files", "experiments").split()
+    assert len(files) <= MOST_FILES
+    assert sum((ROOT / name).stat().st_size for name in files) <= MOST_BYTES
