@@ -1,9 +1,13 @@
 """The README's figure and its columns of speed, over the strongest uncompressed setting.
 
-    python experiments/speed/headline.py
+    python experiments/speed/headline.py [FOLDER ...]
 
-headline.csv has, for each arm and speed of the links, the lowest and the highest of the calls that
-timed it. Draws headline.svg from it, and puts its numbers into the README's table.
+Each FOLDER has results of `zpp-lab bench step`, all of one model and shape. Only calls count in
+which plain FSDP2, HSDP and the raw twin of each arm with codecs took turns with it. headline.csv
+gets, for each arm and named speed of the links, the lowest and the highest ratio of the calls to
+their fastest uncompressed arm. Without a folder headline.csv stays unchanged.
+
+Draws headline.svg from headline.csv, and puts its numbers into the README's table.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zpp_lab.files import write_atomic
+from zpp_lab.study.report.speed.results import BASE, MAX, Measured, Setting, read_speeds
+from zpp_lab.study.report.speed.speeds import twins, without_hsdp, without_twin
 
 HERE = Path(__file__).parent
 TABLE, FIGURE, README = HERE / "headline.csv", HERE / "headline.svg", HERE.parents[1] / "README.md"
@@ -45,7 +51,7 @@ class Lead:
 
     @property
     def text(self) -> str:
-        ends = [f"{end:.1f}".removesuffix(".0") for end in (self.low, self.high)]
+        ends = ["1" if end == 1 else f"{end:.1f}" for end in (self.low, self.high)]
         return "–".join(dict.fromkeys(ends))
 
 
@@ -63,7 +69,39 @@ LINES = (
     Line("diff_g84h", "diff_g84h: 4-bit weight differences", "#b45309", "#f5a524"),
     Line("zeropp", "zeropp: ZeRO++", "#0b6eff", "#6aa8ff"),
 )
-BASE = "strongest uncompressed setting = 1"
+UNCOMPRESSED = "strongest uncompressed setting = 1"
+
+
+def leads(measured: Sequence[Measured]) -> list[Lead]:
+    """Return each arm's lead at each named speed of the links, in the table's order.
+
+    ValueError for several models or shapes, and for a call without HSDP or without a twin.
+    """
+    if len({m.setting for m in measured}) != 1:
+        raise ValueError("the folders have several models or shapes: name those of one")
+    named = [m for m in measured if m.link != MAX and m.engine in ("fsdp", BASE)]
+    if lacking := [*without_hsdp(named), *without_twin(named)]:
+        raise ValueError(
+            f"{lacking[0].text}: a call lacks HSDP or a raw twin, so its strongest uncompressed "
+            "arm is not known: measure again without --no-twins"
+        )
+    twins(named)  # ValueError for one that the table names and lacks
+    best: dict[tuple[Setting, str, str], float] = {}
+    for m in (m for m in named if m.plain or not m.coded):
+        best[m.cell] = max(m.tokens_per_s, best.get(m.cell, 0.0))
+    ratios: dict[tuple[str, float], list[float]] = {}
+    for m in named:
+        ratios.setdefault((m.arm, float(m.link)), []).append(m.tokens_per_s / best[m.cell])
+    return [Lead(*key, min(own), max(own), len(own)) for key, own in ratios.items()]
+
+
+def as_csv(found: Sequence[Lead]) -> str:
+    """Return `found` as headline.csv holds it."""
+    rows = ["arm,link_gbps,low,high,calls,how"]
+    for one in found:
+        ends = f"{one.low:.4g},{one.high:.4g}"
+        rows.append(f"{one.arm},{one.link_gbps:g},{ends},{one.calls},{one.how}")
+    return "\n".join([*rows, ""])
 
 
 def read() -> list[Lead]:
@@ -146,7 +184,7 @@ def draw(found: Sequence[Lead]) -> str:
         parts.append(text(LEFT - 10, y(tick) + 6, f"{tick}×", anchor="end"))
     parts += [text(x[link], BOTTOM + 24, f"{link:g}", anchor="middle") for link in links]
     parts.append(rule("base thick", (LEFT, y(1)), (WIDTH - RIGHT, y(1))))
-    parts.append(text(LEFT + 16, y(1) + 24, BASE))
+    parts.append(text(LEFT + 16, y(1) + 24, UNCOMPRESSED))
     for line in LINES:
         own = sorted((o for o in found if o.arm == line.arm), key=lambda o: o.link_gbps)
         parts += drawn(line, own, x, y)
@@ -191,6 +229,13 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
 
 
 def main() -> int:
+    if folders := sys.argv[1:]:
+        try:
+            measured = [m for folder in folders for m in read_speeds(Path(folder))]
+            write_atomic(TABLE, as_csv(leads(measured)))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
     found = read()
     write_atomic(FIGURE, draw(found))
     write_atomic(README, with_speeds(README.read_text(), found))
