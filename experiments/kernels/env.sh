@@ -1,5 +1,6 @@
 # Sourced by the scripts of experiments: headers and packages carried along where they are not
-# installed (../carry.sh fetches them), and how much time is left.
+# installed (../carry.sh fetches them, or ../reference/carry.sh with compiled kernels), and how much
+# time is left.
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:${PYTHONPATH:-}"
 unset PYTHONDONTWRITEBYTECODE  # each process would compile what it imports anew
 if [ -d .cutlass ]; then export ZPP_CUTLASS_INCLUDE="$PWD/.cutlass"; fi
@@ -12,6 +13,17 @@ unpack() {  # folder of wheels, site folder: into it what fits here and cannot b
     --disable-pip-version-check --target "$2" $wheels
 }
 unpack .whl .site
+unpack .queue/whl .site
+if [ ! -d .cutlass ] && [ -d .queue ]; then
+  export ZPP_CUTLASS_INCLUDE="$PWD/.site/cutlass/include"
+fi
+kernels() {  # folder: those of .queue/whl where they serve, else compiled here and kept there
+  mkdir -p .site/cutlass
+  if [ -f .queue/cutlass.tar.xz ]; then tar xJf .queue/cutlass.tar.xz -C .site/cutlass; fi
+  python3 experiments/reference/kernels.py "$1" && return
+  rm -rf .site/zpp_lab_kernels*
+  python3 experiments/reference/kernels.py "$1"
+}
 # CALL: seconds that a machine gives to one call, counted from the first script that reads this.
 if [ -n "${CALL:-}" ] && [ -z "${CALL_END:-}" ]; then export CALL_END=$(($(date +%s) + CALL)); fi
 within() {  # seconds: so many, or what is left of the call less 25 to end and pack; never less than 1

@@ -19,7 +19,6 @@ say() { echo "[$(date +%H:%M:%S)] $* ($SECONDS s)"; }
 die() { say "STOPPED: $*"; exit 1; }
 export CALL="${CALL:-590}"
 source experiments/kernels/env.sh
-unpack "$queue/whl" .site
 zpp="python3 -m zpp_lab.cli"
 gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
 settings=("$@")
@@ -31,16 +30,6 @@ case $gpus:$study in 0:*_mini | [1-9]*) ;; *) die "no GPU: only STUDY=reference_
 python3 -c 'import hydra, pydantic, torch, tokenizers, zpp_lab.config.compose' || die "a package is missing"
 say "$gpus GPUs, commit ${ZPP_COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
 
-[ -d .cutlass ] || export ZPP_CUTLASS_INCLUDE="$PWD/.site/cutlass/include"
-
-kernels() {  # those of .queue/whl where they serve, else compiled here
-  [ "$gpus" -gt 0 ] || return 0
-  mkdir -p .site/cutlass
-  if [ -f "$queue/cutlass.tar.xz" ]; then tar xJf "$queue/cutlass.tar.xz" -C .site/cutlass; fi
-  python3 $here/kernels.py "$out" && return
-  rm -rf .site/zpp_lab_kernels*
-  python3 $here/kernels.py "$out"
-}
 tokens() {  # of the text that the study reads; of all studies, of those texts that .queue has
   local text texts=python name
   case $study in
@@ -75,7 +64,7 @@ mkdir -p data_cache runs
 for archive in "$kept"/*.tar.xz; do
   [ ! -f "$archive" ] || tar xJf "$archive" -C runs || die "$archive is no whole archive"
 done
-kernels > "$out/kernels.log" 2>&1 &
+if [ "$gpus" -gt 0 ]; then kernels "$out"; fi > "$out/kernels.log" 2>&1 &
 building=$!
 tokens > "$out/tokens.log" 2>&1 &
 preparing=$!

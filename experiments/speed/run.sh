@@ -2,8 +2,10 @@
 #   bash experiments/speed/run.sh OUT [PART...]
 # Parts (without any: 2x2 1x4, or 1x2 on two GPUs), each a call of its own where a machine's time is short:
 #   2x2 1x4 4x1  1.3B, emulated nodes x GPUs; 1x4 (1x2 on two GPUs) is NVLink alone
+#   twins        two whole GPUs as 2 x 1 nodes: plain FSDP2 in its ways (fsdp2+node keeps weights until
+#                backward is done, where a node has one GPU), quantized arms and their raw twins
 #   studies      the recipes of the studies (w8, w4, g8_4_hadamard) on 2x2, for their loss beside speed
-#   blocks       2x2 with one block a unit and with several (BLOCKS="1 2 4"), in OUT/blocks
+#   blocks       2x2 with one block a unit and with several (BLOCKS="1 4"), in OUT/blocks
 #   calibrate    no bench of steps: OUT/machine.json for `zpp-lab plan --machine` and check_cost.py
 #   probe        no bench: can nodes share the GPUs of this machine? Under a minute
 #   deepspeed    its ZeRO-3 and ZeRO++ on 2x2, as more rows of the same table
@@ -26,7 +28,7 @@ mkdir -p "$out" runs/speed-logs
 cpu=--cpu
 if nvidia-smi > /dev/null 2>&1; then
   cpu=""
-  [ "$*" = probe ] || python3 -m zpp_lab.cli build
+  [ "$*" = probe ] || kernels "$out" || exit 1
 fi
 gpus=${GPUS:-$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')}
 if [ -n "${GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((GPUS - 1))); fi
@@ -46,16 +48,23 @@ w4_g84h="w4_g84h: recipe=zeropp recipe.name=w4_g84h recipe.weights.bits=4 recipe
 diff_g84h="diff_g84h: recipe=g8_4_hadamard recipe.name=diff_g84h recipe.sharding.weights=node recipe.sharding.update=differences recipe.weights_update.bits=4"
 diff2_g82="diff2_g82: recipe=diff2_g82"
 diff2_g84="diff2_g84: recipe=diff2_g82 recipe.name=diff2_g84 recipe.grads_inter.codec=block recipe.grads_inter.bits=4 recipe.grads_inter.block_size=256 recipe.grads_inter.scale_dtype=fp32"
-own=()  # OWN: which of these, by default the first two; the last three also with _whole behind the
-# name: whole weights on every GPU
-for arm in ${OWN:-w4_g84h diff_g84h}; do
-  case $arm in
-    w4_g84h | diff_g84h | diff2_g82 | diff2_g84) own+=(--arm "${!arm}") ;;
-    diff_g84h_whole | diff2_g82_whole | diff2_g84_whole)
-      of=${arm%_whole}
-      own+=(--arm "$arm:${!of#*:} recipe.name=$arm recipe.sharding.weights=none") ;;
-    *) echo "OWN=$arm: there are w4_g84h, and diff_g84h, diff2_g82 and diff2_g84, also with _whole" && exit 2 ;;
-  esac
+# OWN: more arms, by default the first two. Words, and behind a semicolon NAME: OVERRIDES. A word is
+# one of those above, the last three also with _whole behind the name (whole weights on every GPU),
+# or a recipe's name. Raw twins and plain FSDP2 come by themselves.
+if [ "$*" = twins ]; then usual="diff_g84h zeropp"; else usual="w4_g84h diff_g84h"; fi
+own=()
+IFS=";" read -r -a pieces <<< "${OWN-$usual}"
+for piece in "${pieces[@]}"; do
+  case $piece in *:*) own+=(--arm "${piece# }") && continue ;; esac
+  for arm in $piece; do
+    case $arm in
+      w4_g84h | diff_g84h | diff2_g82 | diff2_g84) own+=(--arm "${!arm}") ;;
+      diff_g84h_whole | diff2_g82_whole | diff2_g84_whole)
+        of=${arm%_whole}
+        own+=(--arm "$arm:${!of#*:} recipe.name=$arm recipe.sharding.weights=none") ;;
+      *) own+=(--arm "$arm") ;;
+    esac
+  done
 done
 links=${LINKS:-12,25,50,max}
 
@@ -65,11 +74,11 @@ bench() {  # seconds, model, folder, arguments of zpp-lab bench step
   local limit model=$2 folder=$3
   limit=$(within "$1")
   shift 3
-  case $model in 13b | 32_5b) local -x PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ;; esac
+  case $model:$part in 13b:* | 32_5b:* | *:twins) local -x PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ;; esac
   mkdir -p "$folder"
   [ -e "$folder/logs" ] || ln -s "$PWD/runs/speed-logs" "$folder/logs"  # a file a rank and session
   timeout -k 30 "$limit" python3 -m zpp_lab.cli bench step $cpu --steps "${STEPS:-4}" \
-    --rounds "${ROUNDS:-2}" --turn-seconds "${TURN:-6}" --limit "${LIMIT:-90}" \
+    --rounds "${ROUNDS:-3}" --turn-seconds "${TURN:-6}" --limit "${LIMIT:-90}" \
     --budget "$((limit > 30 ? limit - 20 : limit))" --out "$folder" "model=${MODEL:-$model}" \
     model.checkpoint_activations=true data.seq_len=2048 train.batch_size=1 "$@" ${EXTRA:-} \
     > >(tee -a "$out/log.txt") 2>&1 &
@@ -123,9 +132,13 @@ for part in "$@"; do
     *x*)
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
         ${TAG:+--tag "$TAG"} $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" "${own[@]}" ;;
+    twins)  # as few steps as let seven arms take three turns at four speeds within five minutes
+      STEPS=${STEPS:-2} TURN=${TURN:-4} bench "${SECONDS_LINKS:-290}" 1_3b "$out" --nodes 2 \
+        --gpus-per-node 1 ${TAG:+--tag "$TAG"} $(shared 2 1) --link-gbps "$links" \
+        --recipes "${ARMS:-fsdp2,fsdp2+node,hsdp}" "${own[@]}" ;;
     blocks)  # by turns in the same processes: calls of their own would compare the host's moods
       arms=()
-      for each in ${BLOCKS:-1 2 4}; do
+      for each in ${BLOCKS:-1 4}; do
         for arm in "fsdp2+node: fsdp2+node" "zeropp: recipe=zeropp" "$diff_g84h"; do
           arms+=(--arm "${arm%%:*}_$each:${arm#*:} engine.blocks_per_unit=$each")
         done
@@ -157,7 +170,7 @@ for part in "$@"; do
         export NCCL_SOCKET_NTHREADS=${pair%x*} NCCL_NSOCKS_PERTHREAD=${pair#*x}
         ROUNDS=1 bench "${SECONDS_ONE:-100}" 1_3b "runs/speed-sockets/$pair" --nodes 2 \
           --gpus-per-node 2 $(shared 2 2) --link-gbps "${LINKS:-max,50}" \
-          --recipes "${ARMS:-zeropp}" --no-compute --no-probe
+          --recipes "${ARMS:-zeropp}" --no-compute --no-probe --no-twins
         sockets runs/speed-sockets > "$out/sockets.csv"
         packed "$out/sockets.tar.gz" runs speed-sockets logs
       done
