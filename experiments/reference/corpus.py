@@ -2,7 +2,7 @@
 English prose of the pages in Debian's documentation packages that prose_packages.txt pins.
 
     corpus.py make python|prose FOLDER    the text's archive: of what is installed, or downloaded
-    corpus.py unpack python|prose FOLDER  its files into data_cache, once
+    corpus.py unpack python|prose FOLDER  its files into data_cache, once; of python a quarter too
     corpus.py tokenizer python|prose      a BPE of 4096 of them, from every 8th training file
 
 An archive's text is the same wherever it is made: files by name, each content once, no times. Its
@@ -104,7 +104,8 @@ def main() -> int:
         return make(texts[name], Path(rest[0]))
     if command == "tokenizer":
         return tokenizer(texts[name])
-    return unpack(texts[name], Path(rest[0]))
+    code = unpack(texts[name], Path(rest[0]))
+    return code or (quarter(texts[name]) if name == "python" else 0)
 
 
 def make(text: Text, folder: Path) -> int:
@@ -290,6 +291,27 @@ def unpack(text: Text, folder: Path) -> int:
     shutil.rmtree(to, ignore_errors=True)
     work.rename(to)
     mark.write_text(found)
+    return 0
+
+
+def quarter(text: Text) -> int:
+    """Of each 20 files five of the 19 training ones and the held-out one, which stays held out with
+    data.heldout_every=6, into FOLDER_quarter: a quarter of the training text, the same held-out text."""
+    from zpp_lab.config.data import DataConfig
+    from zpp_lab.data.corpus import open_corpus
+
+    assert text.heldout_every == 20
+    to = text.folder.with_name(f"{text.folder.name}_quarter")
+    if to.is_dir():
+        return 0
+    documents = open_corpus(DataConfig("text", path=str(text.folder))).documents()
+    names = [name for name, _ in documents]
+    work = to.parent / f".{to.name}.{os.getpid()}"
+    for index, name in enumerate(names[: len(names) // 20 * 20]):
+        if index % 20 in (0, 4, 8, 12, 16, 19):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(text.folder / name, work / name)
+    work.rename(to)
     return 0
 
 

@@ -80,7 +80,28 @@ REMEMBERING = (  # of memories, those that come first
 DECIDING = ("zero3", "w4_256_symmetric", "w4_diff", "g2_remembered", "g4_forgotten")
 FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h")
 FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 21)
+FEW = ("diff3_g83", "diff3_g83_ef", "diff2_g83", "diff2_g83_ef")  # bits between nodes
+STEPS = ("diff_g84h", "w4_256_symmetric", "w8_256_symmetric")
+ROTATED = ("zero3", "zeropp", "zeropp_hadamard")
 PARTS = (
+    Part("reference_10m_6000", ROTATED, FOUR),
+    Part("reference_10m_more", ("zeropp_hadamard",), (*FOUR, *MORE)),
+    Part("reference_10m_6000", ROTATED, MORE),
+    Part("reference_10m_6000", ("zero3_reordered",), FOUR),
+    Part("reference_10m_more", FEW, FOUR),
+    Part("token_curve", None, (1,)),
+    Part("reference_10m_more", FEW, MORE),
+    Part("reference_10m_6000", ("diff_g84h", *FEW), FOUR),
+    Part("token_curve", None, (2,)),
+    Part("reference_10m_6000", (*STEPS, "broken"), FOUR),
+    Part("reference_10m_reread", (*ROTATED, "zero3_reordered", *STEPS), FOUR),
+    Part("reference_10m_6000", ("zero3_reordered", *STEPS, *FEW), MORE),
+    Part("reference_10m_reread", (*ROTATED, "zero3_reordered", *STEPS), MORE),
+    Part("reference_10m_12000", ROTATED, FOUR),
+    Part("reference_10m_more", None, (*FOUR, *MORE)),  # runs of reference_10m
+    Part("reference_10m_6000", None, (*FOUR, *MORE)),
+    Part("reference_10m_reread", None, (*FOUR, *MORE)),
+    Part("reference_10m_12000", None, FOUR),
     Part("reference_10m", MAIN, FOUR),
     Part("memories", ("zero3", "w4_256_symmetric", "zeropp", *REMEMBERING), FOUR),
     Part("reference_3m", None, FOUR),
@@ -128,6 +149,9 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_3m": Size(0.6, 5.0),
     "reference_10m_12m": Size(0.26),
     "reference_10m_200m": Size(4.0),
+    "reference_10m_6000": Size(1.6),
+    "reference_10m_12000": Size(2.8),
+    "token_curve": Size(1.2),
     "reference_30m": Size(2.0, 10.0, 0.4),
     "reference_134m": Size(6.5, 10.0, 1.6),
     "memories_134m": Size(6.5, 13.0, 2.3),

@@ -46,6 +46,7 @@ tokens() {  # of the text that the study reads; of all studies, of those texts t
     name=reference_10m
     [ "$text" = python ] || name+=_$text
     $zpp prepare "$name" "${settings[@]}" || return 1
+    [ "$text" != python ] || $zpp prepare reference_10m_reread "${settings[@]}" || return 1
   done
 }
 fill() {  # plans while kernels and tokens are made, and begins when they are there
