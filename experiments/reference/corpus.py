@@ -295,8 +295,8 @@ def unpack(text: Text, folder: Path) -> int:
 
 
 def quarter(text: Text) -> int:
-    """Of each 20 files five of the 19 training ones and the held-out one, which stays held out with
-    data.heldout_every=6, into FOLDER_quarter: a quarter of the training text, the same held-out text."""
+    """Copy into FOLDER_quarter five of each 19 training files, and the held-out files, which stay
+    held out with data.heldout_every=6."""
     from zpp_lab.config.data import DataConfig
     from zpp_lab.data.corpus import open_corpus
 

@@ -82,6 +82,13 @@ FIRST_134M = ("zero3", "w4_256_symmetric", "zeropp", "zero3_reordered", "w4_g84h
 FOUR, MORE, NEXT = range(1, 5), range(5, 9), range(9, 21)
 FEW = ("diff3_g83", "diff3_g83_ef", "diff2_g83", "diff2_g83_ef")  # bits between nodes
 STEPS = ("diff_g84h", "w4_256_symmetric", "w8_256_symmetric")
+CURVE = tuple(
+    f"zero3_{budget}"
+    for budget in (
+        "12m_8k_2e-3", "12m_8k_1e-3", "12m_8k_4e-3", "12m_4k_1e-3", "12m_4k_2e-3",
+        "24m_8k_2e-3", "24m_8k_4e-3", "24m_4k_2e-3", "98m_16k_2e-3", "98m_8k_2e-3",
+    )
+)  # fmt: skip
 ROTATED = ("zero3", "zeropp", "zeropp_hadamard")
 PARTS = (
     Part("reference_10m_6000", ROTATED, FOUR),
@@ -89,10 +96,10 @@ PARTS = (
     Part("reference_10m_6000", ROTATED, MORE),
     Part("reference_10m_6000", ("zero3_reordered",), FOUR),
     Part("reference_10m_more", FEW, FOUR),
-    Part("token_curve", None, (1,)),
+    Part("token_curve", CURVE, (1,)),
     Part("reference_10m_more", FEW, MORE),
     Part("reference_10m_6000", ("diff_g84h", *FEW), FOUR),
-    Part("token_curve", None, (2,)),
+    Part("token_curve", CURVE, (2,)),
     Part("reference_10m_6000", (*STEPS, "broken"), FOUR),
     Part("reference_10m_reread", (*ROTATED, "zero3_reordered", *STEPS), FOUR),
     Part("reference_10m_6000", ("zero3_reordered", *STEPS, *FEW), MORE),
