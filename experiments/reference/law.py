@@ -26,7 +26,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -378,33 +378,97 @@ def predict(words: list[str]) -> None:
     write_atomic(PREDICTED, json.dumps(known, indent=1) + "\n")
 
 
+@dataclass(frozen=True)
+class Hit:
+    """A prediction and the gaps that were measured since, seed by seed. A right prediction of a
+    true gap is missed by what was measured of it, which scatters: so hits are counted twice."""
+
+    cell: law.Cell
+    told: Mapping[str, Any]
+    seeds: Sequence[float]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the gap lies inside the predicted interval."""
+        return bool(self.told["low"] <= self.cell.gap <= self.told["high"])
+
+    @property
+    def widened(self) -> bool:
+        """Whether it does once the interval is widened by the measured gap's own error."""
+        side = "high" if self.cell.gap > self.told["gap"] else "low"
+        return self._near(self.told["gap"], self.told[side] - self.told["gap"])
+
+    @property
+    def zero(self) -> bool:
+        """Whether 0, give or take what the order of sums moves, would have been right too."""
+        return self._near(0.0, law.QUANTILE * law.FLOOR)
+
+    def _near(self, gap: float, reach: float) -> bool:
+        return abs(self.cell.gap - gap) <= math.hypot(reach, law.QUANTILE * self.cell.error)
+
+    @property
+    def distinguishable(self) -> bool:
+        """Whether the 95 % interval over seeds (Student's t) leaves out 0."""
+        low, high = t_interval(self.seeds, 0.95)
+        return low > 0 or high < 0
+
+    @property
+    def fitted_text(self) -> bool:
+        """Whether it ran on the text that the formula is fitted to, on no more tokens."""
+        return "_prose/" not in self.cell.name and self.cell.tokens < 1.1 * law.TOKENS
+
+
 def compare() -> None:
-    """By the predictions' 90 % intervals, as they are and widened by the measured gap's own error:
-    a right prediction of a true gap is missed by what was measured of it, which scatters."""
+    """Print each prediction and the hit rates. Arms that are distinguishable from 0 are counted
+    apart: where they are not, a prediction of 0 is right as well, so a hit says little."""
     known = json.loads(PREDICTED.read_text())
     studies = sorted({name.split("/")[0] for name in known})
-    rows = [(c, known[c.name]) for study in studies for c in measured(study) if c.name in known]
-    inside, plainly, off = 0, 0, []
-    for cell, told in rows:
-        side = "high" if cell.gap > told["gap"] else "low"
-        own = law.QUANTILE * cell.error
-        fits = abs(cell.gap - told["gap"]) <= math.hypot(told[side] - told["gap"], own)
-        inside += fits
-        plainly += told["low"] <= cell.gap <= told["high"]
-        off.append(abs(told["gap"] - cell.gap) / abs(cell.gap))
+    hits = [
+        Hit(cell, known[cell.name], kept_gaps(study)[cell.name.split("/")[1]])
+        for study in studies
+        for cell in measured(study)
+        if cell.name in known
+    ]
+    for hit in hits:
+        cell, told = hit.cell, hit.told
         print(
             f"{cell.name:36} predicted {told['gap']:+.4f}, {told['low']:+.4f} to "
             f"{told['high']:+.4f}; measured {cell.gap:+.4f} ± {cell.error:.4f}"
-            f"{'' if fits else '  OUTSIDE'}"
+            f"{'' if hit.widened else '  OUTSIDE'}"
         )
-    if rows:
-        print(
-            f"{inside} of {len(rows)} inside 90 % intervals and the measured gaps' own error, "
-            f"{plainly} without that; median error {median(off):.0%}"
-        )
-        write_atomic(HERE / "predicted.svg", draw(rows))
-    else:
+    if not hits:
         print("none of the predicted arms has run")
+        return
+    for name, some in by_split(hits).items():
+        print(f"{name}: {hit_rates(some)}")
+    write_atomic(HERE / "predicted.svg", draw([(hit.cell, hit.told) for hit in hits]))
+
+
+def by_split(hits: Sequence[Hit]) -> dict[str, list[Hit]]:
+    fitted = [hit for hit in hits if hit.fitted_text]
+    return {
+        "Python source, up to 49M tokens, not distinguishable from 0": [
+            hit for hit in fitted if not hit.distinguishable
+        ],
+        "Python source, up to 49M tokens, distinguishable from 0": [
+            hit for hit in fitted if hit.distinguishable
+        ],
+        "Other text or more tokens": [hit for hit in hits if not hit.fitted_text],
+        "All": list(hits),
+    }
+
+
+def hit_rates(hits: Sequence[Hit]) -> str:
+    if not hits:
+        return "no arms"
+    off = [abs(hit.told["gap"] - hit.cell.gap) / abs(hit.cell.gap) for hit in hits]
+    above = sum(hit.cell.gap > hit.told["gap"] for hit in hits)
+    return (
+        f"{sum(hit.widened for hit in hits)} of {len(hits)} inside 90 % intervals and the measured "
+        f"gaps' own error, {sum(hit.plain for hit in hits)} without that; a prediction of 0 scores "
+        f"{sum(hit.zero for hit in hits)}; median error {median(off):.0%}, {above} above the "
+        "prediction"
+    )
 
 
 def beside_published() -> None:

@@ -216,7 +216,7 @@ def test_predictions_are_counted_with_and_without_the_measured_error(
 ) -> None:
     script = loaded("experiments/reference/law.py")
     told = {"gap": 0.010, "low": 0.008, "high": 0.012, "beyond": [], "commit": ""}
-    measured = {"inside": (0.011, 1e-4), "by its error": (0.013, 2e-3), "outside": (0.013, 1e-4)}
+    measured = {"inside": (0.011, 1e-4), "by_error": (0.013, 2e-3), "outside": (0.013, 1e-4)}
     cells = [
         script.law.Cell(f"reference_10m/{name}", script.law.Errors(0.1, 0.0), 1e7, 5e7, *gap)
         for name, gap in measured.items()
@@ -226,12 +226,35 @@ def test_predictions_are_counted_with_and_without_the_measured_error(
     monkeypatch.setattr(script, "PREDICTED", known)
     monkeypatch.setattr(script, "HERE", tmp_path)
     monkeypatch.setattr(script, "measured", lambda _: cells)
+    seeds = {"inside": [0.011, 0.0112], "by_error": [0.0, 0.026], "outside": [0.013, 0.0131]}
+    monkeypatch.setattr(script, "kept_gaps", lambda _: seeds)
     script.compare()
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said if "OUTSIDE" in line] == ["reference_10m/outside"]
-    assert said[-1].startswith("2 of 3 inside")
+    assert "2 of 3 inside" in said[-1]
     assert "1 without that" in said[-1]
     assert "<svg" in (tmp_path / "predicted.svg").read_text()
+    hits = [script.Hit(cell, told, seeds[cell.name.split("/")[1]]) for cell in cells]
+    prose = script.Hit(replace(cells[0], name="reference_10m_prose/w4"), told, [0.1, 0.11])
+    longer = script.Hit(replace(cells[0], tokens=2e8), told, [0.1, 0.11])
+    near, far, other, every = script.by_split([*hits, prose, longer]).values()
+    assert (near, far) == ([hits[1]], [hits[0], hits[2]]), "zero lies inside by_error's interval"
+    assert (other, len(every)) == ([prose, longer], 5)
+
+
+def test_a_prediction_of_zero_is_right_where_the_gap_is_no_larger_than_its_error() -> None:
+    script = loaded("experiments/reference/law.py")
+    told = {"gap": 0.002, "low": 0.001, "high": 0.003}
+
+    def hit(gap: float, error: float) -> Any:
+        cell = script.law.Cell(
+            "reference_10m/w8", script.law.Errors(0.1, 0.0), 1e7, 5e7, gap, error
+        )
+        return script.Hit(cell, told, [gap - error, gap + error])
+
+    assert hit(0.0004, 1e-5).zero, "the order of sums alone moves as much"
+    assert hit(0.0015, 1e-3).zero
+    assert not hit(0.0025, 1e-3).zero
 
 
 @pytest.mark.slow
