@@ -6,11 +6,12 @@ A recipe's steps are shorter, but after as many tokens its loss is a little high
 
     time = tokens to make up the gap x seconds a token
 
-both as multiples of plain training's, the fastest plain arm of each link (FSDP2, or FSDP2 that
-keeps weights in the node). The gap, and what plain training gains from more tokens, are those of
-the kept runs of one size (BUDGETS, BESIDE); seconds are those of experiments/speed, of 1.3B
-parameters. An arm of that table has the gap of the study's arm that trains alike
-(tools/plan/search/limits.py).
+both as multiples of plain training's, the strongest plain arm of the same call at each link (FSDP2,
+FSDP2 resharded to the node, or HSDP). Raw twins stand beside their arms: what they save is the
+partition's, and what an arm saves over its twin is what bits bring. The gap, and what plain
+training gains from more tokens, are those of the kept runs of one size (BUDGETS, BESIDE); seconds
+are those of experiments/speed, of 1.3B parameters. An arm of that table has the gap of the study's
+arm that trains alike (tools/plan/search/limits.py).
 
 Prints the table and renews it in this folder's README. Writes time_to_loss.csv and
 time_to_loss.svg.
@@ -41,6 +42,7 @@ from zpp_lab.files import write_atomic
 from zpp_lab.study.judge.stats import t_interval
 from zpp_lab.study.judge.verdict import StudyResult
 from zpp_lab.study.report.speed.results import BASE, Measured, read_speeds
+from zpp_lab.study.report.speed.speeds import speed_ups
 from zpp_lab.tools.plan.search.limits import Numbers
 
 BUDGETS = ("reference_10m", "reference_10m_12m", "reference_10m_200m")  # the first has the gaps
@@ -54,6 +56,9 @@ HEAD = "training (recipe)"
 WORDS = {
     "fsdp2+node": "plain, weights kept in the node",
     "fsdp2": "plain",
+    "hsdp": "plain, copies across nodes (HSDP)",
+    "amsp_node": "raw twin of differences: weights kept in the node",
+    "zeropp_raw": "raw twin of ZeRO++",
     "w8": "8-bit weights",
     "w4": "4-bit weights",
     "g8_4_hadamard": "8- and 4-bit gradients",
@@ -93,7 +98,7 @@ LOOKS = {  # of arms whose lines can be told apart
 }
 TITLE: Any = {
     "text": "Time to the loss of plain training",
-    "subtitle": "% of the fastest plain FSDP2's; lower is sooner",
+    "subtitle": "% of the strongest plain FSDP2's; lower is sooner",
 }
 
 
@@ -207,7 +212,7 @@ def _half(values: Sequence[float]) -> float:
 
 
 def time_over(tokens: Estimate, arm: Measured, base: Measured) -> Estimate:
-    """Time over the base's, both with steps of as many tokens; 1 for the base itself. The ends:
+    """Time over another arm's, both with steps of as many tokens; 1 for the arm itself. The ends:
     the tokens' own with the arm's fastest step over the base's slowest, and the other way."""
     assert arm.setting == base.setting, (arm, base)
     if arm == base:
@@ -229,14 +234,16 @@ def _seconds(one: Measured) -> Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """An arm of the speeds; tokens and, by place, time as multiples of the fastest plain arm's.
-    alike: the study's arm that trains as it does, "" for plain ones; gaps: that one's by seed."""
+    """An arm of the speeds; tokens and, by place, time as multiples of the strongest plain arm's.
+    alike: the study's arm that trains as it does, "" for raw ones; gaps: that one's by seed.
+    over_twin: by place, time as a multiple of the raw twin's, where one was timed."""
 
     arm: str
     alike: str
     gaps: Sequence[float]
     tokens: Estimate
     times: Mapping[str, Estimate]
+    over_twin: Mapping[str, Estimate]
 
     @property
     def spare(self) -> float:
@@ -265,12 +272,12 @@ def rows_of(
         if arm.first_run and len(arm.gaps) > 1 and arm.arm.role == "arm"
     ]
     rows: dict[str, Row] = {}
-    for one in measured:
-        base = fastest_plain(measured, one)
-        if base is None or one.engine not in (PLAIN, "fsdp"):  # DeepSpeed has numbers of its own
+    for up in speed_ups(measured):
+        one = up.at
+        if one.engine not in (PLAIN, "fsdp"):  # DeepSpeed has numbers of its own
             continue
-        row = rows.get(one.arm) or Row(one.arm, "", [], ONE, {})
-        if one.engine != PLAIN:
+        row = rows.get(one.arm) or Row(one.arm, "", [], ONE, {}, {})
+        if one.engine != PLAIN and not _is_raw(one):
             arm = next((a for n, a in known if n.covers(_numbers(one))), None)
             if arm is None:
                 continue
@@ -279,19 +286,17 @@ def rows_of(
             row = replace(row, alike=arm.name, gaps=gaps, tokens=tokens)
         if one.place in row.times:
             raise ValueError(f"{one.arm} was measured twice at {one.place}: keep one of the rows")
-        times = {**row.times, one.place: time_over(row.tokens, one, base)}
-        rows[one.arm] = replace(row, times=times)
+        times = {**row.times, one.place: time_over(row.tokens, one, up.base)}
+        paired = dict(row.over_twin)
+        if up.twin:
+            paired[one.place] = time_over(row.tokens, one, up.twin)
+        rows[one.arm] = replace(row, times=times, over_twin=paired)
     return sorted(rows.values(), key=lambda row: [*WORDS, *rows].index(row.arm))
 
 
-def fastest_plain(measured: Sequence[Measured], one: Measured) -> Measured | None:
-    """Of the plain FSDP2 arms where `one` was measured; None where there is none."""
-    there = [
-        m
-        for m in measured
-        if m.engine == PLAIN and (m.setting, m.place) == (one.setting, one.place)
-    ]
-    return max(there, key=lambda m: m.tokens_per_s, default=None)
+def _is_raw(one: Measured) -> bool:
+    """Whether an arm of this package is known to have no codec."""
+    return one.recipe_config is not None and not one.coded
 
 
 def _numbers(one: Measured) -> Numbers:
@@ -314,8 +319,8 @@ def _losses(result: StudyResult) -> list[float]:
 
 
 def table(rows: Sequence[Row], budgets: int) -> str:
-    """As Markdown: times in % of the fastest plain arm's. budgets: of the curve; with two its floor
-    is the lowest."""
+    """As Markdown: times in % of the strongest plain arm's and, behind a slash, in % of the raw
+    twin's where one was timed. budgets: of the curve; with two its floor is the lowest."""
     places = list(dict.fromkeys(place for row in rows for place in row.times))
     tokens = "more tokens, %" if budgets > 2 else "more tokens, %, at least"
     head = [HEAD, "loss gap, nats a token (seeds)", tokens, *places]
@@ -326,7 +331,7 @@ def table(rows: Sequence[Row], budgets: int) -> str:
             gap = interval(list(row.gaps))
             value, *ends = (f"{100 * (v - 1):.1f}" for v in vars(row.tokens).values())
             more = f"{value} ({' to '.join(ends)})".replace("-", "−")
-        times = [_percent(row.times[p]) if p in row.times else "" for p in places]
+        times = [_times(row, place) for place in places]
         cells = [f"{WORDS.get(row.arm, row.arm)} (`{row.arm}`)", gap, more]
         lines.append("| " + " | ".join([*cells, *times]) + " |")
     return "\n".join(lines)
@@ -335,6 +340,13 @@ def table(rows: Sequence[Row], budgets: int) -> str:
 def pages(rows: Sequence[Row], budgets: int) -> dict[Path, str]:
     """Return the tables that pages show."""
     return {HERE / "README.md": table(rows, budgets)}
+
+
+def _times(row: Row, place: str) -> str:
+    if place not in row.times:
+        return ""
+    twin = f" / {_percent(row.over_twin[place])}" if place in row.over_twin else ""
+    return f"{_percent(row.times[place])}{twin}"
 
 
 def _percent(time: Estimate) -> str:
@@ -347,7 +359,8 @@ def as_csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     names = ("arm", "alike", "seeds", "gap", "place", "tokens", "time")
     ends = [f"{name}_{end}" for name in names[5:] for end in ("low", "high")]
-    writer = csv.DictWriter(text, [*names, *ends], lineterminator="\n")
+    paired = ["over_twin"] if any(row.over_twin for row in rows) else []  # older speeds have none
+    writer = csv.DictWriter(text, [*names, *ends, *paired], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         gap = f"{fmean(row.gaps):.6f}" if row.gaps else 0
@@ -356,7 +369,10 @@ def as_csv(rows: Sequence[Row]) -> str:
             for name, one in (("tokens", row.tokens), ("time", time)):
                 told |= {name: f"{one.value:.5f}"}
                 told |= {f"{name}_low": f"{one.low:.5f}", f"{name}_high": f"{one.high:.5f}"}
+            if place in row.over_twin:
+                told["over_twin"] = f"{row.over_twin[place].value:.5f}"
             writer.writerow(told | {"place": place})
+            told.pop("over_twin", None)
     return text.getvalue()
 
 

@@ -103,6 +103,21 @@ def test_an_arm_has_the_gap_of_the_studys_arm_that_trains_alike(
     assert not found["fsdp2"].gaps
 
 
+def test_a_raw_twin_stands_beside_its_arm(tmp_path: Path, results: list[StudyResult]) -> None:
+    """Without a gap of its own; the arm's time is given over plain training and over the twin."""
+    raw = {"recipe.name": "raw", "recipe.secondary": True}
+    arms = (*ARMS[:2], Arm("raw", 2.4, 0.15, config=raw), replace(MORE[3], twin="raw"))
+    speeds = read_speeds(write_speeds(tmp_path, rows(arms)))
+    found = {row.arm: row for row in script.rows_of(speeds, results)}
+    kept, twin = found["kept"], found["raw"]
+    assert (twin.alike, list(twin.gaps), twin.tokens) == ("", [], script.ONE)
+    assert kept.over_twin["12 Gb/s"].value == pytest.approx(kept.tokens.value * 1.8 / 2.4, rel=1e-4)
+    assert not twin.over_twin
+    header, *lines = script.as_csv(list(found.values())).splitlines()
+    assert header.endswith(",over_twin")
+    assert all((line[-1] != ",") == line.startswith("kept") for line in lines)
+
+
 def test_a_study_beside_gives_gaps_of_the_arms_that_the_first_lacks(
     tmp_path: Path, results: list[StudyResult]
 ) -> None:

@@ -198,9 +198,11 @@ class RecipeConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether FSDP2 trains so by itself: ZeRO-3 or ZeRO-2, also with copies across nodes (HSDP)
-        or with weights resharded to the node, and no codec."""
-        return not self.coded and not self.kept and self.hops == 1 and self.order == "rank"
+        """Whether torch trains so by itself: no codec, and ZeRO-3 or ZeRO-2 over the world or the
+        node with copies across nodes (HSDP), weights resharded to the node, or copies alone."""
+        weights, grads, optimizer = self.parts
+        torchs = grads == optimizer and weights in ("none", grads)
+        return torchs and not self.coded and (self.hops, self.order) == (1, "rank")
 
     def said(self, part: str) -> str:
         """The setting by which a part is cut as it is."""

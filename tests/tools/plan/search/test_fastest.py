@@ -10,6 +10,7 @@ import pytest
 from zpp_lab.tools.plan.cost.step import predict
 from zpp_lab.tools.plan.search.fastest import TIE, NothingFits, Option, Problem, options, search
 from zpp_lab.tools.plan.search.limits import read_limit
+from zpp_lab.tools.plan.search.shown import rows
 from zpp_lab.train.memory.buffers import GIB
 
 from .problems import problem, study
@@ -94,3 +95,22 @@ def test_nothing_fits() -> None:
 def test_what_cannot_be_predicted_is_said() -> None:
     with pytest.raises(ValueError, match=r"set train\.param_dtype=bf16"):
         search(problem("train.param_dtype=fp32", bits=(None,)))
+
+
+def test_plain_plans_and_the_raw_twin_stand_beside_the_choice() -> None:
+    """What torch does by itself counts at its strongest; the twin tells bits from partition."""
+    asked = problem(link=0.01, bits=SMALL)
+    answer = search(asked)
+    names = [t.option.candidate.recipe.name for t in answer.plains]
+    assert {"zero3", "hsdp"} <= set(names)
+    plain = [s for s, o in every(asked) if o.candidate.recipe.plain]
+    assert answer.plain.step_s == pytest.approx(min(plain))
+    assert answer.twin is not None
+    own = answer.chosen.option.candidate
+    assert answer.twin.option.candidate.knobs == own.knobs
+    assert not answer.twin.option.candidate.recipe.coded
+    assert answer.twin.option.candidate.recipe.parts == own.recipe.parts
+    assert answer.twin.step_s > answer.chosen.step_s
+    kinds = {kind for _, kind, _ in rows(answer)}
+    assert {"plain", "twin", "chosen"} <= kinds
+    assert search(replace(asked, bits=(None,))).twin is None

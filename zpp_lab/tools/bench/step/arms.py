@@ -138,16 +138,16 @@ def _same(arm: Arm, config: Config) -> bool:
 def _raw(arm: Arm, config: Config, usual: Config, taken: set[str]) -> Arm:
     """The twin as an arm: called as in conf/recipe where its recipe stands there and all else is as
     `usual`."""
-    from zpp_lab.tools.plan.search.space import named_recipes, without_name
+    from zpp_lab.tools.plan.search.space import named
 
-    own = without_name(config.recipe)
-    known = [r.name for r in named_recipes() if without_name(r) == own and r.name not in taken]
+    known = named(config.recipe)
     alike = replace(config, recipe=usual.recipe) == usual
-    name = known[0] if known and alike else f"{arm.name}_raw"
+    own = known is not config.recipe and alike and known.name not in taken
+    name = known.name if own else f"{arm.name}_raw"
     if name in taken:
         raise ValueError(f"bench step: arm {name} is not the raw twin of {arm.name}: rename it")
-    recipe = replace(config.recipe, name=known[0] if known else name)
-    return replace(arm, name=name, recipe=recipe.name, config=replace(config, recipe=recipe))
+    recipe = replace(config.recipe, name=name)
+    return replace(arm, name=name, recipe=name, config=replace(config, recipe=recipe))
 
 
 def merged(*groups: Sequence[str]) -> list[str]:

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import le
 from typing import Any
 
 from zpp_lab.collectives.plan import Plan
 from zpp_lab.collectives.recipe import Recipe
-from zpp_lab.config.recipe import ShardingConfig
+from zpp_lab.config.recipe import ShardingConfig, twin
 from zpp_lab.config.schema import Config, RecipeConfig
 from zpp_lab.engines.build import plan_of, vocabulary
 from zpp_lab.engines.units import is_untouched
@@ -47,6 +47,7 @@ from zpp_lab.tools.plan.search.space import (
     Knobs,
     Space,
     grads_part,
+    named,
     unrotated,
     weights_part,
     wire_bits,
@@ -220,14 +221,16 @@ class Timed:
 class Answer:
     """The chosen plan and what stands beside it. Lists are fastest first.
 
-    plain: the fastest ZeRO-3 without codecs that fits, or that does not where none does.
+    plains: what torch does by itself, without codecs: the fastest of all that fit, ZeRO-3 and HSDP,
+    or those that do not fit where none does. twin: the chosen plan's raw twin, where it has codecs.
     too_large, too_lossy, unmeasured: faster than the chosen plan, one a recipe. next_best: slower.
     promising: the unmeasured one with the most bits that is clearly faster.
     """
 
     problem: Problem
     chosen: Timed
-    plain: Timed
+    plains: Sequence[Timed]
+    twin: Timed | None
     next_best: Sequence[Timed]
     too_large: Sequence[Timed]
     too_lossy: Sequence[Timed]
@@ -236,6 +239,11 @@ class Answer:
     without_figures: Sequence[str]  # why some plans could not be predicted
     plans: int  # that were looked at
     predicted: int
+
+    @property
+    def plain(self) -> Timed:
+        """The strongest."""
+        return self.plains[0]
 
     def speed_up(self, timed: Timed) -> float:
         return self.plain.step_s / timed.step_s
@@ -263,17 +271,8 @@ def search(problem: Problem, listed: int = 3) -> Answer:
 def options(problem: Problem) -> tuple[list[Option], list[str]]:
     """Every plan of the space that has figures, and why others have none."""
     base = problem.base
-    vocab = vocabulary(base)
-
-    def peaks(config: Config) -> Figures:
-        found = estimate(plan_of(config), config, vocab)
-        return tuple(found.at(moment) for moment in MOMENTS)
-
-    def busy(config: Config) -> Figures:
-        time = predict(config, problem.machine, problem.link_gbps)
-        return time.step_s - time.exposed_s, time.host_s, time.intra_s, time.inter_s
-
-    memory, links = Parts(base, peaks), Parts(base, busy)
+    memory = Parts(base, partial(_peaks, vocab=vocabulary(base)))
+    links = Parts(base, lambda config: _busy(_predicted(problem, config)))
     found: list[Option] = []
     faults: dict[str, None] = {}
     for recipe in problem.space.recipes():
@@ -292,6 +291,19 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
     if not found:
         raise ValueError(next(iter(faults), "no recipe runs with these settings"))
     return found, list(faults)
+
+
+def _peaks(config: Config, vocab: int) -> Figures:
+    found = estimate(plan_of(config), config, vocab)
+    return tuple(found.at(moment) for moment in MOMENTS)
+
+
+def _predicted(problem: Problem, config: Config) -> StepTime:
+    return predict(config, problem.machine, problem.link_gbps)
+
+
+def _busy(time: StepTime) -> Figures:
+    return time.step_s - time.exposed_s, time.host_s, time.intra_s, time.inter_s
 
 
 def _rules(problem: Problem, recipe: RecipeConfig) -> dict[str, Ruling]:
@@ -331,7 +343,8 @@ class _Search:
         return Answer(
             problem=self.problem,
             chosen=chosen,
-            plain=self._plain(),
+            plains=self._plains(),
+            twin=self._twin(chosen),
             next_best=next_best,
             too_large=self._quickest(large, listed, below),
             too_lossy=faster("loss"),
@@ -362,18 +375,41 @@ class _Search:
         tried += [self.times[id(o)] for o in near[TRIES:] if id(o) in self.times]
         return next(t for t in tried if t.step_s <= limit)
 
-    def _plain(self) -> Timed:
-        """Plain ZeRO-3 with the settings of memory that make it fastest."""
-        name = without_name(PLAIN)
+    def _plains(self) -> list[Timed]:
+        """The strongest plain plan, ZeRO-3 and HSDP, each once and with the settings of memory that
+        make it fastest; fastest first."""
         own = [
             o
             for o in self.options
-            if o.candidate.recipe.name == "zero3"
-            and o.candidate.knobs.optimizer_state == "fp32"
-            and without_name(o.candidate.recipe) == name
+            if o.candidate.recipe.plain and o.candidate.knobs.optimizer_state == "fp32"
         ]
-        fitting = [o for o in own if o.peak <= self.problem.device]
-        return self._quickest(fitting or own, 1)[0]
+        there = [o for o in own if o.peak <= self.problem.device] or own
+        found = self._quickest(there, 1)
+        for name in ("zero3", "hsdp"):
+            found += self._quickest((o for o in there if o.candidate.recipe.name == name), 1)
+        once = {id(timed): timed for timed in found}
+        return sorted(once.values(), key=lambda timed: timed.step_s)
+
+    def _twin(self, chosen: Timed) -> Timed | None:
+        """Predicted as a whole where it is none of the options; None without codecs, or where it
+        has no figures."""
+        recipe, knobs = chosen.option.candidate.recipe, chosen.option.candidate.knobs
+        if not recipe.coded:
+            return None
+        candidate = Candidate(named(twin(recipe)), knobs)
+        own = without_name(candidate.recipe)
+        for option in self.options:
+            same = option.candidate.knobs == knobs and not option.candidate.recipe.coded
+            if same and without_name(option.candidate.recipe) == own:
+                return self._time(option)
+        base = self.problem.base
+        config = candidate.config(base)
+        try:
+            time = _predicted(self.problem, config)
+            peak = int(max(_peaks(config, vocabulary(base))))
+        except ValueError:
+            return None
+        return Timed(Option(candidate, UNLIMITED, peak, _busy(time), ""), time)
 
     def _promising(self, fitting: Sequence[Option], below: float) -> Timed | None:
         those = [o for o in fitting if o.ruling.kind == "not measured" and o.floor < below]
@@ -410,8 +446,7 @@ class _Search:
         if id(option) not in self.times:
             problem = self.problem
             config = option.candidate.config(problem.base)
-            time = predict(config, problem.machine, problem.link_gbps)
-            self.times[id(option)] = Timed(option, time)
+            self.times[id(option)] = Timed(option, _predicted(problem, config))
             self.by_build[option.build].append(self.times[id(option)])
         return self.times[id(option)]
 

@@ -33,7 +33,7 @@ from zpp_lab.tools.plan.search.limits import UNLIMITED, LossLimit
 from zpp_lab.tools.plan.search.space import PLAIN, Candidate, named_recipes
 from zpp_lab.train.memory.buffers import GIB
 
-COLUMNS = ("", "plan", "step, s", "tokens/s", "× zero3", "GiB", "bound by", "verdict")
+COLUMNS = ("", "plan", "step, s", "tokens/s", "× plain", "GiB", "bound by", "verdict")
 WIDTH = 110  # of a table that says something
 VERDICTS = {
     "chosen": "chosen",
@@ -41,7 +41,8 @@ VERDICTS = {
     "loss": "loss",
     "not measured": "not measured",
     "allowed": "slower",
-    "plain": "baseline",
+    "plain": "plain",
+    "twin": "raw twin",
 }
 NO_LOSS = (
     "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
@@ -169,8 +170,8 @@ def _fewer_hops(config: Config, cluster: ClusterConfig) -> bool:
 
 
 def rows(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
-    """(plan, kind, why) fastest first; the kinds are chosen, memory, loss, not measured, allowed
-    and plain. A plan that is two of them has the first."""
+    """(plan, kind, why) fastest first; the kinds are chosen, memory, loss, not measured, plain,
+    twin and allowed. A plan that is two of them has the first."""
     seen: set[int] = set()
     for timed, kind, why in sorted(_all(answer), key=lambda row: row[0].step_s):
         if id(timed) not in seen:
@@ -187,10 +188,15 @@ def _all(answer: Answer) -> Iterator[tuple[Timed, str, str]]:
     for timed in tempting(answer):
         yield timed, "not measured", timed.option.ruling.why
     yield answer.chosen, "chosen", answer.chosen.option.ruling.why
+    for timed in answer.plains:
+        fits = "" if answer.fits(timed) else f"; does not fit in {device:.1f} GiB"
+        best = "the strongest plain plan" if timed is answer.plain else "plain"
+        yield timed, "plain", f"{best}, as torch trains by itself{fits}"
+    if answer.twin:
+        fits = "" if answer.fits(answer.twin) else f"; does not fit in {device:.1f} GiB"
+        yield answer.twin, "twin", f"the chosen plan without codecs{fits}"
     for timed in answer.next_best:
         yield timed, "allowed", timed.option.ruling.why
-    fits = "" if answer.fits(answer.plain) else f", which does not fit in {device:.1f} GiB"
-    yield answer.plain, "plain", f"plain ZeRO-3{fits}"
 
 
 def label(candidate: Candidate) -> str:
@@ -225,7 +231,8 @@ def show(
         console.print(lead + why, highlight=False)
     console.print(
         f"{chosen.time.tokens_per_s:,.0f} tokens/s in steps of {chosen.step_s:.4g} s, "
-        f"{answer.speed_up(chosen):.2f} × plain ZeRO-3; {_gib(chosen)} of "
+        f"{answer.speed_up(chosen):.2f} × {label(answer.plain.option.candidate)}, the strongest "
+        f"plain plan{_apart(answer)}; {_gib(chosen)} of "
         f"{problem.device / GIB:.1f} GiB a GPU. Predicted, by the figures of "
         f"{problem.machine.name}:",
         highlight=False,
@@ -233,6 +240,14 @@ def show(
     console.print(train_command(given, config, chosen), soft_wrap=True, highlight=False)
     for line in notes(answer, written):
         console.print(line, style="dim", highlight=False)
+
+
+def _apart(answer: Answer) -> str:
+    """What bits and what the partition bring, where the chosen plan has codecs."""
+    if answer.twin is None:
+        return ""
+    bits = answer.twin.step_s / answer.chosen.step_s
+    return f" (bits bring {bits:.2f} ×, the partition {answer.speed_up(answer.twin):.2f} ×)"
 
 
 def notes(answer: Answer, written: str | None) -> list[str]:
@@ -310,6 +325,8 @@ def as_dict(
         "plans": answer.plans,
         "predicted": answer.predicted,
         "chosen": _entry(answer, answer.chosen, given, config),
+        "plain": _entry(answer, answer.plain, given, config),
+        "twin": _entry(answer, answer.twin, given, config) if answer.twin else None,
         "rows": [
             _entry(answer, timed, given, config) | {"kind": kind, "why": why}
             for timed, kind, why in rows(answer)

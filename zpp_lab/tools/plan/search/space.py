@@ -78,11 +78,9 @@ class Space:
     def recipes(self) -> list[RecipeConfig]:
         """Every recipe that the engine can run, each once: the extra ones, then the grid."""
         found: dict[str, RecipeConfig] = {}
-        known = {without_name(recipe): recipe for recipe in named_recipes()}
         extra = (recipe for recipe in self.extra if runs(recipe, self.base))
         for recipe in [*extra, *self._grid()]:
-            text = without_name(recipe)
-            found.setdefault(text, known.get(text, recipe))
+            found.setdefault(without_name(recipe), named(recipe))
         return list(found.values())
 
     def knobs(self) -> list[Knobs]:
@@ -162,6 +160,16 @@ def named_recipes() -> tuple[RecipeConfig, ...]:
         if path.stem != "base" and "defaults" not in values:
             found.append(load(RecipeConfig, values))
     return tuple(recipe for recipe in found if not (recipe.remembers or recipe.phases))
+
+
+@cache
+def _by_settings() -> dict[str, RecipeConfig]:
+    return {without_name(recipe): recipe for recipe in named_recipes()}
+
+
+def named(recipe: RecipeConfig) -> RecipeConfig:
+    """Return the recipe of conf/recipe with the same settings, or `recipe` where there is none."""
+    return _by_settings().get(without_name(recipe), recipe)
 
 
 def runs(recipe: RecipeConfig, base: Config) -> bool:
