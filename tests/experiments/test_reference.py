@@ -19,10 +19,12 @@ import yaml
 
 from tests.experiments.scripts import loaded
 from tests.small_runs import small
-from zpp_lab.config.compose import load_study
+from zpp_lab.config.compose import compose, load_study
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.schema import Config, RunConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig
+from zpp_lab.engines.build import build_plan
+from zpp_lab.models import build_model
 from zpp_lab.runs.reader import Run
 from zpp_lab.study.judge.documents import Documents, Reader
 from zpp_lab.study.judge.verdict import StudyResult, judge_study
@@ -255,6 +257,22 @@ def test_a_prediction_of_zero_is_right_where_the_gap_is_no_larger_than_its_error
     assert hit(0.0004, 1e-5).zero, "the order of sums alone moves as much"
     assert hit(0.0015, 1e-3).zero
     assert not hit(0.0025, 1e-3).zero
+
+
+@pytest.mark.parametrize("arm", ["diff3_g83", "diff3_g83_ef", "diff2_g83", "diff2_g83_ef"])
+def test_arms_of_few_bits_send_at_most_3_2_bits_an_element_between_nodes(arm: str) -> None:
+    study = load_study("reference_10m_more")
+    own = next(one for one in study.arms if one.name == arm)
+    config = compose([*study.overrides, *own.overrides])
+    model = build_model(config.model, 4096, "meta")
+    plan = build_plan(model, config)
+    elements = sum(p.numel() for p in model.parameters())
+    bits = {wire: 8 * sent.inter / elements for wire, sent in plan.step_bytes().items()}
+    assert max(bits.values()) <= 3.2, "scales and exempt parameters included"
+    assert bits["grads_inter"] > 3
+    assert bits["weights_forward"] == bits["weights_backward"] == 0, "nodes keep weights"
+    remembered = {wire for wire, _ in plan.memories}
+    assert remembered == ({"grads_inter"} if arm.endswith("_ef") else set())
 
 
 @pytest.mark.slow
