@@ -5,6 +5,7 @@
     check_cost.py project [--machine h200] [--model 13b] [--out FILE]
     check_cost.py arms [--machine h200] [--out FILE]
     check_cost.py published
+    check_cost.py shapes RESULTS.csv [--machine h200]
 
 `check` takes rows with the columns of results.csv: settings are those of the column `config`, or,
 where a table has none, what the other columns say with `overrides` and --set on top.
@@ -14,6 +15,8 @@ they test the host's figures, and what the machine's file lacks of these is said
 leaves out the two newest, as models of one and BLOCKS blocks gave the others before. `arms`: those
 of run.sh at 1.3B on 2 x 2, beside the plain FSDP2 of rows.csv. `published` asks for the shape only:
 the speed-up of ZeRO++ over ZeRO-3 on 384 V100 (arXiv 2306.10209), on a machine of published rates.
+`shapes`: the lead of each arm over its raw twin, as measured on the table's shape and as predicted
+for those of SHAPES, as Markdown.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from typing import Any
 
 from zpp_lab.config.compose import compose
 from zpp_lab.config.load import load
-from zpp_lab.config.schema import Config
+from zpp_lab.config.schema import ClusterConfig, Config
 from zpp_lab.files import write_atomic
+from zpp_lab.study.report.speed.results import MAX, Measured, read_speeds
+from zpp_lab.study.report.speed.speeds import speed_ups
 from zpp_lab.tools.bench.step.arms import merged
 from zpp_lab.tools.bench.step.engines import vocabulary
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
@@ -229,6 +234,42 @@ def arms(machine: Machine, out: Path | None) -> int:
     return 0
 
 
+SHAPES = ((2, 1), (4, 1), (2, 4), (8, 8))  # nodes, GPUs of each
+
+
+def shapes(path: Path, machine: Machine) -> int:
+    """Prints the table. 1 where no arm has a twin."""
+    measured = read_speeds(path)
+    pairs = [(up.at, up.twin) for up in speed_ups(measured) if up.twin and up.at.link != MAX]
+    if not pairs:
+        print(f"{path}: no arm has a raw twin; measure again with `zpp-lab bench step`")
+        return 1
+    names = [f"{nodes} × {gpus}, predicted" for nodes, gpus in SHAPES]
+    head = ["arm over its twin", "Gb/s", f"{shape_of(pairs[0][0])}, measured", *names]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for arm, raw in pairs:
+        cells = [f"{arm.arm} over {raw.arm}", arm.link]
+        cells.append(f"{arm.tokens_per_s / raw.tokens_per_s:.2f}")
+        cells += [f"{lead(arm, raw, shape, machine):.2f}" for shape in SHAPES]
+        print("| " + " | ".join(cells) + " |")
+    return 0
+
+
+def shape_of(one: Measured) -> str:
+    return f"{one.setting.nodes} × {one.setting.gpus_per_node}"
+
+
+def lead(arm: Measured, raw: Measured, shape: tuple[int, int], machine: Machine) -> float:
+    """How many times as fast as its twin the cost model has an arm on another shape."""
+    rates = []
+    for one in (arm, raw):
+        config = load(Config, one.config or {})
+        config = replace(config, model=replace(config.model, vocab_size=vocabulary(config)))
+        config = replace(config, cluster=ClusterConfig(*shape))
+        rates.append(predict(config, machine, float(one.link)).tokens_per_s)
+    return rates[0] / rates[1]
+
+
 PUBLISHED = {100.0: (1.77, 2.21), 400.0: (1.41, 1.56)}  # Gbit/s of a node: least and most
 
 
@@ -277,7 +318,7 @@ def write(path: Path, rows: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=["check", "project", "arms", "published"])
+    parser.add_argument("what", choices=["check", "project", "arms", "published", "shapes"])
     parser.add_argument("results", type=Path, nargs="*")
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--model", default="13b")
@@ -294,6 +335,8 @@ def main() -> int:
         return project(machine, args.model, args.out)
     if args.what == "arms":
         return arms(machine, args.out)
+    if args.what == "shapes":
+        return shapes(args.results[0] if args.results else HERE / "results.csv", machine)
     return check(args.results or [HERE / "rows.csv"], machine, args.set.split(), args.out)
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import csv
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.experiments.scripts import loaded
+from tests.study.report.fake_speeds import TWINS, rows, write_speeds
+from zpp_lab.config.compose import compose
+from zpp_lab.tools.bench.step.results import config_text
 from zpp_lab.tools.plan.cost.machine import Machine, load_machine
 
 HERE = Path(__file__).parents[2] / "experiments" / "speed"
@@ -32,6 +37,22 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
     ]
     assert len(links) == 24
     assert max(abs(float(r["error"])) for r in links) < 0.035
+
+
+def test_leads_over_the_twin_by_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured on the table's shape; elsewhere predicted, by bytes where the link is the bound."""
+    check_cost, machine = script("check_cost"), load_machine("h200")
+    words = ["model=125m", "engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
+    same = json.loads(config_text(compose(words)))
+    arms = [replace(arm, config={**same, **arm.config}) for arm in TWINS]
+    table = write_speeds(tmp_path, rows(arms, {(2, 2): ("12", "max")}))
+    assert check_cost.shapes(table, machine) == 0
+    _, _, line = capsys.readouterr().out.splitlines()
+    name, link, measured, *predicted = line.strip("| ").split(" | ")
+    assert (name, link, float(measured)) == ("diff over amsp_node", "12", 4.0)
+    assert len(predicted) == len(check_cost.SHAPES)
+    assert all(3 < float(lead) < 4 for lead in predicted)  # 16 bits over 4 and scales
+    assert check_cost.shapes(write_speeds(tmp_path), machine) == 1
 
 
 def test_the_ready_machine_is_what_the_kept_figures_give(
