@@ -13,7 +13,13 @@ import pytest
 from tests.experiments.scripts import ROOT, loaded
 
 PAGES = sorted(ROOT.glob("experiments/**/*.md"))
-MOST_FILES, MOST_BYTES = 450, 27_000_000
+# Studies' and measurements' pages; those of speed and reference have a shape of their own.
+SHAPED = [
+    page
+    for page in sorted(ROOT.glob("experiments/*/**/README.md"))
+    if page.parent.name not in ("speed", "reference")
+]
+MOST_FILES, MOST_BYTES, MOST_WORDS = 450, 27_000_000, 700
 FOLDERS = "experiments|conf|tests|zpp_lab|cuda|docs"
 
 
@@ -37,6 +43,19 @@ def test_paths_lead_to_files(page: Path) -> None:
     """Those from the root, in sentences and commands; * stands for any name."""
     found = re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]+[\w*/])", page.read_text())
     assert [path for path in found if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("page", SHAPED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_answers_before_its_details(page: Path) -> None:
+    """Question, answer, at most one figure, one table, how to run it again, limits; short."""
+    top = page.read_text().partition("<details>")[0]
+    heads = ["**Question.**", "**Answer", "**Run it again.**", "**Limits.**"]
+    places = [top.find(head) for head in heads]
+    assert min(places) > 0
+    assert places == sorted(places)
+    assert top.count("\n![") <= 1
+    assert len(re.findall(r"^\|[ :-]*-[ :|-]*\|$", top, re.M)) == 1
+    assert len(top.split()) <= MOST_WORDS
 
 
 def test_commits_are_in_the_history() -> None:
