@@ -45,11 +45,11 @@ def test_leads_over_the_twin_by_shape(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["model=125m", "engine=fsdp", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
     same = json.loads(config_text(compose(words)))
     arms = [replace(arm, config={**same, **arm.config}) for arm in TWINS]
-    table = write_speeds(tmp_path, rows(arms, {(2, 2): ("12", "max")}))
+    table = write_speeds(tmp_path, rows(arms, {(2, 2): ("1", "max")}))
     assert check_cost.shapes(table, machine) == 0
     _, _, line = capsys.readouterr().out.splitlines()
     name, link, measured, *predicted = line.strip("| ").split(" | ")
-    assert (name, link, float(measured)) == ("diff over amsp_node", "12", 4.0)
+    assert (name, link, float(measured)) == ("diff over amsp_node", "1", 4.0)
     assert len(predicted) == len(check_cost.SHAPES)
     assert all(3 < float(lead) < 4 for lead in predicted)  # 16 bits over 4 and scales
     assert check_cost.shapes(write_speeds(tmp_path), machine) == 1
