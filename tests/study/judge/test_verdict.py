@@ -9,7 +9,7 @@ import pytest
 
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
-from zpp_lab.study.judge.claims import INSIDE, ON_PAR, UNDECIDED
+from zpp_lab.study.judge.claims import INSIDE, ON_PAR, ON_PAR_MARKED, UNDECIDED
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, pairwise
 from zpp_lab.study.run.launch import next_seeds
 
@@ -44,8 +44,8 @@ def shifted(*gaps: float) -> list[Run]:
     ("gaps", "verdict"),
     [
         ([0.0001, -0.0002, 0.0003], "on par"),
-        ([0.0020, 0.0021, 0.0022], "above zero but inside the margin"),
-        ([-0.0020, -0.0021, -0.0022], "below zero but inside the margin"),
+        ([0.0020, 0.0021, 0.0022], ON_PAR_MARKED),
+        ([-0.0020, -0.0021, -0.0022], ON_PAR_MARKED),
         ([0.05, 0.055, 0.06], "worse"),
         ([0.0055, 0.006, 0.0065], "above zero, size open"),  # cannot exclude one beyond the margin
         ([-0.0055, -0.006, -0.0065], "below zero, size open"),
@@ -53,7 +53,7 @@ def shifted(*gaps: float) -> list[Run]:
         ([-0.05, -0.055, -0.06], "better"),
         ([0.03, -0.02, 0.01], "undecided"),
         ([0.0, 0.0, 0.0], "on par"),
-        ([0.004, 0.004, 0.004], "above zero but inside the margin"),
+        ([0.004, 0.004, 0.004], ON_PAR_MARKED),
         ([0.02, 0.02, 0.02], "worse"),
         ([0.3], "undecided"),
     ],

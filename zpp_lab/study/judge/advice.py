@@ -15,7 +15,6 @@ from zpp_lab.study.judge.claims import (
     BETTER,
     GOOD,
     INSIDE,
-    ON_PAR,
     OPEN,
     UNDECIDED,
     WORSE,
@@ -27,23 +26,23 @@ from zpp_lab.study.report.table import gap_text, margin_nats, percent
 
 Speeds = Mapping[str, Mapping[str, float]]  # bandwidth → arm → tokens/s
 _TIE = 0.01  # of the baseline's bytes: cheaper by less than this is not cheaper
-_TO = {ON_PAR: "with", BETTER: "than", BELOW_OPEN: "against"}  # a verdict's word to its baseline
+_TO = dict.fromkeys(INSIDE, "on par with") | {BETTER: "better than", BELOW_OPEN: "below"}
 _QUICK, _SEEDS = 180, 8  # seconds of a run; seeds where it takes no more
 _LISTED = 8  # arms named in one sentence
 _NAMED, _TOGETHER = 60, 3  # letters of arms, and composites, that the answer names
 RULES = (
     "If a control came out wrong, nothing is advised; while one has no answer, that is said.",
-    "Candidates are the arms whose gap is shown to be inside the margin or below 0. Controls never "
-    "are.",
-    "Of the candidates, the one that sends the fewest bytes a step between nodes is advised (all "
-    f"bytes where there is one node). Within {_TIE:.0%} of the baseline's bytes, the one whose "
-    "interval of the gap ends lower.",
+    "Candidates are the arms whose gap is shown to be inside the margin or below 0, except "
+    "controls.",
+    "The candidate that sends the fewest bytes a step between nodes is advised (all bytes where "
+    f"there is one node). Within {_TIE:.0%} of the baseline's bytes, the one whose interval of the "
+    "gap ends lower.",
     "Where speeds were measured, the candidate with the most tokens/s is advised at each "
     f"bandwidth, or the baseline where none is faster by more than {FASTER:.0%}.",
     "Arms that send fewer bytes than the advised one, and are undecided or of open size, are worth "
     "more seeds.",
-    "Arms that are worse, or that diverged, are not to be used at this scale.",
-    "With one seed an arm nothing is tested, so no arm is advised for or against by its loss.",
+    "Arms that are worse, or that diverged, should not be used at this scale.",
+    "With one seed an arm nothing is tested, so its loss decides no advice.",
     f"Where a run takes less than {_QUICK // 60} minutes and an arm is undecided or of open size, "
     f"{_SEEDS} seeds an arm are advised: an interval over 3 is three times as wide. They are "
     "planned beforehand, as `seeds`, or as `max_seeds`, which pays for looking in between.",
@@ -58,48 +57,64 @@ class Advice:
     rule: int
 
 
-def answer(result: StudyResult) -> str:
-    """What the study found, in one sentence."""
+def answer(result: StudyResult) -> list[str]:
+    """What the study found: first the sentence for a reader in a hurry, then the others."""
     base, arms = result.study.baseline, _candidates(result)
     if result.margin is None:
-        return f"No answer yet: the baseline {base} has no finished run to compare with."
+        return [f"No answer yet: the baseline {base} has no finished run to compare with."]
     if wrong := [c.arm for c in result.controls if c.wrong]:
-        return f"No answer: {_some(wrong)} did not come out as a control must."
+        return [f"No answer: {_some(wrong)} did not come out as a control must."]
     if one_seed(result):
         return _lone_answer(result, arms)
-    inside = _of(arms, INSIDE)
-    near = f"within {margin_nats(result)} of the held-out loss of {result.compared_with}"
-    text = f"{_some(inside, len(arms)) or 'No arm'} {_do(inside, 'is', 'are')} shown to be {near}"
     best = _cheapest([arm for arm in arms if arm.verdict in GOOD])
-    said, seen = [text], [*inside]
-    if best is not None and best.name in inside:
-        where = "" if best.bytes_inter is None else " between nodes"
-        share = f"{percent(cost(best))} of its bytes{where}"
-        several = f"{best.name} with the fewest bytes, {percent(cost(best))}{where}"
-        said[0] += f", {several if len(inside) > 1 else f'with {share}'}"
-    told = {"better": (BETTER,), "below zero": (BELOW_OPEN,), "worse": (WORSE,)}
-    told |= {"undecided": (UNDECIDED,), "above zero, of open size": (ABOVE_OPEN,)}
-    told |= {"lost, as training diverged": ("diverged",)}
-    for word, verdicts in told.items():
-        if names := _of(arms, verdicts):
-            said.append(f"{_some(names, len(arms))} {_do(names, 'is', 'are')} {word}")
+    seen = [best.name] if best else []
+    if best is None:
+        near = f"{margin_nats(result)} a token of the loss of {result.compared_with}"
+        on_par = _of(arms, INSIDE)
+        said = [] if on_par else [f"No arm is shown to be within {near}."]
+    else:
+        said = [f"{_named(best)} is {_found(result, best)}"]
+    begin = {"On par": INSIDE, "Better": (BETTER,), "Below zero, size open": (BELOW_OPEN,)}
+    begin |= {"Worse": (WORSE,), "Above zero, size open": (ABOVE_OPEN,)}
+    begin |= {"Undecided": (UNDECIDED,), "Diverged": ("diverged",)}
+    for word, verdicts in begin.items():
+        names = [name for name in _of(arms, verdicts) if name not in seen]
+        if names:
+            also = f"Also {word.lower()}" if best and best.verdict in verdicts else word
+            said.append(f"{also}: {_some(names, len(arms))}.")
             seen += names
     if without := [arm.name for arm in arms if arm.name not in seen]:
-        said.append(f"{_some(without, len(arms))} {_do(without, 'has', 'have')} no verdict yet")
-    said += [f"together, {one.name} is {one.verdict}" for one in result.composites[:_TOGETHER]]
-    waiting = [control.arm for control in result.controls if control.waiting]
-    begin = f"Provisional, as {_some(waiting)} must still come out: " if waiting else ""
-    return f"{begin}{'; '.join(said)}."
+        said.append(f"No verdict yet: {_some(without, len(arms))}.")
+    said += [f"Together, {one.name} is {one.verdict}." for one in result.composites[:_TOGETHER]]
+    if waiting := [control.arm for control in result.controls if control.waiting]:
+        said[0] = f"Provisional until {_some(waiting)} has come out: {said[0]}"
+    return said
 
 
-def _lone_answer(result: StudyResult, arms: Sequence[ArmResult]) -> str:
+def _found(result: StudyResult, best: ArmResult) -> str:
+    """The verdict, bytes and gap of the cheapest arm that may be used."""
+    base = result.baseline_of(best).name
+    return (
+        f"{_TO[best.verdict]} {base} at {percent(cost(best))} of its bytes "
+        f"{_where(best)}: gap {gap_text(best)} nats a token, margin ±{best.margin or 0:.4f}."
+    )
+
+
+def _named(arm: ArmResult) -> str:
+    return f"{arm.name} ({arm.arm.describe})" if arm.arm.describe else arm.name
+
+
+def _where(arm: ArmResult) -> str:
+    return "over all links" if arm.bytes_inter is None else "between nodes"
+
+
+def _lone_answer(result: StudyResult, arms: Sequence[ArmResult]) -> list[str]:
     places = {arm.name: beside(result, arm, noise_bands(result)) for arm in arms}
     above = [name for name, place in places.items() if place and place.side == "above"]
-    text = "No answer yet: with one seed an arm nothing is tested"
-    if not any(places.values()):
-        return f"{text}."
-    lie = _do(above, "lies", "lie")
-    return f"{text}; {_some(above, len(arms)) or 'no arm'} {lie} above the noise band."
+    said = ["No answer yet: with one seed an arm nothing is tested."]
+    if any(places.values()):
+        said.append(f"Above the noise band: {_some(above, len(arms)) or 'no arm'}.")
+    return said
 
 
 def _candidates(result: StudyResult) -> list[ArmResult]:
@@ -108,10 +123,6 @@ def _candidates(result: StudyResult) -> list[ArmResult]:
 
 def _of(arms: Sequence[ArmResult], verdicts: Sequence[str]) -> list[str]:
     return [arm.name for arm in arms if arm.verdict in verdicts]
-
-
-def _do(names: Sequence[str], one: str, several: str) -> str:
-    return several if len(names) > 1 else one
 
 
 def _some(names: Sequence[str], of: int = 0) -> str:
@@ -179,19 +190,10 @@ def _cheapest(candidates: Sequence[ArmResult]) -> ArmResult | None:
 def _main(result: StudyResult, best: ArmResult | None, candidates: bool) -> Advice:
     base = result.study.baseline
     if best is None and candidates:  # a single rank: nobody sends anything
-        return Advice(
-            f"Stay with {base}: no arm inside the margin sends less, as it sends nothing.", 3
-        )
+        return Advice(f"Stay with {base}: it sends nothing, so no arm sends less.", 3)
     if best is None:
         return Advice(f"Stay with {base}: no other arm's gap is shown to be inside the margin.", 2)
-    base = result.baseline_of(best).name
-    where = "all links" if best.bytes_inter is None else "links between nodes"
-    what = f" ({best.arm.describe})" if best.arm.describe else ""
-    text = (
-        f"Use {best.name}{what}: it is {best.verdict} {_TO.get(best.verdict, 'of')} {base} (gap "
-        f"{gap_text(best)} nats) and sends {percent(cost(best))} of its bytes over {where}."
-    )
-    return Advice(text, 3)
+    return Advice(f"Use {_named(best)}: it is {_found(result, best)}", 3)
 
 
 def _by_speed(result: StudyResult, candidates: Sequence[ArmResult], speeds: Speeds) -> list[Advice]:
@@ -252,9 +254,9 @@ def _bad(arms: Sequence[ArmResult]) -> list[Advice]:
     said = []
     if worse:
         named = _listed([f"{arm.name} ({gap_text(arm)})" for arm in worse])
-        said.append(Advice(f"Not to be used, worse: {named}.", 6))
+        said.append(Advice(f"Do not use, worse: {named}.", 6))
     if lost:
-        said.append(Advice(f"Not to be used, diverged: {_listed(lost)}.", 6))
+        said.append(Advice(f"Do not use, diverged: {_listed(lost)}.", 6))
     return said
 
 

@@ -2,12 +2,12 @@
 
 Three claims are tested, each with an error rate alpha of its own: the gap **differs** from 0, it is
 **inside** the margin on both sides, it lies **beyond** the margin. A verdict is what they say
-together:
+together. One label says "inside the margin"; a mark says that the gap differs from 0:
 
 | claims | gap above 0 | gap below 0 |
 |---|---|---|
 | beyond | worse | better |
-| inside, differs | above zero but inside the margin | below zero but inside the margin |
+| inside, differs | on par (≠ 0) | on par (≠ 0) |
 | inside | on par | on par |
 | differs | above zero, size open | below zero, size open |
 | none | undecided | undecided |
@@ -22,16 +22,16 @@ from zpp_lab.study.judge.families import PValues
 from zpp_lab.study.judge.stats import Gap
 
 ON_PAR = "on par"
-ABOVE_INSIDE = "above zero but inside the margin"
-BELOW_INSIDE = "below zero but inside the margin"
+MARK = "(≠ 0)"
+ON_PAR_MARKED = f"{ON_PAR} {MARK}"
 WORSE = "worse"
 BETTER = "better"
 ABOVE_OPEN = "above zero, size open"
 BELOW_OPEN = "below zero, size open"
 UNDECIDED = "undecided"
 
-VERDICTS = (ON_PAR, ABOVE_INSIDE, BELOW_INSIDE, BETTER, BELOW_OPEN, ABOVE_OPEN, WORSE, UNDECIDED)
-INSIDE = (ON_PAR, ABOVE_INSIDE, BELOW_INSIDE)
+VERDICTS = (ON_PAR, ON_PAR_MARKED, BETTER, BELOW_OPEN, ABOVE_OPEN, WORSE, UNDECIDED)
+INSIDE = (ON_PAR, ON_PAR_MARKED)
 GOOD = (*INSIDE, BETTER, BELOW_OPEN)  # shown not to be above 0 by more than the margin
 OPEN = (UNDECIDED, ABOVE_OPEN, BELOW_OPEN)  # more seeds would say more
 
@@ -49,10 +49,8 @@ def verdict_of(mean: float, tests: PValues, confidence: float = 0.95) -> str:
     above = mean > 0
     if beyond:
         return WORSE if above else BETTER
-    if inside and differs:
-        return ABOVE_INSIDE if above else BELOW_INSIDE
     if inside:
-        return ON_PAR
+        return ON_PAR_MARKED if differs else ON_PAR
     if differs:
         return ABOVE_OPEN if above else BELOW_OPEN
     return UNDECIDED

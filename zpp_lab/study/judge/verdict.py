@@ -149,6 +149,21 @@ class StudyResult:
         return [*self.arms, *self.composites]
 
     @property
+    def ranked(self) -> list[ArmResult]:
+        """`every`, as a reader compares them: each baseline, its arms from the lowest gap up, its
+        controls; composites come last."""
+        names = [arm.name for arm in self.arms]
+
+        def place(arm: ArmResult) -> tuple[int, int, bool, float]:
+            own = arm.verdict == "baseline"
+            kind = 0 if own else 2 if arm.arm.role in CONTROLS else 1
+            alone = own and arm.arm.role != "baseline_repeat"
+            base = names.index(arm.name if alone else self.baseline_of(arm).name)
+            return base, kind, arm.gap is None, arm.gap.mean if arm.gap else 0.0
+
+        return [*sorted(self.arms, key=place), *self.composites]
+
+    @property
     def baseline(self) -> ArmResult:
         return next(a for a in self.arms if a.name == self.study.baseline)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,44 @@ def facts(result: StudyResult) -> list[tuple[str, str]]:
     ]
 
 
+def scope(result: StudyResult) -> str:
+    """What the answer was measured on, in one sentence; "" before any run has finished."""
+    runs = [run for run in result.runs if run.summary is not None]
+    if not runs:
+        return ""
+    sizes = _span([(run.summary or {}).get("model_parameters") for run in runs], _big)
+    steps = _span([run.step for run in runs], "{:,}".format)
+    tokens = _span([(run.summary or {}).get("tokens") for run in runs], _big)
+    seeds = _span([len(arm.finished) for arm in result.arms if arm.finished], str)
+    grid = dict.fromkeys(_cluster((run.summary or {}).get("cluster") or {}) for run in runs)
+    virtual = all((run.config.get("engine") or {}).get("name") == "virtual" for run in runs)
+    where = f"{' or '.join(grid)}{' (virtual: one process)' if virtual else ''}"
+    weights = "given" if all(given(run) for run in runs) else "random"
+    return (
+        f"Measured with {sizes} parameters from {weights} weights, {steps} "
+        f"steps ({tokens} tokens), {where}, {seeds} seeds an arm; other scales are not tested here."
+    )
+
+
+def given(run: Run) -> bool:
+    model = run.config.get("model") or {}
+    return bool(model.get("start")) or model.get("weights") == "pretrained"
+
+
+def _span(values: Sequence[float | None], text: Callable[[Any], str]) -> str:
+    """The values' range in words: one of them, or the first and last."""
+    known = sorted(value for value in values if value is not None)
+    return " to ".join(dict.fromkeys(map(text, (known[0], known[-1])))) if known else NOTHING
+
+
+def _big(value: float) -> str:
+    """13767552 → "13.8M"."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:g}"
+
+
 def one_commit(result: StudyResult) -> str:
     """The commit of the finished runs where they share one, else ""."""
     summaries = [run.summary for run in result.runs if run.summary]
@@ -171,7 +209,7 @@ def _named(key: str, value: Any) -> str:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(_named(k, v) for k, v in value.items() if v is not None)
+        return ", ".join(_named(k, v) for k, v in value.items() if v is not None and v != [])
     if isinstance(value, list):  # two GPUs of a kind are "2 × NVIDIA H200"
         counts = {_words(one): value.count(one) for one in value}
         return ", ".join(f"{n} × {one}" if n > 1 else one for one, n in counts.items())

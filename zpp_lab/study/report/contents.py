@@ -26,7 +26,7 @@ from zpp_lab.study.judge.effects import (
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, pairwise
-from zpp_lab.study.report.appendix import Appendix, facts, one_commit
+from zpp_lab.study.report.appendix import Appendix, facts, given, one_commit, scope
 from zpp_lab.study.report.figures.curves import MEASURES, StudyCurves, study_curves
 from zpp_lab.study.report.figures.curves import Row as CurveRow
 from zpp_lab.study.report.figures.draw import left_out, make_figures
@@ -163,12 +163,14 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
         Text([p_value_line(result)] if tests.rows else [], soft=True),
     ]
     runs: list[Content] = [runs_table(result, found.root), _IN_CSV]
-    lead: list[Content] = [Text([answer(result)])]
+    first, *more = answer(result)
+    lead: list[Content] = [Text([first])]
     lead += [figure for figure in figures if figure.name == "gap"]
+    lead += [Text([" ".join([*more, scope(result)])])]
     others = [figure for figure in figures if figure.name != "gap"]
     sections = [
         Section("Answer", "answer", lead),
-        Section("Verdicts", "arms", _verdicts(found)),
+        Section("Arms", "arms", _arms(found)),
         Section("What to use", "advice", [Text([advice]), Fold("The rules", [_RULES])]),
         Section("What was compared", "opening", [opening(result)]),
         Section("Notes", "notes", [Text(result.notes, "list")]),
@@ -183,21 +185,18 @@ def study_document(found: Findings, figures: Sequence[Figure]) -> Document:
     return Document("zpp_lab study", result.study.name, result.study.question, sections)
 
 
-def _verdicts(found: Findings) -> list[Content]:
+def _arms(found: Findings) -> list[Content]:
     result, whole = found.result, verdict_table(found.result)
-    links = [_run_links(found.root, arm.runs) for arm in result.every]
-    pages = [Row([*row.cells, one], row.arm) for row, one in zip(whole.rows, links, strict=True)]
-    whole = replace(whole, columns=[*whole.columns, Column("Runs", "links")], rows=pages)
     pairs = pair_table(result)
     told = (
-        f"Each is judged as arms are against {result.compared_with}: the same seeds paired, the "
-        f"same margin and tests, corrected for these {len(pairs.rows)} pairs (Holm) as a family of "
-        "their own. Worse: the first one's loss is higher."
+        f"Each pair is judged as arms are against {result.compared_with}: same seeds, margin and "
+        f"tests, corrected for these {len(pairs.rows)} pairs (Holm) on their own. Worse: the first "
+        "one's loss is higher."
     )
     return [
-        answer_table(result),
+        arm_table(result, found.root),
         Text([margin_line(result)], soft=True),
-        Fold("All columns, with links to the runs", [whole]),
+        Fold("All columns", [whole]),
         Fold("Arms against each other", [Text([told] if pairs else [], soft=True), pairs]),
     ]
 
@@ -264,17 +263,26 @@ def _again(found: Findings) -> list[Content]:
 # --------------------------------------------------------------------- tables
 
 
-def answer_table(result: StudyResult) -> Table:
-    """What a reader needs of each arm: its gap, its verdict, and what it sends."""
-    inter = any(arm.bytes_inter is not None for arm in result.arms)
-    sent = "Bytes between nodes" if inter else "Bytes"
-    columns = [*words("Arm"), *numbers("Gap (nats)"), *words("Verdict"), *numbers(sent)]
+def arm_table(result: StudyResult, root: Path) -> Table:
+    """Return what the figure of gaps has no room for; the page alone has it, as `verdict_table`
+    repeats it with the gaps."""
+    describe = any(arm.arm.describe for arm in result.every)
+    columns = words("Arm", *["What it does"] * describe, "Verdict")
+    columns += [*numbers("Held-out loss", "Perplexity", "Bytes", "Seeds"), Column("Runs", "links")]
     rows = [
-        Row([cells["Arm"], cells["Gap (nats)"], Badge(arm.verdict, arm.verdict), cells[sent]], name)
-        for arm, cells in zip(result.every, verdict_rows(result), strict=True)
-        for name in [arm.name]
+        Row(
+            [
+                arm.name,
+                *([arm.arm.describe or NOTHING] if describe else []),
+                Badge(arm.verdict, arm.verdict, arm.note),
+                *(cells[name] for name in ("Held-out loss", "Perplexity", "Bytes", "Seeds")),
+                _run_links(root, arm.runs),
+            ],
+            arm.name,
+        )
+        for arm, cells in zip(result.ranked, verdict_rows(result), strict=True)
     ]
-    return Table("verdicts", f"Every arm against {result.compared_with}", columns, rows)
+    return Table("verdicts", "What each arm does", columns, rows, page_only=True)
 
 
 def pair_table(result: StudyResult) -> Table:
@@ -297,11 +305,11 @@ def verdict_table(result: StudyResult) -> Table:
             [*_badged(cells, arm), *([arm.arm.describe or NOTHING] if describe else [])],
             arm.name,
         )
-        for arm, cells in zip(result.every, told, strict=True)
+        for arm, cells in zip(result.ranked, told, strict=True)
     ]
     first, verdict, *others = told[0]
     columns = [*words(first, verdict), *numbers(*others), *words(*["What it does"] * describe)]
-    return Table("whole", f"Every arm against {result.compared_with}, in full", columns, rows)
+    return Table("whole", f"Every arm against {result.compared_with}", columns, rows)
 
 
 def _badged(cells: dict[str, str], arm: ArmResult) -> list[str | Badge]:
@@ -557,11 +565,10 @@ def decision(result: StudyResult) -> list[str]:
 
 def _seed(result: StudyResult) -> str:
     """What differs between two seeds: where all runs are given their weights, not these."""
-    models = [run.config.get("model") or {} for run in result.runs]
-    if models and all(one.get("start") or one.get("weights") == "pretrained" for one in models):
+    if result.runs and all(given(run) for run in result.runs):
         return (
-            "The first weights are given, alike for all seeds; a seed fixes every batch and what "
-            "else is drawn."
+            "All seeds start from the same given weights; a seed fixes every batch and all other "
+            "random draws."
         )
     return "A seed fixes the initialization and every batch."
 

@@ -28,7 +28,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _SIGNS = {c: f"\\{c}" for c in "&%$#_{}"}  # what LaTeX writes otherwise
 _SIGNS |= {"−": "$-$", "±": "$\\pm$", "–": "--", "×": "$\\times$", "Σ": "$\\Sigma$", "≤": "$\\le$"}
 _SIGNS |= {"∞": "$\\infty$", "<": "$<$", ">": "$>$", "|": "$|$", "\\": "\\textbackslash{}"}
-_SIGNS |= {"~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
+_SIGNS |= {"~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "≠": "$\\ne$"}
 
 
 def html(document: Document) -> str:
@@ -94,6 +94,8 @@ def _in_markdown(item: Content) -> list[str]:
             return ["```\n{}\n```".format("\n".join(lines))]
         case Terms():
             return ["\n".join(f"- **{what}**: {text}" for what, text in item.pairs)]
+        case Table(page_only=True):
+            return []
         case Table():
             return [f"*{item.caption}*", table_markdown(item)]
         case Figure():
@@ -159,8 +161,9 @@ def _breakable(text: Any) -> markupsafe.Markup:
 
 
 def _code(text: Any) -> markupsafe.Markup:
-    """A text's words in backticks as code."""
-    return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(text))))
+    """A text's words in backticks as code; a value and its interval stay on one line."""
+    text = str(markupsafe.escape(text)).replace(" ± ", "\u00a0±\u00a0")
+    return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", text))
 
 
 def _json_in_html(value: Any) -> str:

@@ -87,13 +87,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column names its rows. id: its anchor on the page."""
+    """A table whose first column names its rows. id: its anchor on the page. page_only: Markdown
+    leaves it out."""
 
     id: str
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Row]
     sortable: bool = True
+    page_only: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.rows)

@@ -36,14 +36,14 @@ _HUES = (
 _GREYS = ("#646464", "#888888", "#404040")
 _GREY_DASHES = ((14.0, 3.0), (2.0, 4.0))
 
-_DIGIT, _AIR, _LINE = 6.3, 8.0, 15.0  # pixels of the axes' labels: a character, between two, a row
+_DIGIT, _AIR, _LINE = 6.3, 12.0, 15.0  # pixels of the axes' labels: a character, between two, a row
 GREY = "#6b7280"
 BAND = "#e5e7eb"
+_RING = "M-1,0A1,1,0,1,1,1,0A1,1,0,1,1,-1,0ZM-.4,0A.4,.4,0,1,0,.4,0A.4,.4,0,1,0,-.4,0Z"
 SHAPES = {
     "baseline": "square",
     claims.ON_PAR: "circle",
-    claims.ABOVE_INSIDE: "M-1,0A1,1,0,0,1,1,0Z",
-    claims.BELOW_INSIDE: "M1,0A1,1,0,0,1,-1,0Z",
+    claims.ON_PAR_MARKED: _RING,
     claims.BETTER: "triangle-down",
     claims.BELOW_OPEN: "triangle-left",
     claims.ABOVE_OPEN: "triangle-right",

@@ -11,7 +11,7 @@ from typing import Any
 from zpp_lab.config.schema import USUAL_WIRES, WIRES
 from zpp_lab.files import shares, text_table
 from zpp_lab.runs.reader import READOUTS, Run
-from zpp_lab.study.judge.claims import EXPECTED
+from zpp_lab.study.judge.claims import EXPECTED, MARK, ON_PAR_MARKED
 from zpp_lab.study.judge.families import look_sizes
 from zpp_lab.study.judge.noise import beside, noise_bands, one_seed
 from zpp_lab.study.judge.stats import Gap
@@ -59,6 +59,7 @@ BAND_COLUMN = "Noise band"  # of a study with one seed: where each gap lies
 READOUT = "Training gap (nats)"  # over the last steps, where runs have `train.readout_steps`
 QUANTIZED = "Quantized (weights, gradients)"  # of their bytes, where runs tell it
 NOTHING = "–"
+SENT = {"Bytes": "over all links", "Bytes between nodes": "between nodes"}
 
 
 def results_csv(result: StudyResult) -> str:
@@ -106,22 +107,22 @@ def _csv_row(arm: ArmResult, seed: int, run: Run) -> dict[str, Any]:
 
 
 def verdict_rows(result: StudyResult) -> list[dict[str, str]]:
-    """The verdict table's cells as text, one row an arm; the keys are COLUMNS, with one seed
-    BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED after the bytes
-    where runs tell it (older ones do not)."""
-    rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.every]
-    readouts = [_gap_cell(result.readout_gap(arm)) for arm in result.every]
+    """The verdict table's cells as text, one row an arm, as `ranked`. The keys are COLUMNS, with
+    one seed BAND_COLUMN after the gap, READOUT after it where runs have one, and QUANTIZED after
+    the bytes where runs tell it (older ones do not)."""
+    rows = [dict(zip(COLUMNS, _cells(result, arm), strict=True)) for arm in result.ranked]
+    readouts = [_gap_cell(result.readout_gap(arm)) for arm in result.ranked]
     if any(cell != NOTHING for cell in readouts):
         told = zip(rows, readouts, strict=True)
         rows = [_with(row, "Gap (nats)", READOUT, cell) for row, cell in told]
-    quantized = [_quantized(arm) for arm in result.every]
+    quantized = [_quantized(arm) for arm in result.ranked]
     if any(cell != NOTHING for cell in quantized):
         told = zip(rows, quantized, strict=True)
         rows = [_with(row, "Bytes between nodes", QUANTIZED, cell) for row, cell in told]
     bands = noise_bands(result) if one_seed(result) else {}
     if not bands:
         return rows
-    placed = [band_cell(result, arm, bands) for arm in result.every]
+    placed = [band_cell(result, arm, bands) for arm in result.ranked]
     told = zip(rows, placed, strict=True)
     return [_with(row, "Gap (nats)", BAND_COLUMN, cell) for row, cell in told]
 
@@ -171,7 +172,7 @@ def p_value_rows(result: StudyResult) -> list[list[str]]:
             *map(_p_value, (t.beyond, t.beyond_corrected)),
             str(t.looks),
         ]
-        for arm in result.every
+        for arm in result.ranked
         if arm.verdict != "baseline"
         for t in (arm.tests,)
     ]
@@ -187,12 +188,14 @@ def correction_line(result: StudyResult) -> str:
     """One sentence on what the corrected p-values stand for."""
     study, looks = result.study, len(look_sizes(result.study))
     arms = sum(a.verdict != "baseline" and a.arm.role not in EXPECTED for a in result.every)
-    text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm; controls "
-    text += "of known verdict stand apart), separately for the claims that gaps differ from 0, "
-    text += "that they are inside the margin and that they lie beyond it"
+    text = f"p-values are corrected for {arms} {'arm' if arms == 1 else 'arms'} (Holm's method, "
+    text += "without controls)"
     if looks > 1:
-        text += f", and for up to {looks} looks at the data"
-    return f"{text}: the chance of any false claim of a kind is at most {1 - study.confidence:.0%}."
+        text += f" and up to {looks} looks at the data"
+    return (
+        f"{text}. The chance of any false claim is at most {1 - study.confidence:.0%} for each of "
+        "the three: differs from 0, inside the margin, beyond it."
+    )
 
 
 def p_value_line(result: StudyResult) -> str:
@@ -238,28 +241,43 @@ def percent(fraction: float | None) -> str:
 
 
 def console_table(result: StudyResult) -> str:
-    """The verdict table for a terminal, with the rule below it and what could not be used."""
-    rows = verdict_rows(result)
-    parts = [text_table(list(rows[0]), [list(row.values()) for row in rows], left=2)]
+    """The verdicts for a terminal, with the rule below them and what could not be used.
+
+    Few columns, so that a row stays on its line; the report has all.
+    """
+    sent = sent_column(result)
+    kept = ["Arm", "Verdict", "Gap (nats)", BAND_COLUMN, READOUT, sent, "Seeds"]
+    rows = [{key: row[key] for key in kept if key in row} for row in verdict_rows(result)]
+    heads = ["Bytes" if key == sent else key for key in rows[0]]
+    parts = [text_table(heads, [list(row.values()) for row in rows], left=2)]
     parts.append(margin_line(result))
+    parts[-1] += f" Bytes: a step's {SENT[sent]}, as a share of the baseline's."
     notes = [*result.notes[:_NOTES]]
     if len(result.notes) > _NOTES:
         notes.append(f"and {len(result.notes) - _NOTES} notes more, in report.html")
     return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
 
 
+def sent_column(result: StudyResult) -> str:
+    """The column of the bytes that a reader asks for first."""
+    inter = any(arm.bytes_inter is not None for arm in result.arms)
+    return "Bytes between nodes" if inter else "Bytes"
+
+
 def margin_line(result: StudyResult) -> str:
-    """One sentence on what the verdicts mean."""
+    """Return what the verdicts mean, in a few sentences."""
     study = result.study
     if result.margin is None:
         return f"No finished run of the baseline {study.baseline}: nothing to compare with yet."
     if one_seed(result):
         return f"{_one_seed_line(result)}{_readout_line(result)}"
+    marked = any(arm.verdict == ON_PAR_MARKED for arm in result.every)
+    mark = f" {MARK}: the gap is also shown to differ from 0." if marked else ""
     return (
-        f"Gap: held-out loss minus that of {result.compared_with} with the same seed, mean ± half "
-        "of the interval that decides, which has the level of the test behind its verdict after "
-        f"all corrections. It is {interval_line(result)}. Margin: {margin_nats(result)} "
-        f"({study.margin:.2%} of the baseline's loss). {correction_line(result)}"
+        f"Gap: held-out loss minus that of {result.compared_with} with the same seed, in nats a "
+        f"token; mean ± half of the interval {interval_line(result)}, at the level of the test "
+        f"behind the verdict. Margin: {margin_nats(result)} ({study.margin:.2%} of the baseline's "
+        f"loss). On par: shown to be inside the margin.{mark} {correction_line(result)}"
         f"{_readout_line(result)}"
     )
 
@@ -271,9 +289,9 @@ def interval_line(result: StudyResult) -> str:
     alone = [arm.name for arm in tested if arm.gap and arm.gap.documents is None]
     texts = sorted({len(arm.documents.tokens) for arm in tested if arm.documents})
     if not texts:
-        return "over seeds alone: no pair of runs tells losses of the same documents, at least two"
+        return "over seeds alone (no two runs recorded losses of at least two shared documents)"
     over = f"over seeds and {' or '.join(map(str, texts))} held-out documents"
-    without = f" (over seeds alone, for want of documents: {', '.join(alone)})" if alone else ""
+    without = f" (over seeds alone without documents: {', '.join(alone)})" if alone else ""
     return f"{over}{without}"
 
 
@@ -284,24 +302,24 @@ def _readout_line(result: StudyResult) -> str:
         return ""
     last = " or ".join(map(str, sorted(steps)))
     return (
-        f" Training gap: the same of the mean training loss of the last {last} steps, a number "
-        "chosen before the study; no verdict goes by it."
+        f" Training gap: the same for the mean training loss of the last {last} steps, a number "
+        "chosen before the study. No verdict uses it."
     )
 
 
 def _one_seed_line(result: StudyResult) -> str:
     text = (
-        f"Gap: held-out loss minus that of {result.compared_with} with the same seed; below 0 the "
-        "loss is lower. One seed an arm: no interval, and nothing is tested, so what has run is "
-        "undecided."
+        f"Gap: held-out loss minus that of {result.compared_with} with the same seed, in nats a "
+        "token; below 0 the loss is lower. With one seed an arm there is no interval and no test, "
+        "so finished arms are undecided."
     )
     widths = band_widths(result)
     if not widths:
         return text
     return (
-        f"{text} Noise band: {widths}, as far as the order of sums alone moved the loss (one "
-        "draw). Above it a loss is higher than that explains, below it lower; ×: the gap in units "
-        "of the band."
+        f"{text} Noise band: {widths}, how far another order of sums alone moved the loss (one "
+        "draw). A loss above it is higher than that explains, one below it lower; ×: the gap in "
+        "units of the band."
     )
 
 

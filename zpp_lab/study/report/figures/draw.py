@@ -44,7 +44,7 @@ from zpp_lab.study.report.figures.training import (
 )
 from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.style import OTHERS, TOLD, Style, study_looks
-from zpp_lab.study.report.table import margin_nats
+from zpp_lab.study.report.table import SENT, margin_nats, sent_column
 
 _BAND = "Darker, with a dashed edge: the noise band, ± the largest gap of {controls}"
 TITLES = {
@@ -72,7 +72,7 @@ ROOM = {"left": 24, "right": 48, "top": 8, "bottom": 8}
 _TEXTS = {
     "gap": "Point: mean over the seeds. Line: the interval that decides the verdict, corrected for "
     "the number of arms. Ticks, where there is room: single seeds. Shaded: the margin, {margin}. "
-    "The axis is linear around 0 and logarithmic beyond the margin.",
+    "The axis is linear around 0 and logarithmic beyond the margin. {bytes}",
     "gap_vs_bytes": "Bytes of a training step over all ranks, as a share of what {baseline} sends. "
     "Dashed: the Pareto front, which no arm beats in both (controls are left out of it). Lines: "
     "the intervals that decide the verdicts; shaded: the margin.",
@@ -104,7 +104,7 @@ _TEXTS = {
 }
 _ONE_SEED = {
     "gap": "Point: the one seed; left of 0 its loss is lower than the baseline's. Shaded: the "
-    "margin.{darker} The axis is linear around 0 and logarithmic beyond the margin.",
+    "margin.{darker} The axis is linear around 0 and logarithmic beyond the margin. {bytes}",
     "gap_vs_bytes": "Bytes of a training step over all ranks, as a share of what {baseline} sends. "
     "Shaded: the margin.{darker} No Pareto front: with one seed the order of the gaps may be "
     "noise.",
@@ -137,6 +137,7 @@ def caption(name: str, result: StudyResult) -> str:
         margin=margin_nats(result) if result.margin else "",
         darker=" Darker, with a dashed edge: the noise band." if lone_bands(result) else "",
         apart=_APART,
+        bytes=f"Bytes: a step's {SENT[sent_column(result)]}, as a share of the baseline's.",
     )
     return text + _band(name, result) + _missing(name, result) + _grey(name, result)
 

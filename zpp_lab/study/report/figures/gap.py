@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import altair as alt
 
 from zpp_lab.study.judge import claims
+from zpp_lab.study.judge.advice import cost
 from zpp_lab.study.judge.noise import Beside, beside, noise_bands, one_seed
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult
 from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.style import BAND, GREY, TOLD, GapAxis, Style, chart, finish, quantities
-from zpp_lab.study.report.table import gap_text
+from zpp_lab.study.report.table import gap_text, percent
 
 T = TypeVar("T")
 Spec = dict[str, Any]
@@ -32,14 +33,14 @@ _SHARES = {
 }
 PANEL = (355, 340)  # pixels of a panel of the cost figures
 _WIDTH, _PHONE = 600, 335  # pixels of the gap figure's panel, and of all of it on a phone
-_WORDS = 132  # pixels from the rows to their verdicts; the gaps stand between
+_COLUMNS = {"gap": 12, "sent": 132, "label": 200}  # pixels from the rows to the words beside them
+_HEADS = {"gap": "Gap ± interval", "sent": "Bytes", "label": "Verdict"}
+_NARROW = 0.7  # of the panel: so far a narrow page shrinks it, and its ticks must still fit
 _ROWS, _PHONE_ROWS = 500, 440  # pixels of all of its rows, so that it lies within a first screen
 _ROW, _SEEDS = (14, 32), 24  # pixels of a row, least and most; from where on seeds have room in it
 _PHONE_ROW = (11, 34)
 _NAME = 260  # pixels of an arm's name, at most
 _SHORT = {  # verdicts beside the rows on a phone
-    claims.ABOVE_INSIDE: "above 0, inside",
-    claims.BELOW_INSIDE: "below 0, inside",
     claims.ABOVE_OPEN: "above 0, open",
     claims.BELOW_OPEN: "below 0, open",
 }
@@ -55,10 +56,10 @@ def front(points: Sequence[tuple[float, float, T]]) -> list[T]:
     kept: list[T] = []
     best = float("inf")
     at = float("nan")
-    for cost, gap, what in known:
-        if gap < best or (gap == best and cost == at):
+    for price, gap, what in known:
+        if gap < best or (gap == best and price == at):
             kept.append(what)
-            best, at = gap, cost
+            best, at = gap, price
     return kept
 
 
@@ -94,9 +95,16 @@ def _gap_row(arm: ArmResult, at: Beside | None) -> Row:
         "bytes_inter": arm.bytes_inter,
         "seeds": arm.gap.n,
         "gap": gap_text(arm),
+        "sent": percent(cost(arm)),
         "label": arm.verdict if at is None else _placed(arm, at),
-        "short": _SHORT.get(arm.verdict, arm.verdict) if at is None else at.text,
+        "short": _on_phone(_SHORT.get(arm.verdict, arm.verdict) if at is None else at.text, arm),
     } | ({} if at is None else {"noise_from": -at.noise, "noise_to": at.noise})
+
+
+def _on_phone(verdict: str, arm: ArmResult) -> str:
+    """A verdict with the bytes, which have no column there."""
+    sent = cost(arm)
+    return verdict if sent is None else f"{verdict} · {percent(sent)}"
 
 
 def _placed(arm: ArmResult, at: Beside) -> str:
@@ -191,8 +199,9 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
         for whole, (least, most) in ((_ROWS, _ROW), (_PHONE_ROWS, _PHONE_ROW))
     )
     axis = alt.Axis(grid=False, ticks=False, labelPadding=8, labelLimit=_NAME, labelOverlap=False)
-    y = alt.Y("arm:N", sort=[arm.name for arm in result.every], title=None, axis=axis)
-    x: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(_WIDTH, across=True)}
+    whole = alt.Scale(paddingInner=0, paddingOuter=0)  # so that the rows' margins are one band
+    y = alt.Y("arm:N", sort=[a.name for a in result.ranked], title=None, axis=axis, scale=whole)
+    x: dict[str, Any] = {"scale": gaps.scale, "axis": gaps.axis(_NARROW * _WIDTH, across=True)}
     x["title"] = f"Held-out loss gap to {result.compared_with} (nats per token)"
     seeds = row >= _SEEDS and any(one["seeds"] > 1 for one in rows)
     layers = [*_below(rows, y, x), *_marks(rows, style, y, x, seeds)]
@@ -200,7 +209,7 @@ def gap_figure(result: StudyResult, style: Style) -> Spec:
     marks = {"seeds": _colored(seed_rows(result), rows)} if seeds else {}
     data = {"arms": rows, "margin": margin_rows(result.margin), **marks}
     longest = min(_NAME, 7 * max(len(row["arm"]) for row in rows))
-    beside = _WORDS + 16 + 6 * max(len(row["label"]) for row in rows)
+    beside = _COLUMNS["label"] + 4 + 6 * max(len(row["label"]) for row in rows)
     spec = finish(made, data, side=30 + longest, legend=beside)
     font = 11 if on_phone > 13 else 9
     names, words = (
@@ -259,8 +268,17 @@ def _marks(
         outer.encode(x=alt.X("low:Q", **x), x2="high:Q"),
         *([ticks.encode(x=alt.X("gap:Q", **x), y=y, color=color)] if seeds else []),
         point.encode(x=alt.X("mean:Q", **x), shape=style.shape(verdicts, False)),
-        text.encode(x=alt.value(_WIDTH + 12), text="gap:N").properties(name="numbers"),
-        text.encode(x=alt.value(_WIDTH + _WORDS), text="label:N").properties(name="words"),
+        *(
+            text.encode(x=alt.value(_WIDTH + at), text=f"{key}:N").properties(name=f"words_{key}")
+            for key, at in _COLUMNS.items()
+        ),
+        *(
+            chart("margin", by_arm=False)
+            .mark_text(align="left", baseline="bottom", fontSize=11, color=GREY)
+            .encode(x=alt.value(_WIDTH + at), y=alt.value(-6), text=alt.value(_HEADS[key]))
+            .properties(name=f"head_{key}")
+            for key, at in _COLUMNS.items()
+        ),
     ]
 
 

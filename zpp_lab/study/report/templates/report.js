@@ -23,14 +23,15 @@ function fit(spec, room) {
     panels[0].height.step = phone.row;
     each = phone.side;
     spec.config.axisY = { labelFontSize: phone.font, labelLimit: phone.side - 14 };
-    panels[0].layer = panels[0].layer.filter(layer => layer.name !== "numbers");
+    panels[0].layer = panels[0].layer.filter(
+      layer => !/^head_|^words_/.test(layer.name) || layer.name === "words_label");
   }
   if (spec.concat || spec.facet) spec.columns = columns;
   for (const panel of panels) {
     panel.width = Math.min(panel.width, Math.floor(left / columns) - each);
     for (const layer of panel.layer || []) {
-      if (layer.name === "numbers" || layer.name === "words") layer.encoding.x.value += panel.width - width;
-      if (layer.name === "words" && phone) {
+      if (/^head_|^words_/.test(layer.name)) layer.encoding.x.value += panel.width - width;
+      if (layer.name === "words_label" && phone) {
         layer.encoding.x.value = panel.width + 8;
         layer.encoding.text.field = "short";
         layer.mark.fontSize = phone.font;
