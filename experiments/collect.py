@@ -78,6 +78,8 @@ def chosen(studies: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
                 faults += (
                     [f"{name} finished twice and differs: {'; '.join(found)}"] if found else []
                 )
+                if has_accuracy(folder) and not has_accuracy(best[name]):
+                    best[name] = folder
             elif rank(folder) > rank(best[name]):
                 best[name] = folder
     return best, faults
@@ -113,6 +115,11 @@ def rank(run: Path) -> tuple[bool, int]:
 
 def done(run: Path) -> bool:
     return (run / "summary.json").is_file()
+
+
+def has_accuracy(run: Path) -> bool:
+    """False for a run of an older commit, which wrote less of the same result."""
+    return "heldout_accuracy" in json.loads((run / "summary.json").read_text())
 
 
 def steps(run: Path) -> int:

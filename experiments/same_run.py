@@ -1,7 +1,8 @@
 """Are two run folders the same run to the bit? `same_run.py ONE OTHER` ends with 0 when they are.
 
 Compared are all lines of metrics.jsonl without times, the held-out losses by document and the
-summaries' results.
+summaries' results. What runs of older commits did not write, accuracy among it, is compared where
+both have it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ from typing import Any
 
 from zpp_lab.runs.metrics import unmeasured
 
+NEWER = ("heldout_accuracy", "correct", "bytes")  # the last two in heldout.json
 RESULTS = ("steps", "loss", "heldout_loss", "heldout_loss_master", "tokens", "bytes")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "metrics.jsonl").read_text().splitlines()
     return [unmeasured(json.loads(line)) for line in text]
+
+
+def differing(one: dict[str, Any], other: dict[str, Any], newer: tuple[str, ...]) -> list[str]:
+    """Keys whose values differ, but for those of `newer` that only one has."""
+    shared = one.keys() & other.keys()
+    keys = [k for k in one.keys() | other.keys() if k in shared or k not in newer]
+    return sorted(k for k in keys if one.get(k) != other.get(k))
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -28,12 +37,11 @@ def differences(one: Path, other: Path) -> list[str]:
     if len(a) != len(b):
         found.append(f"{len(a)} steps and {len(b)}")
     for x, y in zip(a, b, strict=False):
-        keys = [k for k in sorted(set(x) | set(y)) if x.get(k) != y.get(k)]
-        if keys:
+        if keys := differing(x, y, NEWER[:1]):
             found.append(f"step {x['step']}: {', '.join(keys)}")
             break
-    if (one / "heldout.json").read_bytes() != (other / "heldout.json").read_bytes():
-        found.append("heldout.json")
+    h, k = (json.loads((folder / "heldout.json").read_text()) for folder in (one, other))
+    found += ["heldout.json"] if differing(h, k, NEWER[1:]) else []
     s, t = (json.loads((folder / "summary.json").read_text()) for folder in (one, other))
     return found + [f"summary: {key}" for key in RESULTS if s[key] != t[key]]
 

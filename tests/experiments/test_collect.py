@@ -46,6 +46,27 @@ def test_runs_that_differ_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "all").exists()
 
 
+def test_a_run_that_writes_accuracy_equals_an_older_one_and_is_kept(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        write_run(tmp_path / name / "s" / "zero3" / "seed1", [3.0, 2.0])
+    for name, share in (("two", 0.5), ("three", 0.25)):
+        run = tmp_path / name / "s" / "zero3" / "seed1"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows[1]["heldout_accuracy"] = share
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "heldout.json").write_text(json.dumps({"correct": [share * 8]}))
+        summary = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps({**summary, "heldout_accuracy": share}))
+    archives = [packed(tmp_path, name) for name in ("one", "two", "three")]
+    done = collect(tmp_path / "all", *archives[:2])
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "all" / "zero3" / "seed1" / "summary.json").read_text())
+    assert kept["heldout_accuracy"] == 0.5
+    done = collect(tmp_path / "other", *archives[1:])
+    assert done.returncode == 1
+    assert "step 2: heldout_accuracy; heldout.json" in done.stderr
+
+
 def test_other_tokens_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "one" / "s" / "zero3" / "seed1", [3.0])
     write_run(tmp_path / "two" / "s" / "w8" / "seed1", [3.0], data="other")
