@@ -434,6 +434,9 @@ def sources() -> tuple[list[Measured], list[StudyResult], list[StudyResult]]:
     """What the published table is made of: speeds, the budgets that have two seeds of plain
     training, and the studies beside them."""
     measured = [m for m in read_speeds(SPEEDS) if m.setting.model == SIZE]
+    calls = {m.call for m in measured if m.twin}
+    if calls:  # ratios of calls without twins are not shown beside them
+        measured = [m for m in measured if m.call in calls]
     budgets, beside = ([r for name in names if (r := kept(name))] for names in (BUDGETS, BESIDE))
     return measured, [result for result in budgets if len(_losses(result)) > 1], beside
 

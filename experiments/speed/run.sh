@@ -133,7 +133,7 @@ for part in "$@"; do
       bench "${SECONDS_LINKS:-400}" 1_3b "$out" --nodes "${part%x*}" --gpus-per-node "${part#*x}" \
         ${TAG:+--tag "$TAG"} $(shared "${part%x*}" "${part#*x}") --link-gbps "$links" --recipes "${ARMS:-$ours}" "${own[@]}" ;;
     twins)  # as few steps as let seven arms take three turns at four speeds within five minutes
-      STEPS=${STEPS:-2} TURN=${TURN:-4} bench "${SECONDS_LINKS:-290}" 1_3b "$out" --nodes 2 \
+      STEPS=${STEPS:-2} TURN=${TURN:-3} bench "${SECONDS_LINKS:-290}" 1_3b "$out" --nodes 2 \
         --gpus-per-node 1 ${TAG:+--tag "$TAG"} $(shared 2 1) --link-gbps "$links" \
         --recipes "${ARMS:-fsdp2,fsdp2+node,hsdp}" "${own[@]}" ;;
     blocks)  # by turns in the same processes: calls of their own would compare the host's moods

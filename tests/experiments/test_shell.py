@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 
 from zpp_lab.runs.reader import read_metrics
@@ -39,6 +40,24 @@ def test_a_speed_bench_that_is_stopped_ends_its_ranks_first(tmp_path: Path) -> N
     said = bash(program, tmp_path, GPUS="2")
     assert (tmp_path / "ended").exists()
     assert "2x2: not begun, stopped" in said
+
+
+def test_any_arm_can_be_timed_beside_the_twins(tmp_path: Path) -> None:
+    """OWN has names of the script's arms, recipes, and NAME: OVERRIDES behind a semicolon."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(
+        '#!/bin/bash\ncase "$*" in\n*"bench step"*) printf "%s\\n" "$@" > "$OUT/words" ;;\n'
+        f'*) exec {sys.executable} "$@" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    program = 'PATH="$OUT/bin:$PATH" bash experiments/speed/run.sh "$OUT" twins'
+    bash(program, tmp_path, OWN="diff_g84h zeropp; mine: recipe=w4 recipe.hops=2")
+    words = (tmp_path / "words").read_text().splitlines()
+    own = [after for word, after in pairwise(words) if word == "--arm"]
+    assert own[0].startswith("diff_g84h: ")
+    assert own[1:] == ["zeropp", "mine: recipe=w4 recipe.hops=2"]
+    assert words[words.index("--recipes") + 1] == "fsdp2,fsdp2+node,hsdp"
 
 
 def test_an_archive_is_made_while_runs_write(tmp_path: Path) -> None:
