@@ -11,20 +11,18 @@ With pairs of arms it prints 2 and 3 of these alone, of any study.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import t as student
 
 from zpp_lab.config.compose import compose
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.engines.build import build_plan
 from zpp_lab.models import build_model
 from zpp_lab.runs.reader import read_metrics
-from zpp_lab.study.judge.stats import t_interval
+from zpp_lab.study.judge.stats import ratio_interval, t_interval
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 from zpp_lab.study.report.render import markdown_table
 from zpp_lab.study.report.table import NOTHING, gap_text, signed
@@ -60,18 +58,6 @@ def spread(values: Sequence[float]) -> str:
     return f"{signed((low + high) / 2)} ± {(high - low) / 2:.4f}"
 
 
-def fieller(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the ratio of two means of pairs: every r for which Student's test of
-    mean(over − r · under) = 0 is not rejected. Bounded only where `under` is not 0 by that test."""
-    n, (x, y) = len(over), (np.mean(over), np.mean(under))
-    cov = np.cov(over, under) / n * student.ppf(0.975, n - 1) ** 2
-    a, b, c = y * y - cov[1, 1], cov[0, 1] - x * y, x * x - cov[0, 0]
-    if a <= 0:
-        raise ValueError("the gap below the line may be 0: its ratio has no bounds")
-    root = math.sqrt(b * b - a * c)
-    return (-b - root) / a, (-b + root) / a
-
-
 def main() -> None:
     result = read_result(Path(sys.argv[1]))
     given = [(one, other) for one, _, other in (word.partition("/") for word in sys.argv[2:])]
@@ -87,7 +73,7 @@ def main() -> None:
         seeds = sorted({*gaps[one]} & {*gaps[other]})
         both = [[gaps[arm][s] for s in seeds] for arm in (one, other)]
         try:
-            bounds = "{:.2f} to {:.2f}".format(*fieller(*both))
+            bounds = "{:.2f} to {:.2f}".format(*ratio_interval(*both))
         except ValueError as error:
             bounds = str(error)
         print(f"{one} / {other}: {np.mean(both[0]) / np.mean(both[1]):.2f} ({bounds})")

@@ -8,6 +8,9 @@
     python experiments/reference/law.py gaps STUDY...       LOSS.md's tables and loss.svg
     python experiments/reference/law.py scatter STUDY...    its table of gaps' scatter
     python experiments/reference/law.py tokens STUDY...     its tables of what more tokens do
+    python experiments/reference/law.py steps STUDY STUDY [ARM/ARM...]
+                                                            gaps after few and after many steps, and
+                                                            each arm's exponent on steps
     python experiments/reference/law.py published           gaps that SDP4Bit's authors report
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
@@ -44,7 +47,7 @@ from zpp_lab.models import build_model
 from zpp_lab.runs.provenance import commit
 from zpp_lab.runs.reader import read_metrics
 from zpp_lab.study.judge.noise import PAIRED, taken_off
-from zpp_lab.study.judge.stats import t_interval
+from zpp_lab.study.judge.stats import ratio_interval, t_interval
 from zpp_lab.study.judge.verdict import StudyResult, read_result
 from zpp_lab.study.report.figures.draw import vegalite_version
 from zpp_lab.study.report.style import FONT
@@ -162,6 +165,8 @@ def main() -> int:
         scatter(studies)
     elif command == "tokens":
         tokens(studies)
+    elif command == "steps":
+        print(by_steps(studies[0], studies[1], [word.split("/") for word in studies[2:]]))
     elif command == "published":
         beside_published()
     else:
@@ -327,6 +332,61 @@ def tokens(studies: list[str]) -> None:
         found[arm]["growth, held out"] = interval([last[arm][s] - first[arm][s] for s in both])
     show_table(READ, {arm: found[arm] for arm in arms if arm != result.baseline.name})
     show_table(ERRORS, {arm: row for arm, row in errors.items() if row})
+
+
+def by_steps(first: str, last: str, pairs: Sequence[Sequence[str]] = ()) -> str:
+    """A table of two studies that differ in their steps: of each arm of both the mean gap with its
+    95 % interval over seeds alone (Student's t) and n, the growth paired by seed, and the exponent
+    on steps. Then a row for each pair of arms, the first less the second, paired by seed."""
+    found = [gaps_by_seed(name) for name in (first, last)]
+    if not all(found):
+        raise ValueError(f"{first} and {last}: one has no kept gaps; keep.py puts runs there")
+    steps = [steps_of(name) for name in (first, last)]
+    rows = {arm: [gaps[arm] for gaps in found] for arm in found[1] if arm in found[0]}
+    for one, other in pairs:
+        rows[f"{one} less {other}"] = [paired(rows[one][i], rows[other][i]) for i in (0, 1)]
+    head = ["arm", *(f"{n:,} steps" for n in steps), "growth, paired", "exponent on steps, 95 %"]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}"]
+    for name, (few, many) in rows.items():
+        cells = [interval(list(gaps.values())) for gaps in (few, many, paired(many, few))]
+        lines.append(f"| {' | '.join([name, *cells, exponent(few, many, steps[1] / steps[0])])} |")
+    return "\n".join(lines)
+
+
+def gaps_by_seed(name: str) -> dict[str, Mapping[int, float]]:
+    """Of each arm but the baseline that has run; {} where the study has not run."""
+    result = kept(name)
+    arms = result.arms if result else []
+    return {arm.name: arm.gaps for arm in arms if arm.gaps and arm.arm.role != "baseline"}
+
+
+def steps_of(name: str) -> int:
+    study = load_study(name)
+    return compose(study.overrides).train.steps
+
+
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    """The first less the second, of the seeds that both have."""
+    return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}
+
+
+def exponent(few: Mapping[int, float], many: Mapping[int, float], times: float) -> str:
+    """Of steps in a gap: log(many / few) / log(times), with the 95 % interval of the ratio of both
+    means over the seeds that they share. Empty where fewer than three are shared, or where a mean
+    or an end of the interval is not positive, so that it has no logarithm."""
+    seeds = sorted(few.keys() & many.keys())
+    if len(seeds) < 3:
+        return ""
+    before, after = ([gaps[seed] for seed in seeds] for gaps in (few, many))
+    try:
+        low, high = ratio_interval(after, before)
+    except ValueError:
+        return ""
+    middle = fmean(after) / fmean(before)
+    if min(low, middle) <= 0:
+        return ""
+    ends = [math.log(x) / math.log(times) for x in (middle, low, high)]
+    return "{:+.2f} ({:+.2f} to {:+.2f})".format(*ends).replace("-", "−")
 
 
 def trained(folder: Path) -> float:

@@ -313,6 +313,30 @@ def judged(loss: float, **gaps: list[float]) -> StudyResult:
     return judge_study(StudyConfig("s", "?", arms, list(seeds)), runs)
 
 
+def test_gaps_by_steps_are_paired_and_their_exponent_is_that_of_the_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = loaded("experiments/reference/law.py")
+    noise = [0.0001 * (s % 3 - 1) for s in range(8)]
+    grows, stays = [0.01 + n for n in noise], [0.002 - n for n in noise]
+    found = {
+        "few": judged(2.0, zeropp=grows, rotated=stays, alone=stays),
+        "many": judged(2.0, zeropp=[2 * g for g in grows], rotated=stays),
+    }
+    monkeypatch.setattr(script, "kept", found.get)
+    monkeypatch.setattr(script, "steps_of", {"few": 1500, "many": 6000}.get)
+    lines = script.by_steps("few", "many", [["zeropp", "rotated"]]).split("\n")
+    rows = {row[0]: row[1:] for line in lines[2:] if (row := line.strip("| ").split(" | "))}
+    assert lines[0].startswith("| arm | 1,500 steps | 6,000 steps |")
+    assert list(rows) == ["zeropp", "rotated", "zeropp less rotated"], "alone has run in one study"
+    assert rows["zeropp"][3] == "+0.50 (+0.50 to +0.50)", "twice the gap in four times the steps"
+    assert rows["rotated"][2].startswith("0.0000 ± 0.0000 (8)")
+    assert rows["zeropp less rotated"][1].startswith("+0.018")
+    assert script.exponent({1: 0.1, 2: -0.1, 3: 0.0}, {1: 0.2, 2: 0.2, 3: 0.2}, 4) == ""
+    with pytest.raises(ValueError, match="none"):
+        script.by_steps("few", "none")
+
+
 def page_of(script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *heads: str) -> Path:
     """A page with a table for each head, which the script takes for its own."""
     page = folder / "page.md"

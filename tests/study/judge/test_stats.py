@@ -11,6 +11,7 @@ from statsmodels.stats.weightstats import ttost_paired
 
 from zpp_lab.study.judge.stats import (
     decision_probability,
+    ratio_interval,
     seeds_for_equivalence,
     summarize,
     t_interval,
@@ -110,3 +111,12 @@ def test_seeds_for_equivalence_is_the_fewest_with_80_percent(ratio: float) -> No
     assert n is not None
     assert decision_probability(n, 0.0, ratio * 0.006, 0.006)[0] >= 0.8
     assert n == 2 or decision_probability(n - 1, 0.0, ratio * 0.006, 0.006)[0] < 0.8
+
+
+def test_the_ratio_of_paired_means_is_bounded_only_where_the_lower_one_is_not_zero() -> None:
+    under = [1.0, 1.2, 0.9, 1.1]
+    assert ratio_interval([2 * x for x in under], under) == pytest.approx((2, 2))
+    low, high = ratio_interval([2.1, 2.2, 1.8, 2.3], under)
+    assert low < 2 < high
+    with pytest.raises(ValueError, match="ratio"):
+        ratio_interval(under, [0.1, -0.1, 0.2, -0.2])

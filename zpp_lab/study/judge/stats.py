@@ -156,6 +156,19 @@ def _all_alike(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 
 
+def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """Fieller's 95 % interval of the ratio of two means of pairs: every r for which Student's test
+    of mean(over − r · under) = 0 is not rejected. ValueError where `under` is not distinguishable
+    from 0, as the ratio then has no bounds."""
+    n, (x, y) = len(over), (np.mean(over), np.mean(under))
+    cov = np.cov(over, under) / n * special.stdtrit(n - 1, 0.975) ** 2
+    a, b, c = y * y - cov[1, 1], cov[0, 1] - x * y, x * x - cov[0, 0]
+    if a <= 0:
+        raise ValueError("the lower mean may be 0: the ratio has no bounds; add seeds")
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    return float((-b - root) / a), float((-b + root) / a)
+
+
 def t_interval(
     values: Sequence[float] | np.ndarray, confidence: float, documents: Part | None = None
 ) -> tuple[float, float]:
