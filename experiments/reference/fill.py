@@ -160,7 +160,7 @@ SIZES = {  # first figures; `Measured` learns the pace of all from those that ra
     "reference_3m": Size(0.6, 5.0),
     "reference_10m_12m": Size(0.26),
     "reference_10m_200m": Size(4.0),
-    "reference_10m_6000": Size(1.6),
+    "reference_10m_6000": Size(1.9),
     "reference_10m_12000": Size(2.8),
     "token_curve": Size(1.2),
     "reference_3m_ratio": Size(0.6, 5.0),

@@ -8,9 +8,10 @@
     python experiments/reference/law.py gaps STUDY...       LOSS.md's tables and loss.svg
     python experiments/reference/law.py scatter STUDY...    its table of gaps' scatter
     python experiments/reference/law.py tokens STUDY...     its tables of what more tokens do
-    python experiments/reference/law.py steps STUDY STUDY [ARM/ARM...]
+    python experiments/reference/law.py steps STUDY STUDY [ARM/ARM...] [FIRST:LAST]
                                                             gaps after few and after many steps, and
-                                                            each arm's exponent on steps
+                                                            each arm's exponent on steps; of all
+                                                            seeds, or of those from FIRST to LAST
     python experiments/reference/law.py published           gaps that SDP4Bit's authors report
 
 Runs are those of experiments/reference/NAME.tar.xz. `fit` takes arms with two seeds or more; both
@@ -166,7 +167,10 @@ def main() -> int:
     elif command == "tokens":
         tokens(studies)
     elif command == "steps":
-        print(by_steps(studies[0], studies[1], [word.split("/") for word in studies[2:]]))
+        pairs = [word.split("/") for word in studies[2:] if "/" in word]
+        ends = [tuple(map(int, word.split(":"))) for word in studies[2:] if ":" in word]
+        seeds = range(ends[0][0], ends[0][1] + 1) if ends else None
+        print(by_steps(studies[0], studies[1], pairs, seeds))
     elif command == "published":
         beside_published()
     else:
@@ -334,15 +338,23 @@ def tokens(studies: list[str]) -> None:
     show_table(ERRORS, {arm: row for arm, row in errors.items() if row})
 
 
-def by_steps(first: str, last: str, pairs: Sequence[Sequence[str]] = ()) -> str:
+def by_steps(
+    first: str, last: str, pairs: Sequence[Sequence[str]] = (), seeds: range | None = None
+) -> str:
     """A table of two studies that differ in their steps: of each arm of both the mean gap with its
     95 % interval over seeds alone (Student's t) and n, the growth paired by seed, and the exponent
-    on steps. Then a row for each pair of arms, the first less the second, paired by seed."""
+    on steps. Then a row for each pair of arms, the first less the second, paired by seed. With
+    `seeds` of these alone: a prediction that rests on some seeds is tested by the others."""
     found = [gaps_by_seed(name) for name in (first, last)]
     if not all(found):
         raise ValueError(f"{first} and {last}: one has no kept gaps; keep.py puts runs there")
     steps = [steps_of(name) for name in (first, last)]
     rows = {arm: [gaps[arm] for gaps in found] for arm in found[1] if arm in found[0]}
+    if seeds is not None:
+        rows = {
+            arm: [{seed: gap for seed, gap in gaps.items() if seed in seeds} for gaps in own]
+            for arm, own in rows.items()
+        }
     for one, other in pairs:
         rows[f"{one} less {other}"] = [paired(rows[one][i], rows[other][i]) for i in (0, 1)]
     head = ["arm", *(f"{n:,} steps" for n in steps), "growth, paired", "exponent on steps, 95 %"]

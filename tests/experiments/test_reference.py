@@ -332,6 +332,8 @@ def test_gaps_by_steps_are_paired_and_their_exponent_is_that_of_the_ratio(
     assert rows["zeropp"][3] == "+0.50 (+0.50 to +0.50)", "twice the gap in four times the steps"
     assert rows["rotated"][2].startswith("0.0000 ± 0.0000 (8)")
     assert rows["zeropp less rotated"][1].startswith("+0.018")
+    some = script.by_steps("few", "many", [["zeropp", "rotated"]], range(4, 9)).split("\n")
+    assert all(line.count(" (5)") == 3 for line in some[2:])
     assert script.exponent({1: 0.1, 2: -0.1, 3: 0.0}, {1: 0.2, 2: 0.2, 3: 0.2}, 4) == ""
     with pytest.raises(ValueError, match="none"):
         script.by_steps("few", "none")
