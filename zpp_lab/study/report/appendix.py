@@ -151,7 +151,8 @@ def scope(result: StudyResult) -> str:
     weights = "given" if all(given(run) for run in runs) else "random"
     return (
         f"Measured with {sizes} parameters from {weights} weights, {steps} "
-        f"steps ({tokens} tokens), {where}, {seeds} seeds an arm; other scales are not tested here."
+        f"steps ({tokens} tokens), {where}, {seeds} seed{'s' * (seeds != '1')} an arm. Other "
+        "scales are not tested here."
     )
 
 

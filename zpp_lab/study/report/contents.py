@@ -267,16 +267,16 @@ def arm_table(result: StudyResult, root: Path) -> Table:
     """Return what the figure of gaps has no room for; the page alone has it, as `verdict_table`
     repeats it with the gaps."""
     describe = any(arm.arm.describe for arm in result.every)
-    columns = words("Arm", *["What it does"] * describe, "Verdict")
+    columns = words("Arm", "Verdict", *["What it does"] * describe)
     columns += [*numbers("Held-out loss", "Perplexity", "Bytes", "Seeds"), Column("Runs", "links")]
     rows = [
         Row(
             [
                 arm.name,
-                *([arm.arm.describe or NOTHING] if describe else []),
                 Badge(arm.verdict, arm.verdict, arm.note),
+                *([arm.arm.describe or NOTHING] if describe else []),
                 *(cells[name] for name in ("Held-out loss", "Perplexity", "Bytes", "Seeds")),
-                _run_links(root, arm.runs),
+                run_links(root, arm.runs),
             ],
             arm.name,
         )
@@ -422,7 +422,7 @@ def _estimate(e: Estimate) -> list[str]:
     return [signed(e.mean), signed(e.low), signed(e.high), str(e.seeds)]
 
 
-def _run_links(root: Path, runs: Mapping[int, Run]) -> Links:
+def run_links(root: Path, runs: Mapping[int, Run]) -> Links:
     """Each run's folder, seen from `root`, and its page in wandb where it has one."""
     pairs = []
     for seed, run in sorted(runs.items()):
@@ -441,7 +441,7 @@ def _run_row(
     gap = arm.gaps.get(seed)
     cells = [
         arm.name,
-        _run_links(root, {seed: run}) if run else str(seed),
+        run_links(root, {seed: run}) if run else str(seed),
         state(run),
         _steps(run),
         number(loss, ".4f"),

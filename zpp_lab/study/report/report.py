@@ -35,6 +35,13 @@ from zpp_lab.study.report.speed.results import (
 from zpp_lab.study.report.speed.speeds import COPY
 from zpp_lab.study.report.style import Style, arm_looks
 from zpp_lab.study.report.table import console_table, margin_line, results_csv
+from zpp_lab.study.report.trials import NAME as TRIALS
+from zpp_lab.study.report.trials import (
+    find_trials,
+    trials_console,
+    trials_document,
+    trials_table,
+)
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,24 @@ def build_report(
     result = read_result(root, study)  # a folder without runs gets no file
     if speed is not None:
         copy_table(speed, root / COPY)
-    found = find_out(root, result, predict)
+    trials = find_trials(result)
+    found = find_out(root, trials.labelled if trials else result, predict)
     if began is not None:
         began()
-    document = study_document(found, draw(found))
-    caption = f"{result.study.question} {margin_line(result)}"
-    verdicts = latex(verdict_table(result), caption, result.study.name)
-    texts = {"results.csv": results_csv(result), "report.tex": verdicts}
-    drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES))
+    if trials:
+        document = trials_document(trials, draw(found), root)
+        caption, table = " ".join(trials.answer), trials_table(trials, root)
+        console = trials_console(trials)
+    else:
+        document = study_document(found, draw(found))
+        caption = f"{result.study.question} {margin_line(result)}"
+        table, console = verdict_table(result), console_table(result)
+    paper_table = latex(table, caption, result.study.name)
+    texts = {"results.csv": results_csv(result), "report.tex": paper_table}
+    drawn = _write(root, document, texts, (*NAMES, *SPEED_NAMES, TRIALS))
     page, text = root / "report.html", root / "report.md"
     data, paper = root / "results.csv", root / "report.tex"
-    return Report(page, text, data, paper, drawn, console_table(result))
+    return Report(page, text, data, paper, drawn, console)
 
 
 def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedReport:

@@ -44,7 +44,8 @@ def multirun(overrides: list[str]) -> int:
     """Run Hydra's multirun over `overrides`; returns 0, or raises what a job raised: ValueError
     with the valid names where it is an override."""
     overrides = _placed(overrides)
-    varying = _check_each(overrides)
+    drawn = hydra_settings([*own_files(), *overrides]).sweeper.get("params") or {}
+    varying = _check_each(overrides) | {setting_of(f"{name}=") for name in drawn}
 
     def job(composed: DictConfig) -> float:
         return _job(composed, varying)
