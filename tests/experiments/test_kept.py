@@ -58,6 +58,16 @@ def test_a_page_answers_before_its_details(page: Path) -> None:
     assert len(top.split()) <= MOST_WORDS
 
 
+def test_figures_drawn_from_tables_show_them() -> None:
+    """`python experiments/figures.py` draws them again."""
+    figures = loaded("experiments/figures.py")
+    for name in figures.PLOTS:
+        svg = (ROOT / "experiments" / name / "figure.svg").read_text()
+        shown = re.findall(r">([^<>]+)</text>", svg)
+        for point in figures.points(name):
+            assert {point["text"], point["row"]} <= set(shown), (name, point)
+
+
 def test_commits_are_in_the_history() -> None:
     """Every hex word behind "commit", in pages, logs and the files of runs."""
     unknown = []
