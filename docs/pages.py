@@ -1,7 +1,8 @@
 """The repository's own pages as a site: they stay where they are, and so do their links.
 
 Pages come in beside docs/. What they link to and is no page, as pictures and settings, is copied;
-a link to a folder leads to its README.md, and to one without becomes plain text.
+a link to a folder leads to its README.md, and to one without becomes plain text. Markdown inside
+folds is rendered.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             to = to.removeprefix("../")
         return f"[{text}]({to}{part})"
 
-    return _LINK.sub(lead, markdown)
+    folded = markdown.replace("<details>", '<details markdown="1">')
+    return _LINK.sub(lead, folded)
 
 
 def _targets(page: Path, text: str) -> list[Path]:
