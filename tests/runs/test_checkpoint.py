@@ -310,9 +310,7 @@ def test_a_start_takes_an_older_checkpoint_where_the_newest_is_damaged(
     assert losses[0] == losses[1]
     step, told = run_world(2, newest_of, str(tmp_path / "run"))
     assert (step, len(re.findall(said, told))) == (9, 1)  # of rank 0, whoever found it
-    with pytest.raises(
-        ValueError, match=r"model.start: .*step-00000012 is damaged .*; name an olde"
-    ):
+    with pytest.raises(ValueError, match=r"model\.start=\S+/step-00000012: "):
         run(small(tmp_path, f"{start}/checkpoints/step-00000012", f"run.dir={tmp_path / 'no'}"))
 
 
@@ -331,7 +329,7 @@ def test_nothing_else_takes_a_flip_either(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no whole checkpoint"):
         export_hf(tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(ValueError, match=r"no whole checkpoint to go on from: .*run\.resume=false"):
+    with pytest.raises(ValueError, match=r"run\.resume=false"):
         run(config)
     assert run(small(tmp_path, "train.keep_checkpoints=1", "run.resume=false"))["steps"] == 12
 

@@ -35,6 +35,7 @@ from zpp_lab.files import (
     remove_unwritten,
     write_atomic,
 )
+from zpp_lab.runs.checkpoint.origin import History, Origin, settings_digest
 from zpp_lab.runs.metrics import MetricsLog, Record, to_json
 from zpp_lab.runs.wandb.mode import Mode, resolve
 from zpp_lab.runs.wandb.process import SinkHandle, start_run_sink
@@ -258,6 +259,7 @@ class Tracker:
         self._metrics = MetricsLog(self.folder / METRICS)
         self.last: Record | None = None  # the last step's record
         self.bytes: dict[str, dict[str, int]] = {}  # {wire: {hop: bytes}} of all steps so far
+        self._history = History()
         self._restore(resume_step)
         self._console: ConsoleLog | None = None
         if config.tracking.console and not config.run.study:
@@ -287,6 +289,10 @@ class Tracker:
     def sync(self) -> None:
         """Put the metrics on the disk; call it before a checkpoint counts as written."""
         self._metrics.sync()
+
+    def origin(self) -> Origin:
+        """Return whose the state after the last logged step is, for a checkpoint's index."""
+        return Origin(settings_digest(self.config), self._history.digest())
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, the last file of a run that reached its end."""
@@ -328,6 +334,7 @@ class Tracker:
 
     def _count(self, record: Record) -> None:
         self.last = record
+        self._history.add(record)
         for wire, hops in record.get("bytes", {}).items():
             total = self.bytes.setdefault(wire, dict.fromkeys(hops, 0))
             for hop, count in hops.items():

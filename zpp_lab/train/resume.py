@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -129,8 +130,8 @@ def resume(config: Config, engine: Engine, store: Checkpoints) -> int:
     """Go on from the run's own newest whole state, else begin with the state that `run.start_from`
     names, or with model.start_optimizer `model.start`.
 
-    Returns how many steps are done. Damaged checkpoints and those of weights only are passed over,
-    which is said; ValueError where there is no other.
+    Returns how many steps are done. Damaged checkpoints, those of weights only and those of another
+    run are passed over, which is said; ValueError where there is no other.
     """
     done = _load_newest(config, engine, store) if config.run.resume else None
     if done is None and config.run.start_from:
@@ -144,6 +145,9 @@ def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | No
     """Its step; None: there is no checkpoint."""
     passed: Path | None = None  # the newest of those that hold weights only
     for saved in store.newest_first():
+        origin = partial(saved.check_origin, store.folder.parent, config)
+        if not store.checked(saved.path, partial(_agreed, store, origin)):
+            continue
         if saved.weights_only:
             passed = passed or saved.path
         elif store.checked(saved.path, partial(_load, config, engine, store, saved)):
@@ -154,10 +158,16 @@ def _load_newest(config: Config, engine: Engine, store: Checkpoints) -> int | No
         raise _no_way_on(passed)
     if store.damaged:
         raise ValueError(
-            f"{store.folder} has no whole checkpoint to go on from: restore one from a copy, or "
-            "start over (run.resume=false)"
+            f"{store.folder} has no whole checkpoint of this run to resume from: restore one from "
+            "a copy, or start over (run.resume=false)"
         )
     return None
+
+
+def _agreed(store: Checkpoints, check: Callable[[], None]) -> bool:
+    """True; where a check fails on some rank, its error on all of them."""
+    store.ranks.all(check)
+    return True
 
 
 def _load(
@@ -167,7 +177,7 @@ def _load(
     engine.enter(0 if begins else saved.step)
     names = _remembered(config, engine, saved, begins, store.rank)
     if config.engine.name == "fsdp":
-        store.ranks.all(lambda: cast("FsdpEngine", engine).load_checkpoint(saved, names))
+        cast("FsdpEngine", engine).load_checkpoint(saved, names)
     else:
         state = store.ranks.all(saved.state)
         kept = state.pop("memory", {})
@@ -216,7 +226,7 @@ def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, 
     as `model.start` a run's folder."""
     try:
         if (path / "checkpoints").is_dir():
-            saved = newest(path, store.ranks)
+            saved = newest(path, store.ranks, "")
         else:
             check_format(path)
             saved = store.ranks.all(lambda: Saved(path))

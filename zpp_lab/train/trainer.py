@@ -243,7 +243,8 @@ class Trainer:
         if tracker is not None:
             tracker.sync()  # a checkpoint never knows more steps than the metrics
         with meeting(f"the checkpoint of step {self.step}"):
-            self.checkpoints.save(self.step, engine.state_dict(), to_go_on)
+            origin = tracker.origin() if tracker is not None else None
+            self.checkpoints.save(self.step, engine.state_dict(), to_go_on, origin)
         if to_go_on or not self.train.checkpoint_weights_only:
             self.saved = self.step
 

@@ -72,13 +72,26 @@ class FrozenBase:
         self.marks: Marks = {}
 
     def load(
-        self, units: Sequence[Installed], start: Rows | None, part: int, device: torch.device
+        self,
+        units: Sequence[Installed],
+        start: Rows | None,
+        part: int,
+        device: torch.device,
+        agreed: Callable[[Callable[[], Marks]], Marks],
     ) -> None:
         """Encode this rank's rows, shard `part` of each parameter, one parameter at a time.
 
-        start: of a model that was on the meta device. ValueError, naming it, for a weight that is
-        not finite.
+        start: of a model that was on the meta device. agreed: runs a job and raises on all ranks
+        where it fails on one. ValueError, naming it, for a weight that is not finite.
         """
+        own = agreed(lambda: self._encode(units, start, part, device))
+        self.whole = {}
+        self.marks = _added(own, device)
+
+    def _encode(
+        self, units: Sequence[Installed], start: Rows | None, part: int, device: torch.device
+    ) -> Marks:
+        """Keep this rank's encoded rows at their units; returns their marks."""
         own: Marks = {}
         for unit in units:
             stored = unit.plan.stored
@@ -93,8 +106,7 @@ class FrozenBase:
                 decode_shards(segment, payload, torch.empty(rows.shape, device=device))
                 row[:, segment.offset : segment.offset + segment.nbytes] = payload
             unit.gather.base = row
-        self.whole = {}
-        self.marks = _added(own, device)
+        return own
 
 
 def own_rows(shape: tuple[int, ...], shards: int, part: int) -> tuple[int, int]:

@@ -51,7 +51,7 @@ from zpp_lab.engines.units import ROOT, named_units, with_root
 from zpp_lab.engines.watch import gathered_in_vain
 from zpp_lab.models.loss import counted, token_scores
 from zpp_lab.models.start import Start, fill, materialize
-from zpp_lab.runs.checkpoint.read import Saved
+from zpp_lab.runs.checkpoint.read import Ranks, Saved
 
 
 class FsdpEngine(Engine):
@@ -75,6 +75,8 @@ class FsdpEngine(Engine):
         self.cluster = plan.recipe.cluster
         self.transport = transport or self._connect()
         building.done("transport")
+        # a rank whose files are damaged must not leave the others in a collective
+        self.agreed = Ranks(shared=True).all
         self.rank = self.transport.rank
         self.shards = plan.recipe.shards
         self.part = self.rank % self.shards  # which shard of every parameter is this rank's
@@ -95,7 +97,7 @@ class FsdpEngine(Engine):
         self.root = cast(FSDPModule, model)
         start = self._initialize() if any(p.is_meta for p in model.parameters()) else None
         rows = start.rows if start else None
-        self.base.load(self.wrapped.installed, rows, self.part, device)
+        self.base.load(self.wrapped.installed, rows, self.part, device, self.agreed)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the first step would wait for them
         building.done("weights")
@@ -121,7 +123,7 @@ class FsdpEngine(Engine):
         """Fill this rank's shards; returns where their rows came from."""
         materialize(self.model, "cpu" if self.config.engine.offload else self.device)
         start: Start = self.model.start(self.config.seed)  # type: ignore[operator]
-        fill(self.model, start, self._own_rows, local, skip=self.base.names)
+        self.agreed(lambda: fill(self.model, start, self._own_rows, local, skip=self.base.names))
         return start
 
     def _own_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -350,12 +352,15 @@ class FsdpEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded weights (DTensors), and the optimizer's state, both by parameter name."""
+        base = {"base": dict(self.base.marks)} if self.base.marks else {}
+        return self._state(self.kept.state()) | base
+
+    def _state(self, kept: Mapping[str, DTensor]) -> dict[str, Any]:
         memories = self.memories.state()
         return {
             "weights": {n: p.detach() for n, p in self.parameters.items()},
             "optimizer": optimizer_state(self.optimizer, self.parameters),
-            **({"base": dict(self.base.marks)} if self.base.marks else {}),
-            **({"kept": kept} if (kept := self.kept.state()) else {}),
+            **({"kept": dict(kept)} if kept else {}),
             **({"memory": on_ranks(memories, self.parameters)} if memories else {}),
         }
 
@@ -380,7 +385,7 @@ class FsdpEngine(Engine):
                 for name, value in values.items():
                     self._put(self.optimizer.state[self.parameters[name]][key], value)
             remembered = state.get("kept", {})
-            for name, own in self.kept.state().items() if remembered else ():
+            for name, own in self.kept.remembered().items() if remembered else ():
                 if name in remembered:
                     self._put(own, remembered[name])
         self.kept.loaded(remembered)
@@ -391,12 +396,24 @@ class FsdpEngine(Engine):
             mine.copy_(value[self.rank : self.rank + 1] if whole else local(value))
 
     def load_checkpoint(self, saved: Saved, memories: Iterable[str] | None = None) -> int:
-        """Read this rank's part of a checkpoint that any cluster wrote; returns its step.
-        `memories`: which of the saved ones to take, by WIRE.PARAMETER; None: all.
+        """Read this rank's part of a checkpoint that any cluster wrote; returns its step. Every
+        rank calls it. `memories`: which of the saved ones to take, by WIRE.PARAMETER; None: all.
 
         ValueError when the checkpoint is another model's, or keeps optimizer states otherwise;
-        DamagedError, half-way, when this rank's part is not what was written.
+        DamagedError, half-way, when some rank's part is not what was written. Both on all ranks:
+        they agree after reading, and nothing is exchanged before, so no rank waits for one that
+        found damage. Another checkpoint can be loaded then.
         """
+        self.agreed(lambda: self._make_room(saved, memories))
+        self.wrapped.reshard()
+        state, there = self._state(self.kept.remembered()), saved.kept_names
+        state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
+        self.agreed(lambda: saved.read_into(state))
+        self.kept.loaded(there)
+        return saved.step
+
+    def _make_room(self, saved: Saved, memories: Iterable[str] | None) -> None:
+        """Check that a checkpoint fits this run, and make the optimizer's states and memories."""
         differing = sorted(set(self.parameters) ^ set(saved.shapes))
         if differing:
             raise ValueError(f"{saved.path} is of another model; it differs in {differing[0]}")
@@ -405,13 +422,6 @@ class FsdpEngine(Engine):
         check_state(self.optimizer, self.parameters, states)
         self._make_optimizer_state(states.get("step", {}))
         self.memories.make(set(saved.memories() if memories is None else memories), self.device)
-        self.wrapped.reshard()
-        state, there = self.state_dict(), saved.kept_names
-        state.pop("base", None)
-        state["kept"] = {n: t for n, t in state.get("kept", {}).items() if n in there}
-        saved.read_into(state)
-        self.kept.loaded(there)
-        return saved.step
 
     def _make_optimizer_state(self, names: Iterable[str]) -> None:
         """Zeros in place of the optimizer's state: for the named parameters, none for others."""

@@ -3,8 +3,9 @@
     checkpoints/step-00000100/
       rank-00000-0.safetensors ...   each rank's rows of each tensor, in up to four files a rank
       index.json                     every tensor's dtype and shape; which rows of it each file
-                                     holds; the SHA-256 of every 16 MiB of them; and at the end
-                                     the SHA-256 of the index itself
+                                     holds; the SHA-256 of every 16 MiB of them; digests of the
+                                     run's settings and steps (`origin.py`); and at the end the
+                                     SHA-256 of the index itself
 
 Where a tensor lies in its file follows from what the index says of the file, and so do the bytes of
 the file's header: nothing in a checkpoint stands there unchecked. The same state of the same
@@ -20,9 +21,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zpp_lab.runs.checkpoint.origin import Origin
 from zpp_lab.runs.checkpoint.tensor_file import Place, layout
 
 INDEX = "index.json"
@@ -43,6 +45,13 @@ class DamagedError(ValueError):
 
     def __str__(self) -> str:
         return f"checkpoint {self.path} is damaged ({self.why})"
+
+
+class ForeignError(DamagedError):
+    """A checkpoint among those of a run is another run's; it is passed over like a damaged one."""
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is of another run ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -70,16 +79,22 @@ class Index:
     step: int
     weights_only: bool
     tensors: dict[str, Stored]
+    origin: Origin | None = None  # None: written before there were digests, or outside of a run
 
 
 def index_text(
-    step: int, weights_only: bool, kinds: Mapping[str, Kind], files: Mapping[str, Held]
+    step: int,
+    weights_only: bool,
+    kinds: Mapping[str, Kind],
+    files: Mapping[str, Held],
+    origin: Origin | None = None,
 ) -> str:
     """The text of index.json."""
     index = {
         "format": FORMAT,
         "step": step,
         "weights_only": weights_only,
+        **({"run": asdict(origin)} if origin else {}),
         "tensors": {n: {"dtype": d, "shape": list(s)} for n, (d, s) in sorted(kinds.items())},
         "files": {
             file: {
@@ -123,7 +138,8 @@ def open_index(path: Path) -> Index:
         n: Stored(*kind, tuple(sorted(shards[n], key=lambda s: s.first)))
         for n, kind in kinds.items()
     }
-    return Index(found["step"], found["weights_only"], tensors)
+    origin = Origin(**found["run"]) if "run" in found else None
+    return Index(found["step"], found["weights_only"], tensors, origin)
 
 
 def part_of(kind: Kind, first: int, last: int) -> Kind:

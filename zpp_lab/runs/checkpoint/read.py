@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zpp_lab.config.schema import Config
 from zpp_lab.runs.checkpoint.index import (
     BLOCK,
     DamagedError,
+    ForeignError,
     Shard,
     Stored,
     check_format,
@@ -29,6 +31,7 @@ from zpp_lab.runs.checkpoint.index import (
     listed,
     open_index,
 )
+from zpp_lab.runs.checkpoint.origin import foreign
 from zpp_lab.runs.checkpoint.tensor_file import torch_dtype
 
 # "weights": {name: tensor}; "optimizer": {key: {name: tensor}}; "base"; "memory": {wire.name: …}
@@ -92,6 +95,7 @@ class Saved:
     def __init__(self, path: Path) -> None:
         self.path, index = path, open_index(path)
         self.step, self.weights_only, self.tensors = index.step, index.weights_only, index.tensors
+        self.origin = index.origin
         self.marks = {n: self._whole(f"base.{n}") for n in self._kind("base")}
         self.shapes = {n: t.shape for n, t in self._kind("weights").items()}
 
@@ -161,8 +165,13 @@ class Saved:
 
         list(self._side_by_side(fill, wanted))
 
-    def check(self, kind: str = "", part: int = 0, parts: int = 1) -> None:
-        """DamagedError unless every byte of the tensors under `kind` is what was written. part:
+    def check_origin(self, run: Path, config: Config | None = None) -> None:
+        """ForeignError where it is not of the run in the folder `run`, which may have `config`."""
+        if why := foreign(self.origin, self.step, run, config):
+            raise ForeignError(self.path, why)
+
+    def check(self, kinds: str | tuple[str, ...] = "", part: int = 0, parts: int = 1) -> None:
+        """DamagedError unless every byte of the tensors under `kinds` is what was written. part:
         look at this one of so many parts of them."""
 
         def look(name: str) -> None:
@@ -170,7 +179,7 @@ class Saved:
                 for _ in self._blocks(name, shard, 0, shard.place.nbytes):
                     pass
 
-        names = [n for n in self.tensors if n.startswith(kind)]
+        names = [n for n in self.tensors if n.startswith(kinds)]
         list(self._side_by_side(look, names[part::parts]))
 
     def _side_by_side(self, job: Any, names: Any) -> Iterator[Any]:
@@ -271,11 +280,12 @@ def own_rows(tensor: Any) -> tuple[int, int, bool]:
 
 
 def open_saved(path: Path, ranks: Ranks | None = None) -> Saved:
-    """A checkpoint, or the `newest` one of a run's folder.
+    """A checkpoint, or the `newest` one of a run's folder, whose weights are whole.
 
-    Every rank of a large run calls this, and then reads its own rows. ValueError when `path` is
-    neither, or the checkpoint is damaged.
+    Every rank of a large run calls this, looks at a part of the weights, and then reads its own
+    rows. ValueError on all ranks when `path` is neither, or the checkpoint is damaged.
     """
+    ranks = ranks or Ranks(shared=False)
     if (path / "checkpoints").is_dir():
         return newest(path, ranks)
     if not path.exists() or not path.name.startswith("step-"):
@@ -283,19 +293,27 @@ def open_saved(path: Path, ranks: Ranks | None = None) -> Saved:
             f"{path} is no run's folder with checkpoints, and no checkpoint (step-…) of one"
         )
     check_format(path)
-    return Saved(path)
+    found: Saved = ranks.all(lambda: _whole(path, "weights.", ranks))
+    return found
 
 
-def newest(run: Path, ranks: Ranks | None = None) -> Saved:
-    """The newest checkpoint of the run in `run` whose weights are whole: every byte of them is
-    looked at, by each of `ranks` a part. Damaged ones are named on stderr. ValueError when there is
-    none; ranks that share it all get the same."""
+def _whole(path: Path, kinds: str | tuple[str, ...], ranks: Ranks) -> Saved:
+    saved = Saved(path)
+    saved.check(kinds, ranks.rank, ranks.world)
+    return saved
+
+
+def newest(
+    run: Path, ranks: Ranks | None = None, kinds: str | tuple[str, ...] = "weights."
+) -> Saved:
+    """The newest checkpoint of the run in `run` whose tensors under `kinds` are whole: every byte
+    of them is looked at, by each of `ranks` a part. Damaged ones and those of other runs are named
+    on stderr. ValueError when there is none; ranks that share it all get the same."""
     folder, ranks = run / "checkpoints", ranks or Ranks(shared=False)
 
     def whole(path: Path) -> Saved:
-        saved = Saved(path)
-        saved.check("weights.", ranks.rank, ranks.world)
-        return saved
+        Saved(path).check_origin(run)
+        return _whole(path, kinds, ranks)
 
     first: DamagedError | None = None
     for path in reversed(ranks.gather(listed(folder))[0]):

@@ -39,6 +39,7 @@ from zpp_lab.runs.checkpoint.index import (
     listed,
     part_of,
 )
+from zpp_lab.runs.checkpoint.origin import Origin
 from zpp_lab.runs.checkpoint.read import Ranks, Saved, State, flat, local, own_rows, say_passed_over
 from zpp_lab.runs.checkpoint.tensor_file import dtype_name, layout
 
@@ -122,10 +123,12 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ writing
 
-    def save(self, step: int, state: State, to_go_on: bool = False) -> None:
+    def save(
+        self, step: int, state: State, to_go_on: bool = False, origin: Origin | None = None
+    ) -> None:
         """Write the state after `step` steps. Returns when the tensors may change: copied, and a
         thread does the rest, or on the disk. `to_go_on`: the whole state, where usually weights
-        alone are saved.
+        alone are saved. `origin`: whose state it is, on rank 0.
 
         OSError, here or in the next call, names the folder, and the bytes when the disk is full.
         """
@@ -140,14 +143,17 @@ class Checkpoints:
             self.held = {p.name: self._copied(p) for p in written}
             copy = [replace(p, tensor=self.held[p.name]) for p in written]
             self.writing = threading.Thread(
-                target=self._write, args=(step, copy, total, light), name="checkpoint", daemon=True
+                target=self._write,
+                args=(step, copy, total, light, origin),
+                name="checkpoint",
+                daemon=True,
             )
             self.writing.start()
             return
         began = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._write(step, written, total, light, self.device)
+        self._write(step, written, total, light, origin, self.device)
         if self.fault is None and self.rank == 0 and host is not None:
             print(
                 f"checkpoint of step {step}: training waited {time.perf_counter() - began:.1f} s "
@@ -191,6 +197,7 @@ class Checkpoints:
         parts: list[Part],
         total: int,
         light: bool,
+        origin: Origin | None,
         device: torch.device | None = None,
     ) -> None:
         """Write and seal; `fault` keeps what went wrong, alike on all ranks."""
@@ -200,7 +207,7 @@ class Checkpoints:
             self.ranks.all(lambda: self._prepare(unsealed, total))
             files = self.ranks.all(lambda: self._files(unsealed, parts, device))
             every = self.ranks.gather(({p.name: p.kind for p in parts}, files))
-            self.ranks.all(lambda: self._seal(step, unsealed, every, light))
+            self.ranks.all(lambda: self._seal(step, unsealed, every, light, origin))
             self.took = max(self.took, time.monotonic() - began)
         except Exception as error:  # the training thread must hear
             self.fault = _with_size(error, total)
@@ -230,14 +237,16 @@ class Checkpoints:
             raise fault
         return dict(zip(names, (job.result() for job in jobs), strict=True))
 
-    def _seal(self, step: int, unsealed: Path, every: list[Any], light: bool) -> None:
+    def _seal(
+        self, step: int, unsealed: Path, every: list[Any], light: bool, origin: Origin | None
+    ) -> None:
         """Write the index, and give the folder its name."""
         if self.rank:
             return
         kinds = {name: kind for own, _ in every for name, kind in own.items()}
         files = {file: held for _, own in every for file, held in own.items()}
         _check_whole(kinds, files)
-        write_atomic(unsealed / INDEX, index_text(step, light, kinds, files))
+        write_atomic(unsealed / INDEX, index_text(step, light, kinds, files, origin))
         path = self.path(step)
         if path.exists():
             self._remove(path)

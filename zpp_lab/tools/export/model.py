@@ -169,7 +169,7 @@ def export_hf(
 def open_run(run: Path) -> tuple[Config, SavedWeights]:
     """The settings and the newest whole weights of a run, its adapters added to their base;
     ValueError when either is missing."""
-    return merge_adapters(run_config(run), newest(run))
+    return merge_adapters(run_config(run), newest(run, kinds=("weights.", "kept.")))
 
 
 def run_config(run: Path) -> Config:
