@@ -226,7 +226,7 @@ def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, 
     as `model.start` a run's folder."""
     try:
         if (path / "checkpoints").is_dir():
-            saved = newest(path, store.ranks, "")
+            saved = _newest(named, path, store)
         else:
             check_format(path)
             saved = store.ranks.all(lambda: Saved(path))
@@ -241,6 +241,13 @@ def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, 
         _load(config, engine, store, saved, begins=True)
     except DamagedError as error:
         raise ValueError(f"{named}: {error}; use another checkpoint") from None
+
+
+def _newest(named: str, run: Path, store: Checkpoints) -> Saved:
+    try:
+        return newest(run, store.ranks, "")
+    except ValueError as error:
+        raise ValueError(f"{named}={run}: {error}") from None
 
 
 def _no_way_on(path: Path) -> ValueError:
