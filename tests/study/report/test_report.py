@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -20,6 +21,7 @@ from zpp_lab.study.report.appendix import Appendix
 from zpp_lab.study.report.contents import find_out, study_document
 from zpp_lab.study.report.figures.curves import study_curves
 from zpp_lab.study.report.figures.draw import make_figures
+from zpp_lab.study.report.figures.training import BANDED
 from zpp_lab.study.report.render import html
 from zpp_lab.study.report.report import Report, build_report
 from zpp_lab.study.report.style import TOLD, GapAxis
@@ -156,6 +158,37 @@ def test_figures_follow_the_data_that_there_are(tmp_path: Path) -> None:
     result = read_result(tmp_path)
     assert [figure.name for figure in make_figures(result, study_curves(result))] == ["loss"]
     assert "baseline" in console_table(result)
+
+
+def test_figures_of_many_arms_have_no_bands(study: StudyConfig, report: Report) -> None:
+    spec = _spec(report, "gap_steps")
+    rows = spec["datasets"]["gaps"]
+    assert {row["arm"] for row in rows} == {arm.name for arm in study.arms} - {"zero3"}
+    banded = any(row["low"] < row["high"] for row in rows)
+    assert banded == (len(study.arms) - 1 <= BANDED)
+
+
+def test_the_baselines_settings_are_those_that_are_not_the_defaults(report: Report) -> None:
+    result = read_result(report.csv.parent)
+    lines = Appendix(result).baseline_settings()
+    assert 0 < len(lines) < 20
+    assert not [line for line in lines if line.endswith("=null")]
+
+
+def test_the_gap_figure_has_bytes_beside_gaps_in_the_tables_order(report: Report) -> None:
+    rows = {row["arm"]: row for row in _spec(report, "gap")["datasets"]["arms"]}
+    ranked = [arm for arm in read_result(report.csv.parent).ranked if arm.gap is not None]
+    assert [arm.name for arm in ranked if arm.verdict != "baseline"] == [
+        line.split()[0] for line in report.table.split("\n\n")[0].splitlines()[3:]
+    ]
+    assert all(rows[arm.name]["sent"].endswith("%") for arm in ranked if arm.name in rows)
+
+
+def _spec(report: Report, name: str) -> dict[str, Any]:
+    found = re.search(rf'id="spec-{name}">(.*?)</script>', report.html.read_text())
+    assert found is not None
+    spec: dict[str, Any] = json.loads(found[1])
+    return spec
 
 
 @pytest.mark.parametrize("across", [False, True])

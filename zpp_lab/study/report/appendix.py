@@ -1,6 +1,6 @@
 """A report's appendix: how arms differ, how to run a row again, what the finished runs share.
 
-It has the baseline's whole config, and of every arm only what differs from that.
+It has the baseline's settings that are not the defaults, and those of every arm that differ.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import differing, flat_config
@@ -47,13 +45,12 @@ class Appendix:
             if key not in _HIDDEN
         ]
 
-    def baseline_config(self) -> str:
-        """The whole config of the baseline's first run as YAML, where it ran left out; or ""."""
-        run = self._runs.get(self.result.study.baseline)
-        if run is None:
-            return ""
-        kept = {key: value for key, value in run.config.items() if key != "run"}
-        return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+    def baseline_settings(self) -> list[str]:
+        """The settings of the baseline's first run that differ from the defaults, one a line."""
+        own = self._flat.get(self.result.study.baseline)
+        if own is None:
+            return []
+        return [f"{key}={written(own.get(key))}" for key in differing(own, self._usual())]
 
     def command(self, arm: ArmResult) -> str | None:
         """The shell command that runs one seed of an arm again; None when no run tells."""
@@ -87,11 +84,15 @@ class Appendix:
                 made[one.name] = shlex.join(["zpp-lab", "train", *words])
         return made
 
-    def _from_config(self, run: Run, name: str) -> list[str]:
-        """What changes the project's standard config into the run's."""
+    def _usual(self) -> dict[str, Any]:
+        """The settings of a run that is given none."""
         if self._standard is None:
             self._standard = flat_config(compose([]))
-        keys = [k for k in differing(self._flat[name], self._standard) if k != "seed"]
+        return self._standard
+
+    def _from_config(self, run: Run, name: str) -> list[str]:
+        """What changes the project's standard config into the run's."""
+        keys = [k for k in differing(self._flat[name], self._usual()) if k != "seed"]
         changed = [f"{key}={written(self._flat[name].get(key))}" for key in keys]
         return [*changed, f"seed={run.seed}"]
 

@@ -251,12 +251,12 @@ def _again(found: Findings) -> list[Content]:
         f"The runs were made at commit `{commit}`." if commit else "",
         "For another seed of an arm, change `seed=`.",
     ]
-    config = Text([found.appendix.baseline_config()], "code")
+    settings = Text(found.appendix.baseline_settings(), "code")
     return [
         Text([" ".join(filter(None, told))]),
         commands_table(result, found.appendix),
         differences_table(result, found.appendix),
-        Fold(f"Every setting of {result.study.baseline}", [config], page_only=True),
+        Fold(f"{result.study.baseline}: settings that are not the defaults", [settings], True),
     ]
 
 
@@ -268,7 +268,8 @@ def arm_table(result: StudyResult, root: Path) -> Table:
     repeats it with the gaps."""
     describe = any(arm.arm.describe for arm in result.every)
     columns = words("Arm", "Verdict", *["What it does"] * describe)
-    columns += [*numbers("Held-out loss", "Perplexity", "Bytes", "Seeds"), Column("Runs", "links")]
+    columns += numbers("Held-out loss", "Perplexity", "Bytes, all links", "Seeds")
+    columns.append(Column("Runs", "links"))
     rows = [
         Row(
             [

@@ -162,7 +162,7 @@ def _breakable(text: Any) -> markupsafe.Markup:
 
 def _code(text: Any) -> markupsafe.Markup:
     """A text's words in backticks as code; a value and its interval stay on one line."""
-    text = str(markupsafe.escape(text)).replace(" ± ", "\u00a0±\u00a0")
+    text = str(markupsafe.escape(text)).replace(" ± ", "\u00a0±\u00a0").replace("≠ ", "≠\u00a0")
     return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", text))
 
 

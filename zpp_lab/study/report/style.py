@@ -70,8 +70,8 @@ _STROKE: dict[str, Any] = {  # 30 pixels, as a dash needs 17; a larger size woul
     "symbolOffset": 10,
     "labelOffset": 19,
 }
-LINES = alt.Legend(labelLimit=220, **_STROKE)  # the legend of a figure of lines, and of points
-POINTS = alt.Legend(labelLimit=220, symbolType="circle", symbolSize=70, symbolOpacity=1)
+LINES = alt.Legend(labelLimit=300, **_STROKE)  # the legend of a figure of lines, and of points
+POINTS = alt.Legend(labelLimit=300, symbolType="circle", symbolSize=70, symbolOpacity=1)
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _CONFIG: dict[str, Any] = {
     "font": FONT,

@@ -37,6 +37,7 @@ from zpp_lab.study.report.figures.gap import (
     telling_arms,
 )
 from zpp_lab.study.report.figures.training import (
+    BANDED,
     gap_curves_figure,
     gap_steps_figure,
     loss_figure,
@@ -85,14 +86,15 @@ _TEXTS = {
     "interactions": "Mean gap at each pair of levels, over arms alike in every other factor, with "
     f"the {{confidence}} interval. Lines that are not parallel interact. At most {MOST_PAIRS} "
     "pairs, those farthest from additive first.",
-    "loss": "Lines: mean over the seeds that reached a step; bands: lowest to highest seed. The "
-    "training loss is smoothed (moving average) for display only; no verdict reads it. The axes "
-    "differ, and neither goes beyond where the baseline starts.",
+    "loss": "Lines: mean over the seeds that reached a step. Band: lowest to highest seed of one "
+    "arm, the baseline where it has run. The training loss is smoothed (moving average) for "
+    "display only. The axes differ and end where the baseline starts. Lines that coincide here are "
+    "apart in the figures of gaps.",
     "gap_curves": "Held-out loss minus that of the baseline with the same seed, at every "
-    "evaluation; bands: {confidence} interval of the mean. Not smoothed. Shaded: the margin.",
+    "evaluation{bands}. Not smoothed. Shaded: the margin.",
     "gap_steps": "Training loss minus that of the baseline with the same seed, which has had the "
-    "same tokens. Above: smoothed (moving average) for display only; lines: mean over the seeds; "
-    "bands: lowest to highest seed. {apart}; lines: mean over the seeds. Shaded: the margin.",
+    "same tokens. Above: smoothed (moving average) for display only; lines: mean over the "
+    "seeds{bands}. {apart}; lines: mean over the seeds. Shaded: the margin.",
     "telemetry": "NMSE, Σ(y−x)² / Σx², between what was encoded (x) and decoded (y), by wire and "
     "parameter class, mean over the seeds. An arm appears on the wires that it quantizes; a line "
     "may cover an equal one.",
@@ -137,9 +139,19 @@ def caption(name: str, result: StudyResult) -> str:
         margin=margin_nats(result) if result.margin else "",
         darker=" Darker, with a dashed edge: the noise band." if lone_bands(result) else "",
         apart=_APART,
+        bands=_bands(name, result),
         bytes=f"Bytes: a step's {SENT[sent_column(result)]}, as a share of the baseline's.",
     )
     return text + _band(name, result) + _missing(name, result) + _grey(name, result)
+
+
+def _bands(name: str, result: StudyResult) -> str:
+    """What the bands of a figure of gaps are, where it has some."""
+    if len(result.arms) - 1 > BANDED:
+        return ""
+    if name == "gap_steps":
+        return "; bands: lowest to highest seed"
+    return f"; bands: {result.study.confidence:.0%} interval of the mean"
 
 
 def _band(name: str, result: StudyResult) -> str:

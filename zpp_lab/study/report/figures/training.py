@@ -17,6 +17,7 @@ CLASSES = ("embedding", "attention", "mlp", "norm", "head", "other")
 STEP_GAP = "Training loss gap (nats per token)"
 _APART = "|Training loss gap| (nats)"
 _FLOOR = 1e-6  # nats: what float32 losses can tell; runs that are closer are cut off
+BANDED = 8  # arms whose bands can be read in one panel
 _HEIGHT, _LOWER = 320, 190  # pixels of the gap figures' panels
 _LOSS = "Loss (nats per token)"
 _STEPS = alt.Axis(tickCount=5, format="~s", labelFlush=True)
@@ -25,14 +26,17 @@ _LOG = ("nmse", "error_angle")  # measures on a logarithmic axis
 
 
 def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
-    """Training and held-out loss over steps, with the range of the seeds, each on its own axis."""
+    """Training and held-out loss over steps, each on its own axis. One arm, the baseline where it
+    has run, shows the range of its seeds: the ranges of all would be one band."""
     start = [row["high"] for row in rows if row["arm"] == style.baseline]
     top = max(start or [row["high"] for row in rows])
-    dressed = style.dress(rows)
+    # the baseline below: arms that lie on it show in its line, with their dashes
+    dressed = sorted(style.dress(rows), key=lambda row: row["arm"] != style.baseline)
     data = {
         "training": [row for row in dressed if row["series"] == "training"],
         "heldout": [row for row in dressed if row["series"] == "held-out"],
     }
+    alone = style.baseline if start else dressed[0]["arm"]
     titles = {"training": "Training loss (smoothed)", "heldout": "Held-out loss"}
     pick = legend_pick()
     panels: list[Any] = []
@@ -40,6 +44,7 @@ def loss_figure(rows: Sequence[Row], style: Style) -> Spec:
         if values:
             y = {"scale": _losses(values, top), "title": _LOSS}
             band, line = _lines(name, dressed, style, pick, y, points=name == "heldout")
+            band = band.transform_filter(alt.datum.arm == alone)
             line = line if panels else line.add_params(pick)  # once for all panels
             panel = alt.layer(band, line).properties(width=330, height=310, title=titles[name])
             panels.append(panel)
@@ -58,7 +63,7 @@ def gap_curves_figure(
     rows: Sequence[Row], margin: float, style: Style, noise: Sequence[Row] = ()
 ) -> Spec:
     """Held-out loss minus the baseline's over training; `noise`: the ends of the noise band."""
-    dressed, pick = style.dress(rows), legend_pick()
+    dressed, pick = style.dress(_banded(rows)), legend_pick()
     made = _gap_panel(dressed, margin, style, noise, GAP, pick)
     return finish(made, _gap_data(dressed, margin, noise), side=70, legend=_legend(dressed))
 
@@ -71,16 +76,23 @@ def gap_steps_figure(
     noise: Sequence[Row] = (),
 ) -> Spec:
     """Training loss minus the baseline's over training; below it how far they are apart, on a
-    logarithmic axis, which shows when runs that were alike have parted."""
-    dressed, pick = style.dress(rows), legend_pick()
+    logarithmic axis, which shows when runs that were equal have parted."""
+    dressed, pick = style.dress(_banded(rows)), legend_pick()
     upper = _gap_panel(dressed, margin, style, noise, STEP_GAP, pick)
     panels, data = [upper.properties(title="Smoothed")], _gap_data(dressed, margin, noise)
     if shown := [row for row in apart if row["apart"] >= _FLOOR]:
         lower = _apart_panel(style.dress(shown), dressed, margin, style, pick)
-        panels.append(lower.properties(title="How far from the baseline, step by step"))
+        panels.append(lower.properties(title="Distance from the baseline"))
         data["apart"] = style.dress(shown)
     made = alt.concat(*panels, columns=1)
     return finish(made, data, side=70, legend=_legend(dressed))
+
+
+def _banded(rows: Sequence[Row]) -> list[Row]:
+    """The rows, without their bands where so many would cover each other."""
+    if len({row["arm"] for row in rows}) <= BANDED:
+        return list(rows)
+    return [row | {"low": row["mean"], "high": row["mean"]} for row in rows]
 
 
 def _gap_panel(
@@ -229,4 +241,4 @@ def _bare(rows: Sequence[Row]) -> list[Row]:
 
 def _legend(rows: Sequence[Row]) -> int:
     """About the legend's width in pixels."""
-    return 65 + 7 * min(30, max(len(row["look"]) for row in rows))
+    return 65 + 7 * min(42, max(len(row["look"]) for row in rows))

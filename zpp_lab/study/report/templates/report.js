@@ -15,7 +15,8 @@ function fit(spec, room) {
   const beside = columns === most && room >= columns * (180 + each) + fixed + legend + 24;
   if (!beside) {
     spec.config.legend = { ...spec.config.legend, orient: "bottom", direction: "vertical",
-      columns: Math.max(1, Math.floor(room / Math.max(130, legend))) };
+      columns: Math.max(1, Math.floor(room / Math.max(130, legend))),
+      layout: { bottom: { anchor: "start", direction: "vertical", margin: 6 } } };
   }
   const phone = beside ? null : spec.usermeta.phone;  // of the figure with words beside its rows
   const left = room - 24 - fixed - (beside ? legend : phone ? phone.beside : 0);
