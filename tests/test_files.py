@@ -29,7 +29,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match=r"cannot write .*a.json: No space left"):
+    with pytest.raises(OSError, match=r"a\.json: No space left"):
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

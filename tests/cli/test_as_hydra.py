@@ -46,11 +46,11 @@ def test_plus_adds_and_tilde_takes_out() -> None:
     steps = compose(["experiment=smoke", "~train.steps"]).train.steps
     assert steps == TrainConfig.steps != compose(["experiment=smoke"]).train.steps
     for group in ("recipe", "train"):
-        with pytest.raises(ValueError, match=rf"~{group}: .* one setting with ~{group}\.SETTING"):
+        with pytest.raises(ValueError, match=rf"~{group}\.SETTING"):
             compose(["experiment=smoke", "recipe=w4", f"~{group}"])
     assert compose(["~experiment"]) == compose([])
     for word in ("+recipe=w4", "++recipe=w4"):
-        with pytest.raises(ValueError, match=r"^recipe: .* choose a file of it with recipe=NAME"):
+        with pytest.raises(ValueError, match=r"recipe=NAME"):
             compose([word])
 
 
@@ -117,7 +117,7 @@ def test_a_plugin_that_is_not_there_is_named() -> None:
         group, _, plugin = name.rpartition("/")
         error = ValueError(f"Could not find '{name}'")
         assert f"pip install 'zpp_lab[{extra}]'" in explain(error, [f"{group}={plugin}"])
-    with pytest.raises(ValueError, match=r"no such hydra/launcher\. There are: joblib, slurm"):
+    with pytest.raises(ValueError, match=r"hydra/launcher.*\bjoblib, slurm"):
         compose_sweep("hydra/launcher=nothing")
 
 

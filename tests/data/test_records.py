@@ -111,12 +111,12 @@ def test_a_bad_record_is_named(line: Any, says: str, tmp_path: Path) -> None:
 
 
 def test_too_few_records_and_empty_folders(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"3 records are fewer than data\.heldout_every=4"):
+    with pytest.raises(ValueError, match=r"data\.heldout_every=4"):
         open_data(config(lines(tmp_path, PLAIN[:3])))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no \*\.jsonl file in there"):
+    with pytest.raises(ValueError, match=r"\*\.jsonl"):
         open_data(config(tmp_path / "empty"))
-    with pytest.raises(ValueError, match="three names of fields"):
+    with pytest.raises(ValueError, match=r"data\.records: .*\bmessages\b"):
         RecordConfig(prompt="a", completion="a")
 
 
@@ -135,9 +135,9 @@ def test_long_records_lose_the_left_of_their_prompt(tmp_path: Path) -> None:
     dropped = opened(path, {"too_long": "drop"}, seq_len=8)
     assert [t for _, t in rows(dropped)] == ["___c0!|_"]
     assert "2 dropped" in dropped.notes[0]
-    with pytest.raises(ValueError, match=r"2 train records are longer .*\(up to 14; the first is"):
+    with pytest.raises(ValueError, match=r"data\.records\.too_long"):
         opened(path, {"too_long": "refuse"}, seq_len=8)
-    with pytest.raises(ValueError, match=r"no train record fits data\.seq_len=4"):
+    with pytest.raises(ValueError, match=r"data\.seq_len=4"):
         opened(path, {"too_long": "drop"}, seq_len=4)
 
 

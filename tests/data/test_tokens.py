@@ -96,16 +96,16 @@ def test_windows_as_long_as_the_text(data):
     assert not rest
     assert x.shape == (1, longest)
     assert y[0, -1] == 0
-    with pytest.raises(ValueError, match=r"too few for windows .* smaller data\.seq_len"):
+    with pytest.raises(ValueError, match=r"data\.seq_len"):
         list(data.heldout(1, 4, longest + 1))
-    with pytest.raises(ValueError, match="too few"):
+    with pytest.raises(ValueError, match=r"data\.seq_len"):
         data.batch(0, 0, 0, 0, 1, data.tokens)
 
 
 @pytest.mark.parametrize(("size", "what"), [(20, "training"), (300, "held-out")])
 def test_text_too_short_for_seq_len(tmp_path, size, what):
     (tmp_path / "a").write_bytes(b"x" * size)
-    with pytest.raises(ValueError, match=rf"\d+ {what} tokens are too few for data\.seq_len=64"):
+    with pytest.raises(ValueError, match=rf"{what}.*data\.seq_len=64"):
         open_data(DataConfig(name="text", path=str(tmp_path), cache_dir=str(tmp_path / ".c")))
 
 
@@ -119,5 +119,5 @@ def test_a_step_drawn_for_four_ranks_is_the_same_on_any(data, world, micros, siz
 
 
 def test_a_step_that_cannot_be_shared_evenly_is_refused(data):
-    with pytest.raises(ValueError, match="draw_ranks=4: a step has 6 sequences"):
+    with pytest.raises(ValueError, match="draw_ranks=4"):
         replace(data, draw_ranks=4).step(7, 3, 2, 1, 3, 8)

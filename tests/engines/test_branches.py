@@ -207,5 +207,5 @@ def test_ranks_that_run_other_units_are_refused() -> None:
     def uneven(model: Branches, x: Tensor) -> Tensor:
         return through(model, x, 0, 1 + next(calls) % 2)
 
-    with pytest.raises(ValueError, match="rank 1 ran other units"):
+    with pytest.raises(ValueError, match="rank 1"):
         virtual_bytes(uneven)

@@ -134,7 +134,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "is not 4 × 2 × 4 ranks" in refused({**BASE, "train_batch_size": 40})
     less = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 16}
     assert "is not 16 × 0 × 4 ranks" in refused(less)
-    with pytest.raises(ValueError, match="8 is not 16 × 1 × 0 ranks"):
+    with pytest.raises(ValueError, match="16 × 1 × 0"):
         told(tmp_path, less | {"gradient_accumulation_steps": 1}, None, None)
     assert "bf16 and fp16 are both enabled" in refused({**BASE, "fp16": {"enabled": True}})
     assert "gradient_clipping='x': use a number" in refused({"gradient_clipping": "x"})

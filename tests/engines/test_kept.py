@@ -268,7 +268,7 @@ def from_others(folder: str) -> list[bool]:
     found.append(equal(kept(real), kept(twin)) and torch.equal(twin.sources[gone], master))
     if real.rank == 1:
         real.wrapped.installed[0].update.kept["layers.0.up.weight"].rows[0, 3] += 1
-    with pytest.raises(RuntimeError, match=r"node 1 keeps other weights of layers\.0\.up\.weight"):
+    with pytest.raises(RuntimeError, match=r"node 1 .*layers\.0\.up\.weight"):
         real.state_dict()
     return found
 

@@ -64,9 +64,7 @@ def test_a_step_that_is_not_finite_leaves_them_as_they_were() -> None:
     steps(made, 0, 2), steps(good, 0, 2)
     before = remembered(made)
     assert same(before, remembered(good))
-    with pytest.raises(
-        NonFiniteError, match=r"step 2: the gradient of layers\.0\.up.weight on rank"
-    ):
+    with pytest.raises(NonFiniteError, match=r"step 2: .*layers\.0\.up\.weight on rank"):
         steps(made, 2, 3)
     assert same(remembered(made), before)
     assert steps(made, 2, 4) == steps(good, 2, 4)

@@ -181,11 +181,11 @@ def test_mistakes_name_their_fix(phases: list[str], said: str) -> None:
 
 
 def test_who_cannot_follow_them_says_so() -> None:
-    with pytest.raises(ValueError, match=r"recipe.phases \(use none\)"):
+    with pytest.raises(ValueError, match=r"recipe\.phases"):
         check_recipe(compose(["recipe=w8_then_w4", "engine=deepspeed"]))
-    with pytest.raises(ValueError, match=r"say how many there are, zpp_lab\.shard"):
+    with pytest.raises(ValueError, match=r"zpp_lab\.shard"):
         shard(build_uneven(), "w8_then_w4", ClusterConfig(1, 2))
-    with pytest.raises(ValueError, match=r"time one of them, with its settings and recipe.phases="):
+    with pytest.raises(ValueError, match=r"recipe\.phases="):
         arms(["w8_then_w4"], ["engine=fsdp"])
 
 

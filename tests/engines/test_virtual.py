@@ -33,9 +33,7 @@ def test_a_bad_weight_is_named_with_its_wire_and_step() -> None:
     with torch.no_grad():
         made.master["layers.1.up.weight"][3, 3] = torch.nan
     before = {n: p.detach().clone() for n, p in made.master.items()}
-    with pytest.raises(
-        NonFiniteError, match=r"step 7: weights_forward brought NaN for layers\.1\.up"
-    ):
+    with pytest.raises(NonFiniteError, match=r"step 7: weights_forward .*layers\.1\.up"):
         made.step(7, 1e-3, partial(batch, 7), telemetry=False)
     assert_same_bits(made.master, before)
 
@@ -45,7 +43,7 @@ def test_a_bad_gradient_is_named_with_its_rank() -> None:
     weight = made.weights["layers.0.down_proj.weight"]
     calls = iter(range(100))
     weight.register_hook(lambda g: g * (torch.inf if next(calls) in (2, 6) else 1.0))
-    with pytest.raises(NonFiniteError, match=r"gradient of layers\.0\.down_proj\.weight on rank 2"):
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.down_proj\.weight on rank 2"):
         made.step(0, 1e-3, partial(batch, 0), telemetry=False)
 
 

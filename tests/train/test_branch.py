@@ -109,16 +109,16 @@ def test_where_a_run_begins_is_one_of_its_settings(trunk: Path) -> None:
     own = f"run.dir={trunk / 'begun'}"
     run(small(trunk, own, f"run.start_from={last}"))
     for words in ([f"run.start_from={first}"], []):
-        with pytest.raises(ValueError, match=r"with other settings \(run.start_from: "):
+        with pytest.raises(ValueError, match=r"run\.start_from"):
             run(small(trunk, own, *words))
 
 
 def test_without_states_or_settings_it_is_refused(tmp_path: Path) -> None:
     run(small(tmp_path, "train.checkpoint_weights_only=true", "train.steps=3"))
-    with pytest.raises(ValueError, match=r"step-0{7}3 holds weights only .*start_optimizer out"):
+    with pytest.raises(ValueError, match=r"step-0{7}3 .*start_optimizer"):
         run(branch(tmp_path, "light"))
     (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(ValueError, match=r"has no config.yaml"):
+    with pytest.raises(ValueError, match=r"config\.yaml"):
         run(branch(tmp_path, "unknown"))
 
 
@@ -174,15 +174,15 @@ def test_what_a_trunk_cannot_give_is_refused_before_it_is_made(tmp_path: Path) -
 
     planned(study(tmp_path))
     planned(study(tmp_path, words=["train.checkpoint_weights_only=true"], optimizer=False))
-    with pytest.raises(ValueError, match=r"takes the optimizer of prepare trunk, which keeps wei"):
+    with pytest.raises(ValueError, match=r"train\.checkpoint_weights_only"):
         planned(study(tmp_path, words=["train.checkpoint_weights_only=true"]))
-    with pytest.raises(ValueError, match=r"starts from prepare trunk, which keeps no checkpoint"):
+    with pytest.raises(ValueError, match=r"train\.keep_checkpoints"):
         planned(study(tmp_path, "train.keep_checkpoints=0"))
-    with pytest.raises(ValueError, match=r"zero3, w4: .*model.layers 2 there, 1 here"):
+    with pytest.raises(ValueError, match=r"zero3, w4: .*model\.layers"):
         planned(study(tmp_path, words=["model.layers=2"]))
-    with pytest.raises(ValueError, match=r"has seed 2, as a run of its arms.*such as 0"):
+    with pytest.raises(ValueError, match="seed"):
         study(tmp_path, seed=2)
-    with pytest.raises(ValueError, match="branch needs a run to go on from: prepare"):
+    with pytest.raises(ValueError, match="prepare"):
         replace(study(tmp_path), prepare=[])
 
 
@@ -220,7 +220,7 @@ def test_a_branch_remembers_unless_it_is_told_not_to(
     keeps, drops = (first_losses(remembering / name) for name in ("keeps", "drops"))
     assert keeps[0] == drops[0]
     assert keeps[1] != drops[1], "the first step's gradients were encoded with what was remembered"
-    with pytest.raises(ValueError, match=r"with other settings \(run\.memory: 'drop' there"):
+    with pytest.raises(ValueError, match=r"run\.memory"):
         run(branch(remembering, "drops", *REMEMBERS))
     run(branch(remembering, "forgets", *TWO_BITS))  # neither needs nor has any
     run(branch(trunk, "begins", *REMEMBERS))
@@ -236,12 +236,12 @@ def test_real_ranks_go_on_with_what_a_virtual_run_remembers(remembering: Path) -
 
 @pytest.mark.parametrize("other", ["cluster=1x4", "recipe.grads.memory.store=bf16"])
 def test_another_clusters_memories_are_not_taken(remembering: Path, other: str) -> None:
-    with pytest.raises(ValueError, match=r"remembers other rows .* \(run\.memory=drop with"):
+    with pytest.raises(ValueError, match=r"run\.memory=drop"):
         run(branch(remembering, f"refused-{len(other)}", *REMEMBERS, other))
     words = (*REMEMBERS, other, "run.memory=drop", "run.piece_steps=1")
     assert run(branch(remembering, f"dropped-{len(other)}", *words))["step"] == 1
 
 
 def test_nothing_is_dropped_where_nothing_begins(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run\.memory=drop is for a run that begins with another"):
+    with pytest.raises(ValueError, match=r"run\.memory=drop"):
         small(tmp_path, "run.memory=drop")

@@ -29,7 +29,7 @@ def test_a_loss_that_stays_far_above_its_best_ends_the_run() -> None:
     losses = [5.0] * 10 + [2.0] * 30 + [3.5] * 10
     assert end(losses, DivergenceRule(TRAIN)) == 45
     rule = DivergenceRule(TRAIN, losses[:44])
-    with pytest.raises(DivergedError, match=r"step 45: the loss is 3\.5.*1 nats above.*2\.000"):
+    with pytest.raises(DivergedError, match=r"step 45: .*3\.5.*2\.000"):
         rule.look(45, 3.5)
 
 
@@ -51,7 +51,7 @@ def test_a_resumed_run_ends_at_the_same_step(cut: int) -> None:
 def test_a_run_whose_loss_runs_away_is_diverged(tmp_path: Path) -> None:
     settings = ["train.lr=8", "train.warmup_steps=1000", "train.steps=150", "train.eval_every=150"]
     rule = ["train.diverge_above=0.5", "train.diverge_steps=10", "train.checkpoint_every=0"]
-    with pytest.raises(DivergedError, match="nats above its best"):
+    with pytest.raises(DivergedError):
         run(small(tmp_path, *settings, *rule))
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["outcome"] == "diverged"

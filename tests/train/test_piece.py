@@ -176,7 +176,7 @@ def test_other_tokens_are_no_place_to_go_on(
     run(small(tmp_path))
     text = tmp_path / "texts" / "part0.py"
     text.write_text(text.read_text() + "x = 1\n")
-    with pytest.raises(ValueError, match="trained on other tokens"):
+    with pytest.raises(ValueError):
         run(compose_again(tmp_path))
 
 

@@ -97,7 +97,7 @@ def test_an_error_is_not_hidden_by_a_folder_that_takes_no_failure(
         raise PermissionError(errno.EACCES, "cannot write failure.json")
 
     monkeypatch.setattr("zpp_lab.train.trainer.write_failure", refuse)
-    with pytest.raises(ValueError, match="did you mean texts"):
+    with pytest.raises(ValueError, match=r"\btexts\b"):
         run(small(Path.cwd(), "run.dir=runs/new", "data.path=textz"))
     assert "failure.json" in capsys.readouterr().err
 

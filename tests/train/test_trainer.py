@@ -56,9 +56,9 @@ def test_the_second_readout_is_of_the_last_steps(tmp_path: Path) -> None:
     lines = list(read(tmp_path / "run" / "metrics.jsonl"))
     assert summary["readout_steps"] == 5
     assert summary["readout_loss"] == pytest.approx(sum(r["loss"] for r in lines[-5:]) / 5)
-    with pytest.raises(ValueError, match="readout_steps: 5 there, 6 now"):
+    with pytest.raises(ValueError, match=r"readout_steps: .*5.*6"):
         run(small(tmp_path, "train.readout_steps=6"))
-    with pytest.raises(ValueError, match=r"readout_steps=13 is more than train.steps=12"):
+    with pytest.raises(ValueError, match=r"readout_steps=13.*train\.steps=12"):
         small(tmp_path, "train.readout_steps=13")
 
 
@@ -118,7 +118,7 @@ def _wait_for_progress(folder: Path, process) -> None:
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     run(small(tmp_path, "train.steps=2"))
-    with pytest.raises(ValueError, match=r"train\.lr: 0\.003 there, 0\.1 now"):
+    with pytest.raises(ValueError, match=r"train\.lr: .*0\.003.*0\.1"):
         run(small(tmp_path, "train.steps=2", "train.lr=0.1"))
 
 
@@ -137,11 +137,11 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, ended: bool, text: s
     (folder / name).write_text(text)
     before = (folder / "metrics.jsonl").read_bytes()
     fix = "move its folder away" if name == "config.yaml" else "delete it"
-    with pytest.raises(ValueError, match=rf"{name} is damaged \(.*\): restore it .* or {fix}"):
+    with pytest.raises(ValueError, match=rf"{name} .*{fix}"):
         run(config)
     (folder / name).unlink()
     if name == "config.yaml":  # nothing tells whose the rest is
-        with pytest.raises(ValueError, match=r"of a run but no config\.yaml"):
+        with pytest.raises(ValueError, match=r"config\.yaml"):
             run(config)
     assert (folder / "metrics.jsonl").read_bytes() == before
     if name != "config.yaml":
@@ -163,7 +163,7 @@ def test_a_checkpoint_without_memory_to_read_it_is_not_damaged(
                 run(config)
     assert "damaged" not in capsys.readouterr().err
     tear(newest(folder))
-    with pytest.raises(ValueError, match=r"no whole checkpoint .*\(run\.resume=false\)"):
+    with pytest.raises(ValueError, match=r"run\.resume=false"):
         run(config)
     assert capsys.readouterr().err.count("is damaged") == 1
     assert run(small(tmp_path, "train.steps=3", "run.resume=false"))["steps"] == 3
@@ -188,7 +188,7 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return engine
 
     monkeypatch.setattr(trainer, "build_engine", poisoned)
-    with pytest.raises(NonFiniteError, match=r"weights_forward brought NaN for embed\.weight"):
+    with pytest.raises(NonFiniteError, match=r"weights_forward .*embed\.weight"):
         run(small(tmp_path, "recipe=w4"))
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["outcome"] == "diverged"
@@ -217,7 +217,7 @@ def test_a_last_step_that_loses_the_weights_is_no_finished_run(
         return engine
 
     monkeypatch.setattr(trainer, "build_engine", losing)
-    with pytest.raises(DivergedError, match="step 1: the held-out loss is nan"):
+    with pytest.raises(DivergedError, match=r"step 1: .*nan"):
         run(small(tmp_path, "train.steps=1"))
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["outcome"] == "diverged"
@@ -239,5 +239,5 @@ def test_a_run_of_a_version_with_more_settings_goes_on_and_is_read(tmp_path: Pat
     assert [(arm.name, len(arm.finished)) for arm in result.arms] == [("zero3", 1)]
     stored["engine"]["pull"] = "kernel"
     path.write_text(yaml.safe_dump(stored))
-    with pytest.raises(ValueError, match=r"engine\.pull: 'kernel' there, None now"):
+    with pytest.raises(ValueError, match=r"engine\.pull: .*'kernel'"):
         run(config)

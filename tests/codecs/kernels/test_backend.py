@@ -26,7 +26,7 @@ def test_an_unknown_backend_names_the_choices() -> None:
 
 @no_gpu
 def test_a_forced_choice_that_cannot_be_met_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no CUDA GPU.*ops\.backend=auto"):
+    with pytest.raises(ValueError, match=r"ops\.backend=auto"):
         kernels.configure("cuda")
     assert kernels.status()["problem"]
 

@@ -86,6 +86,6 @@ def test_a_block_of_which_only_half_is_known_is_refused(lost: str, half: str) ->
     whole = {f"layers.0.{n}.weight": nn.Parameter(torch.ones(3, 3)) for n in names}
     adamw(whole, TrainConfig(residual_lr=0.1))
     renamed = {name.replace(lost, lost.split(".")[0] + ".own"): p for name, p in whole.items()}
-    with pytest.raises(ValueError, match=f"no matrix of the model's {half} is known by its name"):
+    with pytest.raises(ValueError, match=half):
         adamw(renamed, TrainConfig(residual_lr=0.1))
     adamw(renamed, TrainConfig())

@@ -91,7 +91,7 @@ def test_other_tokens_are_never_compared(tmp_path: Path) -> None:
 def test_broken_files_are_named(tmp_path: Path) -> None:
     for text in ("{", '{"hash": "a"}', '{"hash":"a","documents":[1],"tokens":[],"nats":[]}'):
         (tmp_path / HELDOUT).write_text(text)
-        with pytest.raises(ValueError, match=r"heldout\.json is damaged"):
+        with pytest.raises(ValueError, match=r"heldout\.json"):
             read_documents(tmp_path)
 
 

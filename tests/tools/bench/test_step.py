@@ -43,7 +43,7 @@ def test_without_gpus_the_cpu_must_be_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ValueError, match="there are none here: add --cpu"):
+    with pytest.raises(ValueError, match="--cpu"):
         main(["--nodes", "1", "--out", str(tmp_path / "out"), "model=tiny"])
     assert not (tmp_path / "out").exists()
 

@@ -42,13 +42,13 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert "partial" not in said
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         tear(path)
-    with pytest.raises(ValueError, match="has no whole checkpoint"):
+    with pytest.raises(ValueError, match="step-00000012"):
         export_hf(tmp_path / "run", tmp_path / "again")
     assert not list(tmp_path.glob("*again*"))
 
 
 def test_numbers_beyond_fp16_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"w has numbers beyond .*float16"):
+    with pytest.raises(ValueError, match=r"\bw .*float16"):
         write_safetensors(tmp_path, {"w": (1,)}, lambda _: torch.tensor([1e5]), torch.float16)
 
 
@@ -75,5 +75,5 @@ def test_a_small_disk_is_refused_before_anything_is_read(
     def read(name: str) -> torch.Tensor:
         raise AssertionError(name)
 
-    with pytest.raises(OSError, match=r"4,000 bytes .* are needed .* 3,999"):
+    with pytest.raises(OSError, match=r"4,000 bytes .*3,999"):
         write_safetensors(tmp_path, {"w": (1000,)}, read, torch.float32)

@@ -101,7 +101,7 @@ def test_weights_that_are_no_linear(tmp_path: Path) -> None:
     config = small(tmp_path, "recipe=w4", "recipe.weights.hadamard=16")
     config = replace(config, model=settings("gpt2", {"vocab_size": 256}))
     engine = leave(config)
-    with pytest.raises(ValueError, match="packs Linear modules"):
+    with pytest.raises(ValueError, match="Linear"):
         export_quantized(tmp_path / "run", tmp_path / "out")
     made = export_quantized(tmp_path / "run", tmp_path / "out", unfit="dense")
     assert made.packed == 0
@@ -134,7 +134,7 @@ def test_rounding_after_training(tmp_path: Path) -> None:
 def test_a_codec_that_does_not_fit(more: list[str], tmp_path: Path) -> None:
     config = llama(tmp_path, "plain", "recipe=w4", *more)
     engine = leave(config)
-    with pytest.raises(ValueError, match=r"and 14 more: .*--requantize rounds the masters"):
+    with pytest.raises(ValueError, match="--requantize"):
         export_quantized(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     made = export_quantized(tmp_path / "run", tmp_path / "near", unfit="requantize")
@@ -170,5 +170,5 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     state = Saved(newest(tmp_path / "run")).state()
     state["weights"]["head.weight"][3, 3] = torch.nan
     Checkpoints(tmp_path / "run" / "checkpoints", 1, Saving(host=None)).save(3, state)
-    with pytest.raises(ValueError, match=r"head\.weight has numbers that are not finite"):
+    with pytest.raises(ValueError, match=r"head\.weight"):
         export_quantized(tmp_path / "run", tmp_path / "out")

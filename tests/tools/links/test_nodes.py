@@ -123,7 +123,7 @@ class Refuses:
 
 def test_a_failure_half_way_leaves_nothing() -> None:
     nodes = EmulatedNodes(4, Refuses())
-    with pytest.raises(EmulationError, match="no such part"), nodes:
+    with pytest.raises(EmulationError), nodes:
         pass
     assert processes.marked(own_mark) == []
 

@@ -48,5 +48,5 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=message):
             load_machine(str(path))
-    with pytest.raises(ValueError, match=r"ready one: .*h200"):
+    with pytest.raises(ValueError, match="h200"):
         load_machine("no_such")

@@ -80,7 +80,7 @@ def test_a_daemon_that_does_not_start_says_why_and_leaves_nothing(
 ) -> None:
     (control / "refuses").write_text("Cannot start:\nno permission\n")
     mps = Mps()
-    with pytest.raises(EmulationError, match=r"Cannot start: no permission; .*=time-slices"), mps:
+    with pytest.raises(EmulationError, match=r"no permission.*=time-slices"), mps:
         pass
     assert not mps.folder.exists()
     assert of(processes.mark()) == []
@@ -92,7 +92,7 @@ def test_a_daemon_that_does_not_start_says_why_and_leaves_nothing(
     (folder / "log").rmdir()
     monkeypatch.setattr(mps_keeper, "last_words", lambda _: "server: no memory")
     try:
-        with pytest.raises(EmulationError, match="no server within 0 s: server: no memory"):
+        with pytest.raises(EmulationError, match="server: no memory"):
             mps_keeper.start(str(control / CONTROL), folder)
     finally:
         for name in (folder / "pipe" / "pid", control / "server"):
@@ -113,7 +113,7 @@ def test_a_rank_that_is_no_client_is_found_out(control: Path) -> None:
     check_client({}, 1)  # nobody asked for MPS
     with Mps() as mps:
         environment = {**os.environ, **mps.environment}
-        with pytest.raises(EmulationError, match=r"process 12 uses its GPU without MPS"):
+        with pytest.raises(EmulationError, match="process 12"):
             check_client(environment, 12)
         (control / "clients").write_text("11\n12\n")
         check_client(environment, 12)
@@ -134,7 +134,7 @@ def test_a_daemon_that_refuses_at_first_is_asked_again(
         assert busy.read_text() == ""
         monkeypatch.setattr("zpp_lab.train.launch.mps.SETTLING", 0.1)
         busy.write_text("\n" * 99)  # not for ever
-        with pytest.raises(EmulationError, match="refuses get_server_list: not now"):
+        with pytest.raises(EmulationError, match=r"get_server_list.*not now"):
             check_client(environment, 12)
         busy.write_text("")  # else the keeper's last question waits for its answer
     assert of(processes.mark()) == []

@@ -46,13 +46,13 @@ def test_srun_gives_what_torchrun_gives() -> None:
 
 
 def test_a_variable_that_srun_did_not_pass_on() -> None:
-    with pytest.raises(ValueError, match="SLURM_LOCALID is not set"):
+    with pytest.raises(ValueError, match="SLURM_LOCALID"):
         slurm_place({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
 
 
 def test_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no scontrol
-    with pytest.raises(ValueError, match="set MASTER_ADDR to the host of rank 0"):
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
         slurm_place({k: v for k, v in STEP.items() if k != "MASTER_ADDR"})
 
 
