@@ -7,7 +7,8 @@ which plain FSDP2, HSDP and the raw twin of each arm with codecs took turns with
 gets, for each arm and named speed of the links, the lowest and the highest ratio of the calls to
 their fastest uncompressed arm. Without a folder headline.csv stays unchanged.
 
-Draws headline.svg from headline.csv, and puts its numbers into the README's table.
+Draws headline.svg from headline.csv, and puts its numbers into the README's table. The sentence on
+the README's first screen is written by hand: tests/config/test_pages.py compares it.
 """
 
 from __future__ import annotations
