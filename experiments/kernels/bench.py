@@ -37,6 +37,7 @@ from zpp_lab.codecs import BlockCodec, kernels
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.config.codec import BITS
 from zpp_lab.config.parser import Parser, whole
+from zpp_lab.files import write_atomic
 
 KINDS = {
     "nearest": "nearest rounding",
@@ -44,6 +45,7 @@ KINDS = {
     "Hadamard 64": "Hadamard 64, nearest rounding",
 }
 MIB = 2**20
+COLORS = ("#332288", "#0b6eff", "#44aa99", "#d4a017")  # of 2, 4, 6 and 8 bits
 Row = dict[str, Any]
 
 
@@ -61,44 +63,56 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Writes the figure as SVG. ImportError where altair is not installed."""
+    """Write the figure as SVG, in the look of the other pages. ImportError where altair is not
+    installed."""
     import altair
 
+    sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+    from law import figure
+
+    from zpp_lab.study.report.style import dark
+
     largest = max(row["mib"] for row in report["grid"])
-    title = altair.Title(
-        f"Codec kernels on {report['machine']['gpu']}, {largest} MiB of bf16",
-        subtitle=f"share of a copy ({report['copy_gb_s']:.0f} GB/s); block 64, symmetric",
-    )
+    title = {
+        "text": f"Codec kernels on {report['machine']['gpu']}",
+        "subtitle": [
+            f"{largest} MiB of bf16; block 64, symmetric",
+            f"% of the rate of a copy ({report['copy_gb_s']:.0f} GB/s)",
+        ],
+    }
     rows = rows_of(report)
     ops = [op for op in OPS if any(row["op"] == op for row in rows)]
+    bits = sorted({row["bits"] for row in rows})
     operators = altair.X(
         "op:N",
         title=None,
         sort=ops,
         scale=altair.Scale(domain=ops),  # the same places in every panel
-        axis=altair.Axis(labelAngle=0),
+        axis=altair.Axis(labelAngle=0, labelExpr="split(datum.label, 'sum_')", labelFontSize=12),
     )
+    rate = altair.Y(
+        "of_copy:Q",
+        title=None,
+        axis=altair.Axis(format="%", tickCount=3),
+        scale=altair.Scale(domain=[0, 1]),
+    )
+    legend = altair.Legend(
+        orient="bottom", title=None, labelFontSize=14, labelColor="#374151", symbolType="square"
+    )
+    scale = altair.Scale(domain=bits, range=list(COLORS[: len(bits)]))
     panels = []
     for kind, text in KINDS.items():
         values = altair.Data(values=[row for row in rows if row["kind"] == kind])
-        bars = (
-            altair.Chart(values, title=altair.Title(text, anchor="start", fontSize=11))
-            .mark_bar()
-            .encode(
-                x=operators,
-                xOffset=altair.XOffset("bits:N"),
-                y=altair.Y(
-                    "of_copy:Q",
-                    title="of the copy's rate",
-                    axis=altair.Axis(format="%"),
-                    scale=altair.Scale(domain=[0, 1]),
-                ),
-                color=altair.Color("bits:N", title=None),
-                tooltip=["gb_s:Q", "us:Q"],
-            )
+        bars = altair.Chart(values, title=altair.Title(text, fontSize=15)).mark_bar()
+        bars = bars.encode(
+            x=operators,
+            xOffset=altair.XOffset("bits:N", sort=bits),
+            y=rate,
+            color=altair.Color("bits:N", scale=scale, legend=legend),
         )
-        panels.append(bars.properties(width=520, height=110))
-    altair.vconcat(*panels, title=title).save(str(path))
+        panels.append(bars.properties(width=460, height=110))
+    made = altair.vconcat(*panels, title=title)
+    write_atomic(path, figure(made, {color: dark(color) for color in COLORS}))
 
 
 def copy_rate_of(mib: int) -> float:

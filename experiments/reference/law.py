@@ -86,13 +86,14 @@ BY_BITS = {  # lines of loss.svg: rows of CODECS, then arms; what they are calle
     "gradients, one hop": ("gradients, one hop", "#aa4499", "#e59bd9"),
 }
 BY_SIZE = {
-    "w2_256_symmetric": ("2-bit weights", "#0b6eff", "#6aa8ff"),
-    "g2_one_hop_plain": ("2-bit gradients", "#aa4499", "#e59bd9"),
-    "w3_256_symmetric": ("3-bit weights", "#117733", "#5ad87e"),
-    "w4_256_symmetric": ("4-bit weights", "#b45309", "#f5a524"),
+    "w2_256_symmetric": ("2-bit weights", "#332288", "#9d8cf0"),  # no colour of BY_BITS
+    "g2_one_hop_plain": ("2-bit gradients", "#882255", "#e07aa8"),
+    "w3_256_symmetric": ("3-bit weights", "#0f766e", "#5eead4"),
+    "w4_256_symmetric": ("4-bit weights", "#8a6d00", "#e3c44f"),
     "zeropp": ("ZeRO++", "#c21b0d", "#ff8a7a"),
     "g8_4_hadamard": ("8- and 4-bit gradients", "#6b7280", "#9aa4b2"),
 }
+GAP = "loss gap (nats a token)"
 SIZE_AXIS = alt.Axis(values=[3, 10, 30, 100, 300], format="~g", grid=False)
 SHOWN = {  # studies in predicted.svg: what they are called, their colour, and it on a dark screen
     "reference_10m": ("13.8M", "#0b6eff", "#6aa8ff"),
@@ -582,13 +583,13 @@ def draw(rows: Sequence[tuple[law.Cell, Mapping[str, Any]]]) -> str:
     scale = {"type": "symlog", "constant": 0.003, "nice": False}
     x = alt.X(
         "x:Q",
-        title=None,
+        title=f"predicted {GAP}",
         scale=alt.Scale(domain=[-0.002, 1.1], **scale),
         axis=alt.Axis(values=[t for t in ticks if t >= 0], format="~g", grid=False),
     )
     y = alt.Y(
         "y:Q",
-        title=None,
+        title=f"measured {GAP}",
         scale=alt.Scale(domain=[-0.12, 1.1], **scale),
         axis=alt.Axis(values=ticks, format="~g"),
     )
@@ -604,13 +605,17 @@ def draw(rows: Sequence[tuple[law.Cell, Mapping[str, Any]]]) -> str:
     equal = alt.Chart(alt.Data(values=ends)).mark_line(color="#9ca3af", strokeDash=[4, 4])
     layers = [
         equal.encode(x=x, y=y),
-        every.mark_rule(opacity=0.45).encode(x=alt.X("left:Q", title=None), x2="right:Q"),
-        every.mark_rule(opacity=0.45).encode(y=alt.Y("low:Q", title=None), y2="high:Q"),
+        every.mark_rule(opacity=0.45).encode(
+            x=alt.X("left:Q", title=f"predicted {GAP}"), x2="right:Q"
+        ),
+        every.mark_rule(opacity=0.45).encode(
+            y=alt.Y("low:Q", title=f"measured {GAP}"), y2="high:Q"
+        ),
         every.mark_point(size=60, filled=True, opacity=1),
     ]
     title = {
-        "text": "What the law had predicted",
-        "subtitle": "measured gap, nats a token, over the predicted one; bars are 90 %",
+        "text": "Predicted and measured loss gaps",
+        "subtitle": "bars: 90 % intervals; dashed: equal",
     }
     chart = alt.layer(*layers).properties(width=450, height=390, title=title)
     return figure(chart, {light: dark for _, light, dark in looks})
@@ -645,14 +650,13 @@ def draw_gaps(every: Mapping[str, Mapping[str, list[float]]]) -> str:
         alt.X("x:Q", title="million parameters in blocks", scale=size, axis=SIZE_AXIS),
         BY_SIZE.values(),
         [("line", lines), ("rule", points), ("point", points)],
-    ).properties(title=headed("By size", "lines: the law"))
+    ).properties(title=headed("By size", "lines: the fitted formula"))
     dark = {light: dark for _, light, dark in (*BY_BITS.values(), *BY_SIZE.values())}
     return figure((by_bits & by_size).resolve_scale(color="independent"), dark)
 
 
 def headed(title: str, more: str) -> dict[str, Any]:
-    told = "nats a token above plain ZeRO-3; upright lines: 95 % intervals"
-    return {"text": title, "subtitle": [told, more]}
+    return {"text": title, "subtitle": [more, "upright lines: 95 % intervals"]}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -667,7 +671,8 @@ def panel(
     names, colors, _ = zip(*looks, strict=True)
     scale = alt.Scale(type="symlog", constant=0.002, domain=[-0.005, 1], nice=False)
     ticks = [0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
-    low = alt.Y("low:Q", title=None, scale=scale, axis=alt.Axis(values=ticks, format="~g"))
+    axis = alt.Axis(values=ticks, format="~g")
+    low = alt.Y("low:Q", title=GAP, scale=scale, axis=axis)
     legend = alt.Legend(
         title=None,
         orient="bottom",
@@ -690,7 +695,11 @@ def panel(
     charts = []
     for mark, values in layers:
         chart = alt.Chart(alt.Data(values=values)).encode(x=x, color=color)
-        chart = chart.encode(y=low, y2="high:Q") if mark == "rule" else chart.encode(y="y:Q")
+        chart = (
+            chart.encode(y=low, y2="high:Q")
+            if mark == "rule"
+            else chart.encode(y=alt.Y("y:Q", title=GAP, scale=scale, axis=axis))
+        )
         charts.append(getattr(chart, f"mark_{mark}")(**marks[mark]))
     return alt.layer(*charts).properties(width=450, height=320)
 

@@ -171,3 +171,14 @@ def test_the_command_tells_speeds_from_studies(
     assert main(["report", str(tmp_path / "nothing"), "--speed", str(tmp_path)]) == 2
     assert list((tmp_path / "nothing").iterdir()) == []
     assert main(["report", str(tmp_path / "absent"), "--speed", "x.csv"]) == 2
+
+
+def test_of_many_arms_the_fastest_have_a_colour(tmp_path: Path) -> None:
+    many = [Arm(f"arm{i}", 0.5 + 0.2 * i, 0.16) for i in range(9)]
+    page = build_speed_report(write_speeds(tmp_path, rows([ARMS[0], *many], LINKS)).parent)
+    found = re.search(r'id="spec-speedup">(.*?)</script>', page.html.read_text())
+    assert found is not None
+    drawn = json.loads(found[1])["datasets"]["links0"]
+    told = {row["arm"] for row in drawn if row.get("look", row["arm"]) == row["arm"]}
+    assert told == {"fsdp2", "arm0", "arm1", "arm2", "arm3"}
+    assert len({row["arm"] for row in drawn}) == 10

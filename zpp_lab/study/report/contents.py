@@ -57,7 +57,7 @@ from zpp_lab.study.report.speed.contents import (
     speed_method,
     speed_table,
 )
-from zpp_lab.study.report.speed.figures import make_speed_figures
+from zpp_lab.study.report.speed.figures import highlighted, make_speed_figures
 from zpp_lab.study.report.speed.results import BASE, Predict
 from zpp_lab.study.report.speed.speeds import StudySpeeds, study_speeds
 from zpp_lab.study.report.style import Look, Style, arm_looks, study_looks
@@ -146,7 +146,9 @@ def _speed_style(found: Findings) -> Style:
         for name in found.speeds.matches.get(arm, [])[:1]:
             if name != BASE and arm != found.result.study.baseline:
                 taken.setdefault(name, look)
-    return Style(arm_looks([*taken, *found.speed.arms], BASE, taken=taken), BASE)
+    names = highlighted(found.speed)
+    taken = {name: look for name, look in taken.items() if name in names}
+    return Style(arm_looks([*taken, *names], BASE, taken=taken), BASE)
 
 
 # ------------------------------------------------------------------- sections

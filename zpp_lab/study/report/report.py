@@ -24,7 +24,7 @@ from zpp_lab.study.report.speed.contents import (
     speed_document,
     speed_table,
 )
-from zpp_lab.study.report.speed.figures import SPEED_NAMES, make_speed_figures
+from zpp_lab.study.report.speed.figures import SPEED_NAMES, highlighted, make_speed_figures
 from zpp_lab.study.report.speed.results import (
     BASE,
     Predict,
@@ -114,7 +114,7 @@ def build_speed_report(path: Path, predict: Predict | None = None) -> SpeedRepor
     """
     file = speed_file(path)
     root, found = file.parent, find_speeds(read_speeds(file), predict)
-    style = Style(arm_looks(found.arms, BASE), BASE)
+    style = Style(arm_looks(highlighted(found), BASE), BASE)
     document = speed_document(found, make_speed_figures(found, style))
     texts = {"speedup.csv": speed_csv(found), "break_even.csv": break_even_csv(found)}
     drawn = _write(root, document, texts, SPEED_NAMES)

@@ -14,7 +14,7 @@ from zpp_lab.study.report.figures.curves import Row
 from zpp_lab.study.report.figures.gap import Spec
 from zpp_lab.study.report.sections import Figure
 from zpp_lab.study.report.speed.contents import SpeedFindings
-from zpp_lab.study.report.speed.results import Measured, Setting
+from zpp_lab.study.report.speed.results import BASE, Measured, Setting
 from zpp_lab.study.report.speed.speeds import SpeedUp
 from zpp_lab.study.report.style import GREY, Style, chart, finish, legend_pick, quantities
 
@@ -48,15 +48,26 @@ _QUANTITIES = {  # of a point that is held
     "share": ("of the floor", ".1%"),
 }
 _PREDICTED = " Dotted: what the cost model predicts, over its own strongest plain arm."
+_GREY = " Coloured: plain FSDP2 and the arms that reach the largest speed-ups; the others are grey."
 _SHARED = (
     " Of settings with several ranks a GPU: nodes shared GPUs, so computing took as many times "
     "longer than on a GPU a rank, at the same links."
 )
+HIGHLIGHTED = 5  # arms with a colour of their own: more lines cannot be followed
 _SIZE = 355, 300  # pixels of a panel
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _TIMES = "format(datum.value, '~g') + '×'"
 _BANDWIDTH = "Bandwidth between nodes (Gb/s)"
+
+
+def highlighted(found: SpeedFindings) -> list[str]:
+    """The base and the arms of the largest speed-ups, HIGHLIGHTED in all; the others are grey."""
+    best: dict[str, float] = {}
+    for one in found.ups:
+        best[one.at.arm] = max(one.value, best.get(one.at.arm, 0.0))
+    others = sorted((arm for arm in found.arms if arm != BASE), key=lambda arm: -best.get(arm, 0.0))
+    return [BASE, *others][:HIGHLIGHTED]
 
 
 def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
@@ -74,6 +85,9 @@ def make_speed_figures(found: SpeedFindings, style: Style) -> list[Figure]:
     texts = dict(_TEXTS)
     if found.predicted:
         texts["speedup"] = (texts["speedup"][0], texts["speedup"][1] + _PREDICTED)
+    for name in ("speedup", "floor"):
+        if len(found.arms) > HIGHLIGHTED:
+            texts[name] = (texts[name][0], texts[name][1] + _GREY)
     more = _SHARED if any(setting.ranks_per_gpu > 1 for setting in found.names) else ""
     return [
         Figure(name, texts[name][0], texts[name][1] + more, spec) for name, spec in specs.items()
