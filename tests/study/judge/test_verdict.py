@@ -9,7 +9,7 @@ import pytest
 
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.runs.reader import Run
-from zpp_lab.study.judge.claims import INSIDE, ON_PAR, ON_PAR_MARKED, UNDECIDED
+from zpp_lab.study.judge.claims import INSIDE, ON_PAR, ON_PAR_MARKED, UNDECIDED, VERDICTS
 from zpp_lab.study.judge.verdict import ArmResult, StudyResult, judge_study, pairwise
 from zpp_lab.study.run.launch import next_seeds
 
@@ -91,7 +91,8 @@ def test_few_heldout_tokens_give_no_verdict(tokens: int | None, verdict: str, wa
         (shown,) = result.controls
         assert shown.unanswered == (verdict == "not judged")
         if verdict == "not judged":
-            assert arm.note.startswith(f"{tokens} held-out tokens, 1,000 are the least: ")
+            assert f"{tokens} " in arm.note
+            assert "1,000" in arm.note
             assert arm.tests.differs is arm.tests.equal is None
             assert next_seeds(more, result) == {}
 
@@ -165,7 +166,8 @@ def test_runs_that_read_other_data_are_not_compared() -> None:
     base = read("old text", *(run("zero3", seed, loss) for seed, loss in BASE.items()))
     other = read("new text", *shifted(0.0, 0.0, 0.0))
     result, arm = judged(*base, *other)
-    assert (arm.verdict, arm.note) == ("not judged", "it read other data than zero3")
+    assert arm.verdict == "not judged"
+    assert "zero3" in arm.note
     assert arm.gaps == {}
     assert any("(new text for old text)" in note for note in result.notes)
     result, arm = judged(*base, *read("old text", *shifted(0.1)), *other[1:])
@@ -205,14 +207,14 @@ def test_without_a_baseline_nothing_is_judged() -> None:
     result = judge_study(STUDY, shifted(0.0, 0.0, 0.0))
     assert result.margin is None
     assert [arm.verdict for arm in result.arms] == ["not run", "no baseline"]
-    assert result.arms[1].text == "no baseline (it finished, its baseline has not)"
+    assert result.arms[1].verdict == "no baseline"
     assert result.arms[0].text == "not run (never started)"
 
 
 def test_arms_and_seeds_outside_the_study_are_left_out() -> None:
     result, arm = judged(*shifted(0.0, 0.0, 0.0), run("other", 1, 9.0), run("arm", 9, 9.0))
     assert sorted(arm.gaps) == [1, 2, 3]
-    assert result.notes == ["Arm other is no arm of the study; left out."]
+    assert [note.split()[1] for note in result.notes] == ["other"]
 
 
 def shows(arm: ArmResult) -> tuple[bool, bool, bool]:
@@ -250,7 +252,7 @@ def test_an_interval_agrees_with_the_verdict_beside_it(seeds: int) -> None:
             if made < 0.99 * left:  # else no interval can: the test of inside has one side
                 assert shown == claimed, one.verdict
                 agreed += 1
-    assert len(seen) == 8
+    assert seen == set(VERDICTS)
     assert agreed > 0.95 * 40 * 21
 
 

@@ -31,7 +31,8 @@ _QUICK, _SEEDS = 180, 8  # seconds of a run; seeds where it takes no more
 _LISTED = 8  # arms named in one sentence
 _NAMED, _TOGETHER = 60, 3  # letters of arms, and composites, that the answer names
 RULES = (
-    "If a control came out wrong, nothing is advised; while one has no answer, that is said.",
+    "If a control has the wrong verdict, nothing is advised. While one is undecided, the advice is "
+    "provisional.",
     "Candidates are the arms whose gap is shown to be inside the margin or below 0, except "
     "controls.",
     "The candidate that sends the fewest bytes a step between nodes is advised (all bytes where "
@@ -44,8 +45,8 @@ RULES = (
     "Arms that are worse, or that diverged, should not be used at this scale.",
     "With one seed an arm nothing is tested, so its loss decides no advice.",
     f"Where a run takes less than {_QUICK // 60} minutes and an arm is undecided or of open size, "
-    f"{_SEEDS} seeds an arm are advised: an interval over 3 is three times as wide. They are "
-    "planned beforehand, as `seeds`, or as `max_seeds`, which pays for looking in between.",
+    f"{_SEEDS} seeds an arm are advised: an interval over 3 is three times as wide. Plan them "
+    "beforehand as `seeds`, or as `max_seeds`, which corrects for the looks in between.",
 )
 
 
@@ -61,9 +62,9 @@ def answer(result: StudyResult) -> list[str]:
     """What the study found: first the sentence for a reader in a hurry, then the others."""
     base, arms = result.study.baseline, _candidates(result)
     if result.margin is None:
-        return [f"No answer yet: the baseline {base} has no finished run to compare with."]
+        return [f"No answer yet: the baseline {base} has no finished run."]
     if wrong := [c.arm for c in result.controls if c.wrong]:
-        return [f"No answer: {_some(wrong)} did not come out as a control must."]
+        return [f"No answer: the control {_some(wrong)} has the wrong verdict."]
     if one_seed(result):
         return _lone_answer(result, arms)
     best = _cheapest([arm for arm in arms if arm.verdict in GOOD])
@@ -87,7 +88,7 @@ def answer(result: StudyResult) -> list[str]:
         said.append(f"No verdict yet: {_some(without, len(arms))}.")
     said += [f"Together, {one.name} is {one.verdict}." for one in result.composites[:_TOGETHER]]
     if waiting := [control.arm for control in result.controls if control.waiting]:
-        said[0] = f"Provisional until {_some(waiting)} has come out: {said[0]}"
+        said[0] = f"Provisional until the control {_some(waiting)} is decided: {said[0]}"
     return said
 
 
@@ -135,10 +136,10 @@ def _some(names: Sequence[str], of: int = 0) -> str:
 def advise(result: StudyResult, speeds: Speeds | None = None) -> list[Advice]:
     """The paragraph, sentence by sentence. `speeds`: measured tokens/s by bandwidth and arm."""
     if result.margin is None:
-        return [Advice("Nothing yet: the baseline has no finished run to compare with.", 2)]
+        return [Advice("Nothing yet: the baseline has no finished run.", 2)]
     wrong = [c.arm for c in result.controls if c.wrong]
     if wrong:
-        return [Advice(f"Nothing: {', '.join(wrong)} did not come out as a control must.", 1)]
+        return [Advice(f"Nothing: the control {', '.join(wrong)} has the wrong verdict.", 1)]
     arms = _candidates(result)
     if one_seed(result):
         open_arms = [*_open(result, arms, None), *_more_seeds(result)]
@@ -163,13 +164,13 @@ def _provisional(result: StudyResult) -> list[Advice]:
     if not waiting:
         return []
     if lone:
-        return [Advice(f"A control has no answer yet: {', '.join(waiting)}.", 1)]
-    return [Advice(f"Provisional: a control has no answer yet, {', '.join(waiting)}.", 1)]
+        return [Advice(f"A control is not decided yet: {', '.join(waiting)}.", 1)]
+    return [Advice(f"Provisional: a control is not decided yet, {', '.join(waiting)}.", 1)]
 
 
 def _untested(result: StudyResult) -> Advice:
     base = result.study.baseline
-    text = f"No arm is advised in place of {base}: with one seed an arm nothing is tested."
+    text = f"No arm is advised over {base}: with one seed an arm nothing is tested."
     return Advice(text, 7)
 
 
@@ -243,7 +244,7 @@ def _more_seeds(result: StudyResult) -> list[Advice]:
     more = (_SEEDS - planned) * len(result.arms) * median(known) / 60
     text = (
         f"A run took {median(known):.0f} s (median): {_SEEDS} seeds an arm in place of {planned} "
-        f"are {more:.0f} minutes more, one run at a time; plan them for the next study."
+        f"take {more:.0f} more minutes, one run at a time; plan them for the next study."
     )
     return [Advice(text, 8)]
 

@@ -64,17 +64,17 @@ class Certainty:
         noise = [line for floor in self.floors for line in floor.lines]
         noise += [
             f"Quiet part of {part.baseline}: steps 1 to {part.end}, in which the training loss of "
-            f"{' and '.join(part.controls)} stays within {part.noise:.1e} nats of it. Gaps there: "
-            "mean and largest amount over steps and seeds."
+            f"{' and '.join(part.controls)} stays within {part.noise:.1e} nats of it. The column "
+            "has the mean and the largest absolute gap over these steps and all seeds."
             for part in self.quiet
         ]
         if self.apart:
             told = ", ".join(one.text for one in self.apart[:NAMED])
             noise.append(
-                f"Steps apart, {len(self.apart)}, in which a gradient's norm was at least "
-                f"{TIMES:g} times what the other runs of its seed say: {told}"
-                f"{', …' if len(self.apart) > NAMED else ''}. `zpp-lab batch RUN STEP` shows the "
-                "text."
+                f"Deviating steps ({len(self.apart)}): the gradient norm was at least {TIMES:g} "
+                f"times that of the seed's other runs: {told}"
+                f"{', …' if len(self.apart) > NAMED else ''}. "
+                "`zpp-lab batch RUN STEP` shows the text."
             )
         return [*filter(None, [self._on_documents(), self._on_deciding()]), *noise]
 
@@ -83,10 +83,10 @@ class Certainty:
         if not any(arm.gap and arm.gap.deciding for arm in self.result.every):
             return ""
         return (
-            "As decided: the interval that stands beside the verdict. Its level is that of the "
-            "test behind it, after the corrections: of the test beyond the margin for better and "
-            "worse, of that inside it, which has one side, else of that of 0. Alone: the "
-            f"{self.result.study.confidence:.0%} interval, as if no other arm were tested."
+            "As decided: the interval beside the verdict, at the corrected level of its test. That "
+            "is the test beyond the margin for better and worse, the one-sided test inside it for "
+            "on par, and the test of 0 for the others. Alone: the "
+            f"{self.result.study.confidence:.0%} interval without a correction for other arms."
         )
 
     def _on_documents(self) -> str:
@@ -95,17 +95,17 @@ class Certainty:
         if not sets:
             return ""
         tokens = [one.tokens for one in sets.values()]
-        counts = [f"{len(t)} (as good as {count(t):.0f} of equal length)" for t in tokens]
+        counts = [f"{len(t)} (equivalent to {count(t):.0f} of equal length)" for t in tokens]
         text = (
-            f"Other documents: {self.result.study.confidence:.0%} intervals of the gap had the "
-            f"{' or '.join(counts)} held-out documents been others, for these very runs."
+            f"Other documents: {self.result.study.confidence:.0%} intervals of the gap for the "
+            f"same runs and other held-out documents in place of these {' or '.join(counts)}."
         )
         if one_seed(self.result):
             return (
-                f"{text} They say how much the choice of text matters, not how far another run "
-                "would move the gap: even where 0 lies outside, no arm is shown to differ."
+                f"{text} They show how much the choice of text matters, not how far another run "
+                "would move the gap. No arm is shown to differ, even where 0 lies outside."
             )
-        return f"{text} Other seeds: had the seeds been others, for these very documents."
+        return f"{text} Other seeds: intervals for the same documents and other seeds."
 
     def _intervals(self, arm: ArmResult) -> tuple[str, ...]:
         study = self.result.study

@@ -126,10 +126,12 @@ class Control:
         name = f"{self.role.replace('_', ' ').capitalize()} {self.arm}"
         if self.gap is not None:
             gap = f"{self.gap:+.4f}".replace("-", "−")
-            return f"{name}: one seed, which no test can judge (gap {gap} nats)."
+            return f"{name}: not tested with one seed (gap {gap} nats)."
         if self.role not in EXPECTED:
-            return f"{name}: {self.verdict}; noise of a codec's size, and nothing known before."
+            return (
+                f"{name}: {self.verdict}. It adds noise of a codec's size; nothing is known before."
+            )
         must = f"must be {_MUST[self.role]}"
         if self.waiting:
-            return f"{name}: {self.verdict}, so it has no answer yet; it {must}."
+            return f"{name}: {self.verdict}, so far without an answer; it {must}."
         return f"{name}: {self.verdict}, {'as it must be' if self.ok else f'but {must}'}."

@@ -53,7 +53,7 @@ def read_documents(folder: Path) -> Documents | None:
             raise ValueError("its lists differ in length")
         return Documents(str(found["hash"]), places, tokens, nats)
     except KeyError as error:
-        raise damaged(folder / HELDOUT, f"no {error}") from None
+        raise damaged(folder / HELDOUT, f"{error} is missing") from None
     except (TypeError, ValueError) as error:
         raise damaged(folder / HELDOUT, error) from None
 

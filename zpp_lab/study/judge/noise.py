@@ -185,26 +185,26 @@ class NoiseFloor:
         """Sentences for a report."""
         pairs = [
             f"Two seeds of {self.baseline} differ by {self.typical:.4f} nats (median of "
-            f"{self.seeds} seeds; standard deviation {self.spread:.4f}). Without pairing, as many "
-            f"seeds would know a gap to ±{self.unpaired:.4f} only."
+            f"{self.seeds} seeds; standard deviation {self.spread:.4f}). Without pairing, this "
+            f"many seeds measure a gap to ±{self.unpaired:.4f}."
         ]
         if self.paired_spread is not None:
             pairs.append(
                 f"The gap to {self.baseline} with the same seed spreads by "
-                f"{self.paired_spread:.4f} (median of the arms near it). To find an equal arm "
-                f"inside the margin takes {_count(self.seeds_paired)} seeds paired, "
+                f"{self.paired_spread:.4f} (median of the arms near it). Showing an equal arm "
+                f"to be on par needs {_count(self.seeds_paired)} paired seeds, or "
                 f"{_count(self.seeds_unpaired)} unpaired (80% power, one arm, one look)."
             )
         if self.apart:
             pairs.append(
-                "Pairing takes less than half of the noise off the gaps of "
-                f"{', '.join(self.apart)}: over these seeds losses hardly follow the baseline's, "
-                "and an order control says too little of the noise. Arms of which it takes more: "
-                f"{self.helped}."
+                "Pairing by seed removes less than half of the noise from the gaps of "
+                f"{', '.join(self.apart)}. Their losses hardly follow the baseline's from seed to "
+                "seed, so an order control understates their noise. Other arms, where pairing "
+                f"removes more: {self.helped}."
             )
         return pairs + [
-            f"{order.arm}: only the order of sums differs, and the gap is {_signed(order.mean)} "
-            f"nats on average, {order.largest:.5f} at most over {order.seeds} seeds."
+            f"{order.arm}: only the order of sums differs. The gap is {_signed(order.mean)} nats "
+            f"on average and {order.largest:.5f} at most over {order.seeds} seeds."
             for order in self.orders
         ]
 

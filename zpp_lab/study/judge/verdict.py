@@ -246,7 +246,10 @@ def judge_study(
     judged = [_decide(study, a, tests.get(a.name, PValues())) for a in (*arms, *composites)]
     judged = _noted(study, judged)
     arms, composites = judged[: len(arms)], judged[len(arms) :]
-    notes = [*notes, *(f"Arm {name} is no arm of the study; left out." for name in sorted(unknown))]
+    notes = [
+        *notes,
+        *(f"Arm {name} is not in the study; its runs are ignored." for name in sorted(unknown)),
+    ]
     few = _fewest(run for arm in arms for run in arm.finished)
     told = heldout_notes(*few) if few is not None else ()
     notes = [*notes, *(f"{text[0].upper()}{text[1:]}." for text in told)]
@@ -331,7 +334,7 @@ def _gather(
     finished = [run.heldout_loss for run in runs.values() if run.heldout_loss is not None]
     verdict, note = _outcome(study, arm, runs, base, pairs if margin else {})
     if apart and not pairs:
-        verdict, note = NOT_JUDGED, f"it read other data than {study.bases(arm)[0]}"
+        verdict, note = NOT_JUDGED, f"its data differ from those of {study.bases(arm)[0]}"
     documents = None if is_baseline(study, arm) else reader.gaps(pairs)
     return ArmResult(
         arm,
@@ -365,7 +368,7 @@ def _composite(
         return ArmResult(arm, {}, held.verdict, held.name)
     seeds = set.intersection(*(set(m.gaps) for m in members))
     if not seeds:
-        return ArmResult(arm, {}, "unfinished", "no seed has finished in all its arms")
+        return ArmResult(arm, {}, "unfinished", "no seed has finished in all of its arms")
 
     def of(side: Sequence[ArmResult], seed: int) -> float:
         return fmean(m.gaps[seed] for m in side) if side else 0.0
@@ -422,12 +425,12 @@ def _outcome(
         few = _fewest(run for own, theirs in pairs.values() for run in (own, *theirs))
         if few is None or few[0] >= LEAST_HELDOUT:
             return UNDECIDED, ""
-        least = f"{few[0]:,} held-out tokens, {LEAST_HELDOUT:,} are the least"
+        least = f"{few[0]:,} held-out tokens, below the minimum of {LEAST_HELDOUT:,}"
         return NOT_JUDGED, f"{least}: {more_heldout(few[1])}"
     if failed:
         return "failed", failures(failed)
     if "finished" in outcomes.values():
-        return "no baseline", "it finished, its baseline has not"
+        return "no baseline", "its baseline has not finished"
     if runs:
         return "unfinished", standing(runs, study.seeds)
     return "not run", "never started"

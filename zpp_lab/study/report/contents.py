@@ -14,6 +14,7 @@ from zpp_lab.runs.wandb.folder import STATE, read_state
 from zpp_lab.study.judge.advice import RULES, Advice, advise, answer
 from zpp_lab.study.judge.certainty import COLUMNS as CERTAINTY_COLUMNS
 from zpp_lab.study.judge.certainty import Certainty, certainty
+from zpp_lab.study.judge.claims import MARK
 from zpp_lab.study.judge.effects import (
     Estimate,
     Interaction,
@@ -206,7 +207,7 @@ def _arms(found: Findings) -> list[Content]:
 def _figures(found: Findings, figures: Sequence[Figure]) -> list[Content]:
     """Each with what belongs to it, then all measures of the codecs' errors."""
     told = left_out(found.result, found.curves)
-    content: list[Content] = [] if figures else [Text(["No run has more to draw yet."])]
+    content: list[Content] = [] if figures else [Text(["No run has data for more figures yet."])]
     content.append(Text(told, soft=True))
     beside: dict[str, list[Text | Table]] = {
         "gap_vs_speed": [Text(_measured_on(found), soft=True)],
@@ -365,7 +366,7 @@ def differences_table(result: StudyResult, appendix: Appendix) -> Table:
         texts = [f"{key}: {value} (baseline: {base})" for key, value, base in changed]
         if texts:
             rows.append(Row([arm.name, "\n".join(texts)], arm.name))
-    columns = [Column("Arm"), Column("Settings that differ from its baseline's", "code")]
+    columns = [Column("Arm"), Column("Settings that differ from the baseline's", "code")]
     return Table("differences", "Configs, arm by arm", columns, rows, sortable=False)
 
 
@@ -473,8 +474,10 @@ def _measure(value: float | None, name: str) -> str:
 
 # ---------------------------------------------------------------------- words
 
-LONE = "With one seed an arm nothing is tested. Inside the noise band a gap shows nothing; without "
-LONE += "a band, nothing says how large a gap noise makes."
+LONE = (
+    "With one seed an arm nothing is tested. A gap inside the noise band shows nothing. Without a "
+)
+LONE += "band the size of the noise is unknown."
 
 
 def opening(result: StudyResult) -> Terms:
@@ -490,11 +493,14 @@ def opening(result: StudyResult) -> Terms:
         ("What it shows", LONE if lone else ""),
         ("Baseline", _baseline(result)),
         ("Start", _start(result)),
-        ("Margin", f"{margin}. A gap inside it does not matter to this study."),
+        ("Margin", f"{margin}. The study treats a gap inside it as negligible."),
         ("Noise band", band_widths(result) if lone else ""),
-        ("Intervals", "" if lone else f"Of gaps, {interval_line(result)}."),
+        ("Intervals", "" if lone else f"Gaps have intervals {interval_line(result)}."),
         ("Stopping rule", _stopping(result)),
-        ("Controls", " ".join(controls) or "None: nothing shows that this study can see a gap."),
+        (
+            "Controls",
+            " ".join(controls) or "None, so nothing shows that this study can detect a gap.",
+        ),
     ]
     wrong = [] if controls_hold(result) else ["Controls"]
     return Terms([(what, text) for what, text in told if text], wrong)
@@ -523,8 +529,8 @@ def _start(result: StudyResult) -> str:
         return ""
     taken = "state" if study.branch and study.branch.optimizer else "weights"
     return (
-        f"the {taken} of runs made first: {names}. Gaps and intervals speak for these alone, not "
-        "for other first weights."
+        f"the {taken} of runs made first: {names}. Gaps and intervals hold for these first weights "
+        "alone."
     )
 
 
@@ -532,37 +538,37 @@ def _stopping(result: StudyResult) -> str:
     study = result.study
     seeds = ", ".join(map(str, study.seeds))
     if study.max_seeds <= len(study.seeds):
-        return f"fixed beforehand, {_count(len(study.seeds))} an arm ({seeds})."
+        return f"fixed beforehand: {_count(len(study.seeds))} an arm ({seeds})."
     return (
         f"{_count(len(study.seeds))} an arm ({seeds}), then {study.seeds_per_look} more at a time "
-        "for the arms whose gap is shown neither inside nor beyond the margin, "
-        f"{study.max_seeds} at most; tests and intervals are corrected for the looks in between."
+        "for arms whose gap is shown neither inside nor beyond the margin, at most "
+        f"{study.max_seeds}. Tests and intervals are corrected for the looks in between."
     )
 
 
 def decision(result: StudyResult) -> list[str]:
     """How the question is decided, as sentences."""
-    lone = "These tests need two seeds or more. With one, as here, all that has run is undecided."
+    lone = "These tests need two seeds or more. With one, as here, every finished arm is undecided."
     return [
         f"{_seed(result)} The gap of a seed is an arm's held-out loss after the last step minus "
         "that of its baseline with the same seed.",
-        "Inside the margin: two one-sided paired tests show that the mean gap lies within it. "
-        "Above or below zero: the two-sided paired test excludes 0. Worse or better: that test "
-        "excludes all up to the margin. On par: inside the margin, and 0 is not excluded. Size "
-        "open: 0 is excluded, and the gap is shown neither inside nor beyond. Undecided: nothing "
-        "is shown. More seeds would tell. The interval beside a verdict has the level of the test "
-        "behind it, after the corrections for looks and arms: wholly beyond the margin where an "
-        "arm is worse or better, wholly inside it where it is on par or inside, without 0 where 0 "
-        "is excluded. Where one level would say more than the verdict it is widened.",
-        "Tests and intervals ask what other seeds and other held-out documents would have given: "
-        "the variance of a mean gap has a part of the seeds and one of the documents, which all "
-        "seeds share. Where runs do not tell their losses by document it is that of the seeds "
-        "alone.",
+        "On par: two one-sided paired tests show that the mean gap lies inside the margin. "
+        f"{MARK}: the two-sided paired test also excludes 0. Worse or better: a two-sided test "
+        "excludes everything up to the margin. Size open: 0 is excluded, but the gap is shown "
+        "neither inside nor beyond the margin. Undecided: nothing is shown. More seeds would "
+        "decide the last two.",
+        "The interval beside a verdict has the level of its test, corrected for looks and arms. It "
+        "lies wholly beyond the margin for worse and better, wholly inside it for on par, and "
+        "excludes 0 where the test does. Where that level would show more than the verdict claims, "
+        "the interval is widened.",
+        "Tests and intervals cover other seeds and other held-out documents. The variance of a "
+        "mean gap has a part from the seeds and a part from the documents, which all seeds share. "
+        "Where runs did not record losses by document, it is from the seeds alone.",
         *([lone] if one_seed(result) else []),
-        f"An arm whose losses are means over fewer than {LEAST_HELDOUT:,} held-out tokens is not "
-        "judged: so few say nothing of other text.",
-        "Only finished runs count. One that was stopped or failed enters no verdict, gap or mean, "
-        "however far it came; curves over training show what it has.",
+        f"An arm with losses over fewer than {LEAST_HELDOUT:,} held-out tokens is not judged: they "
+        "are too few to represent other text.",
+        "Only finished runs count. A stopped or failed run enters no verdict, gap or mean; curves "
+        "over training show it as far as it came.",
     ]
 
 
@@ -579,8 +585,8 @@ def _seed(result: StudyResult) -> str:
 def effect_notes(effects: Sequence[MainEffect]) -> list[str]:
     """What a main effect could not use, one sentence a factor."""
     return [
-        f"{effect.factor}: no comparison of like with like for {_levels(effect)}; these are only "
-        "dots."
+        f"{effect.factor}: no arms that differ in this factor alone for {_levels(effect)}; these "
+        "are shown as dots."
         for effect in effects
         if effect.left_out
     ]

@@ -36,7 +36,7 @@ def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
     for a folder without runs, and for Parquet without the package pyarrow.
     """
     if out.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"{out}: give a file that ends with .csv or .parquet")
+        raise ValueError(f"{out}: unknown format; use a name that ends in .csv or .parquet")
     write = _write_csv if out.suffix == ".csv" else _parquet_writer()
     results = [read_result(root) for root in roots]
     out.parent.mkdir(parents=True, exist_ok=True)

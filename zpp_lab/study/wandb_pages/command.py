@@ -201,7 +201,7 @@ def dashboard(
     mode, why = resolve("auto")
     if mode == "online":
         return apply_file(out)
-    print(f"{out}: the pages' specification. Not applied ({why}); with a key for wandb:")
+    print(f"{out}: the specification of the pages, not applied ({why}). With a key for wandb:")
     print(f"  zpp-lab dashboard --apply {out}")
     return 0
 
@@ -220,7 +220,7 @@ def apply_file(path: Path) -> int:
         raise
     except Exception as error:  # wandb's, the network's: the file is there for another time
         print(
-            f"wandb did not take the pages ({type(error).__name__}: {error}); later: "
+            f"wandb rejected the pages ({type(error).__name__}: {error}). Try again with "
             f"zpp-lab dashboard --apply {path}",
             file=sys.stderr,
         )
@@ -241,9 +241,7 @@ def _planned(root: Path, target: str) -> StudyConfig:
 def _study_of(root: Path) -> StudyConfig:
     study = read_study(root)
     if study is None:
-        raise ValueError(
-            f"{root} is no study's folder: it has no {STUDY_FILE}; give one that zpp-lab study made"
-        )
+        raise ValueError(f"{root}: {STUDY_FILE} not found; give a folder that zpp-lab study made")
     return study
 
 
@@ -258,7 +256,7 @@ def _judged(root: Path) -> tuple[str, list[str]]:
         from zpp_lab.study.report.table import margin_line
     except ModuleNotFoundError as error:
         print(
-            f"the pages get no verdicts ({error}): pip install 'zpp_lab[report]', then this again",
+            f"the pages have no verdicts ({error}): pip install 'zpp_lab[report]', then try again",
             file=sys.stderr,
         )
         return "", []

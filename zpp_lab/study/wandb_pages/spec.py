@@ -104,11 +104,11 @@ def write_spec(path: Path, spec: Spec) -> None:
 
 def read_spec(path: Path) -> Spec:
     """ValueError when the file is no specification of this version."""
-    spec = parse_json(path, "make it again: zpp-lab dashboard")
+    spec = parse_json(path, "run zpp-lab dashboard again")
     if not isinstance(spec, dict) or spec.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is no dashboard specification of format {FORMAT}; make it again: "
-            "zpp-lab dashboard"
+            f"{path}: invalid, a dashboard specification of format {FORMAT} is needed; run "
+            "zpp-lab dashboard again"
         )
     return spec
 
@@ -188,9 +188,9 @@ def _speed() -> list[Panel]:
     return [
         _line("Tokens a second, step by step", ["tokens_per_second"]),
         _line("MFU", ["mfu"]),
-        _line("Seconds of a step that waited", ["wait/data", "wait/device"]),
-        _line("Most memory so far, GiB", ["memory/gpu_gib", "memory/reserved_gib"]),
-        _line("Most host memory so far, GiB", ["memory/host_gib"]),
+        _line("Seconds of a step spent waiting", ["wait/data", "wait/device"]),
+        _line("Peak GPU memory so far, GiB", ["memory/gpu_gib", "memory/reserved_gib"]),
+        _line("Peak host memory so far, GiB", ["memory/host_gib"]),
     ]
 
 

@@ -80,10 +80,10 @@ _TEXTS = {
     "gap_vs_speed": "Measured tokens per second, one panel a bandwidth between nodes; further "
     "right is faster. An arm has the speed of a measurement whose recipe has the same settings. "
     "Dashed: the Pareto front. Lines: the intervals that decide the verdicts; shaded: the margin.",
-    "main_effects": "Grey: arms, joined where they are alike in every other factor. Thick: the "
-    "mean over the groups that have all of its levels, with its {confidence} interval over the "
-    "seeds. Shaded: the margin.",
-    "interactions": "Mean gap at each pair of levels, over arms alike in every other factor, with "
+    "main_effects": "Grey: arms, joined where every other factor is the same. Thick: the mean "
+    "over the groups that have all levels, with its {confidence} interval over the seeds. Shaded: "
+    "the margin.",
+    "interactions": "Mean gap at each pair of levels, over arms with the same other factors, with "
     f"the {{confidence}} interval. Lines that are not parallel interact. At most {MOST_PAIRS} "
     "pairs, those farthest from additive first.",
     "loss": "Lines: mean over the seeds that reached a step. Band: lowest to highest seed of one "
@@ -99,10 +99,10 @@ _TEXTS = {
     "parameter class, mean over the seeds. An arm appears on the wires that it quantizes; a line "
     "may cover an equal one.",
     "telemetry_bias": "Σ(y−x) / Σ|x|: whether values shrink (below 0) or grow.",
-    "telemetry_cosine": "1 − cosine of the values before and after: how far their direction "
-    "turned.",
+    "telemetry_cosine": "1 − cosine between the values before and after: the change of their "
+    "direction.",
     "telemetry_saturated": "Share of the codes that lie at an end of their range.",
-    "telemetry_zeroed": "Share of the values that were not 0 and became 0.",
+    "telemetry_zeroed": "Share of the nonzero values that became 0.",
 }
 _ONE_SEED = {
     "gap": "Point: the one seed; left of 0 its loss is lower than the baseline's. Shaded: the "
@@ -123,8 +123,8 @@ _ONE_SEED = {
 }
 _APART = (
     "Below: how large the gap is, without its sign and not smoothed, on a logarithmic axis: the "
-    "largest of the last few steps (a fiftieth of the run); where an arm equals its baseline in "
-    "every digit it has no line"
+    "largest of the last few steps (a fiftieth of the run); an arm that equals its baseline in "
+    "every digit has no line"
 )
 _COLORED = ("gap_vs_bytes", "gap_vs_speed", "loss", "gap_curves", "gap_steps")
 
@@ -173,7 +173,7 @@ def _grey(name: str, result: StudyResult) -> str:
     if len(result.arms) <= TOLD or name not in _COLORED:
         return ""
     front = "" if one_seed(result) else "the arms on the Pareto front and "
-    return f" Grey ({OTHERS}): not told apart, as there are too many arms; {front}the controls are."
+    return f" Grey ({OTHERS}): too many for a colour each; {front}the controls have one."
 
 
 def make_figures(
@@ -227,7 +227,7 @@ def left_out(result: StudyResult, curves: StudyCurves) -> list[str]:
     if one_seed(result) and cells_of(result):
         said.append(
             "Main effects and interactions of factors are left out: with one seed they have no "
-            "interval, and what they show may be noise."
+            "interval and may be noise."
         )
     if any(row["step"] > 0 for row in curves.telemetry) and not _telemetry_steps(curves):
         said.append(
