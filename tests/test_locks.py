@@ -151,7 +151,7 @@ def test_jobs_of_a_sweep_hold_their_folders(
     folder.mkdir(parents=True)
     with hold(folder):
         assert main(["train", "-m", "recipe=w4", "seed=1", "engine.device=cpu"]) == 2
-    assert "a run is at work here already" in capsys.readouterr().err
+    assert "run.dir" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 

@@ -60,8 +60,8 @@ def init(backend: str | None = None) -> torch.device:
     nobody started any."""
     if not (dist.is_initialized() or placed(os.environ)):
         raise ValueError(
-            "zpp_lab.init joins ranks that are there already: start the script with torchrun or "
-            "srun, such as `torchrun --standalone --nproc-per-node 4 SCRIPT`"
+            "zpp_lab.init joins ranks that are running already: start the script with torchrun "
+            "or srun, such as `torchrun --standalone --nproc-per-node 4 SCRIPT`"
         )
     enter(os.environ)
     on_gpu = torch.cuda.is_available() and backend != "gloo"
@@ -155,7 +155,7 @@ def shard(
     config = _recipe(recipe)
     if isinstance(model, FSDPModule):
         raise ValueError(
-            "the model is sharded already, by zpp_lab.shard or fully_shard: shard a fresh one, once"
+            "the model is sharded already, by zpp_lab.shard or fully_shard: shard a new model, once"
         )
     cut = [{name: module} for name, module in _named(model, units)]
     picked = Ranks.pick(mesh, _cluster(cluster) if isinstance(cluster, str) else cluster)
@@ -198,8 +198,8 @@ def _recipe(given: RecipeConfig | Mapping[str, Any] | Path | str) -> RecipeConfi
         return load(RecipeConfig, {"name": "given", **given})
     if not isinstance(given, Path | str):
         raise ValueError(
-            f"recipe={given!r}: give a recipe's name, its YAML file or its settings; 'zero3' "
-            "is plain sharding"
+            f"recipe={given!r}: use a recipe's name, its YAML file or its settings; 'zero3' is "
+            "plain sharding"
         )
     path = Path(given)
     if isinstance(given, str) and path.suffix not in (".yaml", ".yml"):
@@ -221,8 +221,8 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
     if shares and steps is None:
         raise ValueError(
             f"recipe {config.name}: recipe.phases begin after a share of the run's steps "
-            f"({shares[0]}): say how many there are, zpp_lab.shard(..., steps=N), or write steps "
-            "in place of the share"
+            f"({shares[0]}): pass the run's steps, zpp_lab.shard(..., steps=N), or use steps "
+            "instead of the share"
         )
     return config.phased(sys.maxsize if steps is None else steps)
 
@@ -232,8 +232,7 @@ def _connect(picked: Ranks, watchdog: Watchdog, choice: Choice, device: torch.de
         return connect(picked.cluster, watchdog, choice, device)
     if choice == "peer":
         raise ValueError(
-            "transport=peer is for all ranks of the world, and the mesh has other dimensions: "
-            "use auto or groups"
+            "transport=peer needs a mesh of all ranks without other dimensions: use auto or groups"
         )
     return picked.groups(watchdog)
 
@@ -249,8 +248,8 @@ def _named(model: nn.Module, units: Sequence[nn.Module] | None) -> list[Block]:
     if unknown:
         one = unknown[0]
         raise ValueError(
-            f"units: {type(one).__name__ if isinstance(one, nn.Module) else repr(one)} is no "
-            "module of the model; give modules that it has, such as list(model.layers)"
+            f"units: {type(one).__name__ if isinstance(one, nn.Module) else repr(one)} is not a "
+            "module of the model; use its modules, such as list(model.layers)"
         )
     return [(names[id(m)], m) for m in units]
 

@@ -116,9 +116,7 @@ def read_text(path: Path, fix: str = RESTORE) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise damaged(
-            path, f"no text in UTF-8: {error.reason} at byte {error.start}", fix
-        ) from None
+        raise damaged(path, f"not UTF-8 text: {error.reason} at byte {error.start}", fix) from None
 
 
 def parse_json(path: Path, fix: str = RESTORE) -> Any:
@@ -126,7 +124,7 @@ def parse_json(path: Path, fix: str = RESTORE) -> Any:
     try:
         return json.loads(read_text(path, fix))
     except json.JSONDecodeError as error:
-        raise damaged(path, f"no JSON: {error}", fix) from None
+        raise damaged(path, f"invalid JSON: {error}", fix) from None
 
 
 def parse_yaml(path: Path, fix: str = RESTORE) -> Any:
@@ -134,7 +132,7 @@ def parse_yaml(path: Path, fix: str = RESTORE) -> Any:
     try:
         return yaml.load(read_text(path, fix), Loader=_Loader)
     except yaml.YAMLError as error:
-        raise damaged(path, f"no YAML: {error}", fix) from None
+        raise damaged(path, f"invalid YAML: {error}", fix) from None
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -144,7 +142,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         names = [key.value for key, _ in node.value if key.tag.endswith(":str")]
         for name in {n for n in names if names.count(n) > 1}:
             raise yaml.constructor.ConstructorError(
-                None, None, f"{name!r} is there twice", node.start_mark
+                None, None, f"{name!r} appears twice", node.start_mark
             )
         return dict(super().construct_mapping(node, deep))
 
@@ -271,13 +269,13 @@ def missing(path: Path, what: str = "folder") -> str:
         return "a file, not a folder"
     near = nearest(path)
     if near is not None and near != path:
-        return f"no such {what} (did you mean {near}?)"
+        return f"{what} not found (did you mean {near}?)"
     there = next((p for p in path.parents if p.is_dir()), None)
     if there is None or there == Path():
-        return f"no such {what} in {Path.cwd()}" if not path.is_absolute() else f"no such {what}"
+        return f"{what} not found in {Path.cwd()}" if not path.is_absolute() else f"no such {what}"
     names = [name for name in _names(there) if not name.startswith(".")]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"no such {what}; in {there}: {', '.join(names[:_SHOWN]) or 'nothing'}{more}"
+    return f"{what} not found; in {there}: {', '.join(names[:_SHOWN]) or 'nothing'}{more}"
 
 
 def check_name(name: str) -> None:
@@ -285,7 +283,7 @@ def check_name(name: str) -> None:
     below the one for it."""
     if not _FOLDER_NAME.fullmatch(name):
         raise ValueError(
-            "its name is that of a folder; use letters, digits and _ . , + = -, no dot first"
+            "its name becomes a folder's name; use letters, digits and _ . , + = -, no dot first"
         )
 
 
@@ -308,7 +306,7 @@ def hold(folder: Path) -> IO[str]:
     line that says so."""
     file = _opened(folder)
     if not _taken_within(file, _GLANCE):
-        told = f"{folder}: another process is at work here; this one begins when that has ended"
+        told = f"{folder}: another process is working here; this one starts when it has ended"
         print(told, file=sys.stderr, flush=True)
         _taken(file, fcntl.LOCK_EX)
     return file
@@ -365,8 +363,8 @@ def _taken(file: IO[str], how: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise OSError(error.errno, error.strerror, file.name) from error
         print(
-            f"{file.name}: no locks on this file system ({error.strerror}): nothing keeps a second "
-            "start out of this folder, and reports cannot tell that this one is running",
+            f"{file.name}: no locks on this file system ({error.strerror}): a second start in "
+            "this folder cannot be prevented, and reports cannot show that this one is running",
             file=sys.stderr,
         )
     return True
@@ -377,7 +375,7 @@ def at_work(folder: Path, patience: float = 0.0, more: str = "") -> Iterator[Non
     """Hold a run's folder, made where it is not there, and gone again where a mistake (ValueError,
     OSError) came before the run. ValueError, which ends with `more`, when another process has it,
     and still has it after `patience` seconds."""
-    otherwise = "a run is at work here already; wait for it or stop it, or give another run.dir"
+    otherwise = "a run is active here already; wait for it or stop it, or set another run.dir"
     with _alone(folder, otherwise + more, patience):
         yield
 
@@ -386,7 +384,7 @@ def at_work(folder: Path, patience: float = 0.0, more: str = "") -> Iterator[Non
 def only_one(root: Path) -> Iterator[None]:
     """Hold a study's folder, so that two calls never run the same runs at the same time; made, and
     gone again, as of `at_work`."""
-    otherwise = "a study is running here already; look at it with --watch, wait for it or stop it"
+    otherwise = "a study is running here already; watch it with --watch, wait for it or stop it"
     with _alone(root, otherwise):
         yield
 
@@ -434,7 +432,7 @@ def why_not() -> str:
     if asked_offline():
         return f"{next(n for n in _OFFLINE if os.environ.get(n))} is set"
     return (
-        f"{endpoint()} gives no answer within {SECONDS:g} s (HF_HUB_OFFLINE=1 asks the cache alone)"
+        f"{endpoint()} does not answer within {SECONDS:g} s (HF_HUB_OFFLINE=1 reads only the cache)"
     )
 
 

@@ -226,7 +226,7 @@ class Trial:
             ranks = self.start(nodes, "again")
             wait(lambda: all(p.poll() is not None for p in ranks), START)
             codes = [process.poll() for process in ranks]
-        from_step = re.search(r"goes on after step (\d+)", self.log("again", 0).read_text())
+        from_step = re.search(r"resuming after step (\d+)", self.log("again", 0).read_text())
         facts = {"codes": codes, "after": int(from_step[1]) if from_step else None}
         facts["seconds"] = round(time.monotonic() - began, 1)
         return facts | (self._compared() if codes == [0, 0] else {"equal": False})

@@ -61,7 +61,7 @@ def test_a_study_runs_to_its_end_and_the_report_says_what_it_needs(
     assert len(list(tmp_path.glob("runs/bare/*/seed1/summary.json"))) == 2
     asked = command(bare, tmp_path, "report", "runs/bare")
     assert asked.returncode == 2
-    assert "the runs are safe" in asked.stderr
+    assert "zpp_lab[report]" in asked.stderr
     assert "Traceback" not in asked.stderr
     refused = command(bare, tmp_path, "sync", "runs/bare")
     assert refused.returncode == 2

@@ -69,7 +69,7 @@ def test_a_sweep_goes_on(here: list[str], monkeypatch, capsys: pytest.CaptureFix
     ("words", "answer"),
     [
         (["mps", "--", "true"], "sharing GPUs needs nvidia-cuda-mps-control"),
-        (["build"], "zpp-lab build: torch sees no GPU here: say what to compile for"),
+        (["build"], "--arch 90a"),
     ],
 )
 def test_without_a_gpu_the_answer_names_it(words, answer, monkeypatch, capsys) -> None:
@@ -144,7 +144,7 @@ def test_wandb_calls_a_sweeps_runs_by_the_arms_of_its_report(
     [
         (
             ["train"],
-            "\ninterrupted; the same command goes on after the last checkpoint, if any\n",
+            "\ninterrupted; the same command resumes after the last checkpoint, if any\n",
         ),
         (["train", "--dry-run"], "\ninterrupted\n"),
         (["doctor"], "\ninterrupted\n"),

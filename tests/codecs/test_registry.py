@@ -67,8 +67,8 @@ class ByIdentity(CodecBase):
         (object, {}, "derive it from zpp_lab.codecs.CodecBase"),
         (Unhashable, {"radius": 2}, "make Unhashable a frozen dataclass"),
         (ByIdentity, {}, "make ByIdentity a frozen dataclass"),
-        (Unhashable, {}, "missing a required argument: 'radius'; it has: radius"),
-        (Unhashable, {"size": 2}, "has no setting 'size'; it has: radius"),
+        (Unhashable, {}, "'radius'"),
+        (Unhashable, {"size": 2}, "'size'.*radius"),
     ],
 )
 def test_what_another_package_gets_wrong(

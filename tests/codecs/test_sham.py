@@ -90,10 +90,10 @@ def test_what_the_codec_gets_right_stays_and_what_it_cannot_send_is_nan() -> Non
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
-        ({}, "codec=sham needs the bits"),
+        ({}, "codec=sham .*bits"),
         ({"bits": 4, "rounding": "stochastic"}, "leave rounding out"),
         ({"bits": 4, "block_size": 100}, "block_size=100: use a power of two"),
-        ({"bits": 4, "options": {"colour": 1}}, "codec sham has no setting 'colour'"),
+        ({"bits": 4, "options": {"colour": 1}}, "codec sham .*'colour'"),
     ],
 )
 def test_wrong_settings_name_the_fix(settings: dict, fix: str) -> None:

@@ -115,7 +115,7 @@ def test_wrong_settings_name_the_fix() -> None:
         ({"options": {"sparsity": 1}}, "sparsity=1: use 0 or more, and less than 1"),
         ({"options": {"ratio": 1}}, "ratio=1: use more than 1"),
         ({"options": {"index_bits": 8}}, "index_bits=8: use 1 or 4"),
-        ({"bits": 4}, "codec sketch has no setting 'bits'"),
+        ({"bits": 4}, "codec sketch .*'bits'"),
     ):
         with pytest.raises(ValueError, match=fix):
             build_codec(CodecConfig(codec="sketch", **said), torch.float32)  # type: ignore[arg-type]

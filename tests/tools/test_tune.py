@@ -86,8 +86,8 @@ def test_more_bytes_never_cost_more(trained: Path) -> None:
     ("words", "told"),
     [
         (["--bits", "1.5"], "1.5 bits a weight are too few"),
-        (["--bits", "4", "--among", "5"], "choose among 2, 3, 4, 6, 8"),
-        (["--bits", "4", "--blocks", "100"], "choose among 16, 32"),
+        (["--bits", "4", "--among", "5"], "2, 3, 4, 6, 8"),
+        (["--bits", "4", "--blocks", "100"], "16, 32"),
         (["--bits", "4", "--out", "mine.json"], "ends with .yaml"),
     ],
 )

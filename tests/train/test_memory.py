@@ -30,7 +30,7 @@ from zpp_lab.train.memory.trace import Live
 
 VOCAB = 37
 SMALL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn=23, vocab_size=VOCAB)
-ANEW = "the same, of the step under way"
+ANEW = "error-feedback residuals, this step's"
 CASES = ["zero3_bf16", "zeropp_bf16", "backward_other_codec", "stage2", "raw_secondary"]
 CASES += ["bf16_states", "8bit_states", "memory_8bit", "memory_bf16"]
 NODES = ["kept", "differences"]  # of one GPU each
@@ -97,17 +97,19 @@ def check(found: dict[str, Any], case: str, nodes: int, local: int) -> None:
         found["optimizer"] == planned.item(f"optimizer state, {config.train.optimizer_state}").most
     )
     scalars = 4 * (SMALL.layers + 1) * 20  # numbers of steps
-    assert 0 < found["saved"] - planned.item("checkpoint, on its way").most // 2 < scalars
+    assert 0 < found["saved"] - planned.item("checkpoint, being written").most // 2 < scalars
     assert found["grads"] == planned.item("gradients, fp32").nbytes["update"]
     assert found["secondary"] == secondary_bytes(plan)
     assert found["kept"] == sum(
-        i.most for i in planned.items if i.name == "weights kept in the node"
+        i.most for i in planned.items if i.name == "node-replicated weights"
     )
     assert found["remembered"] == found["remembering"] == plan.memory_bytes
-    remembered = [i for i in planned.items if i.name in ("what encoders remember", ANEW)]
+    remembered = [i for i in planned.items if i.name in ("error-feedback residuals", ANEW)]
     assert len(remembered) == 2 * bool(plan.memories)
     assert all(i.nbytes["update"] == plan.memory_bytes for i in remembered)
-    assert found["sums"] == sum(i.most for i in planned.items if i.name == "sums in the node")
+    assert found["sums"] == sum(
+        i.most for i in planned.items if i.name == "gradient sums in the node"
+    )
 
 
 def test_a_real_run_holds_what_was_planned() -> None:
@@ -309,7 +311,7 @@ def test_near_measured_peaks(name: str, batch_size: int, gib: int) -> None:
 def test_offload_leaves_the_state_in_host_memory() -> None:
     here, there = big("13b", 2), big("13b", 2, engine={"offload": True})
     state = sum(i.most for i in here.items if i.name.endswith("fp32"))
-    staging = there.item("checkpoint, on its way").most
+    staging = there.item("checkpoint, being written").most
     assert staging == 64 * 2**20  # too large for a copy
     assert there.host == state + staging
     assert state > 48 * GIB
@@ -342,7 +344,7 @@ def test_moments_in_host_memory_pass_some_at_a_time() -> None:
     )
     moments = here.item("optimizer state, 8bit").most
     assert there.item("optimizer state, 8bit").place == "host"
-    passing = there.item("optimizer state, passing").nbytes
+    passing = there.item("optimizer state, in transfer").nbytes
     assert passing["update"] == 2**28  # a lane's; no parameter's moments are more
     assert passing["late"] == 0
     late = [e.at("late") for e in (here, there)]

@@ -74,8 +74,8 @@ def test_a_killed_run_goes_on_from_the_whole_state_that_is_there(
     assert [row["step"] for row in read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     said = capsys.readouterr()
     assert said.err.count("step-00000006 holds weights only (train.checkpoint_weights") == 1
-    assert "going on from step-00000004, the newest whole state" in said.err
-    assert "goes on after step 4 of 12" in said.out
+    assert "resuming from step-00000004, the newest whole state" in said.err
+    assert "resuming after step 4 of 12" in said.out
     assert trainer.run(small(tmp_path, LIGHT))["steps"] == 12
     assert kept(run) == [9, 12]
     assert last_checkpoint(run) == last_checkpoint(tmp_path / "whole")
@@ -112,7 +112,7 @@ def test_without_a_whole_state_no_run_goes_on(
         trainer.run(small(tmp_path, LIGHT, *settings))
     said = capsys.readouterr().err
     assert ("step-00000004 is damaged" in said) == damaged
-    assert "going on from" not in said
+    assert "resuming from" not in said
     assert "starts over" not in said
     assert kept(tmp_path / "run") == ([4, 6, 9] if damaged else [6, 9])
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 10
@@ -159,5 +159,5 @@ def test_ranks_go_on_from_the_same_whole_state(tmp_path: Path) -> None:
     first, second = found.pop("said")
     assert found == {"step": 1, "state": True, "goes on": True, "kept": [2, 3]}
     assert first.count("step-00000003 holds weights only") == 1
-    assert "going on from step-00000001, the newest whole state" in first
+    assert "resuming from step-00000001, the newest whole state" in first
     assert second == ""

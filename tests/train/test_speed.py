@@ -98,4 +98,4 @@ def test_a_profile_is_a_trace_of_each_process_and_changes_no_bit(
         named = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
         assert named >= {"step 2", "step 3", "aten::mm"}
         assert not named & {"step 1", "step 4"}
-    assert said.count("profile of steps 2 to 3") == said.count("snapshot is there on GPUs") == 1
+    assert said.count("profile of steps 2 to 3") == said.count("memory snapshot") == 1

@@ -39,10 +39,10 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (errno.EACCES, "change its permissions"),
         (errno.EROFS, "change its permissions"),
-        (errno.ENOSPC, "make room"),
-        (errno.EDQUOT, "make room"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "free some space"),
         (errno.EFBIG, "ulimit -f"),
-        (errno.EISDIR, "name a file"),
+        (errno.EISDIR, "use a file"),
     ],
 )
 def test_each_error_of_the_system_names_a_fix(
@@ -61,8 +61,8 @@ def test_each_error_of_the_system_names_a_fix(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("train data.path=texts run.dir=runs/new data.cache_dir=small", "make room there"),
-        ("export runs/good --to hf --out o", "make room there"),
+        ("train data.path=texts run.dir=runs/new data.cache_dir=small", "free some space there"),
+        ("export runs/good --to hf --out o", "free some space there"),
         ("export runs --steps --out x.csv", "cannot write x.csv: File too large"),
     ],
 )
@@ -137,4 +137,4 @@ def test_two_starts_of_one_run_exclude_each_other(capsys: pytest.CaptureFixture[
     folder.mkdir()
     with hold(folder):
         assert main(["train", *sorted(HERE), "run.dir=runs/twice"]) == 2
-    assert "a run is at work here already" in capsys.readouterr().err
+    assert "run.dir" in capsys.readouterr().err

@@ -11,7 +11,7 @@ recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file
 experiment one with the settings of a whole run, and hardware what it runs on. As in Hydra
 +name=value adds to a mapping and ~name takes out what files say of a setting, for its default.
 `zpp-lab train --dry-run` prints all of them with their values."""
-CONFIG_DIR = "files of your own beside those of conf/, such as DIR/recipe/mine.yaml for recipe=mine"
+CONFIG_DIR = "your own files in addition to conf/, such as DIR/recipe/mine.yaml for recipe=mine"
 REMOVED = {  # options that were, by command
     ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",
 }
@@ -66,7 +66,7 @@ def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
     words = [*(args.settings or []), *rest]
     for word in words:
         if args.settings is None:
-            raise ValueError(f"{word!r} is one word too many; see zpp-lab {args.command} --help")
+            raise ValueError(f"{word!r} is not expected here; see zpp-lab {args.command} --help")
         taken_out = word.startswith("~") and word != "~"
         if "=" not in word.lstrip("+")[1:] and not taken_out:  # a name, then the sign
             raise ValueError(f"{word!r}: write settings as name=value, such as train.steps=100")

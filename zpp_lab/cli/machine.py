@@ -15,14 +15,14 @@ PLAN = """Nothing is allocated or trained.
     zpp-lab plan $run --machine h200 --link-gbps 100,max     # seconds a step too
     zpp-lab plan $run --machine h200 --link-gbps 100 --fastest --study runs/bits"""
 MEMORY = "memory of a GPU in GiB (default: this machine's, or 80)"
-TIMES = "predict times: a file of `bench calibrate`, or a name such as h200"
-LINKS = "with --machine: Gbit/s of a node's links, such as 12,25,max (default: max)"
-GAP = "share of the baseline's loss, such as 0.01 (default: the study's margin)"
-ALLOW = "undecided: arms of the study too; untested: without --study, any bits"
-NEXT = "write a study of the faster recipes that the study did not measure"
+TIMES = "predict times: a file written by `bench calibrate`, or a name such as h200"
+LINKS = "with --machine: link speeds of a node in Gbit/s, such as 12,25,max (default: max)"
+GAP = "loss margin as a share of the baseline's loss, such as 0.01 (default: the study's margin)"
+ALLOW = "undecided: also the study's undecided arms; untested: without --study, any bits"
+NEXT = "write a study of faster recipes that were not measured"
 BENCHES = {
-    "step": "training steps of several recipes over links of several speeds",
-    "calibrate": "the figures that `zpp-lab plan --machine` takes",
+    "step": "time training steps of several recipes at several link speeds",
+    "calibrate": "measure the figures that `zpp-lab plan --machine` reads",
 }
 REMOVED = {
     "kernels": "use python experiments/kernels/bench.py",
@@ -34,7 +34,7 @@ REMOVED = {
 
 def add_machine(add: Add) -> None:
     _add_plan(add)
-    add("doctor", "what this machine can do, and what to install for the rest", _doctor)
+    add("doctor", "list what this machine can do, and what to install for the rest", _doctor)
     text = "measure training steps, or a machine for predictions"
     bench = add("bench", text, _bench, passes_on=True)
     bench.add_argument("what", nargs="?")
@@ -44,15 +44,19 @@ def add_machine(add: Add) -> None:
 
 
 def _add_plan(add: Add) -> None:
-    plan = add("plan", "what a run will send and hold, and whether it fits its GPUs", _plan, PLAN)
+    plan = add(
+        "plan", "predict a run's traffic and memory, and whether it fits its GPUs", _plan, PLAN
+    )
     memory = ("--gpu-gib", "--memory-gib")
     plan.add_argument(*memory, dest="gpu_gib", metavar="GIB", type=number(above=0), help=MEMORY)
-    plan.add_argument("--json", action="store_true", help="for scripts; sizes in bytes")
+    plan.add_argument("--json", action="store_true", help="print JSON for scripts; sizes in bytes")
     plan.add_argument("--machine", metavar="FILE", help=TIMES)
     plan.add_argument("--link-gbps", metavar="SPEEDS", help=LINKS)
     plan.add_argument("--fastest", action="store_true", help="search the fastest plan that fits")
     search = plan.add_argument_group("with --fastest")
-    search.add_argument("--study", type=Path, metavar="DIR", help="only recipes on par in it")
+    search.add_argument(
+        "--study", type=Path, metavar="DIR", help="only recipes that this study found on par"
+    )
     search.add_argument("--max-gap", type=number(least=0), metavar="SHARE", help=GAP)
     search.add_argument("--allow", choices=["undecided", "untested"], help=ALLOW)
     search.add_argument("--next-study", type=Path, metavar="FILE", help=NEXT)
@@ -71,9 +75,9 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
         return fastest_command(overrides, Wanted(**own, as_json=args.json))
     for name in names:
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} goes with --fastest")
+            raise ValueError(f"--{name.replace('_', '-')} works only with --fastest")
     if args.link_gbps is not None and args.machine is None:
-        raise ValueError("--link-gbps goes with --machine, whose figures predict times")
+        raise ValueError("--link-gbps works only with --machine, whose figures predict times")
     from zpp_lab.tools.plan.planner import plan_command
 
     return plan_command(overrides, args.gpu_gib, args.json, args.machine, args.link_gbps or "max")
@@ -90,11 +94,13 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
         if "-h" in rest or "--help" in rest:
             print(f"usage: zpp-lab bench WHAT [option ...]\n\n{_benches()}")
             return 0
-        raise ValueError(f"say what to measure: zpp-lab bench WHAT, of {', '.join(BENCHES)}")
+        raise ValueError(
+            f"bench needs WHAT to measure: zpp-lab bench WHAT; valid names: {', '.join(BENCHES)}"
+        )
     if args.what in REMOVED:
         raise ValueError(f"bench {args.what} was removed; {REMOVED[args.what]}")
     if args.what not in BENCHES:
-        raise ValueError(f"no bench {args.what!r}; there are: {', '.join(BENCHES)}")
+        raise ValueError(f"bench {args.what!r}: unknown; valid names: {', '.join(BENCHES)}")
     from importlib import import_module
 
     return int(import_module(f"zpp_lab.tools.bench.{args.what}").main(rest))
@@ -102,7 +108,7 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _benches() -> str:
     rows = [f"  {name:14} {text}" for name, text in BENCHES.items()]
-    return "\n".join([*rows, "zpp-lab bench WHAT --help says more."])
+    return "\n".join([*rows, "zpp-lab bench WHAT --help lists its options."])
 
 
 def _emulate(_: argparse.Namespace, rest: list[str]) -> int:

@@ -79,7 +79,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Add]:
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="version and commit, then exit")
+    parser.add_argument(
+        "--version", action="store_true", help="print version and commit, then exit"
+    )
     add = Add(parser)
     for more in (add_training, add_results, add_weights, add_machine):
         more(add)
@@ -106,7 +108,7 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
     except KeyboardInterrupt:
         alone = args.command in ("train", "study") and not args.dry_run
         goes_on = alone and not getattr(args, "multirun", False)  # a sweep has said how
-        more = "; the same command goes on after the last checkpoint, if any"
+        more = "; the same command resumes after the last checkpoint, if any"
         more = more if goes_on else ""
         print(f"\ninterrupted{more}", file=sys.stderr)
         return 130
@@ -142,7 +144,7 @@ def _no_command(word: str, names: list[str]) -> str:
         return _REMOVED[word]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"no command {word!r}{hint}; there are: {', '.join(names)}"
+    return f"{word!r}: unknown command{hint}; valid names: {', '.join(names)}"
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from zpp_lab.config.study import StudyConfig
     from zpp_lab.study.report.speed.results import Predict
 
-SPEED = "results.csv of `bench step`: speeds of a study's arms; the study keeps a copy"
-MACHINE = "figures of `bench calibrate`, or a name such as h200: predicted speeds too"
+SPEED = "results.csv of `bench step` with speeds of the study's arms; a copy is kept in the study"
+MACHINE = "add predicted speeds: a file written by `bench calibrate`, or a name such as h200"
 REPORT_PACKAGES = ("altair", "jinja2", "markupsafe", "pandas", "scipy", "statsmodels", "vl_convert")
 REPORT = """Into that folder: report.html (one page that works offline), report.md, report.tex,
 results.csv and figures/."""
@@ -34,7 +34,9 @@ def add_results(add: Add) -> None:
         "report", "write the report of a folder of runs, or of measured speeds", _report, REPORT
     )
     report.add_argument(
-        "dir", type=Path, help="a study's folder, any folder with runs, or one of `bench step`"
+        "dir",
+        type=Path,
+        help="a study's folder, any folder with runs, or a folder written by `bench step`",
     )
     report.add_argument("--speed", type=Path, metavar="FILE", help=SPEED)
     report.add_argument("--machine", metavar="FILE", help=MACHINE)
@@ -46,17 +48,19 @@ def add_results(add: Add) -> None:
         type=whole(0),
         default=60,
         metavar="N",
-        help="of each text (default: 60; 0: all)",
+        help="characters of each text to print (default: 60; 0: all)",
     )
-    sync = add("sync", "send runs to wandb that it did not get whole", _sync)
-    sync.add_argument("dirs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    sync = add("sync", "send runs that are missing or incomplete in wandb", _sync)
+    sync.add_argument(
+        "dirs", type=Path, nargs="+", help="run folders, or folders that contain them"
+    )
     pages = add("dashboard", "make a study's workspace and report in wandb", _dashboard)
     pages.add_argument("study", nargs="?", help="a study's folder, its name or its YAML file")
     pages.add_argument(
         "--apply",
         type=Path,
         metavar="FILE",
-        help="make the pages that such a file (dashboard.json) describes",
+        help="create the pages that this file (dashboard.json) describes",
     )
     pages.add_argument(
         "--out",
@@ -73,7 +77,9 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
 
     if is_speed_table(args.dir):
         if args.speed:
-            raise ValueError(f"{args.dir} holds speeds: --speed goes with the folder of a study")
+            raise ValueError(
+                f"{args.dir} contains speeds: --speed works only with a study's folder"
+            )
         _show_speed(args.dir, _predict(args.machine))
     else:
         _show(args.dir, None, args.speed, _predict(args.machine))
@@ -105,7 +111,7 @@ def _steps(text: str) -> list[int]:
     except ValueError:
         ends = []
     if not ends or any(end[0] > end[-1] for end in ends):
-        raise ValueError(f"{text!r}: give steps as 32 or 32,39-41")
+        raise ValueError(f"{text!r}: use steps such as 32 or 32,39-41")
     return sorted({step for end in ends for step in range(end[0], end[-1] + 1)})
 
 
@@ -165,8 +171,8 @@ def report_advice(error: ModuleNotFoundError, then: str) -> str:
     if error.name not in REPORT_PACKAGES:
         raise error
     return (
-        f"this needs {error.name}, which is not installed; the runs are safe. Run `pip install "
-        f"'zpp_lab[report]'` here or on another machine, then {then}"
+        f"this needs {error.name}, which is not installed; the runs are unaffected. Run `pip "
+        f"install 'zpp_lab[report]'` here or on another machine, then {then}"
     )
 
 
@@ -181,7 +187,7 @@ def _dashboard(args: argparse.Namespace, _: list[str]) -> int:
     from zpp_lab.study.wandb_pages.command import apply_file, dashboard
 
     if (args.study is None) == (args.apply is None):
-        raise ValueError("name a study (its folder, name or YAML file), or --apply FILE")
+        raise ValueError("give a study (its folder, name or YAML file), or --apply FILE")
     if args.apply is not None:
         return apply_file(args.apply)
     return dashboard(args.study, args.out, args.project, args.entity)

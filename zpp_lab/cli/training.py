@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from zpp_lab.study import Launch
     from zpp_lab.tools.plan.dry_run import Machine
 
-ALONE = "with --arms: these runs only; the study keeps its other arms and seeds, run elsewhere"
-PIECE = "stop before so long has passed (8m, 480s) with checkpoints; the same command goes on"
-PER_GPU = "that share a GPU; 0: as many as fit (default: the study's). See zpp-lab mps"
-MACHINE = "with --dry-run: predict seconds; a file of `bench calibrate`, or h200"
+ALONE = "with --arms: judge these runs alone, while other arms and seeds run elsewhere"
+PIECE = "stop within this time (8m, 480s), with checkpoints; the same command resumes"
+PER_GPU = "runs that share a GPU; 0: as many as fit (default: the study's). See zpp-lab mps"
+MACHINE = (
+    "with --dry-run: predict seconds from a file written by `bench calibrate`, or a name such as "
+    "h200"
+)
 INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-LINK = "with --machine: Gbit/s of a node's links (default: max, as inside a node)"
+LINK = "with --machine: link speed of a node in Gbit/s (default: max, as inside a node)"
 TRAIN = """Into run.dir, or runs/RECIPE/seedN. The same command goes on with an interrupted run; a
 folder that holds a run with other settings is left alone.
 
@@ -54,10 +57,16 @@ def add_training(add: Add) -> None:
 
 
 def _add_deepspeed(add: Add) -> None:
-    told = add("from-deepspeed", "say what a DeepSpeed config is here", _from_deepspeed, DEEPSPEED)
-    told.add_argument("file", type=Path, help="DeepSpeed's config, a JSON file")
-    told.add_argument("--nodes", type=whole(1), help="of the cluster, if the file leaves it open")
-    told.add_argument("--gpus-per-node", type=whole(1), help="of the cluster, likewise")
+    told = add("from-deepspeed", "translate a DeepSpeed config", _from_deepspeed, DEEPSPEED)
+    told.add_argument("file", type=Path, help="a DeepSpeed config, a JSON file")
+    told.add_argument(
+        "--nodes", type=whole(1), help="nodes of the cluster, where the file does not say"
+    )
+    told.add_argument(
+        "--gpus-per-node",
+        type=whole(1),
+        help="GPUs per node of the cluster, where the file does not say",
+    )
 
 
 def _from_deepspeed(args: argparse.Namespace, _: list[str]) -> int:
@@ -70,17 +79,23 @@ def _from_deepspeed(args: argparse.Namespace, _: list[str]) -> int:
 def _add_train(add: Add) -> None:
     train = add("train", "train one run, or several with -m", _train, TRAIN)
     train.add_argument(
-        "-m", "--multirun", action="store_true", help="every combination of a=1,2 b=x,y"
+        "-m", "--multirun", action="store_true", help="run every combination of a=1,2 b=x,y"
     )
     train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
     train.add_argument("--dry-run", action="store_true", help="print settings and bytes only")
     train.add_argument("--machine", metavar="FILE", help=MACHINE)
     train.add_argument("--link-gbps", metavar="SPEED", help=LINK)
-    as_hydra = train.add_argument_group("as in Hydra, without training")
-    as_hydra.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="what it composes")
-    as_hydra.add_argument("--package", "-p", metavar="NAME", help="with --cfg: one part of it")
-    as_hydra.add_argument("--resolve", action="store_true", help="with --cfg: no ${...} is left")
-    as_hydra.add_argument("--info", nargs="?", const="all", choices=INFO, help="where it is from")
+    as_hydra = train.add_argument_group("print the config as Hydra does, without training")
+    as_hydra.add_argument(
+        "--cfg", "-c", choices=["job", "hydra", "all"], help="print what Hydra composes"
+    )
+    as_hydra.add_argument(
+        "--package", "-p", metavar="NAME", help="with --cfg: print one part of it"
+    )
+    as_hydra.add_argument("--resolve", action="store_true", help="with --cfg: resolve every ${...}")
+    as_hydra.add_argument(
+        "--info", nargs="?", const="all", choices=INFO, help="print where each setting comes from"
+    )
     takes_settings(train)
 
 
@@ -90,22 +105,24 @@ def _add_study(add: Add) -> None:
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=whole(0), help="runs side by side (default: cores or GPUs)")
     study.add_argument("--runs-per-gpu", type=whole(0), metavar="N", help=PER_GPU)
-    study.add_argument("--seeds", help="seeds in place of the study's, such as 1,2,3,4")
+    study.add_argument("--seeds", help="seeds instead of the study's, such as 1,2,3,4")
     study.add_argument("--arms", help="only these arms, such as zero3*,broken, and their baselines")
     study.add_argument("--alone", action="store_true", help=ALONE)
     study.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
-    study.add_argument("--no-report", action="store_true", help="leave it to zpp-lab report DIR")
     study.add_argument(
-        "--retry", action="store_true", help="try again what diverged or failed too often"
+        "--no-report",
+        action="store_true",
+        help="do not write a report; zpp-lab report DIR does it later",
     )
     study.add_argument(
-        "--dry-run", action="store_true", help="show runs, cost and what is done; train nothing"
+        "--retry", action="store_true", help="repeat runs that diverged or failed too often"
+    )
+    study.add_argument(
+        "--dry-run", action="store_true", help="show runs, cost and progress without training"
     )
     study.add_argument("--machine", metavar="FILE", help=MACHINE)
     study.add_argument("--link-gbps", metavar="SPEED", help=LINK)
-    study.add_argument(
-        "--watch", action="store_true", help="show a live table of a study that runs"
-    )
+    study.add_argument("--watch", action="store_true", help="show a live table of a running study")
     study.add_argument("--launcher", help="a Hydra launcher (slurm, joblib) for the runs")
     takes_settings(study)
 
@@ -127,14 +144,16 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         from zpp_lab.study.run.multirun import show
 
         if args.multirun:
-            raise ValueError(f"{flags[0]} is for one run: leave out -m, or give -m --dry-run")
+            raise ValueError(
+                f"{flags[0]} works with one run only: leave out -m, or give -m --dry-run"
+            )
         show(overrides, *flags)
         return 0
     if args.multirun:
         if args.dry_run:
             return _dry_sweep(overrides, args)
         if until is not None:
-            raise ValueError("--for is for one run or a study: leave out -m, or write a study")
+            raise ValueError("--for works with one run or a study: leave out -m, or write a study")
         return _sweep(overrides)
     from zpp_lab.config.compose import bare_model, compose, has_ended, run_dir
 
@@ -160,7 +179,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return _failed(error)
     paused = summary.get("outcome") == UNFINISHED
     if paused:
-        print("stopped before the end; the same command goes on from here")
+        print("stopped before the end; the same command resumes from here")
     elif summary:  # rank 0, when somebody else started the ranks
         print(f"{_result(summary)}: {folder}{', trained before' if ended else ''}")
     leave(at_exit=paused)  # a rank ends with 0: torchrun and srun take all else for a failure
@@ -172,7 +191,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 def _of_hydra(args: argparse.Namespace) -> list[str]:
     """The words of Hydra's own command that are asked for."""
     if args.cfg is None and (args.package is not None or args.resolve):
-        raise ValueError("--package and --resolve go with --cfg, such as --cfg job")
+        raise ValueError("--package and --resolve work only with --cfg, such as --cfg job")
     flags = [] if args.cfg is None else ["--cfg", args.cfg]
     flags += [] if args.package is None else ["--package", args.package]
     return [*flags, *["--resolve"] * args.resolve, *(["--info", args.info] if args.info else [])]
@@ -250,10 +269,12 @@ def _study(args: argparse.Namespace, overrides: list[str]) -> int:
         changes["runs_per_gpu"] = args.runs_per_gpu
     hydra = [word for word in overrides if setting_of(word).startswith(("hydra.", "hydra/"))]
     if hydra and args.launcher is None and "hardware=slurm" not in overrides:
-        raise ValueError(f"{hydra[0]}: Hydra's settings go with --launcher, such as slurm")
+        raise ValueError(
+            f"{hydra[0]}: Hydra's settings work only with --launcher, such as --launcher slurm"
+        )
     study = load_study(args.name, changes, [word for word in overrides if word not in hydra])
     if args.alone and not args.arms:
-        raise ValueError("--alone goes with --arms, such as --arms w8 --alone")
+        raise ValueError("--alone works only with --arms, such as --arms w8 --alone")
     patterns = args.arms.split(",") if args.arms is not None else []
     only = matching(study, patterns) if args.alone else []
     if patterns and not args.alone:
@@ -290,8 +311,8 @@ def _check_launched(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{option} is for runs on this machine: leave it out, or --launcher, whose own "
-                "settings say how many run at once (conf/hydra/launcher)"
+                f"{option} applies to runs on this machine: leave it out, or leave --launcher "
+                "out, whose own settings limit parallel runs (conf/hydra/launcher)"
             )
 
 
@@ -305,7 +326,7 @@ def _dry_run(study: StudyConfig, root: Path, args: argparse.Namespace, launch: L
 def _check_dry(args: argparse.Namespace) -> None:
     for name in ("machine", "link_gbps"):
         if getattr(args, name) is not None and not args.dry_run:
-            raise ValueError(f"--{name.replace('_', '-')} goes with --dry-run")
+            raise ValueError(f"--{name.replace('_', '-')} works only with --dry-run")
 
 
 def _machine(args: argparse.Namespace) -> Machine | None:
@@ -315,10 +336,10 @@ def _machine(args: argparse.Namespace) -> Machine | None:
         from zpp_lab.tools.plan.cost.show import links
 
         if args.machine is None:
-            raise ValueError("--link-gbps goes with --machine")
+            raise ValueError("--link-gbps works only with --machine")
         (link, *more) = links(args.link_gbps)
         if more:
-            raise ValueError(f"--link-gbps {args.link_gbps}: give one speed, or max")
+            raise ValueError(f"--link-gbps {args.link_gbps}: use one speed, or max")
     if args.machine is None:
         return None
     from zpp_lab.tools.plan.dry_run import Machine
@@ -330,7 +351,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds {text!r}: give whole numbers, such as 1,2,3") from None
+        raise ValueError(f"--seeds {text!r}: use whole numbers, such as 1,2,3") from None
 
 
 def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -25,7 +25,7 @@ def _add_export(add: Add) -> None:
         "export", "write runs as one table, or a run's weights for transformers", _export, EXPORT
     )
     out.add_argument(
-        "dirs", type=Path, nargs="+", help="folders with runs; for hf and peft, one run's own"
+        "dirs", type=Path, nargs="+", help="folders with runs; for hf and peft, one run's folder"
     )
     out.add_argument(
         "--to", choices=["table", "hf", "peft"], default="table", help="default: table"
@@ -36,13 +36,21 @@ def _add_export(add: Add) -> None:
         required=True,
         help="a .csv or .parquet file; for hf and peft, a new folder",
     )
-    out.add_argument("--steps", action="store_true", help="table: one row a step, not one a run")
-    out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="hf: default fp32")
     out.add_argument(
-        "--license", metavar="NAME", help="hf, peft: for the card (default: the base model's)"
+        "--steps", action="store_true", help="table: write one row a step instead of one a run"
     )
     out.add_argument(
-        "--quantized", action="store_true", help="hf: the weights as the wire brings them, packed"
+        "--dtype", choices=["fp32", "bf16", "fp16"], help="hf: dtype of the weights (default: fp32)"
+    )
+    out.add_argument(
+        "--license",
+        metavar="NAME",
+        help="hf, peft: license in the model card (default: the base model's)",
+    )
+    out.add_argument(
+        "--quantized",
+        action="store_true",
+        help="hf: export the quantized weights that training computes with, packed",
     )
     out.add_argument(
         "--codec",
@@ -54,59 +62,68 @@ def _add_export(add: Add) -> None:
     )
     unfit = out.add_mutually_exclusive_group()
     unfit.add_argument(
-        "--requantize", action="store_true", help="quantized: round anew what does not fit"
+        "--requantize",
+        action="store_true",
+        help="quantized: round again what does not fit the format",
     )
-    unfit.add_argument("--dense", action="store_true", help="quantized: decode what does not fit")
+    unfit.add_argument(
+        "--dense", action="store_true", help="quantized: store decoded what does not fit the format"
+    )
 
 
 def _add_evaluate(add: Add) -> None:
     losses = add(
-        "evaluate", "measure held-out loss and perplexity of runs and of folders", _evaluate
+        "evaluate", "measure held-out loss and perplexity of runs and of model folders", _evaluate
     )
-    losses.add_argument("paths", type=Path, nargs="+", help="runs, and folders for transformers")
     losses.add_argument(
-        "--data", type=Path, metavar="RUN", help="the run whose held-out tokens to take"
+        "paths", type=Path, nargs="+", help="run folders, and model folders of transformers"
+    )
+    losses.add_argument(
+        "--data", type=Path, metavar="RUN", help="the run whose held-out tokens to use"
     )
     losses.add_argument(
         "--codec",
         action="append",
         default=[],
         metavar="SETTINGS",
-        help="runs: rounded with it too, such as bits=4; may be given again",
+        help="runs: also measure them rounded with this codec, such as bits=4; repeatable",
     )
     losses.add_argument(
         "--tokens",
         type=whole(1),
         metavar="N",
-        help="held-out tokens (default: as the run has them)",
+        help="held-out tokens (default: the run's)",
     )
     losses.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
-        help="compute all in it (default: as trained, or as the folder says)",
+        help="dtype to compute in (default: as trained, or as the folder says)",
     )
     losses.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     losses.add_argument(
-        "--out", type=new_file, metavar="FILE", help="write a .csv or .json file too"
+        "--out", type=new_file, metavar="FILE", help="also write a .csv or .json file"
     )
 
 
 def _add_tune(add: Add) -> None:
     bits = add(
-        "tune", "choose bits and blocks for each class of a run's weights, as a recipe", _tune, TUNE
+        "tune",
+        "choose bits and block sizes for each class of a run's weights; writes a recipe",
+        _tune,
+        TUNE,
     )
-    bits.add_argument("run", type=Path, help="a run's folder; plain training of some length")
+    bits.add_argument("run", type=Path, help="folder of a run trained without quantization")
     bits.add_argument(
         "--bits",
         type=number(above=0),
         required=True,
         metavar="B",
-        help="a weight on average at most, scales included; 4 bits with blocks of 256 take 4.125",
+        help="average bits a weight at most, scales included; 4 bits with blocks of 256 take 4.125",
     )
     bits.add_argument("--out", type=new_file, required=True, help="conf/recipe/NAME.yaml")
     bits.add_argument(
         "--among", type=whole(1), nargs="+", default=[2, 3, 4, 6, 8], metavar="BITS",
-        help="to choose from (default: 2 3 4 6 8)",
+        help="bits to choose from (default: 2 3 4 6 8)",
     )  # fmt: skip
     bits.add_argument(
         "--blocks", type=whole(1), nargs="+", default=[64, 128, 256, 2048], metavar="N",
@@ -116,7 +133,7 @@ def _add_tune(add: Add) -> None:
         "--tokens",
         type=whole(1),
         metavar="N",
-        help="held-out tokens to measure on (default: as the run has them)",
+        help="held-out tokens to measure on (default: the run's)",
     )
     bits.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
@@ -152,7 +169,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], where: str) -> Non
     for name in names:
         value = getattr(args, name)
         if value is not None and value is not False:  # 0 was given
-            raise ValueError(f"--{name.replace('_', '-')} is for {where}")
+            raise ValueError(f"--{name.replace('_', '-')} works only with {where}")
 
 
 def _export_hf(args: argparse.Namespace) -> int:
@@ -181,14 +198,14 @@ def _export_quantized(args: argparse.Namespace) -> int:
     )
     print(
         f"step {made.step}: {made.packed} weights packed ({made.requantized} of them rounded "
-        f"anew), {made.decoded} stored as they decode; {made.nbytes:,} bytes: {args.out}"
+        f"again), {made.decoded} stored as they decode; {made.nbytes:,} bytes: {args.out}"
     )
     return 0
 
 
 def _export_peft(args: argparse.Namespace) -> int:
     if args.steps or args.dtype:
-        raise ValueError("--to peft takes no --steps and no --dtype: adapters stay in fp32")
+        raise ValueError("--to peft: leave out --steps and --dtype; adapters stay in fp32")
     from zpp_lab.tools.export import export_peft
 
     made = export_peft(args.dir, args.out, args.license)

@@ -40,7 +40,7 @@ _registered: dict[str, Callable[..., Codec]] = {
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
     """Add a codec under `name`; ValueError when the name is taken by another."""
     if name == "none" or _registered.get(name, factory) is not factory:
-        raise ValueError(f"codec {name!r} exists already: register yours under another name")
+        raise ValueError(f"codec {name!r} exists already: register it under another name")
     _registered[name] = factory
 
 
@@ -62,7 +62,9 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     }
     settings |= config.options or {}
     if name == "none" and "bits" in settings:
-        raise ValueError(f"codec none with bits={settings['bits']}: leave codec out, or bits=null")
+        raise ValueError(
+            f"codec=none with bits={settings['bits']}: leave codec out, or set bits=null"
+        )
     if name == "none" or (name == "block" and "bits" not in settings):
         return RawCodec(raw_dtype)
     factory = _factory(name)
@@ -87,8 +89,10 @@ def _check_settings(name: str, factory: Callable[..., Codec], settings: dict[str
         signature.bind(**settings)
     except TypeError as error:
         unknown = sorted(set(settings) - set(signature.parameters))
-        problem = f"has no setting {unknown[0]!r}" if unknown else f"was not built: {error}"
-        raise ValueError(f"codec {name} {problem}; it has: {valid}") from None
+        problem = (
+            f"has the unknown setting {unknown[0]!r}" if unknown else f"was not built: {error}"
+        )
+        raise ValueError(f"codec {name} {problem}; valid settings: {valid}") from None
 
 
 def _checked(name: str, codec: Any, again: Any) -> Codec:
@@ -105,7 +109,7 @@ def _checked(name: str, codec: Any, again: Any) -> Codec:
         equal = False
     if not equal:
         raise ValueError(
-            f"codec {name}: make {kind} a frozen dataclass, so that equal settings are equal codecs"
+            f"codec {name}: make {kind} a frozen dataclass, so that equal settings compare equal"
         )
     return codec
 
@@ -115,14 +119,14 @@ def _factory(name: str) -> Callable[..., Codec]:
         return _registered[name]
     points = _entry_points()
     if name not in points:
-        raise ValueError(f"codec {name!r} is not known; there are: {', '.join(codec_names())}")
+        raise ValueError(f"codec {name!r}: unknown; valid names: {', '.join(codec_names())}")
     point = points[name]
     try:
         factory: Any = point.load()
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"codec {name}: its entry point {point.value!r} cannot be loaded ({error}); "
-            "mend or reinstall its package"
+            f"codec {name}: its entry point {point.value!r} cannot be loaded ({error}); fix or "
+            "reinstall its package"
         ) from error
     return factory
 

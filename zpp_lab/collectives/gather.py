@@ -229,8 +229,8 @@ class Gather:
     def _from_secondary(self, device: torch.device) -> Packet:
         if self.secondary is None:
             raise RuntimeError(
-                f"unit {self.spec.unit}: backward found no secondary shard; run its forward "
-                "with gradients enabled before each backward"
+                f"unit {self.spec.unit}: no secondary shard for backward; run forward with "
+                "gradients enabled before each backward"
             )
         packet = self._empty("weights_backward", self.spec.forward, device)
         packet.held = self.secondary

@@ -325,9 +325,9 @@ class Plan:
         plan._check()
         if [u.remembered for u in units] != [u.remembered for u in self.units]:
             raise ValueError(
-                "recipe.phases with recipe.sharding.update=differences: in each phase the same "
-                "parameters must travel in bits on weights_update, as what nodes keep of the "
-                "others is no sum of differences; leave recipe.rules for that wire as they are"
+                "recipe.phases with recipe.sharding.update=differences: every phase must "
+                "quantize the same parameters on weights_update, since node-replicated weights "
+                "are sums of differences; do not change recipe.rules for that wire between phases"
             )
         return plan
 
@@ -408,30 +408,31 @@ def _check_bits(plan: Plan) -> None:
         if recipe.asks(wire) and all(isinstance(s.codec, RawCodec) for s in segments):
             why = told_raw(recipe, wire, [known[s.name] for s in segments])
             raise ValueError(
-                f"recipe {recipe.config.name}, {wire}: it asks for bits, but all {len(segments)} "
-                f"parameters of this model would travel there as they are ({why}); exempt less, "
-                "or leave that wire without a codec (recipe=zero3: all wires)"
+                f"recipe {recipe.config.name}, {wire}: bits are set, but all {len(segments)} "
+                f"parameters of this model would be sent uncompressed ({why}); exempt fewer, or "
+                "leave that wire without a codec (recipe=zero3: all wires)"
             )
         if recipe.remembers(wire) and wire not in {
             own for unit in units for own, _ in unit.memories
         }:
             raise ValueError(
-                f"recipe {recipe.config.name}, {wire}: it asks for a memory, but no parameter of "
-                "this model with a codec there has one; exempt less, or leave memory.kind out"
+                f"recipe {recipe.config.name}, {wire}: memory.kind is set, but no quantized "
+                "parameter of this model has an error-feedback residual; exempt fewer, or leave "
+                "memory.kind out"
             )
     for wire in recipe.config.wires:
         alike = [w for w in wires if w.split("_")[0] == wire.split("_")[0]]
         if wire not in wires and recipe.asks(wire) and not any(map(recipe.asks, alike)):
             raise ValueError(
-                f"recipe {recipe.config.name}, {wire}: it asks for bits, but nothing travels there "
-                f"in this plan, only on {', '.join(wires)}; set the codec or the rule for those"
+                f"recipe {recipe.config.name}, {wire}: bits are set, but this plan sends nothing "
+                f"there, only on {', '.join(wires)}; set the codec or the rule for those"
             )
     base = [s for u in units for s in u.stored.segments]
     asked = not isinstance(build_codec(recipe.lora.base_codec, recipe.weights_dtype), RawCodec)
     if base and asked and all(isinstance(s.codec, RawCodec) for s in base):
         raise ValueError(
-            f"model.lora.base_codec: it asks for bits, but all {len(base)} parameters of the base "
-            "are exempt from it (model.lora.base_exempt); exempt less, or take lora=raw"
+            f"model.lora.base_codec: bits are set, but all {len(base)} parameters of the base are "
+            "exempt (model.lora.base_exempt); exempt fewer, or use lora=raw"
         )
 
 

@@ -172,7 +172,7 @@ def check_patterns(recipe: Recipe, parameters: Sequence[Parameter], stored: Set[
         if not any(_matches(rule, wire, p) for wire in wires for p in parameters):
             raise ValueError(
                 f"recipe.rules[{i}] (name {rule.name}) matches no parameter of this model: its "
-                "wires, ndim, min_numel and max_numel leave none; widen them, or drop the rule"
+                "wires, ndim, min_numel and max_numel exclude all; widen them, or remove the rule"
             )
     if stored and recipe.lora.base_exempt.names != OUTER:
         for pattern in recipe.lora.base_exempt.names:
@@ -183,8 +183,7 @@ def _need_match(setting: str, pattern: str, names: Sequence[str]) -> None:
     if not any(fnmatchcase(name, pattern) for name in names):
         raise ValueError(
             f"{setting}: {pattern!r} matches no parameter of this model; a pattern must match a "
-            "whole name (* stands for anything), and near it there are: "
-            f"{', '.join(near(pattern, names))}"
+            f"whole name (* matches anything); similar names: {', '.join(near(pattern, names))}"
         )
 
 
@@ -272,10 +271,10 @@ def _check_memory(recipe: Recipe) -> None:
     asked = [wire for wire in WIRES if recipe.remembers(wire)]
     if asked and not set(asked) & set(recipe.hops):
         raise ValueError(
-            f"recipe {recipe.config.name}, {' and '.join(asked)}: memory.kind=residual would "
-            f"remember nothing, since gradients of {recipe.cluster.nodes} × "
-            f"{recipe.cluster.gpus_per_node} ranks cross {', '.join(recipe.hops)} alone; set it "
-            "for that wire or for recipe.grads, or leave it out"
+            f"recipe {recipe.config.name}, {' and '.join(asked)}: memory.kind=residual would have "
+            f"no effect, since gradients of {recipe.cluster.nodes} × "
+            f"{recipe.cluster.gpus_per_node}ranks use {', '.join(recipe.hops)} only; set it for "
+            "that wire or for recipe.grads, or leave it out"
         )
 
 
@@ -298,7 +297,7 @@ def _check_shard(recipe: Recipe) -> None:
     idle = [wire for wire in USUAL_WIRES[:2] if not recipe.wire(wire).raw]
     if recipe.shards == 1 and nodes * local > 1 and idle:
         raise ValueError(
-            f"recipe {config.name}: with {said} every rank has all weights, so "
+            f"recipe {config.name}: with {said} every rank holds all weights, so "
             f"{' and '.join(idle)} would carry nothing; leave recipe.weights out"
         )
 
@@ -312,19 +311,20 @@ def _check_kept(recipe: Recipe) -> None:
     asked = differences or config.weights_update != CodecConfig()
     if asked and not recipe.kept:
         raise ValueError(
-            f"recipe {config.name}: on one node no weights travel between nodes, so "
-            "recipe.weights_update would carry nothing; take a cluster of several nodes, or leave "
+            f"recipe {config.name}: on one node nothing is sent between nodes, so "
+            "recipe.weights_update would carry nothing; use a cluster of several nodes, or leave "
             "recipe.weights_update and recipe.sharding.update out"
         )
     if differences and not recipe.asks("weights_update"):
         raise ValueError(
-            f"recipe {config.name}: recipe.sharding.update=differences needs a codec: as their own "
-            "bytes the weights arrive whole; set recipe.weights_update.bits, or update=weights"
+            f"recipe {config.name}: recipe.sharding.update=differences needs a codec: "
+            "uncompressed weights arrive exactly, without differences; set "
+            "recipe.weights_update.bits, or update=weights"
         )
     inside = [w for w in ("weights_forward", "weights_backward") if recipe.asks(w)]  # type: ignore[arg-type]
     if inside and recipe.kept and cluster.gpus_per_node == 1:
         raise ValueError(
-            f"recipe {config.name}: with one GPU a node no weights travel inside nodes, so "
+            f"recipe {config.name}: with one GPU a node nothing is sent inside nodes, so "
             f"{' and '.join(inside)} would carry nothing; set recipe.weights_update in place of "
             "recipe.weights"
         )
@@ -337,13 +337,12 @@ def _check_base(recipe: Recipe) -> None:
     if build_codec(recipe.lora.base_codec, recipe.weights_dtype).stochastic:
         raise ValueError(
             f"model.lora.base_codec.codec={recipe.lora.base_codec.codec} rounds stochastically, "
-            "but the base is encoded once: take a codec that rounds to nearest"
+            "but the base is encoded once: use a codec that rounds to nearest"
         )
     if "node" in recipe.config.parts or recipe.config.copied:
         raise ValueError(
-            f"recipe {recipe.config.name}: partitions that are not of the world "
-            "cannot keep a frozen base as a payload; leave recipe.shard and recipe.sharding out "
-            "with model.lora"
+            f"recipe {recipe.config.name}: model.lora needs a frozen base sharded over all ranks; "
+            "leave recipe.shard and recipe.sharding out"
         )
 
 
@@ -354,6 +353,6 @@ def _check_weights(recipe: Recipe) -> None:
     if config.secondary or not config.again:
         why = "recipe.secondary=true" if config.secondary else f"recipe.{config.said('weights')}"
         raise ValueError(
-            f"recipe {config.name}: with {why} backward uses the forward's weights; "
-            "leave recipe.weights_backward as weights_forward is"
+            f"recipe {config.name}: with {why} backward uses the forward's weights; set "
+            "recipe.weights_backward like recipe.weights_forward, or leave it out"
         )

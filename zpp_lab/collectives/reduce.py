@@ -244,5 +244,5 @@ def uneven(names: Set[str]) -> str:
     return (
         f"recipe.sharding.grads=node: {min(names)} had a gradient in some micro-steps of a step "
         "and none in others, so its sums would stay in the node; use recipe.sharding.grads=world "
-        "or none, which take it, or train.accumulate=last"
+        "or none, or train.accumulate=last"
     )

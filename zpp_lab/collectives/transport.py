@@ -260,7 +260,8 @@ class ProcessGroups(Collectives):
         if dist.get_world_size() != cluster.world:
             raise ValueError(
                 f"cluster.nodes={cluster.nodes} × cluster.gpus_per_node={cluster.gpus_per_node} "
-                f"needs {cluster.world} processes, but there are {dist.get_world_size()}"
+                f"needs {cluster.world} processes, but {dist.get_world_size()} are running; start "
+                "that many, or change the cluster"
             )
         super().__init__(cluster, dist.get_rank())
         self.watchdog = watchdog or Watchdog(0.0)

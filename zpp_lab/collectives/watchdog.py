@@ -121,8 +121,8 @@ class Watchdog:
                 self.stop.set()
                 self.failed = f"{late} has not finished after {self.seconds:g} s"
                 self.act(
-                    f"{self.failed}: another rank hangs or is gone; engine.timeout_seconds is the "
-                    "limit"
+                    f"{self.failed}: another rank hangs or has ended; the limit is "
+                    "engine.timeout_seconds"
                 )
 
     def late(self) -> str | None:

@@ -49,7 +49,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         need(
             self.decay is None or 0 < self.decay <= 1,
-            f"memory.decay={self.decay}: use more than 0, and 1 at most",
+            f"memory.decay={self.decay}: use a number above 0, at most 1",
         )
         need(
             self.average is None or 0 <= self.average < 1,
@@ -74,7 +74,8 @@ class MemoryConfig:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         need(
             self.kind is not None or not given,
-            f"memory.{' and memory.'.join(given)} without a memory: set memory.kind=residual",
+            f"memory.{' and memory.'.join(given)}: no error-feedback residual is set, so set "
+            "memory.kind=residual, or leave this out",
         )
 
 
@@ -151,14 +152,16 @@ class CodecConfig:
             self._check_topk()
         need(
             self.keep is None or self.codec not in (None, "none", "block", "normal", "sham"),
-            f"keep={self.keep} without codec=topk, which keeps so many elements of a block: set "
-            "codec=topk, or leave keep out",
+            f"keep={self.keep}: only codec=topk reads it; set codec=topk, or leave keep out",
         )
         if self.codec == "sham":
-            need(self.bits is not None, "codec=sham needs the bits of the codec whose error it has")
+            need(
+                self.bits is not None,
+                "codec=sham needs bits, those of the codec whose error it imitates",
+            )
             need(
                 self.rounding != "stochastic",
-                "codec=sham has the error of rounding to nearest: leave rounding out",
+                "codec=sham imitates rounding to nearest: leave rounding out",
             )
         if self.codec == "normal":
             need(self.bits is not None, "codec=normal needs bits: set 2, 3 or 4")
@@ -172,29 +175,28 @@ class CodecConfig:
     def _check_topk(self) -> None:
         need(
             self.keep is not None,
-            f"codec={self.codec} needs keep, how many elements of each block_size are sent: set "
-            "keep=8",
+            f"codec={self.codec} needs keep, the elements sent of each block: set keep=8",
         )
         size = BLOCK_SIZE if self.block_size is None else self.block_size
         check_topk(self.keep or 0, size, self.bits)
         need(
             not self.hadamard and not self.random_signs,
-            f"codec={self.codec} with hadamard: a rotation makes all elements alike, so that none "
-            "is worth keeping; set hadamard=0 and leave random_signs out",
+            f"codec={self.codec} with hadamard: a rotation evens out the elements, so none is "
+            "worth selecting; set hadamard=0 and leave random_signs out",
         )
         codes = ("rounding", "symmetric", "scale_dtype")
         given = [name for name in codes if getattr(self, name) is not None]
         need(
             self.bits is not None or not given,
-            f"codec={self.codec} with {' and '.join(given)}, but what it keeps is sent as it is: "
-            "set bits, or leave that out",
+            f"codec={self.codec} with {' and '.join(given)}, but without bits the selected "
+            "elements are sent uncompressed: set bits, or leave that out",
         )
 
 
 def check_block(bits: int, block_size: int, hadamard: int, random_signs: bool | None) -> None:
     """ValueError for settings that no codec of the family `block` has. Here, without torch, so that
     a study's last arm is looked at before its first run starts."""
-    need(bits in BITS, f"bits={bits}: use one of {BITS}, or null to send as is")
+    need(bits in BITS, f"bits={bits}: use one of {BITS}, or null to send uncompressed")
     need(block_size in BLOCK_SIZES, f"block_size={block_size}: use a power of two, {BLOCK_SIZES}")
     need(
         not random_signs or hadamard > 0,
@@ -216,10 +218,15 @@ def check_normal(bits: int, symmetric: bool, rounding: str) -> None:
         bits in NORMAL_BITS,
         f"codec=normal, bits={bits}: use 2, 3 or 4, or codec=block",
     )
-    need(symmetric, "codec=normal has one set of levels: set symmetric=true, or use codec=block")
+    need(
+        symmetric,
+        "codec=normal, symmetric=false: its levels are symmetric; set "
+        "symmetric=true, or use codec=block",
+    )
     need(
         rounding == "nearest",
-        f"codec=normal with rounding={rounding}: it takes the nearest level; set rounding=nearest",
+        f"codec=normal with rounding={rounding}: it rounds to the nearest level; set "
+        "rounding=nearest",
     )
 
 
@@ -233,11 +240,11 @@ def check_topk(keep: int, block_size: int, bits: int | None) -> None:
         1 <= keep <= block_size,
         f"keep={keep} of each block_size={block_size}: use 1 to {block_size}, or larger blocks",
     )
-    need(bits in (None, *BITS), f"bits={bits}: use one of {BITS}, or null to send as is")
+    need(bits in (None, *BITS), f"bits={bits}: use one of {BITS}, or null to send uncompressed")
     need(
         bits is None or keep in BLOCK_SIZES,
-        f"keep={keep} with bits={bits}: what a block keeps shares a scale, so use a power of two, "
-        f"{BLOCK_SIZES}, or bits=null",
+        f"keep={keep} with bits={bits}: the selected elements of a block share a scale, so use a "
+        f"power of two, {BLOCK_SIZES}, or bits=null",
     )
 
 

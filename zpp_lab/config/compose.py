@@ -68,9 +68,9 @@ def _micro_steps(tokens: int, *, _root_: DictConfig) -> int:
     if tokens % each:
         raise ValueError(
             f"{ranks} ranks of train.batch_size={train.batch_size} sequences of "
-            f"data.seq_len={_root_.data.seq_len} have {each:,} tokens, of which no number of "
-            f"micro-steps makes the experiment's {tokens:,} a step: set train.micro_steps, or "
-            "another train.batch_size"
+            f"data.seq_len={_root_.data.seq_len} have {each:,} tokens, which does not divide the "
+            f"experiment's {tokens:,} tokens a step: set train.micro_steps, or another "
+            "train.batch_size"
         )
     return int(tokens // each)
 
@@ -85,8 +85,8 @@ def bare_model(overrides: Sequence[str]) -> str:
     if whole is None or "experiment" in words or any(key.startswith("train.") for key in words):
         return ""
     return (
-        f"model={words['model']} is a shape, not an experiment: batch, rate and steps are those "
-        f"of a tiny run; experiment={whole} sets all of them"
+        f"model={words['model']} sets the model's shape alone; batch size, learning rate and "
+        f"steps stay those of a tiny run: experiment={whole} sets all of them"
     )
 
 
@@ -95,7 +95,9 @@ def compose(overrides: list[str]) -> Config:
     overrides = [readable(word) for word in overrides]
     for word in overrides:
         if word.startswith(("hydra.", "hydra/", "+hydra.", "+hydra/")):
-            raise ValueError(f"{word}: settings of Hydra's own go with -m; leave it out")
+            raise ValueError(
+                f"{word}: Hydra's own settings work only with -m; leave it out, or add -m"
+            )
     try:
         composed = _composed(overrides)
     except (HydraException, ValueError) as error:
@@ -137,7 +139,8 @@ def own_files() -> list[str]:
             name = path.relative_to(folder)
             if (conf_dir() / name).is_file():
                 raise ValueError(
-                    f"--config-dir {folder}: conf/ has {name} too, and would win: rename yours"
+                    f"--config-dir {folder}: conf/ has {name} too and takes precedence; rename "
+                    "yours"
                 )
         return [f"hydra.searchpath=[{quote(f'file://{folder.resolve()}')}]"]
     return []
@@ -159,12 +162,12 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
     for name in sorted(name[1:] for name in given if re.fullmatch(r"~\w+", name)):
         if name in {field.name for field in fields(Config)}:
             raise ValueError(
-                f"~{name}: this would bring the defaults of all its settings; choose a file of it "
-                f"with {name}=NAME, or take out one setting with ~{name}.SETTING"
+                f"~{name}: removing the group would reset all its settings to their defaults; "
+                f"choose a file of it with {name}=NAME, or remove one setting with ~{name}.SETTING"
             )
     place = [name for name in given if re.fullmatch(r"cluster(\..+)?", name)]
     if "hardware" in given and place:
-        raise ValueError(f"{place[0]}: hardware sets the cluster too: leave one of them out")
+        raise ValueError(f"{place[0]}: hardware sets the cluster too; leave one of them out")
     if "train.beta2" in given and composed.train.beta2_tokens is not None:
         raise ValueError(
             "train.beta2 and train.beta2_tokens both set beta2: leave one of them out, or set "
@@ -176,8 +179,8 @@ def _check_heeded(composed: DictConfig, overrides: Sequence[str]) -> None:
             if f"{group}.{name}" in given and chosen != owner:
                 other = "the built-in decoder" if owner == "llama" else f"{group}={owner}"
                 raise ValueError(
-                    f"{group}.{name} is a setting of {other}, and {group}={chosen} does not heed "
-                    "it: leave it out, or choose that"
+                    f"{group}.{name} is a setting of {other}, which {group}={chosen} ignores: "
+                    "leave it out, or choose that"
                 )
 
 
@@ -196,31 +199,35 @@ def explain(error: Exception, overrides: list[str]) -> str:
     for override in overrides:
         if _parsed(override) is None:
             return (
-                f"{override!r} cannot be read: write name=value, and quote a value with spaces, "
-                "commas or brackets, such as 'data.suffixes=[.h,.hpp]'"
+                f"{override!r}: cannot be parsed; write name=value, and quote a value with "
+                "spaces, commas or brackets, such as 'data.suffixes=[.h,.hpp]'"
             )
     key = _unknown_key(overrides)
     if key is not None and re.search("Could not (override|delete)", str(error)):
         if key.startswith("hydra"):
-            return f"{key}: no such setting of Hydra's; zpp-lab train --cfg hydra shows them"
+            return f"{key}: unknown setting of Hydra; zpp-lab train --cfg hydra lists them"
         return unknown_key(Config, key, GROUPS)
     several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
     if several is not None:
-        return f"{several[1]}: add -m to run each value, or write a list in brackets"
+        return (
+            f"{several[1]}: several values; add -m to run each of them, or write a list in brackets"
+        )
     missing = re.search(r"Could not find '([\w./-]+)/([^'/]*)'", str(error))
     if missing is not None:
         return _unknown_option(*missing.groups())
     chosen = re.search(r"Multiple values for (\w+)\.|force-add of .*'\+\+(\w+)=", str(error))
     if chosen is not None:
         group = chosen[1] or chosen[2]
-        return f"{group}: the group is there already; choose a file of it with {group}=NAME, no +"
+        return (
+            f"{group}: this group is set already; choose a file of it with {group}=NAME, without +"
+        )
     for override in overrides:
         parsed = _parsed(override)
         if parsed is not None and parsed.value() is None and _is_group(parsed.key_or_group):
             return _unknown_option(parsed.key_or_group, "null")
     again = re.search(r"An item is already at '([\w.]+)'", str(error))
     if again is not None:
-        return f"+{again[1]}: the setting is there already; leave out the +"
+        return f"+{again[1]}: this setting exists already; leave out the +"
     text = str(error).split("\nConfig search path")[0]
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
@@ -233,8 +240,8 @@ def _unknown_option(group: str, name: str) -> str:
         path = Path(rest or "/") / name
         own = "; a folder of transformers: model=hf model.path=FOLDER" if chosen == "model" else ""
         return (
-            f"{chosen}={path}: give a name, no path: put the file at DIR/{chosen}/"
-            f"{path.stem}.yaml, and add --config-dir DIR {chosen}={path.stem}{own}"
+            f"{chosen}={path}: expected a name, not a path; put the file at "
+            f"DIR/{chosen}/{path.stem}.yaml, and add --config-dir DIR {chosen}={path.stem}{own}"
         )
     if word := PLUGINS.get(f"{group}/{name}"):
         return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
@@ -244,7 +251,7 @@ def _unknown_option(group: str, name: str) -> str:
     near = difflib.get_close_matches(name, there, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     other = "; any other: cluster.nodes=3 cluster.gpus_per_node=4" if group == "cluster" else ""
-    return f"{group}={name}: no such {group}.{hint} There are: {', '.join(there)}{other}"
+    return f"{group}={name}: unknown {group}.{hint} Valid names: {', '.join(there)}{other}"
 
 
 def _parsed(override: str) -> Override | None:
@@ -278,9 +285,9 @@ def study_names() -> list[str]:
 
 def _mapping(path: Path) -> dict[str, Any]:
     """What a study's file holds; ValueError that names the file when that is no study."""
-    values = parse_yaml(path, "mend it, or name another file")
+    values = parse_yaml(path, "correct it, or name another file")
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: a study is a mapping with name, question, arms and seeds")
+        raise ValueError(f"{path}: expected a mapping with name, question, arms and seeds")
     for name in ("overrides", "without"):
         if not isinstance(values.get(name, []), list):
             raise ValueError(f"{path}: {name}={values[name]!r}: use a list, such as [a, b]")
@@ -324,7 +331,7 @@ def _choose(name: str, values: dict[str, Any], only: list[str] | None) -> None:
     unknown = [arm for arm in only if arm not in there]
     if unknown:
         raise ValueError(
-            f"{name}: only: {', '.join(unknown)}: no such arm; there are: {', '.join(there)}"
+            f"{name}: only: unknown arm {', '.join(unknown)}; valid names: {', '.join(there)}"
         )
     values["arms"] = [arm for arm in arms if arm["name"] in only]
     gone = {*there} - {*only}
@@ -346,14 +353,14 @@ def _check_heard(study: StudyConfig, overrides: Sequence[str]) -> None:
         for name, own in zip(names, by_run, strict=True):
             if place := next((w for w in own if re.match(r"engine$|cluster(\.|$)", w)), None):
                 raise ValueError(
-                    f"hardware: {name} of study {study.name} sets {place} itself: leave "
-                    f"hardware out, or write a study of your own (extends: {study.name})"
+                    f"hardware: {name} of study {study.name} sets {place} already: leave hardware "
+                    f"out, or write your own study (extends: {study.name})"
                 )
     for word in overrides:
         if all(setting_of(word) in own for own in by_run):
             raise ValueError(
-                f"{word}: every arm of study {study.name} sets {setting_of(word)} itself; write a "
-                f"study with arms of your own (extends: {study.name}), or train one run with "
+                f"{word}: every arm of study {study.name} sets {setting_of(word)} already; write "
+                f"a study with your own arms (extends: {study.name}), or train one run with "
                 "zpp-lab train"
             )
 
@@ -388,7 +395,8 @@ def _study_path(name: str) -> Path:
         if size and size[1] in study_names():
             hint = f" (for so many GPUs: {size[1]} hardware={size[2]}gpus)"
         raise ValueError(
-            f"no study {name!r}{hint}; there are: {', '.join(study_names())}, or give a YAML file"
+            f"{name!r}: unknown study{hint}; valid names: {', '.join(study_names())}, or give a "
+            "YAML file"
         )
     files = [folder / "study" / f"{name}.yaml" for folder in conf_dirs()]
     return next(path for path in files if path.is_file())
@@ -401,7 +409,7 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
     if "extends" not in values:
         return values
     if path in heirs:
-        raise ValueError(f"{path}: extends itself, by way of {heirs[-1].name}")
+        raise ValueError(f"{path}: extends itself through {heirs[-1].name}; remove one extends")
     try:
         extended = _study_path(str(values.pop("extends")))
     except ValueError as error:
@@ -412,8 +420,8 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
     unknown = [name for name in without if name not in arms]
     if unknown:
         raise ValueError(
-            f"{path}: without: {', '.join(unknown)}: no such arm in what it extends; "
-            f"there are: {', '.join(arms)}"
+            f"{path}: without: {', '.join(unknown)}: unknown arm in the extended study; valid "
+            f"names: {', '.join(arms)}"
         )
     own = _by_name(path, values.pop("arms", []))
     overrides = [*base.get("overrides", []), *values.pop("overrides", [])]
@@ -424,7 +432,7 @@ def _inherited(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _by_name(path: Path, arms: Any) -> dict[str, list[Any]]:
     """Grids go by the name that they give their arms, which several of one file may share."""
     if not isinstance(arms, list) or not all(isinstance(a, dict) and "name" in a for a in arms):
-        raise ValueError(f"{path}: arms must be a list of mappings with a name each")
+        raise ValueError(f"{path}: arms: use a list of mappings, each with a name")
     named: dict[str, list[Any]] = {}
     for arm in arms:
         named.setdefault(str(arm["name"]), []).append(arm)
@@ -460,8 +468,8 @@ def check_same_run(config: Config, folder: Path) -> None:
         left = [name for name in ("summary.json", "metrics.jsonl") if (folder / name).exists()]
         if left:
             raise ValueError(
-                f"{folder} has {left[0]} of a run but no config.yaml, so nothing tells whose they "
-                "are: restore it from a copy, or give another run.dir"
+                f"{folder} has {left[0]} but no config.yaml, so the run's settings are unknown: "
+                "restore config.yaml from a copy, or set another run.dir"
             )
         return
     before = flat_config(read_yaml(path))
@@ -470,6 +478,6 @@ def check_same_run(config: Config, folder: Path) -> None:
     if changed:
         listed = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed[:5])
         raise ValueError(
-            f"{folder} holds a run with other settings ({listed}). "
-            "Give another run.dir, or delete the folder to start over"
+            f"{folder} holds a run with other settings ({listed}). Set another run.dir, or delete "
+            "the folder to start over"
         )

@@ -35,12 +35,12 @@ class RecordConfig:
         names = (self.prompt, self.completion, self.messages)
         if not all(names) or len(set(names)) < 3:
             raise ValueError(
-                "data.records: prompt, completion and messages must be three names of fields"
+                "data.records: prompt, completion and messages must name three different fields"
             )
         if self.template not in (None, TURNS) and self._has_marks:
             raise ValueError(
-                f"data.records.template={self.template}: turn_open and turn_close are for "
-                f"data.records.template={TURNS}; leave them out"
+                f"data.records.template={self.template}: only data.records.template={TURNS} reads "
+                "turn_open and turn_close; leave them out"
             )
 
     @property
@@ -82,8 +82,8 @@ class DataConfig:
         need(self.max_bytes >= 0, f"data.max_bytes={self.max_bytes}: use 0 (all) or more")
         need(
             self.draw_ranks == 0 or (self.draw_ranks > 0 and self.name != "jsonl"),
-            f"data.draw_ranks={self.draw_ranks}: use 0 (the cluster's ranks), or more of another "
-            "corpus than jsonl, whose sequences are drawn by the step's own ranks",
+            f"data.draw_ranks={self.draw_ranks}: use 0 (the cluster's ranks) or more; with "
+            "data.name=jsonl use 0, since its records are drawn by the cluster's ranks",
         )
         need(
             all(s.startswith(".") and len(s) > 1 for s in self.suffixes) and bool(self.suffixes),
@@ -99,8 +99,8 @@ class DataConfig:
         )
         need(
             (self.tokenizer == "hf") == bool(self.tokenizer_path),
-            "data.tokenizer=hf and data.tokenizer_path (a tokenizer.json, or its folder) go "
-            "together: set both or neither",
+            "data.tokenizer=hf and data.tokenizer_path (a tokenizer.json, or its folder) need "
+            "each other: set both or neither",
         )
         need(
             self.tokenizer == "hf" or self.records.template in (None, TURNS),
@@ -108,5 +108,6 @@ class DataConfig:
         )
         need(
             self.tokenizer == "hf" or self.end_token is None,
-            "data.end_token is for data.tokenizer=hf",
+            "data.end_token: only data.tokenizer=hf reads it; set that, or leave data.end_token "
+            "out",
         )

@@ -47,7 +47,7 @@ def _expand(arm: Values) -> list[Values]:
     if not factors or not isinstance(name, str):
         return [arm]
     if not isinstance(factors, Mapping):
-        raise ValueError(f"arm {name}: factors must map a factor's name to its levels")
+        raise ValueError(f"arm {name}: factors: use a mapping from a factor's name to its levels")
     used = {place for o in arm.get("overrides") or [] for place in _PLACE.findall(str(o))}
     choices = [list(_levels(name, str(key), levels, used)) for key, levels in factors.items()]
     keys = [str(key) for key in factors]
@@ -55,7 +55,9 @@ def _expand(arm: Values) -> list[Values]:
     names = [one["name"] for one in made]
     if len(set(names)) < len(names):
         places = ", ".join(f"{{{key}}}" for key in keys)
-        raise ValueError(f"arm {name}: the name must hold every factor with levels: {places}")
+        raise ValueError(
+            f"arm {name}: the name must contain every factor with levels; add {places}"
+        )
     return made
 
 

@@ -30,7 +30,7 @@ class Removed:
     kept: tuple[Any, ...] | None = ()
 
 
-_COPIED = "leave it out: peers' rows are always copied, which cost no model more at any size"
+_COPIED = "leave it out: peers' rows are always copied, which was not slower for any model"
 REMOVED = {  # by dotted name, of runs and of machines' files
     "engine.pull": Removed("November 2026", _COPIED, ("auto", "copy")),
     "engine.pull_multiprocessors": Removed("November 2026", _COPIED, (0,)),
@@ -55,7 +55,7 @@ def _without_outdated(values: Mapping[str, Any], place: str = "") -> dict[str, A
 def load(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build `cls` from a nested mapping; a ValueError lists every fault and the valid names."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"no mapping of names to values: {str(values)[:40]!r}")
+        raise ValueError(f"expected a mapping of names to values, not {str(values)[:40]!r}")
     flags = [f"{place}={_spelt(flag)}: use a number" for place, flag in _misplaced(cls, values)]
     try:
         made = _adapter(cls).validate_python(_without_outdated(dict(values)))
@@ -113,7 +113,7 @@ def _explain(cls: type, error: Any) -> str:
     given = _spelt(error["input"])
     if error["type"] == "dataclass_type":  # a group of settings
         names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
-        return f"{place}={given}: has settings of its own, so set those: {names}"
+        return f"{place}={given}: expected nested settings; set {names}"
     null = ", or null" if _nullable(cls, place) else ""
     return f"{place}={given}: use {_expected(error)}{null}"
 
@@ -148,7 +148,7 @@ def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
     near = difflib.get_close_matches(key, valid, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     where = f"in {'.'.join(parents)}" if parents else "at the top level"
-    return f"{place}: no such setting.{hint} Valid names {where}: {', '.join(valid)}"
+    return f"{place}: unknown setting.{hint} Valid names {where}: {', '.join(valid)}"
 
 
 def valid_names(cls: Any, path: list[str]) -> list[str]:

@@ -40,8 +40,8 @@ class LoraConfig:
         need(self.alpha > 0, f"model.lora.alpha={self.alpha}: use more than 0")
         need(
             self.dropout == 0,
-            f"model.lora.dropout={self.dropout}: dropout is refused, since no run could repeat "
-            "it; set 0",
+            f"model.lora.dropout={self.dropout}: dropout is not repeatable and not supported; set "
+            "0",
         )
         need(
             self.base_codec.rounding in (None, "nearest"),
@@ -50,17 +50,18 @@ class LoraConfig:
         )
         need(
             self.base_codec.codec not in SPARSE,
-            f"model.lora.base_codec.codec={self.base_codec.codec} would make 0 of all weights but "
-            "the kept ones; use block",
+            f"model.lora.base_codec.codec={self.base_codec.codec} would set all but the selected "
+            "weights to 0; use block",
         )
         need(
             self.base_codec.codec != "block" or not self.base_codec.raw,
-            "model.lora.base_codec.codec=block needs bits: set model.lora.base_codec.bits to 2, 3, "
-            "4, 6 or 8, or leave codec out to keep the base as it is",
+            "model.lora.base_codec.codec=block needs bits: set model.lora.base_codec.bits to 2, "
+            "3, 4, 6 or 8, or leave codec out to keep the base uncompressed",
         )
         need(
             not self.base_codec.memory.on,
-            "model.lora.base_codec.memory: the base is encoded once; leave the memory out",
+            "model.lora.base_codec.memory: the base is encoded once, so no residual is ever "
+            "added; leave it out",
         )
         asked = bool(self.targets) or self.base_codec != CodecConfig()
         need(
@@ -123,12 +124,13 @@ class ModelConfig:
         need(
             not self.lora.on or self.weights == "pretrained" or bool(self.start),
             "model.lora adapts a trained model: set model.weights=pretrained and model.path to "
-            "its folder, or model.start to a run of ours; model.lora.rank=0 trains all parameters",
+            "its folder, or model.start to a run of zpp_lab; model.lora.rank=0 trains all "
+            "parameters",
         )
         need(
             self.name == "hf" or not self.path or self.weights == "pretrained",
-            "model.path with the built-in decoder needs model.weights=pretrained; the shape of a "
-            "folder's model alone is read by model=hf",
+            "model.path with the built-in decoder needs model.weights=pretrained; to read only "
+            "the shape of a folder's model, use model=hf",
         )
         need(
             self.name != "hf" or bool(self.path) or "model_type" in (self.options or {}),
@@ -141,12 +143,13 @@ class ModelConfig:
         )
         need(
             not self.start or self.weights == "random",
-            "model.start and model.weights=pretrained are two starts: set one of them",
+            "model.start and model.weights=pretrained both set the initial weights: set one of "
+            "them",
         )
         need(
             not self.start_optimizer or (bool(self.start) and not self.lora.on),
-            "model.start_optimizer takes AdamW's state from a run that trained all parameters: set "
-            "model.start to it, and no model.lora",
+            "model.start_optimizer loads AdamW's state from a run that trained all parameters: "
+            "set model.start to that run, and leave model.lora out",
         )
 
     def _check_decoder(self) -> None:
@@ -154,35 +157,37 @@ class ModelConfig:
         changed = [k for k in ("units", "options") if getattr(self, k) is not None]
         need(
             self.name == "hf" or not changed,
-            f"model.{changed[0] if changed else ''} is for model=hf",
+            f"model.{changed[0] if changed else ''}: only model=hf reads it; set model=hf, or "
+            "leave it out",
         )
         for key in ("embedding_std", "head_std"):
             std = getattr(self, key)
             need(std > 0, f"model.{key}={std}: use more than 0")
             need(
                 self.name != "hf" or std == 0.02,
-                f"model.{key} is for the built-in decoder; models of transformers draw their "
-                "weights by their own rules, so leave it out",
+                f"model.{key}: only the built-in decoder reads it, since transformers' models "
+                "have their own initialization; leave it out",
             )
         need(
             not self.tied_head or self.head_std == 0.02,
-            "model.head_std: a tied head is the embedding, so set model.embedding_std alone",
+            "model.head_std: a tied head shares the embedding's weights; set model.embedding_std "
+            "alone",
         )
         need(self.z_loss >= 0, f"model.z_loss={self.z_loss}: use 0 (none) or more, such as 1e-4")
         need(
             self.name != "hf" or not self.z_loss or self.loss_chunk > 0,
-            "model.z_loss with model=hf is for losses in chunks: set model.loss_chunk=2048 too",
+            "model.z_loss with model=hf needs a chunked loss: set model.loss_chunk=2048 too",
         )
         need(
             self.name != "hf" or not self.qk_norm,
-            "model.qk_norm is for the built-in decoder; of transformers' models it is part of the "
-            "family (Qwen3 has it), so leave it out",
+            "model.qk_norm: only the built-in decoder reads it; in transformers the model family "
+            "decides (Qwen3 has it), so leave it out",
         )
         need(self.loss_chunk >= 0, f"model.loss_chunk={self.loss_chunk}: use 0 (all) or more")
         need(
             self.name != "hf" or self.init == "torch",
-            "model.init=philox is for the built-in decoder; models of transformers draw their "
-            "weights by their own rules, so set model.init=torch",
+            "model.init=philox needs the built-in decoder, since transformers' models have their "
+            "own initialization; set model.init=torch",
         )
 
     def _check_shape(self) -> None:
@@ -204,7 +209,7 @@ class ModelConfig:
         )
 
 
-DOWNLOAD = "download the model first (hf download NAME --local-dir FOLDER), or mend the path"
+DOWNLOAD = "download the model first (hf download NAME --local-dir FOLDER), or correct the path"
 
 
 def check_model_path(cfg: ModelConfig) -> None:
@@ -215,8 +220,7 @@ def check_model_path(cfg: ModelConfig) -> None:
     if cfg.weights == "pretrained":
         if not path.is_dir():
             raise ValueError(
-                f"model.weights=pretrained reads a folder, and {named} is none: {missing(path)}; "
-                f"{DOWNLOAD}"
+                f"model.weights=pretrained reads a folder; {named}: {missing(path)}; {DOWNLOAD}"
             )
     elif path.is_file() and path.suffix == ".json":
         return  # a config by itself

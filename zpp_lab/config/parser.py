@@ -67,7 +67,7 @@ def listed(
         wrong = [value for value in values if known and value not in known]
         if wrong:
             there = ", ".join(map(str, known))
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r}: there are: {there}")
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r}: valid names: {there}")
         return values
 
     return read
@@ -77,7 +77,7 @@ def new_file(text: str) -> Path:
     """The `type` of an option that names a file to write: looked at before the work, not after."""
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
     if part := next((p for p in path.parents if p.exists() and not p.is_dir()), None):
-        raise argparse.ArgumentTypeError(f"{part} is a file: name another one")
+        raise argparse.ArgumentTypeError(f"{part} is a file; name a folder")
     return path

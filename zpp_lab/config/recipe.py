@@ -136,13 +136,14 @@ class RecipeConfig:
         _need(
             not self.secondary or self.again,
             f"recipe.secondary=true needs recipe.stage=3: recipe.{self.said('weights')} keeps the "
-            "weights between forward and backward, so there is nothing to gather again",
+            "weights between forward and backward, so backward gathers nothing; leave "
+            "recipe.secondary out",
         )
         self._check_codecs()
         _need(
             not self.secondary or "node" not in self.parts,
-            f"recipe.{self.said('weights')} does not go with recipe.secondary=true (all weights "
-            "are in the node anyway)",
+            f"recipe.{self.said('weights')} with recipe.secondary=true: all weights are in the "
+            "node already; leave recipe.secondary out",
         )
 
     @property
@@ -228,15 +229,15 @@ class RecipeConfig:
         texts = [", ".join(map("=".join, zip(SHARDED, k))) for k in (self.parts, nearest)]  # noqa: B905
         _need(
             self.parts in POINTS,
-            f"recipe.sharding: {texts[0]} is no point of the grid, where weights are cut no finer "
-            "than gradients, and gradients no finer than the optimizer; the nearest that is: "
+            f"recipe.sharding: {texts[0]} is not supported: weights cannot be sharded finer than "
+            "gradients, nor gradients finer than the optimizer; the nearest supported one is "
             f"{texts[1]}",
         )
         _need(
             self.kept or (self.weights_update, self.sharding.update) == (CodecConfig(), "weights"),
-            "recipe.weights_update and recipe.sharding.update are of weights that a node keeps "
-            "while the optimizer is cut over the world: set recipe.sharding.weights=node, or for "
-            "whole weights recipe.sharding.update=differences",
+            "recipe.weights_update and recipe.sharding.update need node-replicated weights and "
+            "an optimizer sharded over all ranks: set recipe.sharding.weights=node, or for whole "
+            "weights recipe.sharding.update=differences",
         )
 
     def wire(self, wire: Wire) -> CodecConfig:
@@ -256,13 +257,13 @@ class RecipeConfig:
             said = f"{place}.after={phase.after}"
             _need(
                 first < steps,
-                f"{said}: train.steps={steps} end before it begins; use fewer steps, a share of "
-                "them such as 0.5, or leave the phase out",
+                f"{said}: train.steps={steps} ends before this phase begins; use a smaller "
+                "number, a share such as 0.5, or leave the phase out",
             )
             _need(
                 first > begun,
-                f"{said} is step {first}, and the phase before it begins at step {begun}: write "
-                "phases in the order of their steps, each at another one",
+                f"{said} is step {first}, and the phase before it begins at step {begun}: order "
+                "phases by their steps, each with a different step",
             )
             try:
                 following = replace(recipe, **phase.changes)
@@ -270,8 +271,8 @@ class RecipeConfig:
                 raise ValueError(f"{place}: {error.errors()[0]['ctx']['error']}") from None
             _need(
                 following._holds() != recipe._holds(),
-                f"{place} changes nothing: what it sets holds before it, or a wire's own settings "
-                "stand over it; set something else, or leave it out",
+                f"{place} changes nothing: its settings apply already, or a wire's own settings "
+                "override them; set something else, or leave it out",
             )
             begun, recipe = first, following
             found.append((begun, recipe))
@@ -299,7 +300,7 @@ class RecipeConfig:
                 _need(
                     own.codec != "block" or any(not s.raw for s in (own, *ruled)),
                     "codec=block needs bits: set 2, 3, 4, 6 or 8, or leave codec out to send "
-                    "tensors as they are",
+                    "tensors uncompressed",
                 )
                 _check_memory(wire, [s for s in (own, *ruled) if s.memory.on])
             except ValueError as error:
@@ -312,13 +313,13 @@ class RecipeConfig:
             settings.codec not in SPARSE
             or wire.startswith("grads")
             or (kept and settings.codec == "topk"),
-            f"codec={settings.codec} would make 0 of all weights but the kept ones: set it for "
+            f"codec={settings.codec} would set all but the selected weights to 0: set it for "
             "recipe.grads, in rules that name wires (recipe.rules[i].wires), or for "
             "recipe.weights_update with recipe.sharding.update=differences (codec=topk)",
         )
         _need(
             settings.codec != "sketch" or not self.two_hops,
-            "codec=sketch adds up over all ranks before it is decoded: "
+            "codec=sketch is summed over all ranks before it is decoded: "
             + ("set recipe.hops=1" if self.hops == 2 else f"leave recipe.{self.said(cut)} out"),
         )
 
@@ -343,16 +344,16 @@ def _check_memory(wire: Wire, remembered: list[CodecConfig]) -> None:
     those of rules, as far as they ask for one."""
     _need(
         not remembered or wire.startswith("grads"),
-        "memory.kind=residual is for gradients, which add up over steps: leave it out of weights, "
-        "and of rules that name their wires (recipe.rules[i].wires)",
+        "memory.kind=residual works only for gradients: leave it out of weights, and of rules "
+        "that name their wires (recipe.rules[i].wires)",
     )
     _need(
         not remembered or not all(settings.raw for settings in remembered),
-        "memory.kind=residual without a codec: what travels as it is loses nothing; set bits, or "
-        "leave the memory out",
+        "memory.kind=residual without a codec: an uncompressed wire has no error to feed back; "
+        "set bits, or leave memory out",
     )
     _need(
         all(settings.codec != "sham" for settings in remembered),
-        "memory.kind=residual with codec=sham: the control sends noise that no memory may take "
-        "back; leave the memory out, or give the codec itself",
+        "memory.kind=residual with codec=sham: error feedback would cancel the control's noise; "
+        "leave memory out, or set the codec itself",
     )

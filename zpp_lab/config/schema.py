@@ -115,7 +115,7 @@ def heldout_notes(tokens: int, eval_tokens: int) -> tuple[str, ...]:
     if tokens >= FEW_HELDOUT:
         return ()
     least = tokens < LEAST_HELDOUT
-    said = "get no verdict" if least else "say little of other text"
+    said = "get no verdict" if least else "do not predict the loss on other text"
     return (
         f"losses over {tokens:,} held-out tokens, fewer than "
         f"{LEAST_HELDOUT if least else FEW_HELDOUT:,}, {said}: {more_heldout(eval_tokens)}",
@@ -191,7 +191,8 @@ class TrainConfig:
         _need(
             self.optimizer_place == "device" or self.optimizer_state != "fp32",
             "train.optimizer_place=host needs train.optimizer_state=bf16 or 8bit: moments cross "
-            "the host's bus twice a step, and torch's own AdamW keeps fp32 ones where weights are",
+            "the host's bus twice a step, and torch's AdamW keeps fp32 moments on the weights' "
+            "device",
         )
         _need(
             self.checkpoint_staging_mib >= 1 and self.checkpoint_host_gib >= 0,
@@ -207,7 +208,7 @@ class TrainConfig:
         _need(
             self.readout_steps <= self.steps,
             f"train.readout_steps={self.readout_steps} is more than train.steps={self.steps}: the "
-            "mean is over the last steps of the run, so set fewer",
+            "mean is over the last steps of the run; set a smaller train.readout_steps",
         )
         self._check_decay()
         _need(
@@ -233,13 +234,13 @@ class TrainConfig:
         other = steps > 0 or share != TrainConfig.decay_share
         _need(
             self.schedule == "wsd" or not other,
-            "train.decay_steps and train.decay_share are for train.schedule=wsd; "
-            f"{self.schedule} has none: leave them out, or set train.schedule=wsd",
+            "train.decay_steps and train.decay_share are read only by train.schedule=wsd, not "
+            f"{self.schedule}: leave them out, or set train.schedule=wsd",
         )
         _need(
             not steps or share == TrainConfig.decay_share,
-            f"train.decay_steps={steps} and train.decay_share={share} both say how long the decay "
-            "is: leave one of them out",
+            f"train.decay_steps={steps} and train.decay_share={share} both set the decay's "
+            "length: leave one of them out",
         )
         _need(
             self.schedule != "wsd" or self.decay <= least,
@@ -337,8 +338,8 @@ class Config:
         _need(0 <= self.seed < 2**63, f"seed={self.seed}: use a number from 0 to 2^63 - 1")
         _need(
             not (self.model.lora.on and self.engine.offload),
-            "engine.offload=true with model.lora: a frozen base stays on the GPU as its payload; "
-            "set engine.offload=false",
+            "engine.offload=true with model.lora: a frozen base stays encoded on the GPU; set "
+            "engine.offload=false",
         )
         half = "fp16" in (self.train.param_dtype, self.train.reduce_dtype)
         _need(
@@ -348,13 +349,12 @@ class Config:
         )
         _need(
             not (self.model.start_optimizer and self.run.start_from),
-            "model.start_optimizer and run.start_from are two states to begin with: set one of "
-            "them",
+            "model.start_optimizer and run.start_from both set the initial state: set one of them",
         )
         _need(
             self.run.memory == "keep" or self.model.start_optimizer or bool(self.run.start_from),
-            "run.memory=drop is for a run that begins with another one's state: leave it out, or "
-            "set run.start_from or model.start_optimizer",
+            "run.memory=drop applies only to a run that begins with another run's state: leave "
+            "it out, or set run.start_from or model.start_optimizer",
         )
         _ = self.optimization  # beta2_tokens may be out of range
         _ = self.phases

@@ -122,12 +122,16 @@ class StudyConfig:
         _need(not twice, f"study {self.name}: arm named twice: {', '.join(twice)}")
         _need(
             self.baseline in names,
-            f"study {self.name}: baseline {self.baseline!r} is no arm; arms: {', '.join(names)}",
+            f"study {self.name}: baseline {self.baseline!r}: unknown arm; valid names: "
+            f"{', '.join(names)}",
         )
         distinct = len(set(self.seeds)) == len(self.seeds) > 0
         _need(distinct, f"study {self.name}: seeds={self.seeds}: use one or more, all different")
         _need(self.margin > 0, f"study {self.name}: margin={self.margin}: use more than 0")
-        _need(0.5 < self.confidence < 1, f"study {self.name}: confidence must lie in (0.5, 1)")
+        _need(
+            0.5 < self.confidence < 1,
+            f"study {self.name}: confidence: use more than 0.5 and less than 1",
+        )
         for key in ("jobs", "runs_per_gpu", "retries", "max_seeds"):
             _need(getattr(self, key) >= 0, f"study {self.name}: {key} must be 0 or more")
         _need(self.seeds_per_look >= 1, f"study {self.name}: seeds_per_look must be 1 or more")
@@ -165,30 +169,35 @@ class StudyConfig:
                 raise ValueError(f"{whose}: {error}") from None
             _need(
                 what != "arm" or name not in NOT_RUNS,
-                f"{whose}: no arm can have this name, its folder holds other things: "
+                f"{whose}: this name is reserved for another folder; use none of "
                 f"{', '.join(sorted(NOT_RUNS))}",
             )
 
     def _check_starts(self) -> None:
         known = [one.name for one in self.prepare]
-        _need(len(set(known)) == len(known), f"study {self.name}: two prepared runs of one name")
+        _need(
+            len(set(known)) == len(known),
+            f"study {self.name}: two prepared runs have the same name; rename one",
+        )
         for arm in self.arms:
             _need(
                 arm.start in known or (arm.start is None and len(known) < 2),
-                f"study {self.name}, arm {arm.name}: start={arm.start!r} is no prepared run; "
-                f"there are: {', '.join(known) or 'none'}",
+                f"study {self.name}, arm {arm.name}: start={arm.start!r}: unknown prepared run; "
+                f"valid names: {', '.join(known) or 'none'}",
             )
 
     def _check_branch(self) -> None:
         if self.branch is None:
             return
-        _need(bool(self.prepare), f"study {self.name}: branch needs a run to go on from: prepare")
+        _need(
+            bool(self.prepare), f"study {self.name}: branch needs a base run; add one under prepare"
+        )
         last = max(self.seeds) + max(0, self.max_seeds - len(self.seeds))
         for one in self.prepare:
             _need(
                 one.seed not in self.seeds and not max(self.seeds) < one.seed <= last,
-                f"study {self.name}: prepare {one.name} has seed {one.seed}, as a run of its arms: "
-                "that branch would begin with the batches that its trunk began with. Give it a "
+                f"study {self.name}: prepare {one.name} has seed {one.seed}, like a run of its "
+                "arms, so that continuation would read its base run's first batches again. Use a "
                 "seed that no arm has, such as 0",
             )
 
@@ -206,31 +215,45 @@ class StudyConfig:
         bases = {arm.name for arm in self.arms if arm.role.startswith("baseline")} | {self.baseline}
         for one in self.composites:
             whose = f"study {self.name}, composite {one.name}"
-            _need(one.name not in taken, f"{whose}: an arm or a composite has this name already")
+            _need(
+                one.name not in taken,
+                f"{whose}: an arm or a composite has this name already; rename one",
+            )
             taken.add(one.name)
             for pattern in [*one.arms, *one.minus]:
                 found = any(self._names(pattern, arm) for arm in self.arms)
-                _need(found, f"{whose}: no arm is called {pattern!r}")
+                _need(
+                    found,
+                    f"{whose}: no arm matches {pattern!r}; use the name of an arm, or a pattern",
+                )
             added, taken_off = self.members(one)
             _need(bool(added), f"{whose}: arms is empty; give names, or patterns such as w4_*")
             both = [arm.name for arm in added if arm in taken_off]
             both += [arm.name for arm in [*added, *taken_off] if arm.name in bases]
-            _need(not both, f"{whose}: {', '.join(both)}: a baseline, or in arms and in minus")
+            _need(
+                not both,
+                f"{whose}: {', '.join(both)}: is a baseline, or in both arms and "
+                "minus; remove it from one",
+            )
             against = {arm.against for arm in [*added, *taken_off]}
-            _need(len(against) == 1, f"{whose}: its arms are paired with different baselines")
+            _need(
+                len(against) == 1,
+                f"{whose}: its arms have different baselines; choose arms with one baseline",
+            )
 
     def _check_pairs(self) -> None:
         bases = {arm.name for arm in self.arms if arm.role == "baseline"} | {self.baseline}
         repeats = [arm.name for arm in self.arms if arm.role == "baseline_repeat"]
         _need(
             self.baseline not in repeats,
-            f"study {self.name}: baseline {self.baseline} has role baseline_repeat: of itself",
+            f"study {self.name}: baseline {self.baseline} has role baseline_repeat: give that "
+            "role to another arm",
         )
         for arm in self.arms:
             _need(
                 arm.against in (None, *bases),
-                f"study {self.name}, arm {arm.name}: against={arm.against!r} is no arm of role "
-                f"baseline; there are: {', '.join(sorted(bases))}",
+                f"study {self.name}, arm {arm.name}: against={arm.against!r}: not an arm of role "
+                f"baseline; valid names: {', '.join(sorted(bases))}",
             )
 
 

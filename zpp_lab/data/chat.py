@@ -34,13 +34,13 @@ class ChatTemplate:
         """(tokens, whether each is the assistant's). ValueError for what the template refuses."""
         if self.source is None:
             raise ValueError(
-                f"{self.file.parent} has no chat template: name one, {_OWN}, or "
+                f"{self.file.parent} has no chat template: set one, {_OWN}, or "
                 "data.records.template=turns for data.records.turn_open and turn_close"
             )
         if "strftime_now" in self.source and "date_string" not in self.source:
             raise ValueError(
-                "the chat template writes today's date, so the same run would read other tokens "
-                f"tomorrow: name one without it, {_OWN}"
+                "the chat template inserts today's date, so a run would not repeat: set one "
+                f"without a date, {_OWN}"
             )
         if _MARKED.search(self.source):
             found = self._apply(turns, return_dict=True, return_assistant_tokens_mask=True)
@@ -59,16 +59,17 @@ class ChatTemplate:
         of an answer. Where text goes on, the last token may take some of it up."""
         if not turns:
             raise ValueError(
-                "the assistant speaks first, and the chat template does not show where its header "
-                "ends: begin with another's turn, or name a template that marks the assistant's "
-                f"text with {{% generation %}}, {_OWN}"
+                "the first turn is the assistant's, and the chat template does not show where "
+                "its header ends: begin with another role, or set a template that marks the "
+                f"assistant's text with {{% generation %}}, {_OWN}"
             )
         part = self._apply(turns, add_generation_prompt=asking)["input_ids"]
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, part, whole)))
         if same < len(part) - 1:
             raise ValueError(
-                "the chat template writes turns otherwise once others follow, so it does not show "
-                f"what is the assistant's: name one that marks it with {{% generation %}}, {_OWN}"
+                "the chat template changes earlier turns when later ones follow, so the "
+                "assistant's text cannot be located: set one that marks it with {% generation "
+                f"%}}, {_OWN}"
             )
         return same
 
@@ -82,7 +83,9 @@ class ChatTemplate:
                 **{"date_string": _DATE, "return_dict": True} | how,
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
+            raise ValueError(
+                f"the chat template failed: {error}; repair or remove the line"
+            ) from None
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -91,7 +94,7 @@ class ChatTemplate:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
             raise ValueError(
-                f"chats through a template need {error.name}: pip install 'zpp_lab[hf]'"
+                f"chat templates need the package {error.name}: pip install 'zpp_lab[hf]'"
             ) from None
         # not AutoTokenizer: some classes make another tokenizer than tokenizer.json says
         found = PreTrainedTokenizerFast.from_pretrained(

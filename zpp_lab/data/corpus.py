@@ -101,8 +101,8 @@ class FileCorpus:
             if self.skip_binary:
                 return b""
             raise ValueError(
-                f"data: {path} holds zero bytes, so it is no text: move it away, or convert it "
-                "to UTF-8 if it is text in UTF-16 or UTF-32"
+                f"data: {path} contains zero bytes, so it is not UTF-8 text: move it away, or "
+                "convert it to UTF-8 if it is text in UTF-16 or UTF-32"
             )
         return content
 
@@ -120,8 +120,8 @@ def stdlib_corpus(max_bytes: int = 0) -> FileCorpus:
     )
     if not files:
         raise ValueError(
-            f"data.name=stdlib: this Python has no standard library source in {root}: "
-            "use data=text with data.path"
+            f"data.name=stdlib: no standard library source found in {root}: use data=text with "
+            "data.path"
         )
     return FileCorpus(root, _cut(files, max_bytes))
 
@@ -173,7 +173,7 @@ def installation_corpus(
     if not any(part.files for _, part in parts):
         raise ValueError(
             f"data.name=installation: no files with data.suffixes=[{','.join(suffixes)}] found; "
-            "name others, or use data=text data.path"
+            "set other data.suffixes, or use data=text data.path"
         )
     return JoinedCorpus(tuple(parts))
 
@@ -204,8 +204,8 @@ def text_corpus(path: Path, max_bytes: int = 0, suffix: str = "") -> FileCorpus:
     if not files:
         what = f"no *{suffix} file" if suffix else "no text"
         raise ValueError(
-            f"data.path={path}: {what} in there (empty and hidden files do not count); name the "
-            f"{'file or folder' if suffix else 'folder'} that has some"
+            f"data.path={path}: {what} found there (empty and hidden files do not count); set "
+            f"another {'file or folder' if suffix else 'folder'}"
         )
     return FileCorpus(root, _cut(files, max_bytes))
 
@@ -295,8 +295,8 @@ class HubCorpus:
         if not isinstance(value, str):
             names = ", ".join(k for k, v in row.items() if isinstance(v, str))
             raise ValueError(
-                f"data.column={self.column}: {self.path} has no text there; "
-                f"columns with text: {names or 'none'}"
+                f"data.column={self.column}: {self.path} has no text in this column; columns with "
+                f"text: {names or 'none'}"
             )
         return value
 

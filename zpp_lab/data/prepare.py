@@ -70,7 +70,7 @@ def prepared(corpus: Corpus, cfg: DataConfig) -> tuple[Path, dict[str, Any]]:
 
 
 def _fix(error: OSError) -> str:
-    return "make room there, or " if is_full(error) else ""
+    return "free some space there, or " if is_full(error) else ""
 
 
 def _key(corpus: Corpus, cfg: DataConfig) -> str:

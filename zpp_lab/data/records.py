@@ -93,9 +93,14 @@ def parts_of(
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"data: {place}: no JSON ({error}); repair or remove the line") from None
+        raise ValueError(
+            f"data: {place}: invalid JSON ({error}); repair or remove the line"
+        ) from None
     if not isinstance(record, dict):
-        raise ValueError(f"data: {place}: {type(record).__name__} is no record; use {{…}}")
+        raise ValueError(
+            f"data: {place}: expected an object {{…}}, not "
+            f"{type(record).__name__}; repair or remove the line"
+        )
     if fields.messages in record:
         turns = record[fields.messages]
         parts = _chat(turns, fields, place)
@@ -106,7 +111,9 @@ def parts_of(
             f"data: {place}: the completion is empty, so there is nothing to learn; remove the line"
         )
     if any("\0" in part.text for part in parts):
-        raise ValueError(f"data: {place}: a zero byte, so it is no text; repair or remove the line")
+        raise ValueError(
+            f"data: {place}: contains a zero byte, so it is not text; repair or remove the line"
+        )
     if template is not None and fields.messages in record:
         return _rendered(turns, template, place)
     return parts
@@ -117,7 +124,7 @@ def _completion(record: dict[str, Any], fields: RecordConfig, place: str) -> lis
     missing = [name for name in names if name not in record]
     if missing:
         raise ValueError(
-            f"data: {place}: no field {' and no '.join(map(repr, missing))}, and no "
+            f"data: {place}: missing field {' and '.join(map(repr, missing))}, and no "
             f"{fields.messages!r}; it has {', '.join(map(repr, record)) or 'none'}. Name the "
             "fields with data.records.prompt and data.records.completion, or with "
             "data.records.messages"
@@ -128,13 +135,21 @@ def _completion(record: dict[str, Any], fields: RecordConfig, place: str) -> lis
 
 def _chat(turns: Any, fields: RecordConfig, place: str) -> list[Part]:
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"data: {place}: {fields.messages!r} must be a list of messages")
+        raise ValueError(
+            f"data: {place}: {fields.messages!r}: expected a list of messages; "
+            "repair or remove the line"
+        )
     if not any(isinstance(t, dict) and t.get("role") == "assistant" for t in turns):
-        raise ValueError(f"data: {place}: no message of the role 'assistant', so nothing to learn")
+        raise ValueError(
+            f"data: {place}: no message of the role 'assistant', so there is "
+            "nothing to learn; remove the line"
+        )
     parts: list[Part] = []
     for turn in turns:
         if not isinstance(turn, dict) or not {"role", "content"} <= set(turn):
-            raise ValueError(f"data: {place}: a message must have a 'role' and a 'content'")
+            raise ValueError(
+                f"data: {place}: a message needs 'role' and 'content'; repair or remove the line"
+            )
         role = _text(turn["role"], "role", place)
         content = _text(turn["content"], "content", place)
         own = role == "assistant"
@@ -155,14 +170,19 @@ def _rendered(turns: Any, template: ChatTemplate, place: str) -> list[Part]:
     except ValueError as error:
         raise ValueError(f"data: {place}: {error}") from None
     if not any(own):
-        raise ValueError(f"data: {place}: the chat template leaves the assistant nothing to learn")
+        raise ValueError(
+            f"data: {place}: the chat template leaves no assistant text to learn; remove the line"
+        )
     whole = groupby(zip(tokens, own, strict=True), key=itemgetter(1))
     return [Part("", counted, tokens=tuple(t for t, _ in some)) for counted, some in whole]
 
 
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"data: {place}: {name!r} is {type(value).__name__}, not text")
+        raise ValueError(
+            f"data: {place}: {name!r} is {type(value).__name__}, not text; repair "
+            "or remove the line"
+        )
     return value
 
 

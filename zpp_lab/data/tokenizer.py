@@ -134,8 +134,9 @@ class BpeTokenizer(LibraryTokenizer):
         model.train_from_iterator((p for t in texts for p in pieces(t)), trainer)
         if model.get_vocab_size() != vocab_size:
             raise ValueError(
-                f"data.vocab_size={vocab_size}: the training text gives a BPE of "
-                f"{model.get_vocab_size()} tokens; use between 257 and that, or more text"
+                f"data.vocab_size={vocab_size}: the training text is enough for a BPE of "
+                f"{model.get_vocab_size()} tokens only; use 257 to {model.get_vocab_size()}, or "
+                "more text"
             )
         return cls(model.to_str())
 
@@ -236,7 +237,7 @@ class OutsideTokenizer(LibraryTokenizer):
         except ValueError:
             raise
         except Exception as error:  # of its own kind
-            raise damaged(self.file, f"no tokenizer: {error}", _AGAIN) from None
+            raise damaged(self.file, f"not a tokenizer: {error}", _AGAIN) from None
         self.model.no_truncation()
         self.model.no_padding()
         self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values())
@@ -255,8 +256,8 @@ class OutsideTokenizer(LibraryTokenizer):
         if number is None:
             what = "no eos_token beside it" if name is None else f"no token {name!r}"
             raise ValueError(
-                f"data.tokenizer_path={self.file} has {what}: name the token that closes a "
-                "document, 'data.end_token=\"TOKEN\"'"
+                f"data.tokenizer_path={self.file} has {what}: set the token that ends a document, "
+                "'data.end_token=\"TOKEN\"'"
             )
         return int(number)
 
@@ -272,7 +273,7 @@ def definition_file(path: Path) -> Path:
     file = file / _FILE if file.is_dir() else file
     if not file.is_file():
         raise ValueError(
-            f"data.tokenizer_path={path}: no {_FILE} there; save the tokenizer first "
+            f"data.tokenizer_path={path}: {_FILE} not found; save the tokenizer first "
             "(AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
         )
     return file

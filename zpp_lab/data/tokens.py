@@ -150,7 +150,7 @@ class TokenData:
         if left:
             raise ValueError(
                 f"data.draw_ranks={self.draw_ranks}: a step has {world * micros * batch_size} "
-                "sequences (ranks × micro-steps × batch), which so many ranks cannot share evenly"
+                "sequences (ranks × micro-steps × batch); use a divisor of that"
             )
         drawn = [self._starts(seed, step, r, 0, count, seq_len) for r in range(self.draw_ranks)]
         return np.concatenate(drawn).reshape(shape)

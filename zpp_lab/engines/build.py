@@ -38,7 +38,7 @@ def pick_device(engine: EngineConfig) -> torch.device:
             f"engine.device={engine.device!r}: use auto, cpu, cuda or cuda:N"
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("engine.device=cuda, but torch sees no GPU here: use engine.device=cpu")
+        raise ValueError("engine.device=cuda, but torch finds no GPU: use engine.device=cpu")
     return _own_gpu(device) if engine.ranked else device
 
 

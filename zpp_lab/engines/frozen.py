@@ -45,8 +45,8 @@ def decode_shards(segment: Segment, payload: Tensor, out: Tensor) -> None:
     kernels.decode(alone, payload, [out])
     if not bool(torch.isfinite(out).all()):
         raise ValueError(
-            f"{segment.name} of the frozen base is not finite, or has numbers that its codec "
-            "cannot hold: mend the weights that the run starts from"
+            f"{segment.name} of the frozen base is not finite, or has numbers outside its codec's "
+            "range: correct the weights that the run starts from"
         )
 
 
@@ -73,8 +73,8 @@ def check_marks(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     )
     if differing:
         raise ValueError(
-            f"the checkpoint's adapters stand on another frozen base; it differs in "
-            f"{differing[0]}: start from the weights that the checkpoint's run started from"
+            f"the checkpoint's adapters belong to another frozen base; {differing[0]} differs: "
+            "start from the weights that the checkpoint's run started from"
         )
 
 

@@ -52,7 +52,10 @@ def cut_units(
         for name in blocks:  # block by block: sums over parameters then have one order for any size
             found = {n: left.pop(n) for n in list(left) if n.startswith(f"{name}.")}
             if not found:
-                raise ValueError(f"block {name!r} has no parameters of its own: do blocks overlap?")
+                raise ValueError(
+                    f"block {name!r} has no parameters of its own: set model.units "
+                    "to blocks that do not overlap"
+                )
             own |= found
         cut.append(_unit(unit_name(blocks), own, world, stored, True, len(blocks)))
     if left:

@@ -57,7 +57,7 @@ class Watch:
         for segment, y in zip(layout.segments, after, strict=True):
             if self.check and not bool(torch.isfinite(y).all()):
                 who = "" if rank is None else f" from rank {rank}"
-                raise NonFiniteError(step, f"{wire} brought NaN for {segment.name}{who}")
+                raise NonFiniteError(step, f"{wire} delivered NaN for {segment.name}{who}")
 
     def room(self, layout: Layout, payload: Tensor) -> Tensor | None:
         """For `errors` of `kernels.encode` of this payload: fp64 [R, segments, 9], when wanted."""

@@ -76,8 +76,8 @@ def _check(kind: Any, text: str, layers: str, build: Build) -> None:
             f'add {helps}: true to model.options (or "{helps}": true to its config.json), or {fix}'
         )
     raise ValueError(
-        f"{settings.model_type}: another last token changes the logits of the tokens before it, so "
-        f"this model sees what it shall predict, and its loss would say nothing; {fix}"
+        f"{settings.model_type}: changing the last token changes earlier logits, so this model is "
+        f"not causal and its loss would be meaningless; {fix}"
     )
 
 
@@ -90,7 +90,7 @@ def sees_later(settings: Any, layers: str, build: Build) -> bool:
         one, other = (model(input_ids=t, use_cache=False).logits.float() for t in tokens)
     moved = ((one - other).abs().amax(-1) / one.abs().amax())[0]
     if not moved.isfinite().all() or moved[-1] <= _MOVED:
-        raise ValueError("its logits do not follow its tokens")
+        raise ValueError("its logits do not depend on its tokens")
     return bool((moved[:-1] > _MOVED).any())
 
 
@@ -109,8 +109,8 @@ def _say_unknown(kind: str, error: Exception) -> None:
     if os.environ.get("RANK", "0") == "0":  # the ranks would all say it
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(
-            f"{kind}: whether it sees the tokens that it shall predict is not known ({why}); a "
-            "held-out loss near 0 would mean that it does",
+            f"{kind}: could not verify causal masking ({why}); a held-out loss near 0 would mean "
+            "that it is missing",
             file=sys.stderr,
         )
 
@@ -167,7 +167,7 @@ def _values(shape: torch.Size, scale: float, numbers: torch.Generator) -> Tensor
     if len(shape) < 2:
         return 1 + 0.1 * torch.randn(shape, generator=numbers)
     if shape[-2:].numel() > _LARGEST and not scale:
-        raise ValueError(f"a parameter of {list(shape)} is too large to be tried")
+        raise ValueError(f"a parameter of {list(shape)} is too large to try")
     row = torch.randn(sum(shape), generator=numbers) * (scale or shape[-1] ** -0.5)
     return row.as_strided(shape, (1,) * len(shape))
 
@@ -183,8 +183,8 @@ def check_head(model: Any) -> None:
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if weight is None or weight.dim() != 2 or bias is not None:
         raise ValueError(
-            f"{type(model).__name__}: its head is no matrix alone, which a loss in chunks needs: "
-            f"{_FIX}"
+            f"{type(model).__name__}: its head is not a single matrix, which a chunked loss "
+            f"needs: {_FIX}"
         )
 
 
@@ -222,7 +222,9 @@ def _before(head: Any, logits: Callable[[], Tensor], name: str) -> Tensor:
     finally:
         del head.forward
     if len(given) != 1 or out is not given[0]:
-        raise ValueError(f"{name} changes its logits after the head, so chunks do not fit: {_FIX}")
+        raise ValueError(
+            f"{name} changes its logits after the head, so the loss cannot be chunked: {_FIX}"
+        )
     return given[0]
 
 
@@ -258,8 +260,8 @@ def read_config(cfg: ModelConfig) -> Any:
     unknown = sorted(key for key in options if not hasattr(base, key))
     if unknown:
         raise ValueError(
-            f"model.options: {type(base).__name__} has no {', '.join(unknown)}; "
-            f"it has {', '.join(sorted(base.to_dict()))}"
+            f"model.options: {type(base).__name__}: unknown {', '.join(unknown)}; valid names: "
+            f"{', '.join(sorted(base.to_dict()))}"
         )
     if cfg.vocab_size:
         options["vocab_size"] = cfg.vocab_size
@@ -268,14 +270,14 @@ def read_config(cfg: ModelConfig) -> Any:
     try:
         return type(base).from_dict({**values, **options})
     except Exception as error:  # of several libraries
-        raise ValueError(f"model.options: {type(base).__name__} refuses them: {error}") from None
+        raise ValueError(f"model.options: {type(base).__name__} rejects them: {error}") from None
 
 
 def _config_of_kind(library: Any, kind: str) -> Any:
     try:
         return library.AutoConfig.for_model(kind)
     except ValueError:
-        raise ValueError(f"model.options.model_type={kind!r}: transformers has none") from None
+        raise ValueError(f"model.options.model_type={kind!r}: unknown to transformers") from None
 
 
 def _config_at(library: Any, path: str) -> Any:
@@ -289,14 +291,14 @@ def _config_at(library: Any, path: str) -> Any:
         first = str(error).strip().splitlines()[0]
     if here:
         raise ValueError(
-            f"model.path={path}: transformers cannot read its config ({first}); fetch it again"
+            f"model.path={path}: transformers cannot read its config ({first}); download it again"
         )
     name = f"model.path={path}: {missing(Path(path))}"
     if online:
-        raise ValueError(f"{name}, and no model that the Hub gives ({first}); {DOWNLOAD}")
+        raise ValueError(f"{name}, and not found on the Hub ({first}); {DOWNLOAD}")
     raise ValueError(
-        f"{name}, nothing of that name in the Hub's cache, and {files.why_not()}: where there is a "
-        f"network, `hf download {path} --local-dir FOLDER`, then model.path=FOLDER here"
+        f"{name}, not in the Hub's cache, and {files.why_not()}: where there is a network, `hf "
+        f"download {path} --local-dir FOLDER`, then model.path=FOLDER here"
     )
 
 
@@ -308,11 +310,15 @@ def find_units(model: nn.Module, named: str | None) -> list[tuple[str, nn.Module
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no ModuleList: zpp_lab finds no layers in it")
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList, so zpp_lab finds no layers; set model.units"
+        )
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items()}
     name = named or max(lists, key=lambda n: (sizes[n], -n.count(".")))
     if name not in lists:
-        raise ValueError(f"model.units={name!r} is no ModuleList; there are: {', '.join(lists)}")
+        raise ValueError(
+            f"model.units={name!r} is not a ModuleList; valid names: {', '.join(lists)}"
+        )
     chosen = [(f"{name}.{i}", m) for i, m in enumerate(lists[name])]
     return [(n, m) for n, m in chosen if any(True for _ in m.parameters())]
 
@@ -371,7 +377,8 @@ def _adapted(
             `each`, in chunks: every target's own scores, fp32 [2, batch · length]."""
             if longest and tokens.shape[1] > longest:
                 raise ValueError(
-                    f"data.seq_len={tokens.shape[1]}: this model has {longest} positions"
+                    f"data.seq_len={tokens.shape[1]}: this model has {longest} positions; use at "
+                    f"most {longest}"
                 )
             if targets is None or not chunk:
                 logits = self.all_logits(tokens)
@@ -419,9 +426,9 @@ def _learned_positions(settings: Any) -> int:
 def _check_vocabulary(cfg: ModelConfig, settings: Any, vocab_size: int) -> None:
     own = settings.get_text_config().vocab_size
     if own < vocab_size:
-        fix = "set model.vocab_size, or take a smaller data.vocab_size"
+        fix = "set model.vocab_size, or a smaller data.vocab_size"
         if cfg.weights == "pretrained":
-            fix = "take its own tokenizer, data.tokenizer=hf data.tokenizer_path=FOLDER"
+            fix = "use its own tokenizer, data.tokenizer=hf data.tokenizer_path=FOLDER"
         raise ValueError(
             f"the model's vocabulary of {own} is smaller than the tokenizer's {vocab_size}: {fix}"
         )
@@ -440,4 +447,7 @@ def _check_dropout(settings: Any) -> None:
     ]
     if found:
         off = ", ".join(f"{key}: 0.0" for key in found)
-        raise ValueError(f"{settings.model_type} has dropout; set model.options={{{off}}}")
+        raise ValueError(
+            f"{settings.model_type} has dropout, which is not repeatable; set "
+            f"model.options={{{off}}}"
+        )

@@ -50,8 +50,8 @@ class RandomStart:
             owner._parameters[attribute] = kept
         if bool(value.isnan().any()):
             raise ValueError(
-                f"transformers has no rule to initialise {name} of {type(self.twin).__name__}: "
-                "start from model.weights=pretrained"
+                f"transformers cannot initialise {name} of {type(self.twin).__name__}: start from "
+                "model.weights=pretrained"
             )
         return value.detach()
 

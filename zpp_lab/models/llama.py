@@ -132,7 +132,7 @@ class _Unneeded(torch.autograd.Function):
 def _no_graph_of_gradients() -> None:
     if torch.is_grad_enabled():  # create_graph=True turns it on here
         raise RuntimeError(
-            "gradients of gradients need every activation: use model.checkpoint_activations=false"
+            "second-order gradients need every activation: use model.checkpoint_activations=false"
         )
 
 

@@ -162,7 +162,9 @@ class LlamaStart:
 def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"model.path={folder} has no config.json: is it a model's folder?")
+        raise ValueError(
+            f"model.path={folder} has no config.json: set model.path to a model's folder"
+        )
     found = parse_json(path, "download the model again")
     if not isinstance(found, dict):
         raise damaged(path, "no mapping", "download the model again")
@@ -172,7 +174,7 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
         fix = f"{other.get(str(said.get('model_type')), 'model=hf')} to train it"
         raise ValueError(f"{path}: a {said.get('model_type')} model; set {fix}")
     if said.get("use_sliding_window"):
-        raise ValueError(f"{path}: attention slides; set model=hf to train it")
+        raise ValueError(f"{path}: sliding-window attention; set model=hf to train it")
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"{path}: rotary positions are scaled, {rope}; set model=hf to train it")
@@ -185,8 +187,8 @@ def _check_config(folder: Path, cfg: ModelConfig, vocab_size: int) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{path} describes another model than these settings: {'; '.join(wrong)}. Set "
-            "them as the folder has them, or model=hf, which reads them there"
+            f"{path} has other settings than this run: {'; '.join(wrong)}. Set them to the "
+            "folder's values, or use model=hf, which reads them there"
         )
 
 

@@ -105,8 +105,8 @@ def _targets(model: Any, cfg: LoraConfig) -> dict[str, nn.Module]:
     for pattern in cfg.targets or ["*"]:
         if not any(_matches(name, pattern) for name in known):
             raise ValueError(
-                f"model.lora.targets: {pattern!r} matches no linear layer of a block; there are: "
-                f"{', '.join(sorted({n.rpartition('.')[2] for n in known})) or 'none'}"
+                f"model.lora.targets: {pattern!r} matches no linear layer of a block; valid "
+                f"names: {', '.join(sorted({n.rpartition('.')[2] for n in known})) or 'none'}"
             )
     patterns = cfg.targets or ["*"]
     return {n: m for n, m in known.items() if any(_matches(n, p) for p in patterns)}

@@ -73,8 +73,8 @@ def _listed(folder: Path) -> dict[str, Path]:
     """Tensor name → file. Every file's header is read: a download that was cut is found here."""
     if not folder.is_dir():
         raise ValueError(
-            f"model.weights=pretrained reads a folder, and model.path={folder} is none: download "
-            "the model first (hf download NAME --local-dir FOLDER)"
+            f"model.weights=pretrained: model.path={folder} is not a folder: download the model "
+            "first (hf download NAME --local-dir FOLDER)"
         )
     index = folder / INDEX
     return _by_index(folder, index) if index.is_file() else _in_each(folder)
@@ -85,16 +85,18 @@ def _by_index(folder: Path, index: Path) -> dict[str, Path]:
         listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{index} is no index of safetensors ({type(error).__name__}: {error}): download it "
+            f"{index} is not a safetensors index ({type(error).__name__}: {error}): download it "
             "again"
         ) from None
     absent = sorted({f for f in listed.values() if not (folder / f).is_file()})
     if absent:
-        raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
+        raise ValueError(f"{index} lists missing files: {', '.join(absent)}; download them again")
     there = {f: set(_opened(folder / f)) for f in sorted(set(listed.values()))}
     wrong = sorted(f"{name} in {file}" for name, file in listed.items() if name not in there[file])
     if wrong:
-        raise ValueError(f"{index} names tensors that are not there: {', '.join(wrong)}")
+        raise ValueError(
+            f"{index} lists missing tensors: {', '.join(wrong)}; download the files again"
+        )
     return {name: folder / file for name, file in listed.items()}
 
 
@@ -105,7 +107,7 @@ def _in_each(folder: Path) -> dict[str, Path]:
     if not found:
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         hint = f" but {pickles[0]}: save the model again as safetensors" if pickles else ""
-        fix = hint or ": fetch it whole, or leave out model.weights=pretrained for a random start"
+        fix = hint or ": download it whole, or leave out model.weights=pretrained"
         raise ValueError(f"model.path={folder} has no .safetensors file{fix}")
     return found
 
@@ -119,7 +121,8 @@ def _opened(path: Path) -> dict[str, Place]:
             pointer = file.read(20).startswith(b"version https://git")
         fix = "git lfs pull fetches what it points to" if pointer else "download it again"
         raise ValueError(
-            f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file ({error}): {fix}"
+            f"{path} ({path.stat().st_size:,} bytes) is not a complete safetensors file "
+            f"({error}): {fix}"
         ) from None
 
 
@@ -247,8 +250,8 @@ class RunStart:
         said = [f"{len(n)} weights {what}: {', '.join(n)}" for what, n in faults.items() if n]
         if said:
             raise ValueError(
-                f"model.start={path} is of another model: {'; '.join(said)}. Give model.… and "
-                "data.tokenizer as that run's config.yaml has them"
+                f"model.start={path} is of another model: {'; '.join(said)}. Set model.… and "
+                "data.tokenizer as in that run's config.yaml"
             )
 
     def rows(self, name: str, first: int, last: int) -> Tensor:

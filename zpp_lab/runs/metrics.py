@@ -113,7 +113,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 return
             raise ValueError(
                 f"{path}, line {number} is damaged ({error}): restore the file from a copy, or "
-                "start the run anew with run.resume=false"
+                "restart the run with run.resume=false"
             ) from None
         yield line + b"\n", record
 
@@ -145,8 +145,9 @@ class MetricsLog:
                 os.ftruncate(self._file, size)
             raise OSError(
                 error.errno,
-                f"cannot write step {step} to {self.path}: {error.strerror}; make room, "
-                "then the same command goes on after the newest checkpoint, if there is one",
+                f"cannot write step {step} to {self.path}: {error.strerror}; free some space, "
+                "then run the same command again: it resumes from the newest checkpoint, if "
+                "there is one",
             ) from error
         self._last = step
 

@@ -51,7 +51,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     if not isinstance(made, list) or not all(isinstance(one, dict) for one in made):
-        raise damaged(path, "no list of steps and commits")
+        raise damaged(path, "expected a list of steps and commits")
     return made
 
 
@@ -176,9 +176,9 @@ def _told_commit(built: Path) -> str | None:
         return built.read_text().strip()
     if told is not None and not re.fullmatch("[0-9a-f]{40}(-dirty)?", told):
         raise ValueError(
-            f"{COMMIT}={told!r} is no commit: give the 40 digits that `git rev-parse HEAD` prints "
-            "in the checkout that this copy is of, with -dirty behind them if it was changed, or "
-            f"unset {COMMIT}"
+            f"{COMMIT}={told!r} is not a commit: use the 40 digits that `git rev-parse HEAD` "
+            "prints in the original checkout, followed by -dirty if it was changed, or unset "
+            f"{COMMIT}"
         )
     return told
 

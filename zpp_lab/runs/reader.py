@@ -85,7 +85,7 @@ def cause(run: Run | None) -> str:
     if run.failure is not None:
         lines = str(run.failure.get("error", "")).strip().splitlines()
         return lines[0][:200].rstrip(".") if lines else ""
-    return "its held-out loss is no number" if state(run) == "diverged" else ""
+    return "its held-out loss is not a number" if state(run) == "diverged" else ""
 
 
 def told(run: Run | None, several: bool = False) -> str:
@@ -223,12 +223,14 @@ def read_run(folder: Path) -> Run:
     arm = arm or (config.get("recipe") or {}).get("name") or folder.parent.name
     seed = source.get("seed", config.get("seed", _seed_of(folder.name)))
     if seed is None:
-        raise ValueError(f"{folder}: no config.yaml and no summary.json tell the seed; delete it")
+        raise ValueError(
+            f"{folder}: no config.yaml or summary.json, so its seed is unknown; delete the folder"
+        )
     if summary is not None:
         last = last_step(folder)
         if last != summary["steps"] and (folder / METRICS).is_file():
             ends = f"ends at step {last} of {summary['steps']}"
-            raise damaged(folder / METRICS, ends, "restore it from a copy, or start the run anew")
+            raise damaged(folder / METRICS, ends, "restore it from a copy, or restart the run")
         return Run(folder, str(arm), int(seed), config, summary, failure, summary["steps"])
     step = last_step(folder)
     return Run(folder, str(arm), int(seed), config, None, failure, step, running)
@@ -302,8 +304,8 @@ def read_study(root: Path) -> StudyConfig | None:
         return None if values is None else load(StudyConfig, values)
     except ValueError as error:
         raise ValueError(
-            f"{path}: {error}. If another version of zpp_lab wrote it, use that one, or delete the "
-            "file: the runs stay"
+            f"{path}: {error}. If another version of zpp_lab wrote it, use that one, or delete "
+            "the file: the runs are kept"
         ) from None
 
 
@@ -314,7 +316,7 @@ def write_study(root: Path, study: StudyConfig) -> None:
 
 def _run_folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
-        raise ValueError(f"{root}: {missing(root)}; give the folder of a study or of runs")
+        raise ValueError(f"{root}: {missing(root)}; use the folder of a study or of runs")
     for place, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in NOT_RUNS and not f.startswith("."))
         begun = any(mark in files for mark in _MARKS)

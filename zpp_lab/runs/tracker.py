@@ -160,7 +160,7 @@ class ConsoleLog:
 
     def _leave(self, error: OSError) -> None:
         self._file = None
-        self._own[1].stream.write(f"the console's log is left: {error}\n")
+        self._own[1].stream.write(f"console.log is no longer written: {error}\n")
 
     def renewed(self, line: str) -> None:
         now = time.monotonic()
@@ -328,8 +328,8 @@ class Tracker:
             self._metrics.close()
             raise ValueError(
                 f"{self.folder / METRICS} ends at step {last}, but the checkpoint is of step "
-                f"{resume_step}: restore the file, or remove the checkpoints after step {last}, "
-                "or start anew with run.resume=false"
+                f"{resume_step}: restore the file, remove the checkpoints after step {last}, or "
+                "start over with run.resume=false"
             )
 
     def _count(self, record: Record) -> None:
@@ -368,7 +368,7 @@ class Tracker:
             action()
         except Exception as error:
             self._broken.add(view)
-            _say(f"{view} failed and is left out from here on: {type(error).__name__}: {error}")
+            _say(f"{view} failed and is switched off for this run: {type(error).__name__}: {error}")
 
 
 def _wandb_mode(config: Config) -> tuple[Mode, str]:

@@ -107,7 +107,7 @@ def packages() -> Check:
     lacking = missing([line for line in requirements() if line.name != "torch"])
     if not lacking:
         return Check("packages", "ok", "all required packages are installed")
-    return Check("packages", "broken", f"lacking {', '.join(lacking)}", install())
+    return Check("packages", "broken", f"missing {', '.join(lacking)}", install())
 
 
 def torch() -> Check:
@@ -137,7 +137,7 @@ def bytecode() -> Check:
         "bytecode",
         "absent",
         f"of torch is not kept ({why}): each start takes seconds more",
-        f"python -m compileall -q {folder}, once, as who may write there",
+        f"python -m compileall -q {folder}, once, as a user who may write there",
     )
 
 
@@ -158,8 +158,8 @@ def cuda_device() -> Check:
         return Check("cuda device", "ok", ", ".join(names))
     if shutil.which("nvidia-smi"):
         fix = "install a build of torch for CUDA, of a version that the driver supports"
-        return Check("cuda device", "absent", "a driver is here, but torch cannot use it", fix)
-    fix = "none is needed: the virtual engine runs any cluster on the CPU, only slower"
+        return Check("cuda device", "absent", "a driver is installed, but torch cannot use it", fix)
+    fix = "no GPU is needed: the virtual engine runs any cluster on the CPU, more slowly"
     return Check("cuda device", "absent", "no GPU", fix)
 
 
@@ -196,10 +196,10 @@ def kernels() -> Check:
         if not library.cuda.is_available():
             found = wheel.installed()
             what = f"no GPU for the {found[1]}" if found else "no GPU"
-            return Check("kernels", "absent", what, "none are needed: plain torch serves")
+            return Check("kernels", "absent", what, "none are needed: falling back to PyTorch")
         return Check("kernels", "ok", build.serving()[1])
     except (RuntimeError, OSError) as error:  # OSError: no cache can be written
-        return Check("kernels", "absent", "plain torch serves", str(error))
+        return Check("kernels", "absent", "falling back to PyTorch", str(error))
 
 
 def compiler() -> Check:
@@ -207,7 +207,7 @@ def compiler() -> Check:
     name = os.environ.get("CXX", "g++")
     path, library = shutil.which(name), _torch()
     if path is None:
-        fix = "install g++, or name a C++ compiler in CXX; only engine.compile=true needs it"
+        fix = "install g++, or set CXX to a C++ compiler; only engine.compile=true needs it"
         return Check("compile", "absent", f"no C++ compiler ({name})", fix)
     on_gpu = library is not None and library.cuda.is_available()
     if on_gpu and importlib.util.find_spec("triton") is None:
@@ -233,7 +233,7 @@ def peer_memory() -> Check:
     """What engine.transport=peer needs of one host: GPUs that read each other's memory."""
     library = _torch()
     count = library.cuda.device_count() if library is not None else 0
-    fix = "none is needed: engine.transport=auto takes process groups then"
+    fix = "not needed: engine.transport=auto uses process groups then"
     if count < 2:
         return Check("peer memory", "absent", "fewer than two GPUs", fix)
     reaches = library.cuda.can_device_access_peer
@@ -243,8 +243,8 @@ def peer_memory() -> Check:
         if not (reaches(a, b) and reaches(b, a))
     ]
     if apart:
-        return Check("peer memory", "absent", f"GPUs apart: {', '.join(apart)}", fix)
-    return Check("peer memory", "ok", f"all {count} GPUs reach each other")
+        return Check("peer memory", "absent", f"GPUs without peer access: {', '.join(apart)}", fix)
+    return Check("peer memory", "ok", f"all {count} GPUs have peer access to each other")
 
 
 def emulated_nodes() -> Check:
@@ -257,7 +257,7 @@ def emulated_nodes() -> Check:
         with EmulatedNodes(2, Tools.find()) as nodes:
             nodes.limit(1.0)
     except EmulationError as error:
-        fix = "nothing else needs them; bench step --nodes 1 runs without"
+        fix = "only emulated nodes need them; bench step --nodes 1 runs without"
         return Check("emulated nodes", "absent", str(error), fix)
     return Check("emulated nodes", "ok", "network namespaces, veth pairs and tc's limits work")
 
@@ -293,7 +293,7 @@ def wandb() -> Check:
     except ValueError as error:  # WANDB_MODE holds a word that wandb does not know
         return Check("wandb", "absent", "no mode", str(error))
     if not wandb_mode.installed():
-        fix = "pip install wandb; metrics.jsonl is written without it, and can be sent later"
+        fix = "pip install wandb; without it metrics.jsonl is still written, and can be sent later"
         return Check("wandb", "absent", f"auto means {mode}: {why}", fix)
     return Check("wandb", "ok", f"{_version('wandb')}, auto means {mode}: {why}")
 
@@ -304,7 +304,7 @@ def extras() -> list[Check]:
     for extra in sorted(_groups()):
         lacking = missing(requirements(extra))
         fix = install(extra)
-        found = f"lacking {', '.join(lacking)}" if lacking else "installed"
+        found = f"missing {', '.join(lacking)}" if lacking else "installed"
         rows.append(Check(f"extra {extra}", "absent" if lacking else "ok", found, fix))
     return rows
 

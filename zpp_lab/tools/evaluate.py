@@ -63,12 +63,12 @@ def check_comparable(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < window.shape[1]:
         raise ValueError(
-            f"{path} knows {limit} positions, the windows of {source} have {window.shape[1]}: name "
-            f"with --data a run with data.seq_len={limit} or less"
+            f"{path} supports {limit} positions, but the windows of {source} have "
+            f"{window.shape[1]}: set --data to a run with data.seq_len={limit} or less"
         )
     if _sees_ahead(model, window):
         raise ValueError(
-            f"{path} is no causal language model: it sees the tokens that it is to predict"
+            f"{path} is not a causal language model: its logits depend on the tokens to predict"
         )
 
 
@@ -77,14 +77,17 @@ def _same_tokenizer(path: Path, source: Path, data: DataConfig) -> None:
     there = [name for name in _TOKENIZERS if (path / name).is_file()]
     if there and data.tokenizer == "bytes":
         raise ValueError(
-            f"{path} has a tokenizer of its own ({there[0]}), {source} reads bytes: name with "
-            "--data a run of that tokenizer"
+            f"{path} has its own tokenizer ({there[0]}), but {source} reads bytes: set --data to "
+            "a run with that tokenizer"
         )
     if TOKENIZER not in there or data.tokenizer == "bytes":
         return
     own = source / TOKENIZER if data.tokenizer == "bpe" else open_outside(data).file
     if own.is_file() and not _vocabulary(own).items() <= _vocabulary(path / TOKENIZER).items():
-        raise ValueError(f"{path} has another tokenizer than {source}: they differ in their tokens")
+        raise ValueError(
+            f"{path} has another tokenizer than {source}; set --data to a run with "
+            "the same tokenizer"
+        )
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
@@ -92,7 +95,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
     try:
         found: dict[str, int] = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # of its own kind
-        raise ValueError(f"{file} is no tokenizer: {error}") from None
+        raise ValueError(f"{file} is not a tokenizer: {error}") from None
     return found
 
 
@@ -137,7 +140,7 @@ def folder_record(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(
-        f"{file} does not say how the folder's weights were made: export the run again"
+        f"{file} does not record how the folder's weights were made: export the run again"
     )
 
 
@@ -154,8 +157,8 @@ def _whole_model(path: Path) -> Any:
     except Exception as error:  # of several libraries; an absent package for a quantized one too
         said = str(error).strip().partition("\n")[0]  # some go on to list every model there is
         raise ValueError(
-            f"{path}: transformers cannot load it ({type(error).__name__}: {said}); "
-            "fetch it again, or let a release of transformers that knows it"
+            f"{path}: transformers cannot load it ({type(error).__name__}: {said}); download it "
+            "again, or install a release of transformers that supports it"
         ) from None
     for what, key in (("missing", "missing_keys"), ("of another shape", "mismatched_keys")):
         names = sorted(str(name) for name in told[key])
@@ -218,19 +221,23 @@ def evaluate(
     for path in (*paths, *([data] if data else [])):
         if not path.is_dir():
             raise ValueError(
-                f"{path}: {missing(path)}; give a run's, or a model's for transformers"
+                f"{path}: {missing(path)}; use a run's folder, or a model folder of transformers"
             )
     for path in paths:
         if not _is_run(path) and not (path / "config.json").is_file():
             inside = below(path, CONFIG) or below(path, f"*/{CONFIG}") or below(path, "config.json")
             raise ValueError(
-                f"{path} is neither a run (config.yaml) nor a model (config.json){inside}; name one"
+                f"{path} is neither a run (config.yaml) nor a model (config.json){inside}; use "
+                "one of them"
             )
     if codecs and not any(map(_is_run, paths)):
-        raise ValueError("--codec rounds the masters of runs, and none is named")
+        raise ValueError(
+            "--codec rounds the master weights of runs, but no run is given; add "
+            "one, or leave --codec out"
+        )
     source = data or next((p for p in paths if _is_run(p)), None)
     if source is None:
-        raise ValueError("nothing here is a run: say with --data RUN whose held-out tokens to take")
+        raise ValueError("no run is given: set --data RUN, whose held-out tokens are used")
     if dtype not in (None, "fp32", "bf16"):
         raise ValueError(f"--dtype {dtype}: use fp32 or bf16")
     bench = Bench.of(source, tokens, device, dtype)
@@ -277,7 +284,10 @@ class Bench:
         model = build_model(config.model, config.model.vocab_size or rows, "meta")
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         if shapes != saved.shapes:
-            raise ValueError(f"the checkpoint in {path} is of another model than its config")
+            raise ValueError(
+                f"the checkpoint in {path} is of another model than the run's "
+                "config.yaml; restore either from a copy"
+            )
         materialize(model, self.device)
         for p in model.parameters():
             p.data = p.data.to(self.dtype or WireWeights(config, saved).dtype)
@@ -381,8 +391,8 @@ def _folder_row(path: Path, bench: Bench) -> Row:
     own = model.config.get_text_config().vocab_size
     if own < bench.tokens.vocab_size:
         raise ValueError(
-            f"{path} knows {own} tokens, {bench.source} has {bench.tokens.vocab_size}: they have "
-            "different tokenizers"
+            f"{path} has {own} tokens, {bench.source} has {bench.tokens.vocab_size}: their "
+            "tokenizers differ; set --data to a run with the same tokenizer"
         )
     window = bench.heldout.batches[0][0][:1].to(bench.device)
     check_comparable(model, path, bench.source, bench.data, window)
@@ -401,7 +411,7 @@ def evaluate_command(
 ) -> int:
     """`zpp-lab evaluate`: a table, and a file."""
     if out is not None and out.suffix not in (".csv", ".json"):
-        raise ValueError(f"{out}: give a file that ends with .csv or .json")
+        raise ValueError(f"{out}: use a file that ends with .csv or .json")
     rows = evaluate(paths, data, [parse_codec(c) for c in codecs], tokens, device, dtype)
     print(table(rows))
     if out is not None:
@@ -443,8 +453,8 @@ def _unlike(rows: Sequence[Row]) -> str:
     if len(kinds) == 1 or {row.dtype for row in rows} == {"float32"}:
         return ""
     return (
-        f"\n\nNot computed alike ({', '.join(kinds)}): the same weights would differ here too.\n"
-        "--dtype fp32 computes every row in fp32 and leaves the differences of the weights."
+        f"\n\nRows were computed differently ({', '.join(kinds)}): equal weights would differ "
+        "here too.\n--dtype fp32 computes every row in fp32, so that only the weights differ."
     )
 
 

@@ -135,10 +135,10 @@ def tune(
     """
     for value, there, what in ((among, BITS, "bits"), (blocks, BLOCK_SIZES, "block sizes")):
         if not value or set(value) - set(there):
-            raise ValueError(f"{what} {list(value)}: choose among {', '.join(map(str, there))}")
+            raise ValueError(f"{what} {list(value)}: use values of {', '.join(map(str, there))}")
     config, saved = open_run(run)
     if config.model.lora.on:
-        raise ValueError(f"{run} trained adapters: tune a run that trained whole weights")
+        raise ValueError(f"{run} trained adapters: use a run that trained whole weights")
     bench = Bench.of(run, tokens, device, None)
     model = bench.model(run, config, saved)
     params = dict(model.named_parameters())
@@ -175,7 +175,7 @@ def tune(
         numel = sum(t.numel() for t in masters.values())
         classes.append(Class(pattern, tuple(names), numel, tuple(rises), slope, choices))
     if not classes:
-        raise ValueError(f"{run}: its recipe exempts all weights, so there is nothing to tune")
+        raise ValueError(f"{run}: its recipe exempts all weights; use a run with fewer exemptions")
     classes = floored(classes)
     numel = sum(c.numel for c in classes)
     budget = int(bits * numel / 8)
@@ -184,7 +184,7 @@ def tune(
         least = sum(min(choice.nbytes for choice in c.choices) for c in classes)
         raise ValueError(
             f"{bits:g} bits a weight are too few: the smallest choices take "
-            f"{8 * least / numel:.2f}, scales and filling included; raise --bits, or allow fewer "
+            f"{8 * least / numel:.2f}, scales and padding included; raise --bits, or allow fewer "
             "bits or larger blocks"
         )
     picked = {c.pattern: choice for c, choice in zip(classes, chosen, strict=True)}
@@ -298,8 +298,8 @@ def _check(
             own = _codec(named, *(getattr(codec, name) for name in CHOSEN[1:]))
         if own != wanted[name]:
             raise ValueError(
-                f"{name} would be sent by the rule of another class, since * in a rule's name "
-                "crosses dots: write a recipe's rules by hand for such names"
+                f"{name} would match the rule of another class, since * in a rule's name also "
+                "matches dots: write the recipe's rules by hand for such names"
             )
 
 
@@ -356,8 +356,8 @@ def page(tuned: Tuned, source: Path) -> str:
     lines = [
         _title(tuned.recipe.name),
         "",
-        f"Weights travel with {tuned.bits:.3f} bits on average, scales and filling included "
-        f"(at most {8 * tuned.budget / tuned.numel:.3f} were allowed).",
+        f"Weights are sent with {tuned.bits:.3f} bits on average, scales and padding included (at "
+        f"most {8 * tuned.budget / tuned.numel:.3f} were allowed).",
     ]
     if tuned.uniform is None:
         lines.append("No one codec for all classes fits this budget.")
@@ -390,13 +390,14 @@ def page(tuned: Tuned, source: Path) -> str:
     ]
     if unseen:
         lines.append(
-            f"No rise was seen for {', '.join(unseen)}, so they count as the least sensitive of "
-            "the others: measure on more tokens (--tokens) before trusting that."
+            f"The loss showed no measurable rise for {', '.join(unseen)}, so they are treated "
+            "like the least sensitive of the others: measure on more tokens (--tokens) before "
+            "trusting that."
         )
     lines += [
         "",
-        "Limits: rounding a trained model stands in for training with such gathers. A study with "
-        "this recipe beside the uniform one is what tells.",
+        "Limits: rounding a trained model stands in for training with such gathers. Only a study "
+        "with this recipe and the uniform one shows the gap.",
         "",
     ]
     return "\n".join(lines)
@@ -413,14 +414,14 @@ def tune_command(
 ) -> int:
     """`zpp-lab tune`: a recipe, and a page beside it."""
     if out.suffix != ".yaml":
-        raise ValueError(f"--out {out}: give a file that ends with .yaml, as in conf/recipe")
+        raise ValueError(f"--out {out}: use a file that ends with .yaml, as in conf/recipe")
     beside = out.with_suffix(".md")
     if beside.is_file() and not beside.read_text().startswith(_title(out.stem)):
         raise ValueError(
-            f"--out {out}: {beside} is there and no page of such a recipe; name another"
+            f"--out {out}: {beside} exists and was not written by tune; use another name"
         )
     if out.is_file() and _WRITTEN not in out.read_text().split("\n", 1)[0]:
-        raise ValueError(f"--out {out}: it is there, and not written by tune; name another")
+        raise ValueError(f"--out {out}: it exists and was not written by tune; use another name")
     tuned = tune(run, bits, out.stem, among, blocks, tokens, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, recipe_text(tuned, run))
@@ -432,7 +433,7 @@ def tune_command(
     print(text_table(["class", "chosen", "weights", "nats for a unit of NMSE"], rows, left=2))
     expected = None if tuned.unseen else tuned.ratio
     if tuned.unseen:
-        print(f"\nno rise was seen for {', '.join(tuned.unseen)}: measure on more --tokens")
-    told = "" if expected is None else f"; gap expected at {expected:.2f} of the best uniform one's"
+        print(f"\nno measurable rise for {', '.join(tuned.unseen)}: measure on more --tokens")
+    told = "" if expected is None else f"; expected gap: {expected:.2f} × the best uniform one's"
     print(f"\n{tuned.bits:.3f} bits a weight{told}\nwritten: {out}, {beside}")
     return 0

@@ -136,10 +136,10 @@ def crowded(found: list[int], steps: int) -> str | None:
     if most < max(2, steps / 10):
         return None
     return (
-        f"a GPU was too full: in {steps} steps torch's allocator gave memory back and fetched it "
-        f"again {most} times, and waited for the device each time. Take something off it: "
+        f"GPU memory was nearly full: in {steps} steps torch's allocator freed and reallocated "
+        f"memory {most} times, and waited for the device each time. Use less memory: "
         "train.optimizer_state=bf16, model.checkpoint_activations=true or a smaller "
-        "train.batch_size; zpp-lab plan says what a GPU holds"
+        "train.batch_size; zpp-lab plan lists what a GPU holds"
     )
 
 

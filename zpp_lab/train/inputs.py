@@ -34,7 +34,7 @@ _FUNCTION = (
     *("tied_head", "rope_theta", "norm_eps", "qk_norm"),
 )
 _MOMENTS = ("beta1", "beta2", "eps", "optimizer_state")  # by which AdamW's state means another one
-_CHECKPOINT = "name one of a run's folder, RUN/checkpoints/step-…"
+_CHECKPOINT = "use a run's RUN/checkpoints/step-…"
 
 
 def check_inputs(config: Config) -> None:
@@ -73,8 +73,9 @@ def _start(config: Config) -> None:
             )
         if not (path / "checkpoints").is_dir() and not path.name.startswith("step-"):
             raise ValueError(
-                f"model.start={start} is no run's folder with checkpoints"
-                f"{below(path, 'checkpoints')}, and no checkpoint (step-…) of one; name one"
+                f"model.start={start} is neither a run's folder with "
+                f"checkpoints{below(path, 'checkpoints')} nor a checkpoint (step-…); set it to "
+                "one of them"
             )
         if config.model.start_optimizer:
             folder = path if (path / "checkpoints").is_dir() else path.parents[1]
@@ -88,8 +89,8 @@ def _start(config: Config) -> None:
 def _config_of(run: Path) -> Config:
     if not (run / CONFIG).is_file():
         raise ValueError(
-            f"model.start_optimizer: {run} has no {CONFIG}, so nobody knows whose state that is; "
-            "name a run's folder with model.start, or leave it out"
+            f"model.start_optimizer: {run} has no {CONFIG}, so its settings are unknown; set "
+            "model.start to a run's folder, or leave model.start_optimizer out"
         )
     return stored_config(read_yaml(run / CONFIG))
 
@@ -111,7 +112,8 @@ def check_branch(config: Config, trunk: Config) -> None:
     if told:
         raise ValueError(
             f"model.start_optimizer: the run {config.model.start} has other settings "
-            f"({'; '.join(told)}): set them as there, or leave model.start_optimizer out"
+            f"({'; '.join(told)}): set them to that run's values, or leave model.start_optimizer "
+            "out"
         )
 
 
@@ -123,12 +125,12 @@ def _check_checkpoint(named: str, path: Path) -> None:
         try:
             open_index(path)
         except DamagedError as error:
-            text = f"{named} is damaged or not whole ({error.why}); {_CHECKPOINT}"
+            text = f"{named} is damaged or incomplete ({error.why}); {_CHECKPOINT}"
             raise ValueError(text) from None
         return
     newest = [*listed(path), *listed(path / "checkpoints")][-1:]
     hint = f" (did you mean {newest[0]}?)" if newest else ""
-    raise ValueError(f"{named} is no checkpoint{hint}; {_CHECKPOINT}")
+    raise ValueError(f"{named} is not a checkpoint{hint}; {_CHECKPOINT}")
 
 
 def _data(config: Config) -> None:
@@ -155,7 +157,7 @@ def _data_path(cfg: DataConfig, text: str) -> None:
     if path.exists() or (cfg.name == "hf" and not looks_like_folder(text)):
         return
     what = "file or folder" if cfg.name in ("text", "jsonl") else "folder"
-    raise ValueError(f"data.path={text}: {missing(path, what)}; name the one with the text")
+    raise ValueError(f"data.path={text}: {missing(path, what)}; set the path of the text")
 
 
 def check_run(config: Config, tracked: bool = True) -> None:

@@ -38,7 +38,7 @@ def seconds(text: str, option: str = "--for") -> float:
     """What `option` says: 480, 480s, 8m or 1.5h. ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"{option} {text}: give a time above 0, such as 480, 480s, 8m or 1.5h")
+        raise ValueError(f"{option} {text}: use a time above 0, such as 480, 480s, 8m or 1.5h")
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -110,7 +110,7 @@ class SlurmJob:
                 other(self.warning, None)
             elif before is not None and step <= before:
                 fix = "give it a longer --time"
-                raise ValueError(f"no step since it was, after step {before}")
+                raise ValueError(f"no step since the last requeue, after step {before}")
             else:
                 words = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
                 subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
@@ -118,8 +118,8 @@ class SlurmJob:
             (self._folder / QUEUED).unlink(missing_ok=True)
             said = " ".join((getattr(error, "stderr", None) or str(error)).split()).rstrip(".")
             return (
-                f"the job's time is nearly over, and it is not queued again ({said}): {fix}. "
-                "The same command goes on from here"
+                f"the job's time is nearly over, and it was not queued again ({said}): {fix}. The "
+                "same command resumes from here"
             )
         return ""
 
@@ -153,7 +153,10 @@ class Signals:
         if self.came is None:
             self.came = number
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            told = f"{name}: the run stops after this step, with a checkpoint; again: now\n"
+            told = (
+                f"{name}: the run stops after this step and saves a checkpoint; press again to "
+                "stop now\n"
+            )
             os.write(2, told.encode())
         elif number == self.came:
             self._give_back()
@@ -190,11 +193,11 @@ class Piece:
     def too_short(self, writing: float) -> str:
         """For a piece without a step: why, where its checkpoint is taken to need `writing` s."""
         if JOB.warning is not None:
-            return "no step was begun before Slurm's warning: give the job more time"
+            return "no step was started before Slurm's warning: give the job more time"
         left = max(0.0, (self.until or 0.0) - time.time())
         return (
-            f"no step was begun: {left:.0f} s of this piece were left after its start, and a "
-            f"checkpoint is taken to need {writing:.0f} s; give longer pieces (--for)"
+            f"no step was started: {left:.0f} s of this time slice were left after start-up, and "
+            f"a checkpoint needs about {writing:.0f} s; use longer time slices (--for)"
         )
 
 

@@ -62,7 +62,7 @@ class Profile:
         """Write what was seen. A disk that cannot take it ends no training."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
-        on_gpu, missing = self.device.type == "cuda", "; a memory snapshot is there on GPUs alone"
+        on_gpu, missing = self.device.type == "cuda", "; memory snapshots need a GPU"
         try:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)

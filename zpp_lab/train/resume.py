@@ -55,7 +55,7 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
     if before != data.hash:
         raise ValueError(
             f"{folder} was trained on other tokens (data {before[:16]} there, {data.hash[:16]} "
-            "now): go on where the same files are, or start over in another folder"
+            "now): resume on a machine with the same files, or start over in another folder"
         )
 
 
@@ -71,9 +71,9 @@ def check_start(start: Path, data: TokenData | PackedData) -> None:
     said = read_object(file)
     if said["tokenizer"] != data.tokenizer:
         raise ValueError(
-            f"model.start={start} was trained with another tokenizer ({said['vocab_size']} tokens, "
-            f"here {data.vocab_size}): its weights would read noise. Set data.tokenizer as its "
-            "config.yaml has it; for a BPE of its own data.tokenizer=hf with "
+            f"model.start={start} was trained with another tokenizer ({said['vocab_size']} "
+            f"tokens, here {data.vocab_size}), so its weights do not fit these tokens. Set "
+            "data.tokenizer as in its config.yaml; for a BPE of its own set data.tokenizer=hf "
             "data.tokenizer_path=RUN_FOLDER"
         )
 
@@ -85,8 +85,8 @@ def check_reads(run: Path, data: TokenData | PackedData) -> None:
     if said and said["tokenizer"] != data.tokenizer:
         raise ValueError(
             f"{run} was trained with another tokenizer ({said['vocab_size']} tokens) than the "
-            f"{data.vocab_size} tokens here: its weights would read noise. Evaluate it where its "
-            "corpus is as it was"
+            f"{data.vocab_size} tokens here, so its weights do not fit these tokens. Evaluate it "
+            "where its corpus is unchanged"
         )
 
 
@@ -96,7 +96,8 @@ def warn_of_change(run: Path, data: TokenData | PackedData) -> None:
     if said and said["hash"] != data.hash:
         print(
             f"{run} was trained on other tokens (data {said['hash'][:16]} there, {data.hash[:16]} "
-            "now): the losses are no held-out losses if it saw some of these in training",
+            "now): the losses are not held-out losses if some of these tokens were in its "
+            "training text",
             file=sys.stderr,
         )
 
@@ -195,19 +196,19 @@ def _remembered(config: Config, engine: Engine, saved: Saved, begins: bool, rank
     ranks = plan.recipe.cluster.world
     own = {".".join(k): (m.memory.dtype, (ranks, *m.shape)) for k, m in plan.memories.items()}
     if begins and (config.run.memory == "drop" or not own):
-        why = "run.memory=drop" if own else "this recipe remembers nothing"
+        why = "run.memory=drop" if own else "this recipe has no error-feedback residual"
         if rank == 0:
-            print(f"{why}: what {saved.path} remembers is left behind", file=sys.stderr)
+            print(f"{why}: the residuals in {saved.path} are not loaded", file=sys.stderr)
         return []
     other = next((name for name, kind in found.items() if own.get(name) != kind), None)
     wires, wanted = ({n.split(".")[0] for n in some} for some in (found, own))
     if other is None and (not begins or wires == wanted):  # a wire may have had no gradient yet
         return list(found)
     raise ValueError(
-        f"{saved.path} remembers other rows than this run's encoders do ("
-        f"{other or 'of other wires'}), as of another cluster, recipe or store: a memory belongs "
-        "to its encoder and is not cut anew. Begin without them (run.memory=drop with "
-        "run.start_from or model.start_optimizer)"
+        f"{saved.path} holds residuals of other encoders than this run's "
+        f"({other or 'other wires'}), from another cluster, recipe or store: residuals cannot be "
+        "resharded. Begin without them (run.memory=drop with run.start_from or "
+        "model.start_optimizer)"
     )
 
 
@@ -215,7 +216,7 @@ def _say_passed(passed: Path | None, path: Path, rank: int) -> None:
     """On rank 0: which steps are made again, and why."""
     if passed is not None and rank == 0:
         print(
-            f"checkpoint {passed} holds weights only (train.checkpoint_weights_only); going on "
+            f"checkpoint {passed} holds weights only (train.checkpoint_weights_only); resuming "
             f"from {path.name}, the newest whole state",
             file=sys.stderr,
         )
@@ -234,7 +235,7 @@ def _begin_with(config: Config, engine: Engine, store: Checkpoints, named: str, 
             raise ValueError(
                 f"model.start={path}: {saved.path.name} holds weights only "
                 "(train.checkpoint_weights_only), so there is no optimizer's state: leave "
-                "model.start_optimizer out, or name a whole one"
+                "model.start_optimizer out, or use a whole checkpoint"
             )
         if saved.weights_only:
             raise _no_way_on(saved.path)
@@ -252,7 +253,7 @@ def _newest(named: str, run: Path, store: Checkpoints) -> Saved:
 
 def _no_way_on(path: Path) -> ValueError:
     return ValueError(
-        f"{path} holds weights only (train.checkpoint_weights_only), from which no run can go "
-        "on: start over with run.resume=false, or begin another run from it "
+        f"{path} holds weights only (train.checkpoint_weights_only), from which no run can "
+        "resume: start over with run.resume=false, or begin another run from it "
         "(model.start=CHECKPOINT)"
     )

@@ -115,7 +115,7 @@ class Trainer:
             self.divergence = DivergenceRule(self.train, self._losses())
             if self.rank == 0:
                 if self.step:
-                    print(f"goes on after step {self.step} of {self.train.steps}", flush=True)
+                    print(f"resuming after step {self.step} of {self.train.steps}", flush=True)
                 tracker = Tracker(self.config, self.folder, resume_step=self.step)
                 note_data(self.folder, self.config.data, data)
                 self.made = note_commit(self.folder, self.step, self.commit)
@@ -166,7 +166,7 @@ class Trainer:
             print(note, file=sys.stderr)
         passes = self.config.cluster.world * self.train.micro_steps
         if not self.config.engine.ranked and passes >= MANY:
-            print(f"each step: {passes} ranks' forward and backward, in turn", flush=True)
+            print(f"each step runs forward and backward of {passes} ranks in turn", flush=True)
 
     def _warn_of_few(self) -> None:
         """Where the text holds fewer tokens than `train.eval_tokens` asks for."""
@@ -294,8 +294,8 @@ class Trainer:
         heldout = record.get("heldout_loss", 0.0)
         if not math.isfinite(heldout):
             raise DivergedError(
-                f"step {self.step}: the held-out loss is {heldout}: the weights of this step, or "
-                "what the wires make of them, give no finite losses; train.lr is likely too high"
+                f"step {self.step}: the held-out loss is {heldout}: this step's weights, or their "
+                "quantized copies, give no finite loss; train.lr is likely too high"
             )
         self.divergence.look(self.step, result.loss)
 

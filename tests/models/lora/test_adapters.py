@@ -89,7 +89,7 @@ def test_frozen_parameters_send_no_gradient_and_gathers_send_the_payload() -> No
     ("overrides", "answer"),
     [
         (["lora=q4"], "adapts a trained model: set model.weights=pretrained"),
-        (["model.lora.dropout=0.1"], "dropout is refused"),
+        (["model.lora.dropout=0.1"], "model.lora.dropout"),
         (["model.lora.rank=-1"], "use 0"),
         (["model.lora.base_codec.rounding=stochastic"], "use nearest"),
         (["model.lora.base_codec.codec=block"], "needs bits"),

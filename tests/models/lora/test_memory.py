@@ -56,7 +56,7 @@ def test_a_rank_holds_its_payload_and_no_shard_of_the_base(tmp_path: Path) -> No
         config = settings(base, str(tmp_path))
         plan = build_plan(build_model(config.model, VOCAB, "meta"), config)
         planned = estimate(plan, config, VOCAB)
-        assert there["base"] == planned.item("frozen base, as it travels").most
+        assert there["base"] == planned.item("frozen base, encoded").most
         assert there["weights"] == planned.item("master weights, fp32").most
         assert there["optimizer"] == planned.item("optimizer state, fp32").most
         assert there["largest aside"] == 2  # one bf16 number

@@ -50,10 +50,10 @@ def test_only_seeds_that_all_arms_have_count() -> None:
     ("composite", "wrong"),
     [
         (CompositeConfig("w8", ["w4_*"]), "has this name already"),
-        (CompositeConfig("x", ["w5_*"]), "no arm is called 'w5_"),
+        (CompositeConfig("x", ["w5_*"]), "'w5_"),
         (CompositeConfig("x", ["zero3"]), "a baseline"),
         (CompositeConfig("x", []), "arms is empty"),
-        (CompositeConfig("x", ["w4_*"], ["w4_32"]), "in arms and in minus"),
+        (CompositeConfig("x", ["w4_*"], ["w4_32"]), "minus"),
     ],
 )
 def test_wrong_composites_are_refused(composite: CompositeConfig, wrong: str) -> None:

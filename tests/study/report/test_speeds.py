@@ -144,7 +144,7 @@ def test_what_a_recipe_does(one: Mapping[str, Any], other: Mapping[str, Any], sa
         ({"link_gbps": "-3"}, r"line 2: link_gbps"),
         ({"step_max_s": "nan"}, r"line 2: step_max_s"),
         ({"config": "{"}, r"line 2: config: "),
-        ({"config": '{"recipe.bits": 4}'}, r"line 2: config: recipe.bits: no such setting"),
+        ({"config": '{"recipe.bits": 4}'}, r"line 2: config: recipe.bits: "),
     ],
 )
 def test_faults_of_a_table_name_their_place(

@@ -202,7 +202,7 @@ def test_jobs_that_meet_their_time_limit_go_on_to_the_bit(
     finally:
         study.kill()
     assert max(restarts()) >= 1
-    assert "goes on after step" in "".join(p.read_text() for p in root.glob(".submitit/*/*.out"))
+    assert "resuming after step" in "".join(p.read_text() for p in root.glob(".submitit/*/*.out"))
     assert main([*words, "--dir", str(tmp_path / "alone"), "--no-report"]) == 0
     assert losses(root) == losses(tmp_path / "alone")
     assert len(losses(root)) == 2
@@ -233,7 +233,7 @@ def test_the_examples_batch_script_goes_on_after_its_time_limit(
     job, log = submit("real")
     until(lambda: "State=COMPLETED" in run("scontrol", "show", "job", job), 1000)
     assert restarts(job)[0] >= 1
-    assert "goes on after step" in log.read_text()
+    assert "resuming after step" in log.read_text()
     own = ["train.steps=3000", "engine.device=cpu", f"run.dir={tmp_path / 'virtual'}"]
     assert main(["train", *settings, *own]) == 0
     real, virtual = (json.loads((tmp_path / n / "summary.json").read_text()) for n in SIDES)

@@ -77,4 +77,4 @@ def test_mistakes_are_named(
     (tmp_path / "spec.json").write_text(json.dumps(make_spec(load_study("smoke"), project="p")))
     assert main(["dashboard", *words]) == 2
     said = capsys.readouterr().err
-    assert any(fix in said for fix in ("no study", "wandb login", "study.yaml not found"))
+    assert any(fix in said for fix in ("no_such_study", "WANDB_API_KEY", "study.yaml"))

@@ -54,7 +54,7 @@ def test_the_next_call_goes_on_with_the_same_figures(
     assert first.calls == 1
     found = fill(first)
     second = kept(out)
-    assert "goes on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     assert second.calls == 2
     again = (
         second.part("compute", Curve, never),
@@ -84,7 +84,7 @@ def test_parts_of_another_machine_or_code_are_not_used(
     assert (here.calls, here.parts) == (1, {})
     told = capsys.readouterr().out
     assert said in told
-    assert told.strip().endswith("all is measured anew")
+    assert told.strip().endswith("measuring everything again")
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
     before = json.loads(part.read_text())
     assert not out.exists()
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "goes on from" in done.stdout
+    assert "resuming from" in done.stdout
     assert not part.exists()
     made = json.loads(out.read_text())
     assert made["compute"]["eager"] == before["parts"]["compute, eager"]

@@ -128,7 +128,7 @@ def test_no_gap_is_told_of_recipes_that_remember(capsys: pytest.CaptureFixture[s
     plan_command(words, 80, as_json=True)
     assert json.loads(capsys.readouterr().out)["gap"] is None
     plan_command(words, 80, as_json=False)
-    assert "No gap is predicted: what encoders remember" in capsys.readouterr().out
+    assert "No gap is predicted" in capsys.readouterr().out
 
 
 def test_plan_tells_the_gap_and_where_it_extrapolates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,5 +166,5 @@ def test_a_damaged_law_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="misfit: missing"):
         law.load_law(path)
     path.write_text("{")
-    with pytest.raises(ValueError, match="make it anew"):
+    with pytest.raises(ValueError, match=r"law\.json"):
         law.load_law(path)

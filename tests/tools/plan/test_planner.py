@@ -61,7 +61,7 @@ def test_a_first_hop_that_remembers_too_much_is_told_of_the_second() -> None:
     outlook = Outlook.of(compose(words), 40 * GIB)
     (one,) = advise(outlook)
     assert one.overrides == ("recipe.grads_intra.memory.kind=none",)
-    held = [o.estimate.item("what encoders remember").most for o in (outlook, one.outlook)]
+    held = [o.estimate.item("error-feedback residuals").most for o in (outlook, one.outlook)]
     assert one.outlook.fits
     assert held[0] == 9 * held[1]  # W rows and N rows become N rows, of 8 × 8 ranks
 

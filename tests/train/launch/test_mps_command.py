@@ -58,4 +58,4 @@ def test_what_cannot_run_is_said(control: Path, capsys: pytest.CaptureFixture[st
     assert cli(["mps", "--", "no-such-program"]) == 2
     assert "cannot run no-such-program: No such file" in capsys.readouterr().err
     assert cli(["mps"]) == 2
-    assert "name a command behind --" in capsys.readouterr().err
+    assert "zpp-lab mps -- COMMAND" in capsys.readouterr().err

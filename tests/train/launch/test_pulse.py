@@ -104,9 +104,9 @@ def test_the_others_hear_of_it() -> None:
         rank_0, rank_2 = found[how]
         assert rank_0 == rank_2
         assert [rank for rank, _ in rank_0] == [1]
-        assert re.match(r"is silent, no sign of life for \d+ s: it was stopped", rank_0[0][1])
-    assert found["ends"] == [[[1, "is gone: its process has ended"]]] * 2
-    behind = "hangs: it lives, but has not begun what others wait for, and itself waits for a tra"
+        assert re.match(r"has sent no heartbeat for \d+ s: it was stopped", rank_0[0][1])
+    assert found["ends"] == [[[1, "has ended"]]] * 2
+    behind = "hangs: it is alive, but has not started what others wait for, and itself waits"
     for ((rank, text),) in found["hangs"]:
         assert rank == 1
         assert text.startswith(behind)
@@ -115,7 +115,7 @@ def test_the_others_hear_of_it() -> None:
     assert found["leave"] == [[], []]
     none, ((lost, text),) = found["rank 0 is silent"]
     assert (none, lost) == ([], 0)
-    assert text.startswith("is silent, no sign of life for")
+    assert text.startswith("has sent no heartbeat for")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,10 @@ class SketchCodec(CodecBase):
             f"codec=sketch, block_size={self.block_size}: use a power of two, {CHUNK_SIZES}",
         )
         need(0 <= self.sparsity < 1, f"sparsity={self.sparsity}: use 0 or more, and less than 1")
-        need(self.ratio > 1, f"ratio={self.ratio}: use more than 1, by which a sketch is smaller")
+        need(
+            self.ratio > 1,
+            f"ratio={self.ratio}: use more than 1; a sketch is so many times smaller",
+        )
         need(self.index_bits in (1, 4), f"index_bits={self.index_bits}: use 1 or 4")
 
     @property

@@ -88,7 +88,7 @@ def _load(forced: bool = False) -> bool:
     except (RuntimeError, OSError) as error:
         _state.problem = str(error)
         if not forced:
-            print(f"zpp_lab: no CUDA kernels, plain torch serves: {error}", file=sys.stderr)
+            print(f"zpp_lab: no CUDA kernels, falling back to PyTorch: {error}", file=sys.stderr)
     return _state.loaded
 
 
@@ -105,9 +105,9 @@ def _load_library() -> None:
         torch.ops.load_library(str(path))
     except OSError as error:
         fix = f"{error}; without {path.parent} kernels are compiled here"
-        raise RuntimeError(f"{what} does not load: {fix}") from None
+        raise RuntimeError(f"{what} cannot be loaded: {fix}") from None
     cuda.register_fakes()
 
 
 def _no_gpu() -> str:
-    return "torch sees no CUDA GPU here"
+    return "torch finds no CUDA GPU"

@@ -82,7 +82,7 @@ def _cutlass_include() -> Path:
             )
         place = Path(spec.submodule_search_locations[0]) / "source" / "include"
     if not (place / "cutlass" / "cutlass.h").is_file():
-        raise RuntimeError(f"{place} holds no cutlass/cutlass.h: set ZPP_CUTLASS_INCLUDE")
+        raise RuntimeError(f"{place} has no cutlass/cutlass.h: set ZPP_CUTLASS_INCLUDE")
     return place.resolve()
 
 
@@ -260,9 +260,7 @@ def words() -> Parser:
     parser = Parser(prog="zpp-lab build", description="Compile the CUDA kernels ahead of time.")
     text = "local (this GPU; the default), all (the default of a wheel), or such as 80,90a,100"
     parser.add_argument("--arch", help=text)
-    parser.add_argument(
-        "--jobs", type=whole(0), default=0, help="compilers side by side; 0: all cores"
-    )
+    parser.add_argument("--jobs", type=whole(0), default=0, help="parallel compilers; 0: all cores")
     parser.add_argument(
         "--wheel", type=Path, metavar="DIR", help="write a wheel for machines without a compiler"
     )
@@ -274,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     args = words().parse_args(argv)
     start = time.monotonic()
     if args.wheel and args.wheel.exists() and not args.wheel.is_dir():
-        raise ValueError(f"--wheel {args.wheel}: is no folder")
+        raise ValueError(f"--wheel {args.wheel}: not a folder; use an existing one")
     try:
         archs = _archs(args.arch or ("all" if args.wheel else "local"))
         facts = _facts(archs) if args.wheel else None
@@ -293,7 +291,7 @@ def _archs(text: str) -> tuple[str, ...]:
     if text == "local":
         if not torch.cuda.is_available():
             raise ValueError(
-                "torch sees no GPU here: say what to compile for, such as --arch 90a or --arch all"
+                "torch finds no GPU: set what to compile for, such as --arch 90a or --arch all"
             )
         return (local_arch(),)
     archs = ALL_ARCHS if text == "all" else tuple(text.split(","))

@@ -45,9 +45,9 @@ class Facts:
     def __post_init__(self) -> None:
         Version(self.version), Version(self.torch), Version(self.cuda)
         if not re.fullmatch("[0-9a-f]{64}", self.digest):
-            raise ValueError(f"digest={self.digest!r} is no sha256")
+            raise ValueError(f"digest={self.digest!r} is not a SHA-256")
         if not self.archs or any(_arch(name) is None for name in self.archs):
-            raise ValueError(f"archs={self.archs} are no architectures")
+            raise ValueError(f"archs={self.archs} are not architectures")
 
     def __str__(self) -> str:
         return f"wheel {NAME} {self.version} (digest {self.digest[:12]}, {', '.join(self.archs)})"
@@ -55,7 +55,10 @@ class Facts:
     def misfit(self, digest: str, capability: tuple[int, int]) -> str | None:
         """Why it cannot serve these sources, this torch and a GPU of `capability`."""
         if self.digest != digest:
-            return f"it is of other sources than this zpp_lab's, whose digest is {digest[:12]}"
+            return (
+                "it was built from other sources than this zpp_lab's, whose digest is "
+                f"{digest[:12]}"
+            )
         if Version(torch.__version__).release < Version(self.torch).release:
             return f"it needs torch {self.torch} or newer, not {torch.__version__}"
         own, cuda = Version(self.cuda).major, torch.version.cuda
@@ -90,7 +93,7 @@ def installed() -> tuple[Path, Facts] | None:
         read = parse_json(folder / FACTS, AGAIN)
         return folder / LIBRARY, Facts(**{**read, "archs": tuple(read["archs"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RuntimeError(f"{NAME} in {folder} is not whole ({error}): {AGAIN}") from None
+        raise RuntimeError(f"{NAME} in {folder} is incomplete ({error}): {AGAIN}") from None
 
 
 def write(library: Path, facts: Facts, folder: Path) -> Path:

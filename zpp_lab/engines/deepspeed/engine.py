@@ -97,7 +97,7 @@ def load_states(
     """The inverse of `states`, from whole tensors on any device."""
     differing = sorted(set(parameters) ^ set(state["weights"]))
     if differing:
-        raise ValueError(f"the checkpoint is of another model; it differs in {differing[0]}")
+        raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
     _make_state(optimizer, parameters, state["optimizer"]["step"])
     for name, p in parameters.items():
         optimizer.set_local_hp_param(own_part(state["weights"][name], rank, world), p)
@@ -121,8 +121,8 @@ def _make_state(
         return
     if len(counts) > 1 or set(steps) != set(parameters):
         raise ValueError(
-            "the checkpoint's parameters have been updated a different number of times, and "
-            "DeepSpeed counts for all of them at once: go on with engine=fsdp or engine=virtual"
+            "the checkpoint's parameters have been updated a different number of times, but "
+            "DeepSpeed keeps one count: resume with engine=fsdp or engine=virtual"
         )
     for flat in optimizer.fp32_partitioned_groups_flat:
         made = zero_state(optimizer.optimizer, flat.detach())
@@ -197,15 +197,15 @@ class DeepSpeedEngine(Engine):
         if frozen:
             raise ValueError(f"engine=deepspeed trains all parameters, but {frozen[0]} is frozen")
         if not on_gpu and (quantizes_weights(config) or quantizes_grads(config)):
-            raise ValueError("DeepSpeed quantizes on GPUs alone: use engine.device=cuda")
+            raise ValueError("DeepSpeed quantizes only on GPUs: use engine.device=cuda")
         visible = torch.cuda.device_count() if on_gpu else config.cluster.gpus_per_node
         shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
         found = check_gradients(shapes, config, visible)
         if found and not config.engine.allow_fallback:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise ValueError(
-                f"DeepSpeed would not reduce as the recipe says: {found[0]}{more}; "
-                "engine.allow_fallback=true goes on"
+                f"DeepSpeed would not follow the recipe's reduction: {found[0]}{more}; set "
+                "engine.allow_fallback=true to accept that"
             )
 
     # ------------------------------------------------------------------ one step

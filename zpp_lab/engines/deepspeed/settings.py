@@ -92,8 +92,7 @@ def _check_engine(engine: EngineConfig) -> None:
         value, usual = getattr(engine, key), getattr(EngineConfig(), key)
         if value != usual:
             raise ValueError(
-                f"engine.{key}={value} is for zpp_lab's own engines; DeepSpeed decides that "
-                f"itself: leave engine.{key}={usual} with engine=deepspeed"
+                f"engine.{key}={value}: engine=deepspeed ignores it; leave engine.{key}={usual}"
             )
 
 
@@ -105,7 +104,7 @@ def _check_recipe(config: Config) -> None:
         (not recipe.copied, f"recipe.{recipe.said('optimizer')} (use world)"),
         (not recipe.kept, "recipe.sharding.weights=node (use world)"),
         (recipe.order == "rank", "recipe.order=reversed (use rank)"),
-        (recipe.exempt == ExemptConfig(), "recipe.exempt (leave it as it is)"),
+        (recipe.exempt == ExemptConfig(), "recipe.exempt (use its default)"),
         (not recipe.rules, "recipe.rules (use none)"),
         (not recipe.phases, "recipe.phases (use none)"),
         (not recipe.remembers, "memory.kind=residual (leave it out)"),
@@ -132,7 +131,9 @@ def _check_recipe(config: Config) -> None:
     for wire in USUAL_WIRES:
         _check_codec(wire, checked.wire(wire), WEIGHT_BITS if "weights" in wire else GRAD_BITS)
     forward, backward = _bits(checked, "weights_forward"), _bits(checked, "weights_backward")
-    _need(forward == backward, "weights_forward and weights_backward apart (set recipe.weights)")
+    _need(
+        forward == backward, "different weights_forward and weights_backward (set recipe.weights)"
+    )
     _check_hops(checked)
 
 
@@ -140,7 +141,7 @@ def _check_hops(checked: Recipe) -> None:
     """qgZ is both hops at 4 bits, and nothing else."""
     intra, inter = _bits(checked, "grads_intra"), _bits(checked, "grads_inter")
     hops = checked.config.hops
-    _need(intra == inter, "grads_intra and grads_inter apart (set recipe.grads)")
+    _need(intra == inter, "different grads_intra and grads_inter (set recipe.grads)")
     _need(
         (hops == 2) == (inter is not None),
         f"recipe.hops={hops} with {'raw' if inter is None else 'quantized'} gradients "
@@ -148,8 +149,8 @@ def _check_hops(checked: Recipe) -> None:
     )
     _need(
         inter is None or checked.cluster.nodes > 1,
-        "quantized gradients on one node: it turns them off there without a word "
-        "(use cluster.nodes=2 or more)",
+        "quantized gradients on one node: DeepSpeed silently turns them off (use cluster.nodes=2 "
+        "or more)",
     )
 
 
@@ -181,7 +182,7 @@ def check_gradients(shapes: dict[str, tuple[int, ...]], config: Config, visible:
     found = []
     if visible != own:
         found.append(
-            f"a rank sees {visible} GPUs, which DeepSpeed takes for its node, but "
+            f"a rank sees {visible} GPUs, which DeepSpeed treats as its node, but "
             f"cluster.gpus_per_node={own}: use engine.emulate_nodes=true, or start each node with "
             "its own CUDA_VISIBLE_DEVICES"
         )
@@ -190,7 +191,7 @@ def check_gradients(shapes: dict[str, tuple[int, ...]], config: Config, visible:
             continue  # DeepSpeed reduces vectors as they are, and so does the recipe
         numel, groups = shape[0] * shape[1], max(*shape[:2], world)
         if numel % (2 * world):
-            found.append(f"{name} has {numel} elements, which {2 * world} does not divide")
+            found.append(f"{name} has {numel} elements, not a multiple of {2 * world}")
         elif groups % world:
-            found.append(f"{name} is cut into {groups} blocks, which {world} ranks cannot share")
+            found.append(f"{name} has {groups} blocks, not a multiple of {world} ranks")
     return found

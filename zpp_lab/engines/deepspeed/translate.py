@@ -47,8 +47,8 @@ class Translation:
 
     def text(self) -> str:
         parts = {
-            "DeepSpeed 0.19.8 would, without a word:": self.silent,
-            "Carried over otherwise, or needed by nothing here:": self.notes,
+            "DeepSpeed 0.19.8 would silently:": self.silent,
+            "Carried over in another form, or not needed here:": self.notes,
             "Not carried over:": self.left,
         }
         lists = ["\n  - ".join([head, *lines]) for head, lines in parts.items() if lines]
@@ -58,9 +58,9 @@ class Translation:
 def translate(path: Path, nodes: int | None, gpus_per_node: int | None) -> Translation:
     """The config file at `path`, on a cluster as far as it is told or follows from the file.
     ValueError for what is no such file, or contradicts itself."""
-    told = parse_json(path, "name a DeepSpeed config file (JSON)")
+    told = parse_json(path, "use a DeepSpeed config file (JSON)")
     if not isinstance(told, dict):
-        raise ValueError(f"{path}: a DeepSpeed config is a mapping")
+        raise ValueError(f"{path}: expected a mapping, as in DeepSpeed's config")
     return _Reading(path, flatten(told), nodes, gpus_per_node).translation()
 
 
@@ -225,7 +225,7 @@ class _Reading:
                 f"the cluster is not in the file{ranks}: give --nodes and --gpus-per-node"
             )
         if own is None:
-            self.made.notes.append("no batch of a GPU is said: set train.batch_size")
+            self.made.notes.append("no batch size per GPU in the file: set train.batch_size")
         else:
             self._set(f"train.batch_size={own}")
         self._set(*([f"train.micro_steps={micro}"] if micro > 1 else []))
@@ -238,26 +238,28 @@ class _Reading:
         told = self._take("communication_data_type")
         sent = _DTYPES.get(str(told), "") if told is not None else own
         if sent not in ("bf16", "fp32"):
-            self.made.left.append(f"communication_data_type={told}: bf16 takes its place")
+            self.made.left.append(f"communication_data_type={told}: replaced by bf16")
             sent = "bf16"
         self._set(f"train.reduce_dtype={sent}")
         if self.fp16:
             self.made.left.append(
-                "fp16: bf16 takes its place, which needs no loss scale; engine=deepspeed has fp16 "
-                "(train.param_dtype=fp16)"
+                "fp16: replaced by bf16, which needs no loss scale; engine=deepspeed supports "
+                "fp16 (train.param_dtype=fp16)"
             )
         for key in [key for key in self.told if key.startswith(("fp16.", "bf16."))]:
-            self.made.left.append(f"{key}={self.told.pop(key)!r}: no such setting here")
+            self.made.left.append(f"{key}={self.told.pop(key)!r}: no equivalent setting")
 
     def _training(self) -> None:
         self._set(f"train.clip={self._number('gradient_clipping', 0.0):g}")
         kind = self._take("optimizer.type")
         name = str(kind or "").lower()
         if kind is None:
-            self.made.notes.append("no optimizer in the file: train.lr and others are ours")
+            self.made.notes.append(
+                "no optimizer in the file: train.lr and others keep their defaults"
+            )
             return
         if name not in ("adam", "adamw"):
-            self.made.left.append(f"optimizer.type={kind}: AdamW takes its place")
+            self.made.left.append(f"optimizer.type={kind}: replaced by AdamW")
             return
         if self._take("optimizer.params.adam_w_mode", True) is False and name == "adam":
             self.made.left.append("optimizer.params.adam_w_mode=false: weight decay is AdamW's")
@@ -272,7 +274,8 @@ class _Reading:
         decay = self._number("optimizer.params.weight_decay", 0.01 if torch_adam else 0.0)
         if decay:
             self.made.notes.append(
-                "weight_decay: of matrices alone here; DeepSpeed's is of all that it is given"
+                "weight_decay: applied only to matrices here; DeepSpeed applies it to all "
+                "parameters it is given"
             )
         self._set(
             f"train.lr={self.lr:g}",
@@ -289,7 +292,7 @@ class _Reading:
             return
         if kind not in _SCHEDULES:
             self._set("train.schedule=constant", "train.warmup_steps=0")
-            self.made.left.append(f"scheduler.type={kind}: a constant rate takes its place")
+            self.made.left.append(f"scheduler.type={kind}: replaced by a constant learning rate")
             return
         total = self._number(f"{key}total_num_steps", None, 1)
         warm = self._number(f"{key}warmup_num_steps", 1000, 1)
@@ -312,14 +315,16 @@ class _Reading:
                 self.made.left.append(f"{key}{start}={value:g}: the rate rises from 0")
         if self._take(f"{key}warmup_type", "log") != "linear":
             self.made.silent.append("warm up along a logarithm (warmup_type, unless it is linear)")
-            self.made.left.append("a warm-up along a logarithm: it is a straight line here")
+            self.made.left.append("a logarithmic warm-up: replaced by a linear one")
 
     def _offload(self) -> None:
         on = False
         for part in ("offload_param", "offload_optimizer"):
             device = self._take(f"{_ZERO}{part}.device", "none")
             if device == "nvme":
-                self.made.left.append(f"{part}.device=nvme: there is host memory, no disk")
+                self.made.left.append(
+                    f"{part}.device=nvme: only host memory is supported, not disk"
+                )
             on = on or device == "cpu"
         for old in ("cpu_offload", "cpu_offload_param"):
             on = bool(self._take(f"{_ZERO}{old}", False)) or on
@@ -344,7 +349,7 @@ class _Reading:
         for key, value in self.told.items():
             short = key.removeprefix(_ZERO)
             if key != short and short in _TUNING:
-                self.made.notes.append(f"{short}: DeepSpeed's own buckets; FSDP2 has none")
+                self.made.notes.append(f"{short}: buckets of DeepSpeed; FSDP2 has none")
             elif key in _LOGS:
                 self.made.notes.append(f"{key}: every step is in metrics.jsonl")
             elif short in _SAVING:
@@ -352,4 +357,4 @@ class _Reading:
             elif key.startswith("activation_checkpointing."):
                 self.made.left.append(f"{key}={value!r}: set model.checkpoint_activations=true")
             else:
-                self.made.left.append(f"{key}={value!r}: no such setting here")
+                self.made.left.append(f"{key}={value!r}: no equivalent setting")

@@ -147,7 +147,10 @@ class PackedReduce(LandedReduce):
     def _plain(self, rows: Tensor | None, out: Tensor, group: dist.ProcessGroup) -> None:
         self.fallbacks.note("a reduce-scatter of plain tensors")
         if self.reduce.cut != self.reduce.cluster.world:
-            raise RuntimeError("plain gradients would be summed in the node alone: cannot go on")
+            raise RuntimeError(
+                "plain gradients would be summed only inside the node: use "
+                "recipe.sharding.grads=world"
+            )
         inside, beyond = peers(self.reduce.cluster, "world")
         self.reduce.ledger.add("grads_intra", Traffic(inside * _nbytes(out), 0))
         self.reduce.ledger.add("grads_inter", Traffic(0, beyond * _nbytes(out)))

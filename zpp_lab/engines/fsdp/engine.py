@@ -371,7 +371,7 @@ class FsdpEngine(Engine):
         """
         differing = sorted(set(self.parameters) ^ set(state["weights"]))
         if differing:
-            raise ValueError(f"the checkpoint is of another model; it differs in {differing[0]}")
+            raise ValueError(f"the checkpoint is of another model; {differing[0]} differs")
         check_marks(self.base.marks, state.get("base", {}))
         kept = state["optimizer"]
         dtypes = {k: {n: t.dtype for n, t in named.items()} for k, named in kept.items()}
@@ -416,7 +416,7 @@ class FsdpEngine(Engine):
         """Check that a checkpoint fits this run, and make the optimizer's states and memories."""
         differing = sorted(set(self.parameters) ^ set(saved.shapes))
         if differing:
-            raise ValueError(f"{saved.path} is of another model; it differs in {differing[0]}")
+            raise ValueError(f"{saved.path} is of another model; {differing[0]} differs")
         check_marks(self.base.marks, saved.marks)
         states = saved.states()
         check_state(self.optimizer, self.parameters, states)

@@ -124,8 +124,8 @@ class Kept:
             if bool(differs.any()):
                 name = names[int(differs.int().argmax())]
                 raise RuntimeError(
-                    f"node {node} keeps other weights of {name} than node 0: a GPU or a link has "
-                    "changed some bits; go on from the checkpoint before"
+                    f"node {node} holds other replicated weights of {name} than node 0: a GPU or "
+                    "a link has changed some bits; resume from an earlier checkpoint"
                 )
 
     def loaded(self, there: Collection[str]) -> None:

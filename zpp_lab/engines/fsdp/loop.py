@@ -84,8 +84,8 @@ class Loop:
             return
         if self.follows_updates and in_backward():
             raise RuntimeError(
-                f"recipe {self.plan.recipe.config.name} needs steps that end after backward, but "
-                "an optimizer stepped within: step once all gradients are there"
+                f"recipe {self.plan.recipe.config.name} needs optimizer steps after backward, but "
+                "an optimizer stepped during it: step once all gradients are complete"
             )
         self.norm_at_end = self.norm() if self.follows_updates else torch.zeros(())
 
@@ -115,8 +115,8 @@ class Loop:
             world = "recipe.sharding.grads=world"
             world += " recipe.sharding.optimizer=world" if config.copied else ""
             raise ValueError(
-                f"recipe {config.name}: recipe.{config.said('grads')} keeps sums in the node until "
-                "the last micro-step, which a loop of your own does not tell: set "
+                f"recipe {config.name}: recipe.{config.said('grads')} keeps sums in the node "
+                "until the last micro-step, which a user training loop does not announce: set "
                 f"{world}, or model.set_requires_gradient_sync(False) before all but the last"
             )
 

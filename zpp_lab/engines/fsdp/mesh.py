@@ -48,14 +48,19 @@ class Ranks:
             if cluster.world != there:
                 raise ValueError(
                     f"cluster={cluster.nodes} × {cluster.gpus_per_node} needs {cluster.world} "
-                    f"processes, but there are {there}: give a cluster of {there}, or leave it out"
+                    f"processes, but {there} are running: use a cluster of {there}, or leave it "
+                    "out"
                 )
             return cls(cluster, tuple(range(cluster.world)))
         names, shape = mesh.mesh_dim_names or (), mesh.shape
         said = f"mesh of {tuple(shape)} with dimensions {', '.join(names) or 'without names'}"
         two = NODES in names and GPUS in names
         if two == (DP in names) and (two or mesh.ndim > 1):
-            why = "name either nodes and gpus, or dp" if two else "which of them hold shards?"
+            why = (
+                "name either nodes and gpus, or dp"
+                if two
+                else "no dimension is named as the shards'"
+            )
             raise ValueError(f"{said}: {why}; make it {_FIX}")
         if two:
             nested = mesh[NODES, GPUS] if mesh.ndim > 2 else mesh
@@ -64,7 +69,7 @@ class Ranks:
             own = ClusterConfig(nodes=nested.shape[0], gpus_per_node=nested.shape[1])
             if cluster not in (None, own):
                 raise ValueError(
-                    f"{said}: cluster={cluster.nodes} × {cluster.gpus_per_node} says otherwise: "
+                    f"{said}: cluster={cluster.nodes} × {cluster.gpus_per_node} contradicts it: "
                     "leave cluster out"
                 )
             ranks = tuple(nested.mesh.flatten().tolist())
@@ -91,7 +96,7 @@ class Ranks:
         if shards == self.cluster.gpus_per_node and self.nested is not None:
             return self.nested[GPUS]
         if not self.whole:
-            raise ValueError(f"nodes that hold copies need a mesh of both: {_FIX}")
+            raise ValueError(f"replication over nodes needs a mesh with nodes and gpus: {_FIX}")
         copies, names = self.cluster.world // shards, ("copies", "ranks")
         if copies == 1:
             return init_device_mesh(device_type, (shards,), mesh_dim_names=names[1:])
@@ -129,7 +134,7 @@ class _MeshGroups(ProcessGroups):
 def _rising(ranks: tuple[int, ...], said: str) -> tuple[int, ...]:
     """As torch orders the ranks of a group."""
     if list(ranks) != sorted(ranks):
-        raise ValueError(f"{said}: ranks {list(ranks)} do not rise; make it {_FIX}")
+        raise ValueError(f"{said}: ranks {list(ranks)} are not in ascending order; make it {_FIX}")
     return ranks
 
 
@@ -140,7 +145,7 @@ def _in_nodes(ranks: Sequence[int]) -> ClusterConfig:
     each = nodes.count(nodes[0])
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(each)]:
         raise ValueError(
-            f"ranks {list(ranks)} with LOCAL_WORLD_SIZE={local} do not lie node by node, as many "
-            "in each: give shard a cluster, or a mesh with the dimensions nodes and gpus"
+            f"ranks {list(ranks)} with LOCAL_WORLD_SIZE={local}are not grouped evenly by node: "
+            "pass shard a cluster, or a mesh with the dimensions nodes and gpus"
         )
     return ClusterConfig(nodes=len(nodes) // each, gpus_per_node=each)

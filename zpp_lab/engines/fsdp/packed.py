@@ -37,9 +37,9 @@ class Fallbacks:
         if seen and not allowed:
             listed = ", ".join(f"{name} ({count} times)" for name, count in sorted(seen.items()))
             raise RuntimeError(
-                f"FSDP2 of torch {torch.__version__} went past the recipe's collectives: {listed}. "
-                "Use a torch version that zpp_lab supports, or engine.allow_fallback=true to send "
-                "plain tensors there"
+                f"FSDP2 of torch {torch.__version__} bypassed the recipe's collectives: {listed}. "
+                "Use a torch version that zpp_lab supports, or engine.allow_fallback=true to "
+                "send plain tensors there"
             )
         return bool(seen)
 
@@ -65,7 +65,9 @@ class Box:
     def materialize(self, operator: str) -> Tensor:
         self.owner.fallbacks.note(operator)
         if self.packet is not None or self.grads:
-            raise RuntimeError(f"{operator} on a buffer that is encoded already: cannot go on")
+            raise RuntimeError(
+                f"{operator} on a buffer that is encoded already; please report this"
+            )
         if self.plain is None:
             self.plain = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         return self.plain

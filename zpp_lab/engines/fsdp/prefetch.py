@@ -87,7 +87,7 @@ class Usage:
         self.awaited[name].discard(module)
         if name == self.root:
             for part in (n for n, left in self.awaited.items() if left):
-                raise _refused(part, "the model ran some of its blocks and left others out")
+                raise _refused(part, "the model ran some of its blocks and skipped others")
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if not outputs or not torch.is_grad_enabled():
             return
@@ -109,7 +109,7 @@ class Usage:
 
 def _refused(unit: str, what: str) -> ValueError:
     return ValueError(
-        f"unit {unit}: {what}; blocks that travel together must run one after the other: set "
+        f"unit {unit}: {what}; blocks that are gathered together must run consecutively: set "
         "engine.blocks_per_unit=1"
     )
 

@@ -36,7 +36,7 @@ def adamw(parameters: Mapping[str, nn.Parameter], train: TrainConfig, seed: int 
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
-        raise ValueError("no parameter requires a gradient: there is nothing to train")
+        raise ValueError("no parameter requires a gradient: unfreeze some parameters")
     if train.residual_lr != 1:
         _check_projections(parameters, trained, train.residual_lr)
     groups = _groups(trained, train)
@@ -166,12 +166,12 @@ def check_state(
     kind = optimizer.kind if isinstance(optimizer, CompactAdamW) else "fp32"
     for name, dtype in found.get("exp_avg", {}).items():
         if name not in parameters:
-            raise ValueError(f"the checkpoint is of another model; it differs in {name}")
+            raise ValueError(f"the checkpoint is of another model; {name} differs")
         wanted = DTYPES[kind_of(parameters[name].shape, kind)]
         there = next((k for k, d in DTYPES.items() if d == dtype), kind)
         if dtype != wanted and there != kind:
             raise ValueError(
-                f"the checkpoint keeps optimizer states in {there}, this run in {kind}: set "
+                f"the checkpoint has optimizer states in {there}, this run in {kind}: set "
                 f"train.optimizer_state={there}, or begin a new run from its weights alone "
                 "(model.start=CHECKPOINT)"
             )

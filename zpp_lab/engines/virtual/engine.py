@@ -335,7 +335,7 @@ class VirtualEngine(Engine):
         if self.used.setdefault(micro, use) != use:
             raise ValueError(
                 f"rank {rank} ran other units of the model than the ranks before it: ranks of a "
-                "real cluster would wait for each other for ever"
+                "real cluster would wait for each other forever"
             )
 
     def _passes(self) -> tuple[PassUse, ...]:
@@ -398,7 +398,7 @@ class VirtualEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         missing = sorted(set(self.master) ^ set(state["weights"]))
         if missing:
-            raise ValueError(f"the checkpoint is of another model; it differs in {missing[0]}")
+            raise ValueError(f"the checkpoint is of another model; {missing[0]} differs")
         check_marks(self.marks, state.get("base", {}))
         with torch.no_grad():
             for name, p in self.master.items():

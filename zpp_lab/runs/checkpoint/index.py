@@ -122,7 +122,7 @@ def open_index(path: Path) -> Index:
         text = (path / INDEX).read_bytes().decode()
     cut = len(text) - len(_ending(""))
     if cut < 0 or text[cut:] != _ending(text[:cut]):
-        raise DamagedError(path, f"{INDEX}: not the bytes that were written")
+        raise DamagedError(path, f"{INDEX}: its SHA-256 differs")
     found = json.loads(text)
     if found["format"] != FORMAT:
         raise ValueError(f"{path} is a {found['format']}, and this zpp_lab reads {FORMAT}")
@@ -155,7 +155,7 @@ def _check_file(path: Path, file: str, begin: bytes, data: int) -> None:
             raise DamagedError(path, f"{file}: {size:,} bytes, not {len(begin) + data:,}")
         with (path / file).open("rb") as opened:
             if opened.read(len(begin)) != begin:
-                raise DamagedError(path, f"{file}: its header is not what was written")
+                raise DamagedError(path, f"{file}: its header differs from the index")
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def check_format(path: Path) -> None:
     if path.suffix == ".pt" or (path / "whole.json").exists() or (path / ".metadata").exists():
         raise ValueError(
             f"{path} is a checkpoint from before safetensors; commit {LAST_TO_READ_OLDER} is the "
-            "last that reads it: go on with that one, or start over (run.resume=false)"
+            "last that reads it: resume with that one, or start over (run.resume=false)"
         )
 
 

@@ -157,7 +157,7 @@ class Saved:
         for name, tensor in wanted.items():
             stored = self.tensors.get(name)
             if stored is None or stored.shape != tuple(tensor.shape):
-                raise ValueError(f"{self.path} is of another model; it differs in {name}")
+                raise ValueError(f"{self.path} is of another model; {name} differs")
 
         def fill(name: str) -> None:
             tensor = wanted[name]
@@ -227,9 +227,7 @@ class Saved:
                     or _hash(block) != shard.hashes[i]
                 ):
                     what = f"{name}, in rows {shard.first} to {shard.last - 1}"
-                    raise DamagedError(
-                        self.path, f"{shard.file}: {what}: not the bytes that were written"
-                    )
+                    raise DamagedError(self.path, f"{shard.file}: {what}: its SHA-256 differs")
                 yield block[max(0, start - i * BLOCK) : end - i * BLOCK]
 
 
@@ -290,7 +288,7 @@ def open_saved(path: Path, ranks: Ranks | None = None) -> Saved:
         return newest(path, ranks)
     if not path.exists() or not path.name.startswith("step-"):
         raise ValueError(
-            f"{path} is no run's folder with checkpoints, and no checkpoint (step-…) of one"
+            f"{path} is neither a run's folder with checkpoints nor a checkpoint (step-…)"
         )
     check_format(path)
     found: Saved = ranks.all(lambda: _whole(path, "weights.", ranks))

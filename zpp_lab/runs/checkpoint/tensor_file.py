@@ -119,7 +119,7 @@ def read_layout(path: Path) -> dict[str, Place]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_LONGEST, size - 8):
-            raise ValueError("no header of its size")
+            raise ValueError("no valid header")
         text = file.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
@@ -130,7 +130,7 @@ def read_layout(path: Path) -> dict[str, Place]:
         }
         unknown = sorted({place.dtype for place, _ in found.values()} - set(DTYPES))
         if unknown:
-            raise ValueError(f"dtype {', '.join(unknown)} is not known")
+            raise ValueError(f"unknown dtype {', '.join(unknown)}")
         at = 0
         for place, end in sorted(found.values(), key=lambda f: (f[0].start, f[1])):
             if (place.start, end) != (at, at + place.nbytes):

@@ -183,13 +183,13 @@ class Checkpoints:
         text = f"could not write a checkpoint to {self.folder}: {fault.strerror or fault}"
         if not (self.saving.skip_full and is_full(fault)):
             raise OSError(
-                f"{text}; free some space, so that one more than train.keep_checkpoints fits, and "
-                "start again, or train on without them (train.checkpoint_full_disk=skip)"
+                f"{text}; free space for one more than train.keep_checkpoints and start again, or "
+                "train without checkpoints (train.checkpoint_full_disk=skip)"
                 if is_full(fault)
                 else text
             ) from fault
         if self.rank == 0:
-            print(f"{text}; training goes on (train.checkpoint_full_disk=skip)", file=sys.stderr)
+            print(f"{text}; training continues (train.checkpoint_full_disk=skip)", file=sys.stderr)
 
     def _write(
         self,

@@ -40,8 +40,8 @@ class SinkHandle:
             self.wait(seconds)
         elif self._mode == "online" and self._process is not None and self._process.poll() != 0:
             print(
-                f"wandb: a process of its own sends the rest, {self._log} says how it goes. Where "
-                f"it could not: zpp-lab sync {self._target}",
+                f"wandb: a background process sends the rest; its log is {self._log}. If it "
+                f"fails: zpp-lab sync {self._target}",
                 file=sys.stderr,
             )
 
@@ -60,12 +60,12 @@ class SinkHandle:
                 return True
             state = "was not given everything"
         except subprocess.TimeoutExpired:
-            state = f"does not have everything after {seconds:g} s; its process goes on"
+            state = f"does not have everything after {seconds:g} s; its process continues"
         except OSError as error:
             state = f"may not have everything ({error})"
         print(
-            f"wandb {state}; see {self._log}. Nothing is lost, to send it again: "
-            f"zpp-lab sync {self._target}",
+            f"wandb {state}; see {self._log}. Nothing is lost; send it again with: zpp-lab sync "
+            f"{self._target}",
             file=sys.stderr,
         )
         return False
@@ -99,7 +99,7 @@ def start_study_sink(root: Path | str, cfg: TrackingConfig) -> SinkHandle:
         arguments = ["--study", str(root), "--mode", mode]
         process = start_process(SINK, arguments, log, subprocess.PIPE)
     except OSError as error:
-        print(f"wandb: cannot start its process ({error}); the study goes on", file=sys.stderr)
+        print(f"wandb: cannot start its process ({error}); the study continues", file=sys.stderr)
         return SinkHandle(None, log, root)
     return SinkHandle(process, log, root, mode)
 

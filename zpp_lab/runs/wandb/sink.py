@@ -69,12 +69,10 @@ def sync_all(paths: Sequence[Path | str]) -> int:
     if not folders:
         absent = [path for path in map(Path, paths) if not path.is_dir()]
         if absent:
-            raise ValueError(
-                f"{absent[0]}: {missing(absent[0])}; name a run's folder, or a study's"
-            )
+            raise ValueError(f"{absent[0]}: {missing(absent[0])}; use a run's folder, or a study's")
         raise ValueError(
-            f"no metrics.jsonl in or below {', '.join(map(str, paths))}: name a run's "
-            "folder, or one above some"
+            f"no metrics.jsonl in or below {', '.join(map(str, paths))}: use a run's folder, or a "
+            "folder above some"
         )
     failures = 0
     for folder in folders:
@@ -236,7 +234,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parent", type=int, help="the process that starts this one")
     args = parser.parse_args(argv)
     if bool(args.study) == bool(args.folders):
-        parser.error("name run folders, or --study ROOT")
+        parser.error("give run folders, or --study ROOT")
     return args
 
 

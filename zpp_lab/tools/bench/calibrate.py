@@ -89,7 +89,7 @@ class Kept:
             try:
                 return adapter.validate_python(self.parts[name])
             except ValidationError:
-                self._say(f"{self.path}: {name} cannot be read, so it is measured again")
+                self._say(f"{self.path}: {name} cannot be read; measuring it again")
         self._say(name)
         value = measure()
         dist.barrier()
@@ -108,15 +108,17 @@ class Kept:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
             place, calls, parts = stored["place"], int(stored["calls"]), dict(stored["parts"])
         except FileNotFoundError:
-            self._say(f"parts are kept in {self.path}; after a break the same command goes on")
+            self._say(
+                f"parts are saved in {self.path}; after an interruption the same command resumes"
+            )
             return 1, {}
         except (ValueError, KeyError, TypeError) as error:
-            self._say(f"{self.path} is damaged ({error!r}): all is measured anew")
+            self._say(f"{self.path} is damaged ({error!r}); measuring everything again")
             return 1, {}
         if place != self.place:
-            self._say(f"{self.path}: {_difference(place, self.place)}: all is measured anew")
+            self._say(f"{self.path}: {_difference(place, self.place)}; measuring everything again")
             return 1, {}
-        self._say(f"goes on from {self.path}, which has: {'; '.join(parts)}")
+        self._say(f"resuming from {self.path}, which has: {'; '.join(parts)}")
         return calls + 1, parts
 
     def _write(self) -> None:
@@ -137,7 +139,7 @@ def _difference(there: Any, here: Place) -> str:
     for name, value in here.items():
         if there.get(name) != value:
             return f"{name} was {there.get(name)} and is {value}"
-    return "it was measured for something else"
+    return "it was measured for other settings"
 
 
 @dataclass(frozen=True)
@@ -186,23 +188,33 @@ TINY = Sizes(
 
 def parser() -> argparse.ArgumentParser:
     made = Parser("zpp-lab bench calibrate", description=__doc__)
-    made.add_argument("--out", type=new_file, required=True, help="the machine's JSON file")
+    made.add_argument(
+        "--out", type=new_file, required=True, help="the machine's JSON file to write"
+    )
     made.add_argument("--name", help="the machine's name (default: the file's)")
     made.add_argument("--ranks", type=whole(2), help="processes (default: one a GPU, or 2)")
     made.add_argument(
         "--bits", type=listed(whole(), BITS), default=list(BITS), help="of the codecs"
     )
-    made.add_argument("--modes", default="eager,compiled", help="of blocks; compiled: on GPUs")
-    made.add_argument("--tiny", action="store_true", help="small shapes, for a try without GPUs")
-    made.add_argument("--cpu", action="store_true", help="on gloo, although there are GPUs")
     made.add_argument(
-        "--link-gbps", type=number(above=0), help="nominal, of a node; needs several hosts"
+        "--modes", default="eager,compiled", help="modes of blocks; compiled: only on GPUs"
+    )
+    made.add_argument("--tiny", action="store_true", help="small shapes, to try it without GPUs")
+    made.add_argument(
+        "--cpu", action="store_true", help="run on the CPU over gloo, even if there are GPUs"
     )
     made.add_argument(
-        "--efficiency", type=number(above=0), help="of links between nodes (default: 1)"
+        "--link-gbps",
+        type=number(above=0),
+        help="nominal link speed of a node; needs several hosts",
     )
     made.add_argument(
-        "--latency-us", type=number(least=0), help="of links between nodes (default: 0)"
+        "--efficiency",
+        type=number(above=0),
+        help="share of the nominal speed between nodes (default: 1)",
+    )
+    made.add_argument(
+        "--latency-us", type=number(least=0), help="latency between nodes (default: 0)"
     )
     return made
 
@@ -213,9 +225,7 @@ def main(argv: list[str]) -> int:
     modes_of(args)
     gpus = 0 if args.cpu else torch.cuda.device_count()
     if not gpus and not args.tiny:
-        raise ValueError(
-            "bench calibrate measures GPUs, and there are none here: add --tiny to try it"
-        )
+        raise ValueError("bench calibrate measures GPUs, but found none: add --tiny to try it")
     if "RANK" not in os.environ:
         ranks = args.ranks or gpus or 2
         if ranks < 2:

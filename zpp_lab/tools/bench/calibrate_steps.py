@@ -95,7 +95,7 @@ class Links:
         if nodes == 1:
             raise ValueError(
                 f"--link-gbps {gbps:g} needs several hosts: start bench calibrate on them with "
-                "torchrun, or say --efficiency and --latency-us"
+                "torchrun, or set --efficiency and --latency-us"
             )
         sizes = sorted(shipments)[:: max(1, len(shipments) - 1)]
         small, large = self._curve("gather", "across", nodes, sizes).points[-2:]

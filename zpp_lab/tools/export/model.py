@@ -86,7 +86,10 @@ class MergedWeights:
     def __init__(self, config: Config, adapters: SavedWeights) -> None:
         self.config, self.adapters, self.step = config, adapters, adapters.step
         if not adapters.marks:
-            raise ValueError("the checkpoint has no frozen base, but the run's config has adapters")
+            raise ValueError(
+                "the checkpoint has no frozen base, but the run's config has "
+                "adapters; restore either from a copy"
+            )
         self.shapes = {n: tuple(m[1:].tolist()) for n, m in adapters.marks.items()}
         vocabulary = self.shapes.get("embed.weight", (0,))[0]
         self.model = build_model(config.model, vocabulary, "meta")
@@ -176,11 +179,11 @@ def run_config(run: Path) -> Config:
     """ValueError when `run` is no run's folder."""
     if not run.is_dir():
         raise ValueError(
-            f"{run} is no run's folder: {missing(run)}; name one, such as RUNS/ARM/seed1"
+            f"{run} is not a run's folder: {missing(run)}; use one such as RUNS/ARM/seed1"
         )
     if not (run / CONFIG).is_file():
         raise ValueError(
-            f"{run} is no run's folder: it has no {CONFIG}{_runs_near(run)}; name one, such as "
+            f"{run} is not a run's folder: it has no {CONFIG}{_runs_near(run)}; use one such as "
             "RUNS/ARM/seed1"
         )
     values = read_yaml(run / CONFIG)
@@ -188,7 +191,7 @@ def run_config(run: Path) -> Config:
         return stored_config(values)
     except ValueError as error:
         raise ValueError(
-            f"{run / CONFIG}: {error}; let the version of zpp_lab that wrote it read it"
+            f"{run / CONFIG}: {error}; read it with the version of zpp_lab that wrote it"
         ) from None
 
 
@@ -202,7 +205,7 @@ def _runs_near(folder: Path) -> str:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `out` when all went well, and else disappears."""
     if out.exists():
-        raise ValueError(f"{out} is there already: name a new folder, or delete it")
+        raise ValueError(f"{out} exists already: use a new folder, or delete it")
     partial_folder = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(parents=True)

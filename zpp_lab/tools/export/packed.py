@@ -75,9 +75,9 @@ def misfit(codec: Codec) -> str | None:
     """Why the format cannot hold this codec's numbers, None where it can."""
     if type(codec) is not BlockCodec:
         name = "codec=normal" if isinstance(codec, NormalCodec) else type(codec).__name__
-        return f"{name} has levels of its own"
+        return f"{name} has its own levels"
     if codec.hadamard:
-        return f"hadamard={codec.hadamard} rotates the numbers that its scales belong to"
+        return f"hadamard={codec.hadamard} rotates the values before they are scaled"
     if not codec.symmetric:
         return "symmetric=false has offsets in floating point, the format integer zero points"
     return None

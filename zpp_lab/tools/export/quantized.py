@@ -83,7 +83,7 @@ def export_quantized(
         config, saved = open_run(run)
         if codec is None and isinstance(saved, MergedWeights):
             raise ValueError(
-                f"{run} has adapters: added to their base they lie on no codec's grid. Leave "
+                f"{run} has adapters: added to their base they are no codec's values. Leave "
                 "--quantized out, or round the sum with --codec bits=4,block_size=128"
             )
         weights = WireWeights(config, saved, codec)
@@ -221,8 +221,8 @@ def _ways(weights: WireWeights, target: Target, unfit: Unfit) -> dict[str, Way]:
     _complain(reasons, unfit)
     if unfit != "dense" and not {"packed", "requantized"} & set(ways.values()):
         raise ValueError(
-            "the format packs Linear modules, and the gather quantizes none of this model's: "
-            "--dense stores all weights as ranks compute with them"
+            "the format packs only Linear modules, and the gather quantizes none of this "
+            "model's: --dense stores all weights as ranks compute with them"
         )
     return ways
 
@@ -234,11 +234,11 @@ def _complain(reasons: dict[str, list[str]], unfit: Unfit) -> None:
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
         for why, names in reasons.items()
     )
-    other = "" if unfit == "requantize" else ", --requantize rounds the masters on its own grid"
+    other = "" if unfit == "requantize" else ", --requantize rounds the masters again"
     raise ValueError(
         f"the format cannot hold {faults}. --dense stores what they decode to{other}; --codec "
-        "rounds the masters to nearest with another codec; a recipe with codec=block, "
-        "symmetric=true and hadamard=0 on its weights fits as it is"
+        "rounds the master weights to nearest with another codec; a recipe with codec=block, "
+        "symmetric=true and hadamard=0 on its weights fits the format"
     )
 
 
@@ -253,8 +253,8 @@ def _grids(weights: WireWeights, names: list[str], group: int | None) -> dict[st
         widest = widest_group((_block(weights, n), weights.saved.shapes[n][1]) for n in alike)
         if group is not None and (group < 1 or widest % group):
             raise ValueError(
-                f"--group-size {group}: blocks and rows of the {bits}-bit weights allow {widest} "
-                "and what divides it"
+                f"--group-size {group}: blocks and rows of the {bits}-bit weights need a divisor "
+                f"of {widest}"
             )
         grids |= dict.fromkeys(alike, Grid(bits, symmetric, group or widest))
     return grids

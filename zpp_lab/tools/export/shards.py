@@ -63,7 +63,7 @@ def _write(
                 assert tuple(value.shape) == shapes[name]
                 file.write(value.cpu().view(-1).view(torch.uint8).numpy().data)
     except OSError as error:
-        fix = "make room there, or name another --out"
+        fix = "free some space there, or use another --out"
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}; {fix}") from error
 
 

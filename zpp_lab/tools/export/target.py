@@ -126,6 +126,6 @@ def _same_names(saved: SavedWeights, model: Any) -> None:
     differing = sorted(n for n in {*shapes, *saved.shapes} if shapes.get(n) != saved.shapes.get(n))
     if differing:
         raise ValueError(
-            f"the checkpoint is of another model than the run's config; it differs in "
+            "the checkpoint is of another model than the run's config; these differ: "
             f"{', '.join(differing)}"
         )

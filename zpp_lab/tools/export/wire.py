@@ -103,9 +103,8 @@ class WireWeights:
         kept = self.saved.kept(name) if isinstance(self.saved, Saved) else None
         if kept is None:
             raise ValueError(
-                f"the checkpoint of step {self.saved.step} has no weights as nodes kept them, from "
-                "which differences travel: take one that was not saved with "
-                "train.checkpoint_weights_only"
+                f"the checkpoint of step {self.saved.step} has no node-replicated weights, which "
+                "differences need: use one saved without train.checkpoint_weights_only"
             )
         return kept.to(device, self.dtype).contiguous()
 
@@ -153,11 +152,11 @@ def parse_codec(text: str) -> CodecConfig:
 
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(value for _, _, value in pairs):
-        raise ValueError(f"--codec {text}: write settings such as bits=4,block_size=128")
+        raise ValueError(f"--codec {text}: use settings such as bits=4,block_size=128")
     names = [key.strip() for key, _, _ in pairs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(
-            f"--codec {text}: {twice.pop()} is there twice; give --codec once for each"
+            f"--codec {text}: {twice.pop()} appears twice; give --codec once for each value"
         )
     try:
         values = {key.strip(): yaml.safe_load(value) for key, _, value in pairs}

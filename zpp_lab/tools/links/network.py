@@ -251,7 +251,7 @@ ENTER = [sys.executable, "-m", "zpp_lab.tools.links.namespaces", "enter"]
 PLACES = ("bin", "sbin", "usr/bin", "usr/sbin")
 INSTALL = (
     "install iproute2 (apt install iproute2), or unpack it into a folder with bin/ and lib/ (as "
-    f"experiments/speed/iproute.sh does) and name that in {FOLDER} or --iproute"
+    f"experiments/speed/iproute.sh does) and set {FOLDER} or --iproute to it"
 )
 
 
@@ -270,10 +270,10 @@ class Tools:
         EmulationError when one is missing: says what to install.
         """
         if not sys.platform.startswith("linux"):
-            raise EmulationError("emulated nodes need Linux: network namespaces are part of it")
+            raise EmulationError("emulated nodes need Linux, for its network namespaces")
         given = folder or os.environ.get(FOLDER)
         if given and not Path(given).is_dir():
-            raise EmulationError(f"{given}: no such folder; {INSTALL}")
+            raise EmulationError(f"{given}: folder not found; {INSTALL}")
         path = (
             os.pathsep.join(str(Path(given, place).absolute()) for place in PLACES)
             if given
@@ -285,7 +285,7 @@ class Tools:
         missing = [name for name, where in found.items() if where is None]
         if missing:
             where = f" in {given}" if given else ""
-            raise EmulationError(f"no {' and no '.join(missing)}{where}: {INSTALL}")
+            raise EmulationError(f"{' and '.join(missing)} not found{where}: {INSTALL}")
         return cls(str(found["ip"]), str(found["tc"]), _libraries(given) if given else ())
 
     def run(self, command: Command, pid: int) -> str:

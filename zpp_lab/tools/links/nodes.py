@@ -64,8 +64,8 @@ NO_NAMESPACE = (
 )
 
 OVERTAKING = (
-    "warning: packets may overtake each other between emulated nodes, which slows links of 50 Gb/s "
-    "and more: the kernel lacks CONFIG_RPS, or a container may not mount sysfs (--privileged)"
+    "warning: packets may be reordered between emulated nodes, which slows links of 50 Gb/s and "
+    "more: the kernel lacks CONFIG_RPS, or a container may not mount sysfs (--privileged)"
 )
 STARTS_ANEW = (
     "warning: streams between emulated nodes start slowly after each pause: /proc/sys cannot be "
@@ -200,7 +200,7 @@ class EmulatedNodes(_Owner):
         assert holder.stdout is not None
         said = holder.stdout.readline().strip()
         if said != READY:
-            raise EmulationError(NO_NAMESPACE.format(said or "the process that tried it ended"))
+            raise EmulationError(NO_NAMESPACE.format(said or "the process that tried it has ended"))
         return holder.pid
 
     def _run(self, commands: Sequence[Command]) -> None:
@@ -259,10 +259,10 @@ def parser() -> argparse.ArgumentParser:
     made = Parser("zpp-lab emulate", description=__doc__)
     made.add_argument("--nodes", type=whole(1), default=2)
     made.add_argument("--gpus-per-node", type=whole(1), default=2)
-    made.add_argument("--link-gbps", default="max", help="a speed, or max (unlimited)")
-    made.add_argument(OPTION, choices=SHARES, help="nodes may share GPUs (default: mps)")
+    made.add_argument("--link-gbps", default="max", help="link speed in Gbit/s, or max (unlimited)")
+    made.add_argument(OPTION, choices=SHARES, help="let nodes share GPUs (default: mps)")
     made.add_argument("--per", choices=["rank", "node"], default="rank")
-    made.add_argument("--iproute", help="a folder with iproute2, where it is not installed")
+    made.add_argument("--iproute", help="a folder with iproute2, if it is not installed")
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     return made
 
@@ -272,7 +272,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(share_words(argv))
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise ValueError("name a command: zpp-lab emulate --nodes 2 -- COMMAND")
+        raise ValueError("give a command: zpp-lab emulate --nodes 2 -- COMMAND")
     cluster = ClusterConfig(nodes=args.nodes, gpus_per_node=args.gpus_per_node)
     start = _per_rank if args.per == "rank" else _per_node
     placed = place(cluster, visible_gpus(os.environ), args.share_gpus)

@@ -130,9 +130,7 @@ def dry_run(
         console.print(said, soft_wrap=True, markup=False, highlight=False)
     console.print(_summary(study, found, launch.jobs, machine), soft_wrap=True)
     if study.max_seeds > len(study.seeds) and not (launch.arms or launch.seeds):
-        console.print(
-            f"Arms of undecided or open size get more seeds, up to {study.max_seeds} each."
-        )
+        console.print(f"Arms whose gap is undecided get more seeds, up to {study.max_seeds} each.")
     return found
 
 
@@ -154,11 +152,11 @@ def dry_sweep(sweep: Sweep, machine: Machine | None = None, console: Console | N
     shared = {k: v for k, v in flat[0].items() if k not in own_place and v != usual.get(k)}
     console.print(
         f"Sweep {sweep.folder}: {_several(len(runs), 'run')}"
-        + (f", as an example: {sweep.drawn} are drawn on the way." if sweep.drawn else "."),
+        + (f", as an example: {sweep.drawn} are drawn during the sweep." if sweep.drawn else "."),
         soft_wrap=True,
     )
     said = " ".join(f"{key}={written(value)}" for key, value in shared.items())
-    said = f"In all, apart from defaults: {said}"
+    said = f"All runs, apart from defaults: {said}"
     console.print(said, soft_wrap=True, markup=False, highlight=False)
     for one, own in zip(forecast(runs, machine), flat, strict=True):
         config = one.run.config
@@ -266,8 +264,8 @@ def _summary(
     left = "" if machine is None else f"; {_left(study, found, jobs, machine)}"
     total = amount(sum(n for n in sent if n is not None))
     return (
-        f"{_several(len(found), 'run')}, {ended} ended already{left}; the ranks send {total} in "
-        f"all{'' if None not in sent else ', those marked ? not counted'}."
+        f"{_several(len(found), 'run')}, {ended} ended already{left}; the ranks send {total} "
+        f"in all{'' if None not in sent else ', those marked ? not counted'}."
     )
 
 
@@ -281,7 +279,7 @@ def _left(study: StudyConfig, found: Sequence[Forecast], jobs: int, machine: Mac
     at_once = max(1.0, jobs / max(1, study.runs_per_gpu))
     left = f"at least {duration(max(sum(work) / at_once, *work))} left on {machine.name}"
     without = f" without the {_several(unknown, 'run')} marked ?" if unknown else ""
-    return f"{left}{without} with {max(1, jobs)} side by side, without start-up"
+    return f"{left}{without} with {max(1, jobs)} in parallel, without start-up"
 
 
 def _table(

@@ -147,7 +147,9 @@ class Law:
         n = len(NAMES)
         shaped = len(self.values) == len(self.covariance) == n
         if not shaped or any(len(row) != n for row in self.covariance):
-            raise ValueError(f"a law has {n} values, {', '.join(NAMES)}, and their covariance")
+            raise ValueError(
+                f"a scaling law has {n} values, {', '.join(NAMES)}, and their covariance"
+            )
 
     def predict(self, errors: Errors, parameters: float, tokens: float) -> Prediction:
         """The gap of a run with so many parameters in blocks and tokens."""
@@ -180,7 +182,7 @@ class Law:
 def fit(cells: Sequence[Cell]) -> Law:
     """The law of these cells. ValueError for too few of them."""
     if len(cells) < 4:
-        raise ValueError(f"{len(cells)} cells: a law needs 4 or more; train more arms")
+        raise ValueError(f"{len(cells)} cells: a scaling law needs 4 or more; train more arms")
     best: tuple[float, float, Vector, Vector] | None = None
     for misfit in MISFITS:
         at, inverse = _most_probable(cells, misfit)
@@ -203,11 +205,11 @@ def fit(cells: Sequence[Cell]) -> Law:
 def load_law(path: Path | None = None) -> Law:
     """The published law, conf/law/reference.json, or another. ValueError where it is damaged."""
     path = path or conf_dir() / "law" / "reference.json"
-    told = parse_json(path, "let experiments/reference/law.py make it anew")
+    told = parse_json(path, "run experiments/reference/law.py to write it again")
     try:
         return load(Law, told)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; let experiments/reference/law.py make it") from None
+        raise ValueError(f"{path}: {error}; run experiments/reference/law.py to write it") from None
 
 
 def predicted(config: Config, plan: Plan) -> Prediction | None:

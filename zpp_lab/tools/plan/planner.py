@@ -42,39 +42,37 @@ SHOWN: tuple[tuple[Moment, ...], ...] = (
     ("update",),
     ("eval", "eval loss"),
 )
-REMEMBERS = (
-    "No gap is predicted: what encoders remember is sent later, and the law was fitted to recipes "
-    "that forget it."
-)
+REMEMBERS = "No gap is predicted: the scaling law was fitted to recipes without error feedback."
 NOTES = (
     "Counted: tensors, also compiled blocks', and peer memory, unknown to torch's allocator.",
-    "Assumed: context and NCCL. Not counted: holes in the allocator's blocks, workspaces of "
-    "libraries. Kernels of our own are taken to serve (`zpp-lab doctor` says whether they do).",
+    "Assumed: context and NCCL. Not counted: fragmentation of the allocator, workspaces of "
+    "libraries. Assumed as well: zpp_lab's CUDA kernels are used (`zpp-lab doctor` checks that).",
     "Moments: the loss goes back; an early and the last (late) block goes back; the root unit's "
     "gradients are reduced; norm, clipping and optimizer; evaluation, or its losses.",
     "Bytes on the wires: all ranks together, one step.",
 )
-NO_GPU = f"No GPU is seen here: {DEFAULT_GIB:g} GiB are taken for one; --memory-gib says otherwise."
+NO_GPU = f"No GPU was found: assuming {DEFAULT_GIB:g} GiB a GPU; --memory-gib changes that."
 TIGHT = int(5 * GIB)  # see RESERVED
 RESERVED = (
-    "Only {spare} GiB to spare, and torch's allocator had reserved 4 GiB beyond its tensors where "
-    "that was measured (experiments/plan). Where it runs short it gives back and asks again, which "
-    "takes time: with 4.4 GiB to spare a step took half as long again (experiments/speed)."
+    "Only {spare} GiB to spare, and torch's allocator had reserved 4 GiB beyond its tensors "
+    "where that was measured (experiments/plan). When memory runs short it frees and "
+    "reallocates, which takes time: with 4.4 GiB to spare a step took 1.5 times as long "
+    "(experiments/speed)."
 )
 HOPS = (
-    "With one hop every GPU of a node sends gradient rows of its own, {one_hop:.3f} GB between "
-    "nodes. recipe.hops=2 adds up inside nodes first and sends {two_hops:.3f} GB; it rounds those "
-    "sums, so its loss is another recipe's."
+    "With one hop every GPU of a node sends its own gradient rows, {one_hop:.3f} GB between "
+    "nodes. recipe.hops=2 sums inside nodes first and sends {two_hops:.3f} GB; it rounds those "
+    "sums, so its loss differs."
 )
 VIRTUAL = "Memory is that of one of {world} GPUs; engine=virtual holds all ranks in one process."
 LAST = "Predicted: a step of the last phase, after {first} steps."
 NO_LAW = (
-    "Memory: of the phase that holds most. What bits cost in loss is not predicted: the law is of "
-    "recipes that stay as they are."
+    "Memory: of the phase that holds most. The loss gap is not predicted: the scaling law was "
+    "fitted to recipes without phases."
 )
 ONE_HOST = (
-    "Taken for {nodes} hosts. Where these are one host, a run gathers flat and over peer memory: "
-    "plan with engine=fsdp engine.gather=flat engine.transport=peer."
+    "Assuming {nodes} hosts. On one host, a run gathers flat and over peer memory: plan with "
+    "engine=fsdp engine.gather=flat engine.transport=peer."
 )
 
 
@@ -386,9 +384,9 @@ def _show_verdict(outlook: Outlook, console: Console) -> None:
 def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:
     told = (
         f"From random weights held-out loss is expected {gap.gap:+.4f} nats a token from plain "
-        f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a law fitted to "
-        "our decoder on Python source (experiments/reference). On English prose gaps were 1.2 to "
-        "1.9 times as large."
+        f"ZeRO-3's ({law.CONFIDENCE:.0%}: {gap.low:+.4f} to {gap.high:+.4f}), by a scaling law "
+        "fitted to zpp_lab's decoder on Python source (experiments/reference). On English prose "
+        "gaps were 1.2 to 1.9 times as large."
     )
     hops = [recipe.wire("grads_intra"), recipe.wire("grads_inter")]
     if any((hop.bits or 8) <= 4 and not hop.hadamard for hop in hops):
@@ -398,7 +396,7 @@ def _gap_line(gap: law.Prediction, recipe: RecipeConfig) -> str:
         )
     if not gap.beyond:
         return told
-    return f"Beyond what the following law was fitted to: {'; '.join(gap.beyond)}. {told}"
+    return f"Outside the range of the following scaling law: {'; '.join(gap.beyond)}. {told}"
 
 
 def _advice_line(one: Advice, first: bool, host: int) -> str:

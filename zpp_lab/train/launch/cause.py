@@ -30,26 +30,26 @@ _LOST = (
     "Watchdog caught collective operation timeout",
 )
 _CHECK = "; check the path, and that its folder can be written"
-_ROOM = "make room, then the same command goes on"
-_WRITABLE = "name a place that you may read and write, or change its permissions"
+_ROOM = "free some space, then run the same command again to resume"
+_WRITABLE = "use a place that you may read and write, or change its permissions"
 _FIXES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EFBIG: f"a file may not grow so large here (ulimit -f): raise the limit or {_ROOM}",
-    errno.ENOTDIR: "a part of this path is a file: name another one",
-    errno.EEXIST: "a file of that name is there: name another one, or delete it",
-    errno.EISDIR: "this is a folder: name a file",
-    errno.ELOOP: "a link there leads back to itself: name another path",
-    errno.ENAMETOOLONG: "name a shorter path",
+    errno.EFBIG: f"a file exceeds the size limit (ulimit -f): raise the limit or {_ROOM}",
+    errno.ENOTDIR: "a part of this path is a file: use another path",
+    errno.EEXIST: "a file of that name exists: use another name, or delete it",
+    errno.EISDIR: "this is a folder: use a file",
+    errno.ELOOP: "a link there points to itself: use another path",
+    errno.ENAMETOOLONG: "use a shorter path",
     errno.EACCES: _WRITABLE,
     errno.EPERM: _WRITABLE,
     errno.EROFS: _WRITABLE,
-    errno.ENOENT: "check the path, and that its folder is there",
+    errno.ENOENT: "check the path, and that its folder exists",
 }
 _GONE = (ConnectionError, TimeoutError)  # the other side, for a reason of its own
 FULL_MEMORY = (
-    "memory is full: take a smaller model, batch or cluster, or a machine with more "
-    "(`zpp-lab plan` says what each rank holds)"
+    "memory is full: use a smaller model, batch or cluster, or a machine with more memory "
+    "(`zpp-lab plan` lists what each rank holds)"
 )
 
 

@@ -74,7 +74,7 @@ def place(
     if found < local:
         raise ValueError(
             f"{cluster.nodes} × {local} needs {local} GPUs a node, and this machine has {found}: "
-            "nodes can share GPUs, ranks of one node cannot; use fewer GPUs a node"
+            "only nodes can share GPUs, not ranks of one node; use fewer GPUs a node"
         )
     if share is None:
         raise ValueError(

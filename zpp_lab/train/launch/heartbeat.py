@@ -162,7 +162,7 @@ class Hub:
         limit = min(self.silence, PATIENCE) if missing else self.silence
         for rank, seen in there:
             if seen.gone is not None and now - seen.gone > (2 * BEAT if missing else PATIENCE):
-                return rank, "is gone: its process has ended"
+                return rank, "has ended"
         # beside the one over the limit, all that fell silent about when it did
         quiet = [rank for rank, seen in there if rank and now - seen.heard > limit - 2 * BEAT]
         longest = max((now - self.seen[rank].heard for rank in quiet), default=0.0)
@@ -175,15 +175,15 @@ class Hub:
         if behind:
             at = self.seen[behind[0]].at
             its = f", and itself waits for {at}" if at else ""
-            return behind[0], f"hangs: it lives, but has not begun what others wait for{its}"
+            return behind[0], f"hangs: it is alive, but has not started what others wait for{its}"
         return None, f"no rank is silent or behind: {self.seen[min(missing)[1]].reason}"
 
 
 def silent(seconds: float, more: list[int] | None = None) -> str:
     beside = f" (nor have ranks {', '.join(map(str, more))})" if more else ""
     return (
-        f"is silent, no sign of life for {seconds:.0f} s{beside}: it was stopped or killed, or its "
-        "machine or link is gone"
+        f"has sent no heartbeat for {seconds:.0f} s{beside}: it was stopped or killed, or its "
+        "machine or link failed"
     )
 
 
@@ -285,7 +285,7 @@ class Pulse:
             quiet = lived.now() - answered
             limit = min(self.silence, PATIENCE) if self.reason else self.silence
             if refused > 2:
-                return self._lost(0, "is gone: its process has ended")
+                return self._lost(0, "has ended")
             if quiet > limit:
                 return self._lost(0, silent(quiet))
 

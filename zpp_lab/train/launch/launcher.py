@@ -65,8 +65,10 @@ from zpp_lab.train.memory.estimate import KILLED, check_host_memory
 from zpp_lab.train.piece import JOB, UNFINISHED
 
 _ELASTIC = "torch.distributed.elastic.multiprocessing.api"
-_ALONE = "; engine=virtual is one process, engine=fsdp one for each that torchrun or srun starts"
-_AGAIN = "the same command goes on from the newest checkpoint"
+_ALONE = (
+    "; engine=virtual runs in one process, so start it without torchrun or srun, or use engine=fsdp"
+)
+_AGAIN = "the same command resumes from the newest checkpoint"
 PULSES: list[Pulse] = []  # this process's, when it is a rank
 
 
@@ -192,14 +194,14 @@ def _placement(config: Config) -> Placement:
     if torch.cuda.device_count() >= cluster.world:
         return Placement(cluster)
     if torch.cuda.device_count() == 0:
-        raise ValueError("torch sees no GPU here: use engine.device=cpu, or engine=virtual")
+        raise ValueError("torch finds no GPU: use engine.device=cpu, or engine=virtual")
     if share is not None:
         return place(cluster, visible_gpus(os.environ), share, SHARE)
     raise ValueError(
-        f"the cluster has {cluster.world} ranks, but this machine has "
-        f"{torch.cuda.device_count()} GPUs: set cluster.nodes and cluster.gpus_per_node to "
-        "what is here, start one process a GPU with torchrun or srun on every machine, or let "
-        f"several nodes share GPUs with {SHARE}"
+        f"the cluster has {cluster.world} ranks, but this machine has {torch.cuda.device_count()} "
+        "GPUs: set cluster.nodes and cluster.gpus_per_node to this machine's, start one process "
+        "a GPU with torchrun or srun on every machine, or let several nodes share GPUs with "
+        f"{SHARE}"
     )
 
 
@@ -329,7 +331,7 @@ def _held_by_rank_0(config: Config, rank: int) -> Iterator[None]:
             except ValueError as error:
                 refused = [str(error)]
             except OSError as error:
-                refused = [f"{error}; run.dir must be a folder that can be written"]
+                refused = [f"{error}; set run.dir to a writable folder"]
         dist.broadcast_object_list(refused)
         if refused[0]:
             print(f"rank {rank}: {refused[0]}", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ QUEUES = "8"  # as many as a process has without MPS; fewer let one stream hold 
 PATIENCE = 30.0  # seconds for an answer
 SETTLING = 30.0  # seconds in which a server that has just started may refuse to answer
 WITHOUT = (
-    "or share them in time slices, which is slow: --share-gpus=time-slices, or leave out "
+    "or share GPUs in time slices, which is slow: --share-gpus=time-slices, or leave out "
     "`zpp-lab mps`"
 )
 HELP = ("-h", "--help")
@@ -96,8 +96,8 @@ class Mps:
             assert self.keeper.stdout is not None
             said = self.keeper.stdout.readline().strip()
             if said != READY:
-                why = said or "the process that tried it ended"
-                raise EmulationError(f"{self.program} does not serve here: {why}; {WITHOUT}")
+                why = said or "the process that tried to start it has ended"
+                raise EmulationError(f"{self.program} cannot run here: {why}; {WITHOUT}")
         except BaseException:
             self.close()
             raise
@@ -144,7 +144,7 @@ def ask(program: str, command: str, environment: Mapping[str, str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EmulationError(f"{program} gives no answer to {command}: {error}") from None
+        raise EmulationError(f"{program} does not answer {command}: {error}") from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise EmulationError(f"{program} refuses {command}: {said}")
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     """The command's exit code, 128 + n where signal n ended it. EmulationError without MPS."""
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
     if not command or (command[0].startswith("-") and command[0] not in HELP):
-        raise ValueError("name a command behind --: zpp-lab mps -- COMMAND")
+        raise ValueError("give a command after --: zpp-lab mps -- COMMAND")
     if command[0] in HELP:
         print(f"usage: zpp-lab mps -- COMMAND\n\n{__doc__}")
         return 0

@@ -105,7 +105,7 @@ def last_words(folder: Path) -> str:
     lines: list[str] = []
     for path in sorted((folder / "log").glob("*.log")):
         lines += path.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
-    return " | ".join(lines) or "its logs say nothing"
+    return " | ".join(lines) or "its logs are empty"
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def see_own_gpus(environment: MutableMapping[str, str], config: Config) -> None:
 def _share(environment: MutableMapping[str, str], placed: Placement) -> None:
     if placed.share == "mps" and PROGRAM not in environment:
         raise ValueError(
-            f"{SHARE}, but nobody runs MPS for these processes: start them with `zpp-lab train` "
-            "alone, or set engine.share_gpus=time-slices"
+            f"{SHARE}, but MPS is not running for these processes: start them with `zpp-lab "
+            "train` alone, or set engine.share_gpus=time-slices"
         )
     node, local = divmod(int(environment["RANK"]), placed.cluster.gpus_per_node)
     environment.update(shared_environment(placed, node, environment))
@@ -161,7 +161,8 @@ def check_place(environment: Variables, cluster: ClusterConfig) -> None:
     if world != cluster.world:
         raise ValueError(
             f"{world} processes were started, but cluster.nodes={cluster.nodes} × "
-            f"cluster.gpus_per_node={cluster.gpus_per_node} is {cluster.world}"
+            f"cluster.gpus_per_node={cluster.gpus_per_node} needs {cluster.world}: start that "
+            "many, or change the cluster"
         )
     machines = int(environment.get("GROUP_WORLD_SIZE", "1"))
     if machines == 1:

@@ -57,7 +57,7 @@ def end(
                 os.kill(pid, signal.SIGKILL)
         ended += [pid for pid in left if pid not in ended]
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left} of an emulated cluster do not end: kill them")
+            raise RuntimeError(f"processes {left} of an emulated cluster have not ended: kill them")
         time.sleep(0.02)
     return ended
 

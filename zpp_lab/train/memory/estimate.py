@@ -54,8 +54,8 @@ PIECE = 80 * AT_ONCE  # bytes while telemetry adds up a piece: nine fp64 an elem
 _FP32 = 4
 _MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2}  # bytes a parameter, scales left out
 KILLED = (
-    "The kernel killed it because the machine's memory was full: take a smaller model or fewer "
-    "ranks (`zpp-lab plan` says what each rank holds)"
+    "The kernel killed it because the machine's memory was full: use a smaller model or fewer "
+    "ranks (`zpp-lab plan` lists what each rank holds)"
 )
 
 
@@ -151,14 +151,14 @@ class _Rank:
         kind = self.config.train.optimizer_state
         return [
             Item("master weights, fp32", always(shard_bytes(every)), place),
-            Item("frozen base, as it travels", always(base_bytes(self.plan))),
+            Item("frozen base, encoded", always(base_bytes(self.plan))),
             *self._moments(trained, kind, place),
             Item("gradients, fp32", self._gradients(), place),
-            Item("checkpoint, on its way", always(self._checkpoint(every, trained)), "host"),
-            Item("weights kept in the node", always(self._kept())),
-            Item("what encoders remember", always(self.plan.memory_bytes)),
-            Item("the same, of the step under way", self._remembering()),
-            Item("sums in the node", self._node_sums()),
+            Item("checkpoint, being written", always(self._checkpoint(every, trained)), "host"),
+            Item("node-replicated weights", always(self._kept())),
+            Item("error-feedback residuals", always(self.plan.memory_bytes)),
+            Item("error-feedback residuals, this step's", self._remembering()),
+            Item("gradient sums in the node", self._node_sums()),
             Item("secondary partition", always(secondary_bytes(self.plan)) | NOT_EVALUATED),
         ]
 
@@ -219,7 +219,7 @@ class _Rank:
         kept = self.plan.recipe.kept
         most = max(map(self._update, self.plan.units)) if kept else 0
         return [
-            Item("new weights, on their way", moments(update=most)),
+            Item("new weights, in transfer", moments(update=most)),
             Item("new weights, their stream's", always(most) | {"update": 0}, outside=True),
         ]
 
@@ -252,8 +252,8 @@ class _Rank:
         beside = moments(update=min((LANES - 1) * lane, nbytes - passing["update"]))
         return [
             Item(name, always(pinned), "host"),
-            Item("optimizer state, passing", passing),
-            Item("optimizer state, other lane", beside, outside=True),
+            Item("optimizer state, in transfer", passing),
+            Item("optimizer state, second stream", beside, outside=True),
         ]
 
     def _checkpoint(self, every: list[Parameter], trained: list[Parameter]) -> int:
@@ -487,9 +487,8 @@ def check_host_memory(config: Config) -> None:
     if world * each > there:
         raise ValueError(
             f"{world} ranks on the CPU need {each / GIB:.1f} GiB each and this machine has "
-            f"{there / GIB:.1f} GiB for all: take a smaller model or fewer ranks, or start this "
-            "where there are GPUs (`zpp-lab doctor` says what is seen here)"
-            f"{_of_memories(plan_of(on_cpu), 1)}"
+            f"{there / GIB:.1f} GiB for all: use a smaller model or fewer ranks, or a machine "
+            f"with GPUs (`zpp-lab doctor` lists this machine's){_of_memories(plan_of(on_cpu), 1)}"
         )
 
 
@@ -500,9 +499,9 @@ def _of_memories(plan: Plan, ranks: int) -> str:
     first = any(wire == plan.recipe.hops[0] for wire, _ in plan.memories)
     less = "recipe.grads.memory.store=8bit"
     if first and plan.recipe.cluster.nodes > 1 < plan.recipe.cluster.gpus_per_node:
-        less = "between nodes alone (recipe.hops=2 recipe.grads_intra.memory.kind=none), or " + less
+        less = "only between nodes (recipe.hops=2 recipe.grads_intra.memory.kind=none), or " + less
     held = 2 * ranks * plan.memory_bytes / GIB
-    return f". Of these, {held:.1f} GiB are what encoders remember, old and new: remember {less}"
+    return f". Of these, {held:.1f} GiB are error-feedback residuals, old and new: keep them {less}"
 
 
 def _check_virtual(config: Config) -> None:
@@ -521,6 +520,6 @@ def _check_virtual(config: Config) -> None:
     if need > memory_bytes():
         raise ValueError(
             f"the model, its gradients and the optimizer need {need / GIB:.1f} GiB and this "
-            f"machine has {memory_bytes() / GIB:.1f} GiB: take a smaller model, or start this "
-            f"where there is a GPU that holds them{_of_memories(plan, config.cluster.world)}"
+            f"machine has {memory_bytes() / GIB:.1f} GiB: use a smaller model, or a machine with "
+            f"a GPU that holds them{_of_memories(plan, config.cluster.world)}"
         )

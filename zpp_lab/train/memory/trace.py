@@ -237,9 +237,9 @@ def _kept_trace(
         raise
     except Exception as error:  # of the model's own code, whatever it does
         raise ValueError(
-            f"{type(model).__name__} does not run on shapes alone, so nobody knows what its "
-            f"activations take ({type(error).__name__}: {str(error).splitlines()[0]}); take a "
-            "model.* preset of the same shape"
+            f"{type(model).__name__} cannot be traced on shapes alone, so its activation memory "
+            f"is unknown ( {type(error).__name__}: {str(error).splitlines()[0]}); use a model.* "
+            "preset of the same shape"
         ) from error
 
 

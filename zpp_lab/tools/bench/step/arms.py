@@ -70,14 +70,14 @@ def arms(words: Sequence[str], overrides: Sequence[str]) -> list[Arm]:
     if twice:
         raise ValueError(f"bench step: arm named twice: {', '.join(twice)}")
     if not found:
-        raise ValueError("bench step: name arms with --recipes or --arm")
+        raise ValueError("bench step: no arms; give --recipes or --arm")
     return found
 
 
 def _arm(word: str, overrides: Sequence[str]) -> Arm:
     name, colon, own = word.partition(":")
     if not colon and ("=" in word or " " in word):
-        raise ValueError(f"bench step: arm {word!r} has no colon: write NAME: SETTINGS")
+        raise ValueError(f"bench step: arm {word!r} has no colon: use NAME: SETTINGS")
     settings = shlex.split(own) if colon else [word if word in OWN else f"recipe={word}"]
     if settings and settings[0] in OWN:
         maker, engine, recipe, more = OWN[settings[0]]
@@ -86,7 +86,7 @@ def _arm(word: str, overrides: Sequence[str]) -> Arm:
     config = compose(merged(DEFAULTS, overrides, settings))
     engine = config.engine.name
     if engine == "virtual":
-        raise ValueError(f"arm {name}: engine=virtual has no time of its own; use engine=fsdp")
+        raise ValueError(f"arm {name}: engine=virtual cannot be timed; use engine=fsdp")
     if config.recipe.phases:
         raise ValueError(
             f"arm {name}: each phase has a step of its own: time one of them, with its settings "

@@ -129,8 +129,8 @@ def _enough_gpus(config: Config) -> None:
     wanted, found = config.cluster.gpus_per_node, torch.cuda.device_count()
     if config.engine.device != "cpu" and torch.cuda.is_available() and found < wanted:
         raise ValueError(
-            f"{wanted} GPUs a node of {config.cluster.nodes} are asked for, but one node would "
-            f"have {found}: use fewer nodes or --gpus-per-node, or --cpu"
+            f"{wanted} GPUs a node of {config.cluster.nodes} are needed, but a node would have "
+            f"{found}: use fewer nodes or --gpus-per-node, or --cpu"
         )
 
 

@@ -168,7 +168,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(file)
         known = list(reader.fieldnames or [])
         if known not in [names, *(names[: names.index(first)] for first in OLDER)]:
-            raise ValueError(f"{path} has other columns: give another --out, or move it away")
+            raise ValueError(f"{path} has other columns: use another --out, or move it away")
         return [LATER | row for row in reader]
 
 

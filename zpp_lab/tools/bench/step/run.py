@@ -84,7 +84,7 @@ from zpp_lab.train.launch.ranks import Hosts, nccl_settings
 
 Link = float | None
 MEMORY = "out of memory"  # in what torch says when a GPU has none left
-APART = "the arms of a session lie in memory together: add --apart, which times one at a time"
+APART = "all arms of a session are in memory together: add --apart, which times one at a time"
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,9 @@ class StepBench:
                     left = self._session(left, links)
         except OutOfTime:
             self.stopped = True
-            print(f"stopped after {self.pace.budget:g} s (--budget); what was measured is kept")
+            print(
+                f"stopped after {self.pace.budget:g} s (--budget); finished measurements are saved"
+            )
         finally:
             self._end_service()
             self._write()
@@ -413,23 +415,44 @@ def parser() -> argparse.ArgumentParser:
     made = Parser("zpp-lab bench step", description=__doc__)
     made.add_argument("--nodes", type=whole(1), default=2)
     made.add_argument("--gpus-per-node", type=whole(1), default=2)
-    made.add_argument("--link-gbps", default="max", help="speeds, such as 12,25,max (unlimited)")
-    made.add_argument("--recipes", default="fsdp2,zeropp", help="arms, by commas; '' for none")
+    made.add_argument(
+        "--link-gbps", default="max", help="link speeds in Gbit/s, such as 12,25,max (unlimited)"
+    )
+    made.add_argument(
+        "--recipes",
+        default="fsdp2,zeropp",
+        help="recipes to time, separated by commas; '' for none",
+    )
     made.add_argument("--arm", action="append", default=[], metavar="'NAME: OVERRIDES'")
     made.add_argument("--out", type=Path, default=Path("runs/bench-step"))
-    made.add_argument("--steps", type=int, default=4, help="timed in one turn, at most")
-    made.add_argument("--rounds", type=int, default=3, help="turns of each arm at each speed")
-    made.add_argument("--turn-seconds", type=float, default=8.0, help="fewer steps beyond that")
-    made.add_argument("--limit", type=float, default=120.0, help="seconds for a turn, or a start")
-    made.add_argument("--budget", type=float, default=3600.0, help="seconds in all; then it stops")
-    made.add_argument("--apart", action="store_true", help="one arm at a time: less memory")
-    made.add_argument("--no-twins", action="store_true", help="only the named arms, none beside")
-    made.add_argument("--no-compute", action="store_true", help="no step without communication")
-    made.add_argument("--no-probe", action="store_true", help="take the links at their word")
-    made.add_argument(OPTION, choices=SHARES, help="nodes may share GPUs (default: mps)")
+    made.add_argument("--steps", type=int, default=4, help="steps timed in one turn, at most")
+    made.add_argument("--rounds", type=int, default=3, help="turns of each arm at each link speed")
+    made.add_argument(
+        "--turn-seconds",
+        type=float,
+        default=8.0,
+        help="time limit of a turn; fewer steps are timed beyond it",
+    )
+    made.add_argument(
+        "--limit", type=float, default=120.0, help="seconds before a turn or a start counts as hung"
+    )
+    made.add_argument(
+        "--budget", type=float, default=3600.0, help="seconds in all, after which it stops"
+    )
+    made.add_argument(
+        "--apart", action="store_true", help="start one arm at a time, which needs less memory"
+    )
+    made.add_argument(
+        "--no-twins", action="store_true", help="only the named arms, without baselines and twins"
+    )
+    made.add_argument(
+        "--no-compute", action="store_true", help="do not time steps without communication"
+    )
+    made.add_argument("--no-probe", action="store_true", help="do not probe the links first")
+    made.add_argument(OPTION, choices=SHARES, help="let nodes share GPUs (default: mps)")
     made.add_argument("--tag", default="", help="a second call's JSON file: 2x2-TAG.json")
-    made.add_argument("--cpu", action="store_true", help="gloo and CPU processes")
-    made.add_argument("--iproute", help="a folder with iproute2, where it is not installed")
+    made.add_argument("--cpu", action="store_true", help="run CPU processes over gloo")
+    made.add_argument("--iproute", help="a folder with iproute2, if it is not installed")
     made.add_argument("overrides", nargs="*", help="Hydra overrides of `zpp-lab train`")
     return made
 
@@ -485,15 +508,15 @@ def _placed(args: argparse.Namespace, cluster: ClusterConfig) -> Placement:
         visible = visible_gpus(os.environ)
         if not visible:
             raise ValueError(
-                "bench step measures GPUs, and there are none here: add --cpu and a small model, "
-                "such as model=tiny, to try it"
+                "bench step measures GPUs, but found none: add --cpu and a small model, such as "
+                "model=tiny, to try it"
             )
         placed = place(cluster, visible, args.share_gpus)
         if placed.share == "mps":
             find_control()
         return placed
     if args.share_gpus:
-        raise ValueError(f"{OPTION} goes with GPUs: leave out it or --cpu")
+        raise ValueError(f"{OPTION} needs GPUs: leave out it or --cpu")
     return Placement(cluster)
 
 

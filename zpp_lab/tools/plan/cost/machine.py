@@ -42,7 +42,7 @@ class Curve:
         amounts, seconds = [a for a, _ in self.points], [s for _, s in self.points]
         need(
             amounts == sorted(set(amounts)) and amounts[0] >= 0 and amounts[-1] > 0,
-            f"amounts {amounts} must rise from 0 or more",
+            f"amounts {amounts}: use ascending numbers of 0 or more",
         )
         need(
             seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] > 0,
@@ -173,8 +173,8 @@ class Codec:
         found = self.seconds[op].get(codec)
         if found is None:
             raise ValueError(
-                f"the machine's file has no codec.seconds.{op}.{codec}; measure it with "
-                f"`zpp-lab bench calibrate`, or take a codec that it has: "
+                f"the machine's file has no codec.seconds.{op}.{codec}; measure it with `zpp-lab "
+                "bench calibrate`, or use a codec that it has: "
                 f"{', '.join(sorted(self.seconds[op]))}"
             )
         return found
@@ -247,20 +247,20 @@ def load_machine(name: str) -> Machine:
     if not path.is_file():
         ready = ", ".join(sorted(p.stem for p in folder.glob("*.json")))
         raise ValueError(
-            f"machine {name!r}: no such file; give one that `zpp-lab bench calibrate` wrote, or "
-            f"the name of a ready one: {ready}"
+            f"machine {name!r}: file not found; use one that `zpp-lab bench calibrate` wrote, or "
+            f"a shipped name: {ready}"
         )
     if path.suffix == PART:
         raise ValueError(
-            f"{path} has the parts that a calibration has measured so far: give "
-            "`zpp-lab bench calibrate` the same words again, and it goes on and makes the whole"
+            f"{path} is an unfinished calibration: run the same `zpp-lab bench calibrate` command "
+            "again to finish it"
         )
-    told = parse_json(path, "name another file, or let `zpp-lab bench calibrate` make it anew")
+    told = parse_json(path, "use another file, or write it again with `zpp-lab bench calibrate`")
     try:
         return load(Machine, told)
     except ValueError as error:
         told = str(error).replace("\n", "; ")
-        raise ValueError(f"{path}: {told}; give one that `zpp-lab bench calibrate` wrote") from None
+        raise ValueError(f"{path}: {told}; use one that `zpp-lab bench calibrate` wrote") from None
 
 
 def _modes(name: str, by_mode: Mapping[str, Any]) -> None:

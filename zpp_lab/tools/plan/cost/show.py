@@ -39,7 +39,7 @@ def links(text: str) -> list[Link]:
         try:
             found.append(None if word.strip() == "max" else float(word))
         except ValueError:
-            raise ValueError(f"--link-gbps {text}: give Gbit/s or max, such as 12,25,max") from None
+            raise ValueError(f"--link-gbps {text}: use Gbit/s or max, such as 12,25,max") from None
         if found[-1] is not None and not 0 < found[-1] < float("inf"):
             raise ValueError(f"--link-gbps {text}: use more than 0")
     return found
@@ -76,10 +76,10 @@ def host_lacks(machine: Machine) -> str | None:
     if not machine.host.lacks:
         return None
     return (
-        f"The figures of {machine.name} lack {' and '.join(machine.host.lacks)}: recomputing a "
-        "block is taken to need the host as long as its forward, and a step's update as long at "
-        "any depth. Where the host is the bound, steps come out too short; `zpp-lab bench "
-        "calibrate` measures both."
+        f"The figures of {machine.name} lack {' and '.join(machine.host.lacks)}: assuming that "
+        "recomputing a block takes the host as long as its forward, and that an update takes the "
+        "same time at any depth. Where the host is the bound, predicted steps are too short; "
+        "`zpp-lab bench calibrate` measures both."
     )
 
 
@@ -89,9 +89,9 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
     if not tight:
         return None
     text = (
-        f"Bound by the host at {', '.join(tight)}: fewer bits buy nothing there, and steps have "
-        "taken up to three fifths longer than predicted (experiments/speed). More tokens in a "
-        "pass (train.batch_size) give each launch more to do"
+        f"Bound by the host at {', '.join(tight)}: fewer bits do not help there, and measured "
+        "steps were up to 60 % longer than predicted (experiments/speed). More tokens in a pass "
+        "(train.batch_size) give each launch more to do"
     )
     engine, speeds = config.engine, [None if k == "max" else float(k) for k in tight]
     if engine.blocks_per_unit == 1:
@@ -100,7 +100,7 @@ def host_advice(config: Config, machine: Machine, found: dict[str, StepTime]) ->
     if not engine.compile:
         compiled = replace(engine, compile=True)
         text += _then("engine.compile=true", compiled, config, machine, speeds) or (
-            "; engine.compile=true takes fewer launches"  # nobody has measured how many
+            "; engine.compile=true needs fewer launches"  # nobody has measured how many
         )
     return f"{text}."
 
@@ -146,7 +146,7 @@ def _curve(
 ) -> list[Predicted]:
     one = group[0]
     if one.engine not in ("fsdp", BASE):
-        raise ValueError("the cost model knows FSDP2 and engine=fsdp alone")
+        raise ValueError("the cost model covers only FSDP2 and engine=fsdp")
     if one.config is None:
         raise ValueError("the table does not say its config")
     config = as_planned(load(Config, one.config), one.recipe)

@@ -163,7 +163,7 @@ def predict(
     _check(config, link_gbps)
     plan = plan_of(config, link_gbps is None)
     if not own_loop and quantizes_any(plan.recipe):
-        raise ValueError(f"recipe {config.recipe.name}: FSDP2 by itself has no codecs")
+        raise ValueError(f"recipe {config.recipe.name}: plain FSDP2 has no codecs; use engine=fsdp")
     plain = not own_loop or is_untouched(plan, config.engine.ordered)
     step = _Step(plan, config, machine, Transfers(machine, link_gbps, plain))
     step.build(own_loop)
@@ -175,11 +175,11 @@ def _check(config: Config, link_gbps: float | None) -> None:
         raise ValueError(f"link_gbps={link_gbps:g}: use more than 0, or max for no limit")
     if config.model.name != "llama":
         raise ValueError(
-            f"model={config.model.name}: only the built-in decoder's work has a formula; take a "
+            f"model={config.model.name}: only the built-in decoder has a cost formula; use a "
             "model.* preset of the same shape"
         )
     if config.engine.name == "deepspeed":
-        raise ValueError("engine=deepspeed follows no plan of ours: predict engine=fsdp")
+        raise ValueError("engine=deepspeed has no cost model: predict engine=fsdp")
     if config.engine.offload:
         raise ValueError("engine.offload=true has no figures: predict engine.offload=false")
     if config.train.optimizer_place == "host":
@@ -193,8 +193,8 @@ def _check(config: Config, link_gbps: float | None) -> None:
         )
     if config.recipe.remembers:
         raise ValueError(
-            f"recipe {config.recipe.name}: what encoders remember takes passes that have no "
-            "figures yet: predict it without memory.kind, for a floor"
+            f"recipe {config.recipe.name}: error feedback has no measured figures: predict it "
+            "without memory.kind, as a lower bound"
         )
     if config.train.param_dtype != "bf16":
         raise ValueError(

@@ -46,7 +46,7 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     """Print the fastest plan. ValueError, with the way out, where there is none."""
     config = compose(list(overrides))
     problem = _problem(config, wanted)
-    print("looking at every plan; this takes a while …", file=sys.stderr, flush=True)
+    print("searching all plans; this takes a while …", file=sys.stderr, flush=True)
     try:
         answer = search(problem)
     except NothingFits as error:
@@ -79,8 +79,8 @@ def _link(base: Config, text: str | None) -> float | None:
         return None
     if text is None:
         raise ValueError(
-            f"{base.cluster.nodes} nodes need --link-gbps, what each can send to the others in "
-            "Gbit/s, or max where they are joined as the GPUs inside one are"
+            f"{base.cluster.nodes} nodes need --link-gbps, a node's speed to the others in "
+            "Gbit/s, or max where links between nodes are as fast as inside one"
         )
     try:
         rate = float(text)
@@ -95,13 +95,15 @@ def _limit(wanted: Wanted) -> LossLimit | None:
     if wanted.study is not None:
         if wanted.allow == "untested":
             raise ValueError(
-                "--allow untested is for a search without --study: what a study has not measured "
-                "is never chosen by it; --next-study FILE writes the study that would measure it"
+                "--allow untested is for a search without --study: with --study only measured "
+                "recipes are chosen; --next-study FILE writes a study that measures the others"
             )
         return read_limit(wanted.study, wanted.max_gap, wanted.allow == "undecided")
     for name in ("max_gap", "allow", "next_study"):
         if getattr(wanted, name) not in (None, "untested"):
-            raise ValueError(f"--{name.replace('_', '-')} goes with --study, a study's folder")
+            raise ValueError(
+                f"--{name.replace('_', '-')} works only with --study, a study's folder"
+            )
     return None
 
 
@@ -124,8 +126,8 @@ def _nothing_fits(problem: Problem, error: NothingFits) -> str:
         who = "need --allow untested" if problem.limit is None else "the study does not allow"
         text += f", and {error.others:,} plans fit that {who}"
     found = _way_out(closest.candidate.config(problem.base), problem.device)
-    way = f"Add {found}" if found else "Take a smaller model, shorter sequences"
-    told = f"{text}. {way}, or give a larger --memory-gib"
+    way = f"Add {found}" if found else "Use a smaller model, shorter sequences"
+    told = f"{text}. {way}, or set a larger --memory-gib"
     return f"{told}. {NO_GPU}" if problem.assumed else told
 
 

@@ -289,7 +289,11 @@ def options(problem: Problem) -> tuple[list[Option], list[str]]:
             build = f"{bare} {knobs.blocks_per_unit}"
             found.append(Option(candidate, ruling, peak, loads, build))
     if not found:
-        raise ValueError(next(iter(faults), "no recipe runs with these settings"))
+        raise ValueError(
+            next(
+                iter(faults), "no recipe runs with these settings; change the cluster or the model"
+            )
+        )
     return found, list(faults)
 
 

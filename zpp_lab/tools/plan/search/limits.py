@@ -204,7 +204,7 @@ class LossLimit:
             if m.arm.verdict in (WORSE, "diverged") and numbers.coarser(m.numbers):
                 why = f"coarser than {m.arm.name}, which {_verdict(m.arm)}"
                 return Ruling("loss", why, m.arm.name)
-        return Ruling("not measured", "no arm of the study trains so")
+        return Ruling("not measured", "no arm of the study uses these settings")
 
     def _judge(self, arm: ArmResult) -> Ruling:
         name = arm.name
@@ -273,7 +273,7 @@ def _check(folder: Path, result: StudyResult) -> None:
     wrong = [c for c in result.controls if c.wrong]
     if wrong:
         raise ValueError(
-            f"{folder}: {wrong[0].text} Its verdicts say nothing until that is explained; take "
+            f"{folder}: {wrong[0].text} Its verdicts are invalid until that is explained; use "
             "another study, or leave --study out"
         )
 
@@ -286,8 +286,8 @@ def _measured(folder: Path, arm: ArmResult) -> Measured | None:
         return Measured(arm, config, Numbers.of(config))
     except ValueError as error:
         raise ValueError(
-            f"{folder}: arm {arm.name}'s settings are not known here ({error}); was it run by "
-            "another version, or with a codec that is not installed?"
+            f"{folder}: arm {arm.name}'s settings are unknown to this version ({error}): use the "
+            "version that ran it, or install its codec"
         ) from None
 
 

@@ -45,13 +45,13 @@ VERDICTS = {
     "twin": "raw twin",
 }
 NO_LOSS = (
-    "Loss was not considered: give --study DIR, a finished study's folder, to keep to recipes "
-    "that it has shown to learn the same."
+    "Loss was not considered: --study DIR, a finished study's folder, restricts the search to "
+    "recipes that it found on par."
 )
 MILD = (
-    "Without --study nothing says what bits cost here, so weights keep 8 bits or more and "
-    "gradients 4, as in ZeRO++; --study DIR goes by a finished study, --allow untested lifts the "
-    "bound."
+    "Without --study the loss gap of fewer bits is unknown, so weights keep 8 bits or more and "
+    "gradients 4, as in ZeRO++; --study DIR uses a finished study's verdicts, --allow untested "
+    "removes the limit."
 )
 
 
@@ -141,7 +141,7 @@ def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig)
 def write_next_study(path: Path, study: StudyConfig) -> None:
     """As a file that `zpp-lab study` takes. ValueError for a name that it would not take."""
     if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--next-study {path}: give a file that ends in .yaml")
+        raise ValueError(f"--next-study {path}: use a file that ends in .yaml")
     text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)  # type: ignore[call-overload]
     write_atomic(path, text)
 
@@ -227,7 +227,7 @@ def show(
     for i, (_, kind, why) in enumerate(rows(answer), 1):
         if why == UNLIMITED.why:  # said below, once
             continue
-        lead = f"{i} turned down: " if kind in ("memory", "loss", "not measured") else f"{i} "
+        lead = f"{i} rejected: " if kind in ("memory", "loss", "not measured") else f"{i} "
         console.print(lead + why, highlight=False)
     console.print(
         f"{chosen.time.tokens_per_s:,.0f} tokens/s in steps of {chosen.step_s:.4g} s, "
@@ -264,11 +264,11 @@ def notes(answer: Answer, written: str | None) -> list[str]:
     if limit is not None and tempting(answer):
         do = f"zpp-lab study {written}" if written else "add --next-study next.yaml, which writes"
         more = "" if written else " the study that would, then run zpp-lab study next.yaml"
-        said.append(f"Faster, but no study has measured it: to know, {do}{more}.")
+        said.append(f"Faster, but not measured by a study: {do}{more}.")
     said += [f"Not predicted: {fault}." for fault in answer.without_figures]
     said.append(
-        f"{answer.plans:,} plans looked at, {answer.predicted:,} predicted. Plans within 1 % "
-        "count as equally fast; of those the one with the most bits is taken."
+        f"{answer.plans:,} plans searched, {answer.predicted:,} predicted. Plans within 1 % count "
+        "as equally fast; of those the one with the most bits is chosen."
     )
     return said
 
@@ -281,14 +281,14 @@ def _loss_notes(answer: Answer) -> list[str]:
         f"({limit.folder})."
     ]
     if limit.undecided:
-        said.append("--allow undecided: arms whose gap is not known to be within it count too.")
+        said.append("--allow undecided: arms with an undecided gap are allowed too.")
     if limit.waiting:
-        said.append(f"Provisional: controls without an answer, {', '.join(limit.waiting)}.")
+        said.append(f"Provisional: controls without a verdict, {', '.join(limit.waiting)}.")
     other = differences(limit.measured[0].config, base)
     if other:
         said.append(
-            f"The study trained with {'; '.join(other)}: its verdicts hold there, and here only "
-            "as far as that carries over."
+            f"The study trained with {'; '.join(other)}: its verdicts may not transfer to these "
+            "settings."
         )
     return said
 
