@@ -206,14 +206,14 @@ def test_what_a_run_asks_of_slurm(overrides: list[str], expected: tuple[int, int
         (["hydra.launcher.tasks_per_node=1"], "tasks_per_node=1, but engine=fsdp on cluster 2x8"),
         (["hydra.launcher.mem_gb=1"], "hydra.launcher.mem_gb=1, but engine="),
         (["hydra.launcher.gres='gpu:4'"], "hydra.launcher.gres=gpu:4, but engine="),
-        (["+hydra.launcher.additional_parameters.nodes=3"], "leave it out, these follow from the"),
+        (["+hydra.launcher.additional_parameters.nodes=3"], "gpus_per_task"),
         (
             ["+hydra.launcher.additional_parameters.ntasks_per_node=1"],
-            "leave it out, these follow from the",
+            "gpus_per_task",
         ),
-        (["+hydra.launcher.additional_parameters.distribution=cyclic"], "leave it out, or begin"),
+        (["+hydra.launcher.additional_parameters.distribution=cyclic"], "block"),
         (["hydra.launcher.partitoin=x"], "partitoin"),
-        (["hydra.sweep.dir=x"], "only hydra.launcher"),
+        (["hydra.sweep.dir=x"], "hydra.launcher"),
     ],
 )
 def test_what_contradicts_a_run_is_refused(
@@ -263,5 +263,5 @@ def test_jobs_of_a_sweep_that_ask_for_different_things_are_told(
     ):
         assert main(command) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "slurm: no sbatch here; start this on a node that" in line
+        assert "sbatch" in line
     assert not list(tmp_path.iterdir())

@@ -94,7 +94,7 @@ def test_failures_are_named_do_not_stop_others_and_are_retried(tmp_path: Path) -
 
     (tmp_path / "healed").touch()
     outcome, text = launch(what, tmp_path)
-    assert "4 failed and are tried again, 1 diverged" in text
+    assert "4 failed and are repeated, 1 diverged" in text
     assert (outcome.exit_code, len(outcome.finished)) == (0, 4)
     assert outcome.diverged == ["diverges seed 1"]
     outcome, _ = launch(what, tmp_path, retry=True)
@@ -121,7 +121,7 @@ def test_seeds_are_added_to_the_arms_that_are_undecided(tmp_path: Path) -> None:
     assert outcome.exit_code == 0
     added = [name for name in outcome.finished if name[-1] in "34"]
     assert sorted(added) == ["noisy seed 3", "noisy seed 4", "zero3 seed 3", "zero3 seed 4"]
-    assert "Undecided still: 2 runs more (zero3 seed 3; noisy seed 3)" in text
+    assert "Still undecided: 2 more runs (zero3 seed 3; noisy seed 3)" in text
     before = started(tmp_path)
     outcome, _ = launch(what, tmp_path)
     assert started(tmp_path) == before
@@ -243,7 +243,7 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(
     if number != signal.SIGKILL:
         assert process.returncode == 130
         assert "2 of 4 runs finished" in text
-        assert "goes on from here" in text
+        assert "resumes from here" in text
     for seed in (1, 2):
         pid = int((tmp_path / "slow" / f"seed{seed}" / "pid.txt").read_text())
         until(lambda pid=pid: not alive(pid))

@@ -73,7 +73,7 @@ def given_up(folder: Path, retries: int) -> str | None:
     if not failed:
         return None
     if failed[-1].get("outcome") == "diverged":
-        return "it diverged, and would again"
+        return "it diverged, and a repeat would diverge again"
     if len(failed) > retries:
         return f"it failed {len(failed)} times"
     return None
@@ -122,21 +122,23 @@ class StudyOutcome:
         total += len(self.waiting)
         lines = [f"{done} of {total} runs finished."]
         if self.diverged:
-            lines += ["Diverged, and not tried again:", *self._told(self.diverged)]
+            lines += ["Diverged, not repeated:", *self._told(self.diverged)]
         if self.failed:
             lines += [
-                "Failed; the same command tries them again:",
+                "Failed; the same command repeats them:",
                 *self._told(self.failed),
-                f"Each one's folder says more (failure.json, {LOG}).",
+                f"Details are in each run's folder (failure.json, {LOG}).",
             ]
         if self.given_up:
-            lines.append(f"Failed too often, only --retry tries again: {', '.join(self.given_up)}.")
+            lines.append(
+                f"Failed too often; repeated only with --retry: {', '.join(self.given_up)}."
+            )
         if self.waiting:
-            lines.append(f"{len(self.waiting)} runs wait for what prepares them.")
+            lines.append(f"{len(self.waiting)} runs wait for their prepared runs.")
         if self.unfinished:
             why = "Out of time" if self.out_of_time else "Interrupted"
             lines += [f"{why}:", *self._told(self.unfinished)]
-            lines.append("The same command goes on from here; nothing is repeated.")
+            lines.append("The same command resumes from here; nothing is repeated.")
         return "\n".join(lines)
 
 

@@ -137,7 +137,7 @@ def check_sbatch(asked: str, more: str = "") -> None:
     """ValueError, which begins with the words that asked for Slurm, where it is not to be had."""
     if shutil.which("sbatch") is None:
         raise ValueError(
-            f"{asked}: no sbatch here; start this on a node that submits jobs to Slurm{more}"
+            f"{asked}: sbatch not found; start this on a node that submits jobs to Slurm{more}"
         )
 
 
@@ -169,7 +169,9 @@ def jobs_of(
     `settings`. One group where it is not Slurm's. ValueError where it is told something else."""
     for word in settings:
         if not setting_of(word).startswith("hydra.launcher."):
-            raise ValueError(f"{word}: of Hydra's settings only hydra.launcher.… are heeded")
+            raise ValueError(
+                f"{word}: only Hydra's settings hydra.launcher.… are read; leave it out"
+            )
     own = _composed(name, root, settings)
     if not _is_slurm(own):
         return [Jobs(range(len(runs)))]
@@ -218,8 +220,8 @@ def _words(told: Mapping[str, Any], need: Needs, config: Config) -> list[str]:
     }
     if told.get("gpus_per_task") or more.keys() & _FLAGS:
         raise ValueError(
-            "hydra.launcher.gpus_per_task and what additional_parameters say of nodes, tasks, GPUs "
-            "or memory is not looked at: leave it out, these follow from the run"
+            "hydra.launcher.gpus_per_task, and nodes, tasks, GPUs or memory in "
+            "additional_parameters are ignored: leave them out, they follow from the run"
         )
     gpus = _in_gres(told.get("gres"))
     if gpus is not None:
@@ -249,7 +251,7 @@ def _in_blocks(given: object) -> list[str]:
     if re.split("[:,]", str(given))[0] != "block":  # the first word is on nodes
         raise ValueError(
             f"hydra.launcher.additional_parameters.distribution={given}, but ranks must fill one "
-            "node after the other: leave it out, or begin it with block"
+            "node after the other: leave it out, or let it begin with block"
         )
     return []
 
@@ -349,15 +351,14 @@ def _instance(
         extras = {"slurm": "slurm"} | {k.rpartition("/")[2]: v for k, v in PLUGINS.items()}
         fix = f": pip install 'zpp_lab[{extras[name]}]'" if name in extras else ""
         raise ValueError(
-            f"Hydra's launcher {name!r} cannot start; is its package installed{fix}? "
-            f"{_reason(error)}"
+            f"Hydra's launcher {name!r} cannot start; install its package{fix}: {_reason(error)}"
         ) from None
     return launcher, config
 
 
 def _unknown(name: str, settings: Sequence[str], error: Exception) -> str:
     key = next((k for k in map(setting_of, settings) if f"'{k}'" in str(error)), settings[0])
-    return f"{key}: Hydra's launcher {name!r} has no such setting; see conf/hydra/launcher"
+    return f"{key}: Hydra's launcher {name!r} does not have this setting; see conf/hydra/launcher"
 
 
 @contextmanager

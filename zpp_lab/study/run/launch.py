@@ -87,7 +87,7 @@ class Launch:
         check_jobs(self.jobs)
         if self.until is not None and self.launcher is not None:
             raise ValueError(
-                "--for is for runs on this machine; a launcher's jobs have limits there"
+                "--for applies to runs on this machine; set the job's limit in the launcher"
             )
 
 
@@ -139,7 +139,7 @@ def run_study(
             if not more:
                 break
             progress.add(more)
-            progress.say(f"Undecided still: {len(more)} runs more ({_seeds(more)}).")
+            progress.say(f"Still undecided: {len(more)} more runs ({_seeds(more)}).")
             runs, todo = [*runs, *more], [*todo, *more]
             executor.run(more, stop)
         sink.end(tracking.wait_seconds)
@@ -270,7 +270,7 @@ def _intent(
 ) -> str:
     again = sum((run.dir / FAILURE).exists() for run in todo)
     parts = [f"{len(runs)} runs", f"{len(runs) - len(todo) - len(lost)} finished already"]
-    parts += [f"{again} failed and are tried again"] if again else []
+    parts += [f"{again} failed and are repeated"] if again else []
     parts += [f"{len(lost)} diverged or failed for good (--retry)"] if lost else []
     return ", ".join(parts)
 

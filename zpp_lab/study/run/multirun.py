@@ -149,7 +149,7 @@ def _slurm_words(overrides: list[str]) -> list[str]:
         one, other = (runs[group.places[0]][0] for group in groups[:2])
         raise ValueError(
             f"these jobs ask for different nodes, GPUs or memory of Slurm: {one}; {other}: sweep "
-            "them in commands of their own, or write a study"
+            "them in separate commands, or write a study"
         )
     if groups[0].words:
         check_sbatch(f"hydra/launcher={chosen}")
@@ -205,7 +205,7 @@ def _say_how_to_go_on(folder: Path) -> None:
     """The folder's name has the time in it, so the command alone would begin another sweep."""
     if folder.is_dir():
         word = shlex.quote(f"hydra.sweep.dir={written(str(folder))}")
-        told = f"the same command with {word} goes on with this sweep"
+        told = f"the same command with {word} resumes this sweep"
         print(f"{told}; finished runs are not repeated", file=sys.stderr)
 
 

@@ -172,9 +172,9 @@ def make_places(jobs: int, runs_per_gpu: int, configs: Sequence[Config]) -> Plac
     wanted = max((gpus_needed(config) for config in configs), default=1)
     if gpus and wanted > len(gpus):
         raise ValueError(
-            f"a run of this study needs {wanted} GPUs (fsdp and deepspeed take one a rank), "
-            f"and this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm, "
-            "or let nodes share GPUs with engine.share_gpus=mps"
+            f"a run of this study needs {wanted} GPUs (fsdp and deepspeed need one a rank), and "
+            f"this machine has {len(gpus)}: use engine=virtual, a smaller cluster, or Slurm, or "
+            "let nodes share GPUs with engine.share_gpus=mps"
         )
     if not gpus:
         jobs = jobs or cpus

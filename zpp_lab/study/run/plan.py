@@ -36,7 +36,7 @@ Compose = Callable[[list[str]], Config]
 PREPARE = "prepare"  # the folder of the runs that arms start from
 _GIVEN = {  # settings that each run gets from its study → how to say them
     "seed": "use --seeds 1,2,3, or `seeds` of its file (`seed` of a prepared run)",
-    "run.dir": "name the study's folder with --dir",
+    "run.dir": "set the study's folder with --dir",
     "run.study": "leave it out",
     "run.arm": "leave it out",
 }
@@ -64,7 +64,7 @@ def matching(study: StudyConfig, patterns: Sequence[str]) -> list[str]:
     names = [arm.name for arm in study.arms]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"--arms {pattern}: no such arm; there are: {', '.join(names)}")
+            raise ValueError(f"--arms {pattern}: unknown arm; valid names: {', '.join(names)}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 
 
@@ -166,7 +166,8 @@ class Planner:
         unknown = [arm for arm in arms if arm not in names]
         if unknown:
             raise ValueError(
-                f"study {self.study.name} has no arm {unknown[0]!r}; arms: {', '.join(names)}"
+                f"study {self.study.name}: unknown arm {unknown[0]!r}; valid names: "
+                f"{', '.join(names)}"
             )
         _check_settings(self._first)
         return [*self._first, *self.plan(dict.fromkeys(arms or names, seeds or self.study.seeds))]
@@ -246,7 +247,7 @@ def _check_own(overrides: Sequence[str]) -> None:
         instead = _GIVEN.get(setting_of(override))
         if instead:
             raise ValueError(
-                f"{override}: a study sets {setting_of(override)} of each run itself; {instead}"
+                f"{override}: a study sets {setting_of(override)} for each run; {instead}"
             )
 
 
@@ -261,13 +262,13 @@ def check_folder(study: StudyConfig, root: Path) -> None:
     """ValueError when `root` holds the runs of another study, or is no folder."""
     nearest = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
     if not nearest.is_dir():
-        raise ValueError(f"{nearest} is a file: give the study a folder with --dir")
+        raise ValueError(f"{nearest} is a file: set a folder with --dir")
     if (root / CONFIG).is_file():
-        raise ValueError(f"{root} holds a single run: give the study a folder of its own, --dir")
+        raise ValueError(f"{root} holds a single run: set another folder with --dir")
     there = read_study(root)
     if there is not None and there.name != study.name:
         raise ValueError(
-            f"{root} holds the study {there.name!r}, not {study.name!r}: give another --dir"
+            f"{root} holds the study {there.name!r}, not {study.name!r}: use another --dir"
         )
 
 
@@ -285,8 +286,8 @@ def _check_different(study: StudyConfig, configs: Mapping[str, Config]) -> None:
         other = seen.setdefault(fingerprint(config), name)
         if other != name and not {other, name} <= bases:
             raise ValueError(
-                f"study {study.name}: arms {other} and {name} have the same settings; "
-                "check their overrides and factors, or drop one"
+                f"study {study.name}: arms {other} and {name} have the same settings; check their "
+                "overrides and factors, or remove one"
             )
 
 
@@ -305,8 +306,8 @@ def _check_order_controls(study: StudyConfig, configs: Mapping[str, Config]) -> 
         ):
             raise ValueError(
                 f"study {study.name}, arm {arm.name}: a sum of {terms} ranks is the same in both "
-                f"orders, so this {arm.role} cannot differ from its baseline; let it halve "
-                "train.batch_size and double train.micro_steps, with its baseline's recipe"
+                f"orders, so this {arm.role} cannot differ from its baseline; halve "
+                "train.batch_size and double train.micro_steps in it, with its baseline's recipe"
             )
 
 
@@ -329,8 +330,7 @@ def _conflict(shown: str, runs: Sequence[PlannedRun]) -> str:
         holds = f"{runs[0].dir} and {len(runs) - 1} folders more hold runs"
         it = "those folders to run them"
     return (
-        f"{holds} with other settings: {shown}. "
-        f"Delete {it} again, or give the study another folder with --dir"
+        f"{holds} with other settings: {shown}. Delete {it} again, or set another folder with --dir"
     )
 
 
@@ -376,7 +376,7 @@ def _check_trunk(config: Config, trunk: Config) -> None:
     if config.model.start_optimizer:
         if trunk.train.checkpoint_weights_only:
             raise ValueError(
-                f"it takes the optimizer of {PREPARE} {trunk.run.arm}, which keeps weights only: "
+                f"it loads the optimizer of {PREPARE} {trunk.run.arm}, which saves weights only: "
                 "set train.checkpoint_weights_only=false there"
             )
         check_branch(config, trunk)

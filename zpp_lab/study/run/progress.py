@@ -120,7 +120,7 @@ class Watch:
         if found is None:
             said = "" if root.is_dir() else f" ({missing(root)})"
             raise ValueError(
-                f"{root}: no study has been started here{said}; start it without --watch, or name "
+                f"{root}: no study has been started here{said}; start it without --watch, or set "
                 "its folder with --dir"
             )
         if study is not None:
@@ -214,7 +214,7 @@ def _page(watch: Watch) -> Group:
     if watch.running and left is not None:
         parts.append(f"about {duration(left)} left")
     if not watch.running:
-        parts.append("no process is at work here")
+        parts.append("no process is running here")
     return Group(Text(f"{watch.study.name}: {', '.join(parts)}"), _table(watch.study, states))
 
 

@@ -238,7 +238,7 @@ class Queue:
         if self._worth_another(ended, result):
             self._again.add(ended.run.dir)
             self._waiting.append(ended.run)
-            self._progress.say(f"{ended.run}: {ending(result)}; tried again at the end")
+            self._progress.say(f"{ended.run}: {ending(result)}; repeated at the end")
             return
         self.outcomes[ended.run.dir] = result.outcome
         self._progress.ended(ended.run, ending(result))
@@ -265,8 +265,8 @@ def _check_disk(folder: Path, result: Run) -> None:
         told = f": {error.splitlines()[0].partition('; ')[0]}" if error else ""
         raise OSError(
             errno.ENOSPC,
-            f"{folder}: the disk is full ({free / 2**20:.0f} MiB left{told}); make room, then the "
-            "same command goes on, each run from its last checkpoint",
+            f"{folder}: the disk is full ({free / 2**20:.0f} MiB left{told}); free some space, "
+            "then the same command resumes each run from its last checkpoint",
         )
 
 

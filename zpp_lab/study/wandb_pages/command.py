@@ -213,7 +213,7 @@ def apply_file(path: Path) -> int:
     """
     spec = read_spec(path)
     if find_key() is None:
-        raise ValueError("pages need a key for wandb: run `wandb login` or set WANDB_API_KEY")
+        raise ValueError("dashboards need an API key: run `wandb login`, or set WANDB_API_KEY")
     try:
         print("\n".join(apply(spec)))
     except ValueError:
@@ -241,7 +241,7 @@ def _planned(root: Path, target: str) -> StudyConfig:
 def _study_of(root: Path) -> StudyConfig:
     study = read_study(root)
     if study is None:
-        raise ValueError(f"{root}: {STUDY_FILE} not found; give a folder that zpp-lab study made")
+        raise ValueError(f"{root}: {STUDY_FILE} not found; use a folder that zpp-lab study wrote")
     return study
 
 
