@@ -273,7 +273,7 @@ def _check_memory(recipe: Recipe) -> None:
         raise ValueError(
             f"recipe {recipe.config.name}, {' and '.join(asked)}: memory.kind=residual would have "
             f"no effect, since gradients of {recipe.cluster.nodes} × "
-            f"{recipe.cluster.gpus_per_node}ranks use {', '.join(recipe.hops)} only; set it for "
+            f"{recipe.cluster.gpus_per_node} ranks use {', '.join(recipe.hops)} only; set it for "
             "that wire or for recipe.grads, or leave it out"
         )
 

@@ -145,7 +145,7 @@ def _in_nodes(ranks: Sequence[int]) -> ClusterConfig:
     each = nodes.count(nodes[0])
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(each)]:
         raise ValueError(
-            f"ranks {list(ranks)} with LOCAL_WORLD_SIZE={local}are not grouped evenly by node: "
+            f"ranks {list(ranks)} with LOCAL_WORLD_SIZE={local} are not grouped evenly by node: "
             "pass shard a cluster, or a mesh with the dimensions nodes and gpus"
         )
     return ClusterConfig(nodes=len(nodes) // each, gpus_per_node=each)

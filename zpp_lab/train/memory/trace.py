@@ -238,7 +238,7 @@ def _kept_trace(
     except Exception as error:  # of the model's own code, whatever it does
         raise ValueError(
             f"{type(model).__name__} cannot be traced on shapes alone, so its activation memory "
-            f"is unknown ( {type(error).__name__}: {str(error).splitlines()[0]}); use a model.* "
+            f"is unknown ({type(error).__name__}: {str(error).splitlines()[0]}); use a model.* "
             "preset of the same shape"
         ) from error
 
