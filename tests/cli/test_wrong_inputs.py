@@ -43,7 +43,7 @@ train engine.threads=100000000000 => engine.threads=100000000000 | 4096
 train engine.prefetch=2 => engine.prefetch | engine=fsdp
 train engine=fsdp engine.prefetch=-1 => engine.prefetch=-1
 train ops.backend=cuda => ops.backend=cuda | ops.backend=auto
-train recipe=zero4 => recipe=zero4 | amsp_node, base, broken, diff2_g82,
+train recipe=zero4 => recipe=zero4 | amsp_node, base, broken, diff2_g82, diff_g84h,
 train recipe=mine/w5.yaml => recipe=mine/w5.yaml | --config-dir | recipe=w5
 train recipe.weights.bits=5 => weights_forward: bits=5 | (2, 3, 4, 6, 8)
 train recipe.weights.bits=4 recipe.weights.block_size=0 => block_size=0
@@ -132,7 +132,7 @@ study s_arms_dict.yaml => s_arms_dict.yaml | arms={'zero3'
 study s_arm_noname.yaml => s_arm_noname.yaml | against, describe, factors, name, overrides,
 study s_arm_twice.yaml => s_arm_twice.yaml | zero3
 study s_arm_key.yaml => s_arm_key.yaml | against, describe, factors, name, overrides,
-study s_arm_override.yaml => amsp_node, base, broken, diff2_g82,
+study s_arm_override.yaml => amsp_node, base, broken, diff2_g82, diff_g84h,
 study s_arm_override2.yaml => codec, hadamard, keep, memory,
 study s_arm_override_dict.yaml => s_arm_override_dict.yaml
 study s_baseline.yaml => s_baseline.yaml | 'w5' | zero3

@@ -28,6 +28,7 @@ QUICK = {
         *("zero3", "zeropp", "stage2", "reversed_two_hops", "sham", "kept_other_bits"),
         *("differences_drawn", "differences_whole", "broken", "g8_4_hadamard", "zero3_reordered"),
         *("amsp_node", "w4_diff", "sdp4bit", "diff2_g82", "loco", "sparse", "differences_sparse"),
+        "diff_g84h",
         *("memory_rules", "memory_first", "memory_second", "memory_hadamard_mixed"),
         *("memory_topk_bits", "mask_ef", "g2_normal_ef"),
         *("grid_none_none_node", "grid_node_node_world", "grid_memory", "raw_none_none_none"),
