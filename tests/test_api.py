@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tests.engines.fsdp_world import run_world
 from zpp_lab.api import _named, _recipe, init, recipe, shard
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.engines.fsdp.mesh import Ranks
-from zpp_lab.files import conf_dir
+from zpp_lab.files import amount, conf_dir, percents
 
 KEPT_SUMS = ("recipe.sharding.weights=node", "recipe.sharding.grads=node")
 
@@ -158,6 +160,21 @@ def _groups(unit: Any) -> list[Any]:
     return [g for g in groups or [state._fsdp_param_group] if g is not None]
 
 
+def summarized() -> list[Any]:
+    """What each rank prints when a model is sharded, and what the plan says of its bytes."""
+    printed = StringIO()
+    with redirect_stderr(printed):
+        sharded = shard(_model(), _small("zeropp"), "2x2", param_dtype="bf16")
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, printed.getvalue())
+    quantized = sharded.plan.quantized_share()
+    wires = {
+        wire: [amount(sum(sent)), percents([quantized[wire]])]
+        for wire, sent in sharded.plan.step_bytes().items()
+    }
+    return [of_ranks, wires]
+
+
 def every_job() -> dict[str, Any]:
     """One start of a world serves all tests."""
     return {
@@ -170,6 +187,7 @@ def every_job() -> dict[str, Any]:
         "wrong": wrong_meshes(),
         "twice": twice(),
         "cut": cut(),
+        "summarized": summarized(),
     }
 
 
@@ -292,6 +310,16 @@ def test_a_wrong_mesh_is_told_how_to_write_it(answers: dict[str, Any]) -> None:
 def test_a_model_is_sharded_once(answers: dict[str, Any]) -> None:
     assert len(answers["twice"]) == 2
     assert all("zpp_lab.shard" in said for said in answers["twice"])
+
+
+def test_rank_0_summarizes_the_recipe_in_one_line(answers: dict[str, Any]) -> None:
+    (first, *others), wires = answers["summarized"]
+    assert others == [""] * 3
+    assert first.count("\n") == 1
+    for wire, (sent, quantized) in wires.items():
+        assert f"{wire} {sent} ({quantized} quantized)" in first
+    assert "2 × 2" in first
+    assert "bf16" in first
 
 
 def test_a_recipe_is_a_name_a_file_or_settings(tmp_path: Path) -> None:

@@ -33,6 +33,16 @@ def test_public_names_are_functions_in_every_order_of_imports() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_tab_completion_lists_public_names() -> None:
+    code = "import zpp_lab; print(*dir(zpp_lab))"
+    listed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    names = listed.stdout.split()
+    assert set(zpp_lab.__all__) <= set(names)
+    assert not {"Any", "TYPE_CHECKING"} & set(names)
+
+
 def test_no_public_name_is_a_modules() -> None:
     """Python would put the module in the function's place when it is first imported."""
     from importlib.util import find_spec

@@ -21,3 +21,8 @@ def __getattr__(name: str) -> Any:
 
     home = import_module("zpp_lab.study.frames" if name == "load" else "zpp_lab.api")
     return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    """The public API before its first use too, and none of the names imported for types."""
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})

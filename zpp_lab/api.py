@@ -46,7 +46,7 @@ from zpp_lab.engines.fsdp.mesh import Ranks
 from zpp_lab.engines.fsdp.wrap import Wrapped, wrap
 from zpp_lab.engines.optim.shards import local
 from zpp_lab.engines.units import Block, cut_units
-from zpp_lab.files import missing, read_yaml
+from zpp_lab.files import amount, missing, percents, read_yaml
 from zpp_lab.train.launch.place import enter, placed
 
 
@@ -138,6 +138,8 @@ def shard(
 ) -> Sharded:
     """Shard `model` in place; every rank of the default process group calls this alike.
 
+    Rank 0 prints to stderr what a step sends, and how much of it is quantized.
+
     The model may be on the meta device: then `to_empty` it and give it weights, as with FSDP2.
 
     recipe: a recipe's name, its YAML file, its settings.
@@ -173,6 +175,8 @@ def shard(
     device = _device(model, mesh)
     watchdog = Watchdog(timeout_seconds)
     ranks = _connect(picked, watchdog, transport, device)
+    if dist.get_rank() == 0:
+        print(_summary(plan, param_dtype, reduce_dtype), file=sys.stderr, flush=True)
     group = None if picked.whole else ranks.gathers["world"]  # type: ignore[attr-defined]
     wrapped = wrap(
         model,
@@ -225,6 +229,30 @@ def _phases(config: RecipeConfig, steps: int | None) -> list[tuple[int, RecipeCo
             "instead of the share"
         )
     return config.phased(sys.maxsize if steps is None else steps)
+
+
+def _summary(plan: Plan, param_dtype: Dtype, reduce_dtype: Dtype) -> str:
+    """What a step sends over each wire and its quantized share, how the model is sharded, and the
+    dtypes it computes in; of several phases the first."""
+    config, cluster = plan.recipe.config, plan.recipe.cluster
+    names = ("weights", "gradients", "optimizer")
+    over: dict[str, list[str]] = {}
+    for name, place in zip(names, config.parts, strict=True):
+        over.setdefault("not sharded" if place == "none" else f"over the {place}", []).append(name)
+    sharded = ", ".join(f"{' and '.join(which)} {where}" for where, which in over.items())
+    quantized = plan.quantized_share()
+    wires = [
+        f"{wire} {amount(sum(sent))} ({percents([quantized[wire]])} quantized)"
+        for wire, sent in plan.step_bytes().items()
+        if wire in quantized
+    ]
+    total = amount(sum(map(sum, plan.step_bytes().values())))
+    phase = ", first phase" if config.phases else ""
+    return (
+        f"zpp_lab.shard: recipe {config.name}{phase}, {cluster.nodes} × {cluster.gpus_per_node} "
+        f"ranks; {sharded}; computes in {param_dtype}, reduces in {reduce_dtype}; all ranks send "
+        f"{total} a step of one micro-batch{': ' if wires else ''}{', '.join(wires)}"
+    )
 
 
 def _connect(picked: Ranks, watchdog: Watchdog, choice: Choice, device: torch.device) -> Transport:

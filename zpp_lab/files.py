@@ -203,6 +203,15 @@ def percents(values: Sequence[float]) -> str:
     return "/".join(dict.fromkeys(told)) + "%" if told else "–"
 
 
+def amount(count: float) -> str:
+    """Bytes for people: 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB", "EB"):
+        if count < 999.5 or unit == "EB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
 def _align(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
     return [
         cell.ljust(width) if i < left else cell.rjust(width)

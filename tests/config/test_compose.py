@@ -14,7 +14,7 @@ from hydra import initialize_config_dir
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import OWNERS, compose, load_study, to_config
 from zpp_lab.config.flat import flat_config
-from zpp_lab.config.load import REMOVED, load, unknown_key, valid_names
+from zpp_lab.config.load import ELSEWHERE, REMOVED, load, unknown_key, valid_names
 from zpp_lab.config.load import written as as_word
 from zpp_lab.config.schema import USUAL_WIRES, Config
 from zpp_lab.files import conf_dir
@@ -77,6 +77,11 @@ def test_words_are_taken_as_hydra_takes_them(words: list[str]) -> None:
         ("engine.graph=maybe", "use true or false"),
         ("train.steps@engine=3", "looks like a config group"),
         ("recipe.weights.bitz=4", "Did you mean bits"),
+        ("lr=0.1", r"\btrain\.lr\b"),
+        ("optimizer.lr=0.1", r"\btrain\.lr\b"),
+        ("recipe.weight.bits=4", r"\brecipe\.weights\.bits\?"),
+        ("resume=true", r"\brun\.resume\b"),
+        ("logger=wandb", r"\btracking\.wandb\b"),
         ("+recipe.weights.new=4", "recipe.weights.new"),
         ("engine.blocks_per_unit=0", r"blocks_per_unit=0: use 1 \(each block by itself\) or"),
         ("++engine.pull=kernel", "^engine.pull was removed in November 2026; leave it out"),
@@ -86,6 +91,14 @@ def test_words_are_taken_as_hydra_takes_them(words: list[str]) -> None:
 def test_mistakes_are_answered(override: str, answer: str) -> None:
     with pytest.raises(ValueError, match=answer):
         compose([override])
+
+
+def test_names_of_other_programs_lead_to_settings() -> None:
+    every = flat_config(Config())
+    for word, settings in ELSEWHERE.items():
+        assert word not in valid_names(Config, [])
+        assert set(settings) <= set(every)
+        assert settings[0] in unknown_key(Config, word)
 
 
 @pytest.mark.parametrize("name", REMOVED)

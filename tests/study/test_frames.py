@@ -83,6 +83,12 @@ def test_a_row_an_arm_as_the_report_judges_it(found: Loaded) -> None:
     assert any("w2: seed 1 diverged" in note for note in found.notes)
 
 
+def test_it_is_shown_in_a_line(found: Loaded) -> None:
+    shown = repr(found)
+    assert len(shown) < len(str(found.folder)) + 80
+    assert "runs=5" in shown
+
+
 def test_without_pandas_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'zpp_lab\[report\]'"):

@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args
@@ -35,6 +35,26 @@ REMOVED = {  # by dotted name, of runs and of machines' files
     "engine.pull": Removed("November 2026", _COPIED, ("auto", "copy")),
     "engine.pull_multiprocessors": Removed("November 2026", _COPIED, (0,)),
     "intra.pull": Removed("November 2026", _COPIED, None),
+}
+
+
+ELSEWHERE = {  # names of settings in other training programs → ours
+    "checkpoint": ("train.checkpoint_every", "run.start_from"),
+    "dataset": ("data.name", "data.path"),
+    "devices": ("cluster.gpus_per_node",),
+    "epochs": ("train.steps",),
+    "gpus": ("cluster.gpus_per_node",),
+    "gradient_accumulation_steps": ("train.micro_steps",),
+    "learning_rate": ("train.lr",),
+    "logger": ("tracking.wandb", "tracking.tensorboard"),
+    "max_epochs": ("train.steps",),
+    "max_length": ("data.seq_len",),
+    "max_steps": ("train.steps",),
+    "num_nodes": ("cluster.nodes",),
+    "optimizer": ("train.lr", "train.weight_decay", "train.optimizer_state"),
+    "output_dir": ("run.dir",),
+    "precision": ("train.param_dtype", "train.reduce_dtype"),
+    "scheduler": ("train.schedule",),
 }
 
 
@@ -145,10 +165,47 @@ def unknown_key(cls: type, place: str, groups: Iterable[str] = ()) -> str:
     while parents and not valid_names(cls, parents):  # the group itself is unknown
         *parents, key = parents
     valid = sorted({*valid_names(cls, parents), *(() if parents else groups)})
-    near = difflib.get_close_matches(key, valid, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    meant = _meant(cls, place, key, valid)
+    hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
     where = f"in {'.'.join(parents)}" if parents else "at the top level"
     return f"{place}: unknown setting.{hint} Valid names {where}: {', '.join(valid)}"
+
+
+def _meant(cls: type, place: str, key: str, valid: Sequence[str]) -> list[str]:
+    """What the unknown `place` may stand for, the likeliest first: what other programs call so, a
+    setting of another group with the same last name, or one with a similar name. key: the first
+    part of `place` that is unknown; `valid`: the names that stand there."""
+    last, settings = place.rpartition(".")[2], _settings(cls)
+    for word in dict.fromkeys((last, key)):
+        usual = [name for name in ELSEWHERE.get(word, ()) if name in settings]
+        if usual:
+            return usual
+        if word == last:
+            there = [name for name in settings if name.rpartition(".")[2] == last]
+            ranked = sorted(there, key=lambda name: -_likeness(place, name))
+            if ranked:
+                return ranked[: 1 if _likeness(place, ranked[0]) > 0.9 else 3]
+    near = {name: _likeness(key, name) for name in valid}
+    if last == key:  # a whole setting, which may be of another group
+        near = {n: _likeness(key, n.rpartition(".")[2]) - 0.05 for n in settings} | near
+    best = max(near, key=lambda name: near[name], default="")
+    return [best] if near.get(best, 0.0) >= 0.6 else []
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _settings(cls: type, prefix: str = "") -> list[str]:
+    """The dotted names of all settings below `cls`, without those in lists."""
+    found: list[str] = []
+    for name, hint in _hints(cls).items():
+        inner = next((a for a in (hint, *get_args(hint)) if is_dataclass(a)), None)
+        if inner is None or typing.get_origin(hint) is list:
+            found.append(prefix + name)
+        else:
+            found += _settings(typing.cast(type, inner), f"{prefix}{name}.")
+    return found
 
 
 def valid_names(cls: Any, path: list[str]) -> list[str]:

@@ -33,6 +33,11 @@ class Loaded:
     folder: Path
     result: StudyResult
 
+    def __repr__(self) -> str:
+        arms = self.result.arms
+        runs, verdicts = sum(len(arm.runs) for arm in arms), len(self.result.every)
+        return f"Loaded({str(self.folder)!r}, runs={runs}, arms={len(arms)}, verdicts={verdicts})"
+
     @property
     def notes(self) -> Sequence[str]:
         """Sentences on runs that are left out or have not finished."""

@@ -19,7 +19,7 @@ from zpp_lab.config.flat import arm_of, carried, differing, flat_config
 from zpp_lab.config.load import written
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import CONFIG, shares
+from zpp_lab.files import CONFIG, amount, shares
 from zpp_lab.runs.reader import last_step, read_run
 from zpp_lab.study.run import attempts
 from zpp_lab.study.run.launch import Launch, hydra_compose
@@ -315,15 +315,6 @@ def _memory(one: Forecast) -> str:
         return "?"
     text = f"{amount(need.nbytes)}{' a GPU' if need.each else ''}"
     return f"≥ {text}" if need.at_least else text
-
-
-def amount(count: float) -> str:
-    """Bytes for people: 1.5 GB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
 
 
 def _several(count: int, noun: str) -> str:
