@@ -50,6 +50,10 @@ RESTORE = "restore it from a copy, or delete it"
 RESTORE_CONFIG = "restore it from a copy, or move its folder away"  # it tells whose the rest is
 
 OWN_CONF = "ZPP_CONFIG_DIR"  # set by --config-dir, for the processes that a command starts too
+BEGIN_WITH = {  # of long lists; README says what each is for
+    "recipe": ("zero3", "zeropp", "diff_g84h"),
+    "study": ("first", "memories_first", "finetune_350m"),
+}
 _PACKAGE = Path(__file__).resolve().parent
 _FOLDER_NAME = re.compile(r"[\w,+=-][\w.,+=-]*")  # what begins with a dot is hidden
 _SHOWN = 5  # names in a folder that are listed where none is similar
@@ -231,9 +235,26 @@ def conf_dir() -> Path:
 
 
 def conf_dirs() -> list[Path]:
-    """conf/, and the folder of one's own that --config-dir names."""
+    """conf/, and a folder of one's own: the one that --config-dir names, else conf/ of the working
+    folder where that has recipes or studies. What conf/ has is taken from there."""
     own = os.environ.get(OWN_CONF)
-    return [conf_dir(), *([Path(own)] if own else [])]
+    if own:
+        return [conf_dir(), Path(own)]
+    here = Path("conf").resolve()
+    used = here != conf_dir().resolve() and any((here / group).is_dir() for group in BEGIN_WITH)
+    return [conf_dir(), *([here] if used else [])]
+
+
+def conf_names(group: str) -> list[str]:
+    """The names that a group of conf/ has, those of one's own among them."""
+    return sorted({path.stem for one in conf_dirs() for path in (one / group).glob("*.yaml")})
+
+
+def listed_names(group: str, names: Sequence[str]) -> str:
+    """`names`, and before a long list those to begin with."""
+    first = [name for name in BEGIN_WITH.get(group, ()) if name in names]
+    every = ", ".join(names)
+    return f"{', '.join(first)} to begin with; all: {every}" if first else every
 
 
 def cuda_dir() -> Path:

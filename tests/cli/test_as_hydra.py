@@ -10,9 +10,10 @@ import yaml
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import PLUGINS, compose, explain
-from zpp_lab.config.flat import carried, every_setting, flat_config, stored_config
+from zpp_lab.config.flat import arm_name, carried, every_setting, flat_config, stored_config
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, TrainConfig
+from zpp_lab.files import BEGIN_WITH, conf_names
 from zpp_lab.runs.reader import find_runs
 
 Said = pytest.CaptureFixture[str]
@@ -70,6 +71,33 @@ def test_files_of_ones_own(tmp_path: Path, capsys: Said) -> None:
     (own / "recipe" / "w4.yaml").write_text("name: other")
     assert "conf/ has recipe/w4.yaml too" in said(capsys, *sweep, code=2)
     assert "nowhere" in said(capsys, "train", "--config-dir", "nowhere", code=2)
+
+
+def test_names_that_conf_lacks_are_found_in_the_working_folders(capsys: Said) -> None:
+    for name, text in {"recipe/six": "name: six\nweights: {bits: 6}", "study/both": BOTH}.items():
+        path = Path("conf") / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    Path("conf/recipe/w4.yaml").write_text("name: other")
+    assert compose(["recipe=six"]).recipe.weights.bits == 6
+    assert arm_name(compose(["recipe=six"])) == "six"
+    assert compose(["recipe=w4"]).recipe.name == "w4"  # a name of conf/ means that one
+    assert "six: weights_forward" in said(capsys, "study", "both", "--dry-run")
+    assert "recipe=six/seed1" in said(capsys, "train", "-m", "recipe=six,w4", "--dry-run")
+
+
+@pytest.mark.parametrize(("group", "command"), [("recipe", "train"), ("study", "study")])
+def test_long_lists_say_what_to_begin_with(group: str, command: str, capsys: Said) -> None:
+    first = BEGIN_WITH[group]
+    assert len(first) == 3
+    assert set(first) <= set(conf_names(group))
+    word = "recipe=nothing" if group == "recipe" else "nothing"
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    helped = " ".join(capsys.readouterr().out.split())
+    for text in (said(capsys, command, word, code=2), helped):
+        at = [text.index(f"{', '.join(first)} "), text.index(", ".join(conf_names(group)))]
+        assert at == sorted(at)
 
 
 SHORT = "# @package _global_\ndefaults: [override /recipe: six]\ntrain: {steps: 7}\n"

@@ -71,6 +71,25 @@ def test_the_recipe_sends_what_was_chosen(trained: Path, tmp_path: Path) -> None
     assert out.with_suffix(".md").read_text().count("`layers.*.attention.wq.weight`") >= 1
 
 
+def test_a_recipe_is_found_where_tune_has_written_it(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["tune", str(trained), "--bits", "5", "--blocks", "64", "--among", "4", "--out"]
+    for out, use in (("conf/recipe/mine.yaml", ""), ("own/recipe/yours.yaml", "--config-dir own ")):
+        assert main([*words, out]) == 0
+        name = Path(out).stem
+        used = f"{use}recipe={name}"
+        assert used in capsys.readouterr().out
+        assert main(["train", *used.split(), "--dry-run"]) == 0
+        assert f"name: {name}" in capsys.readouterr().out
+    assert main([*words, "conf/recipe/w4.yaml"]) == 2  # which would mean zpp_lab's own
+    assert not Path("conf/recipe/w4.yaml").exists()
+
+
 def test_levels_for_normal_numbers_are_among_the_choices(trained: Path) -> None:
     tuned = tune(trained, 4, among=(2,), blocks=(64,))
     assert "normal" in {choice.codec.codec for choice in tuned.chosen.values()}

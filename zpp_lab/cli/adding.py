@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable
+
+from zpp_lab.files import conf_names, listed_names
 
 Call = Callable[[argparse.Namespace, list[str]], int]  # options, the other words → exit code
 SETTINGS = """Settings are written name=value, such as recipe=zeropp train.steps=100
@@ -15,6 +18,12 @@ CONFIG_DIR = "your own files in addition to conf/, such as DIR/recipe/mine.yaml 
 REMOVED = {  # options that were, by command
     ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",
 }
+
+
+def names_of(group: str, plural: str) -> str:
+    """The names of a group of conf/ for a command's help, those to begin with first."""
+    text = f"{plural}: {listed_names(group, conf_names(group))}"
+    return textwrap.fill(text, 90, break_on_hyphens=False)
 
 
 class Add:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from zpp_lab.cli.adding import Add, takes_settings
+from zpp_lab.cli.adding import Add, names_of, takes_settings
 from zpp_lab.cli.results import finish
 from zpp_lab.config.parser import whole
 from zpp_lab.train.piece import PAUSED, UNFINISHED, seconds
@@ -77,7 +77,12 @@ def _from_deepspeed(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _add_train(add: Add) -> None:
-    train = add("train", "train one run, or several with -m", _train, TRAIN)
+    train = add(
+        "train",
+        "train one run, or several with -m",
+        _train,
+        f"{TRAIN}\n\n{names_of('recipe', 'Recipes')}",
+    )
     train.add_argument(
         "-m", "--multirun", action="store_true", help="run every combination of a=1,2 b=x,y"
     )
@@ -100,7 +105,12 @@ def _add_train(add: Add) -> None:
 
 
 def _add_study(add: Add) -> None:
-    study = add("study", "train the arms of a study, then judge and report", _study, STUDY)
+    study = add(
+        "study",
+        "train the arms of a study, then judge and report",
+        _study,
+        f"{STUDY}\n\n{names_of('study', 'Studies')}",
+    )
     study.add_argument("name", help="a study's name, or the path of a YAML file")
     study.add_argument("--dir", type=Path, help="where to put the runs (default: runs/NAME)")
     study.add_argument("--jobs", type=whole(0), help="runs side by side (default: cores or GPUs)")

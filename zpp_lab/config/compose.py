@@ -8,6 +8,7 @@ Which folder a run lives in, and whether the folder already holds another run.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -31,7 +32,17 @@ from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import load, quote, readable, setting_of, unknown_key, valid_names
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
-from zpp_lab.files import check_name, conf_dir, conf_dirs, missing, parse_yaml, read_yaml
+from zpp_lab.files import (
+    OWN_CONF,
+    check_name,
+    conf_dir,
+    conf_dirs,
+    conf_names,
+    listed_names,
+    missing,
+    parse_yaml,
+    read_yaml,
+)
 
 ConfigStore.instance().store("base_config", asdict(Config()), provider="zpp_lab")
 
@@ -130,12 +141,14 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def own_files() -> list[str]:
-    """The override by which Hydra reads the folder of --config-dir as well. ValueError where that
-    is none, or has a file that conf/ has, which Hydra would read in its place."""
+    """The override by which Hydra reads the folder of one's own as well (`conf_dirs`). ValueError
+    where --config-dir names none, or one with a file that conf/ has, which Hydra would read in its
+    place."""
+    named = bool(os.environ.get(OWN_CONF))
     for folder in conf_dirs()[1:]:
         if not folder.is_dir():
             raise ValueError(f"--config-dir {folder}: {missing(folder, 'folder')}; name a folder")
-        for path in sorted(folder.rglob("*.yaml")):
+        for path in sorted(folder.rglob("*.yaml")) if named else ():
             name = path.relative_to(folder)
             if (conf_dir() / name).is_file():
                 raise ValueError(
@@ -245,13 +258,14 @@ def _unknown_option(group: str, name: str) -> str:
         )
     if word := PLUGINS.get(f"{group}/{name}"):
         return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
-    there = sorted(path.stem for one in conf_dirs() for path in (one / group).glob("*.yaml"))
+    there = conf_names(group)
     if group.startswith("hydra/"):
         there = sorted({*there, *(p.rpartition("/")[2] for p in PLUGINS if p.startswith(group))})
     near = difflib.get_close_matches(name, there, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     other = "; any other: cluster.nodes=3 cluster.gpus_per_node=4" if group == "cluster" else ""
-    return f"{group}={name}: unknown {group}.{hint} Valid names: {', '.join(there)}{other}"
+    listed = listed_names(group, there)
+    return f"{group}={name}: unknown {group}.{hint} Valid names: {listed}{other}"
 
 
 def _parsed(override: str) -> Override | None:
@@ -280,7 +294,7 @@ def _is_group(key: str) -> bool:
 
 
 def study_names() -> list[str]:
-    return sorted(p.stem for folder in conf_dirs() for p in (folder / "study").glob("*.yaml"))
+    return conf_names("study")
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -395,8 +409,8 @@ def _study_path(name: str) -> Path:
         if size and size[1] in study_names():
             hint = f" (for so many GPUs: {size[1]} hardware={size[2]}gpus)"
         raise ValueError(
-            f"{name!r}: unknown study{hint}; valid names: {', '.join(study_names())}, or give a "
-            "YAML file"
+            f"{name!r}: unknown study{hint}; valid names: {listed_names('study', study_names())}, "
+            "or give a YAML file"
         )
     files = [folder / "study" / f"{name}.yaml" for folder in conf_dirs()]
     return next(path for path in files if path.is_file())

@@ -33,7 +33,7 @@ from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.codec import BITS, BLOCK_SIZES, NORMAL_BITS, CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
-from zpp_lab.files import text_table, write_atomic
+from zpp_lab.files import conf_dir, conf_dirs, text_table, write_atomic
 from zpp_lab.tools.evaluate import Bench
 from zpp_lab.tools.export.model import open_run
 from zpp_lab.tools.export.wire import WireWeights
@@ -422,6 +422,17 @@ def tune_command(
         )
     if out.is_file() and _WRITTEN not in out.read_text().split("\n", 1)[0]:
         raise ValueError(f"--out {out}: it exists and was not written by tune; use another name")
+    folder, used = out.parent.resolve(), f"zpp_lab.shard(model, {str(out)!r})"
+    if folder.name == "recipe":
+        taken = conf_dir() / "recipe" / out.name
+        if taken.is_file() and taken.resolve() != out.resolve():
+            raise ValueError(
+                f"--out {out}: recipe={out.stem} would mean the recipe of zpp_lab with that name; "
+                "use another name"
+            )
+        found = any(folder.parent == one.resolve() for one in conf_dirs())
+        own = "" if found or out.parts[:-2] == ("conf",) else f"--config-dir {out.parent.parent} "
+        used = f"zpp-lab train {own}recipe={out.stem}, or {used}"
     tuned = tune(run, bits, out.stem, among, blocks, tokens, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, recipe_text(tuned, run))
@@ -436,4 +447,5 @@ def tune_command(
         print(f"\nno measurable rise for {', '.join(tuned.unseen)}: measure on more --tokens")
     told = "" if expected is None else f"; expected gap: {expected:.2f} × the best uniform one's"
     print(f"\n{tuned.bits:.3f} bits a weight{told}\nwritten: {out}, {beside}")
+    print(f"to train with it: {used}")
     return 0
