@@ -51,6 +51,22 @@ def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:
     assert (plain["group"], plain["name"]) == (None, "zero3 seed1")
 
 
+def test_settings_come_before_wandbs_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(*overrides: str) -> tuple[str, list[str]]:
+        found = identity(RunFolder(tmp_path), config(*overrides))
+        return found["project"], [tag for tag in found["tags"] if "=" not in tag]
+
+    assert named() == ("zpp_lab", [])
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_TAGS", "one, two,")
+    assert named() == ("theirs", ["one", "two"])
+    assert named("tracking.project=zpp_lab", "tracking.tags=[a]") == ("zpp_lab", ["a"])
+    RunFolder(tmp_path).note(project="sent_before")  # a run stays where its steps are
+    assert named()[0] == "sent_before"
+
+
 @pytest.mark.parametrize(
     ("overrides", "arm"),
     [

@@ -76,6 +76,11 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     row = run.history[6]
     assert row["loss"] == 4.0 / 7
     assert row["bytes/weights_forward/inter"] == 14
+    assert (row["train/loss"], row["train/bytes"]) == (row["loss"], 7 + 14)
+    shown = ("train/loss", "val/loss", "train/bytes", "memory/*")
+    assert not any(run.metrics[name].options.hidden for name in shown)
+    for name in ("loss", "heldout_loss", "bytes/*", "telemetry/*"):  # no panels by themselves
+        assert run.metrics[name].options.hidden
     assert math.isnan(row["telemetry/grads_inter/mlp/nmse"])
     assert run.summary["final/bytes/weights_forward/intra"] == 9
     assert run.summary["bytes/weights_forward/intra"] == 20  # of the last step

@@ -285,10 +285,10 @@ class TrainConfig:
 class TrackingConfig:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: offline without a key
     tensorboard: bool = False  # event files in the run's folder; tracking=tensorboard
-    project: str = "zpp_lab"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    project: str | None = None  # None: WANDB_PROJECT, else zpp_lab
+    entity: str | None = None  # None: WANDB_ENTITY, else the account's own
+    group: str | None = None  # None: the study's name, the sweep's folder, else WANDB_RUN_GROUP
+    tags: list[str] = field(default_factory=list)  # []: WANDB_TAGS
     telemetry_every: int = 50  # 0 measures no codec errors
     timeout_seconds: float = 60.0  # for wandb's server to answer, at the start and at the end
     wait_seconds: float = 0.0  # at a run's end for wandb; a batch system may kill what stays behind

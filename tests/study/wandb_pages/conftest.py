@@ -25,7 +25,7 @@ def study_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "report.html").write_text("<h1>fake</h1>")
     (root / "results.csv").write_text(results_csv(read_result(root)))
     for config in root.rglob("config.yaml"):
-        text = config.read_text().replace("project: zpp_lab", "project: mine")
+        text = config.read_text().replace("project: null", "project: mine")
         config.write_text(text)
     be_patient(root)
     return root

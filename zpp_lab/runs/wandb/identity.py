@@ -8,6 +8,7 @@ tables. All are plain mappings, as folders of older versions are sent too.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -25,6 +26,15 @@ _NOT_SHOWN = ("tracking", "run", "seed")  # where and how a run was watched chan
 _EVERY = {"name": "*", "ndim": None, "min_numel": 0, "max_numel": None}  # a rule for all of them
 MADE_WITH = ("machine", "versions", "commit", "commits", "data")  # of an outcome: words
 _NAMES = ("study", "arm", "recipe", "seed", "cluster")  # of an outcome: in the config already
+SHOWN = {  # series that have a panel of their own in wandb → their names there
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "heldout_loss": "val/loss",
+    "heldout_accuracy": "val/accuracy",
+}
+BYTES = "train/bytes"  # of a step, all wires and ranks
+BY_CLASS = "nmse_by_class"  # below telemetry/WIRE
 HISTOGRAM = {"counts", "edges"}  # the keys of a histogram in telemetry
 Histogram = Callable[[list[float], list[float]], Any]  # of counts and edges
 Spread = Callable[[list[float]], Any]  # of values
@@ -37,12 +47,24 @@ def identity(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": folder.state()["id"],
         "name": run_name(config),
-        "project": tracking.get("project", "zpp_lab"),
+        "project": project_of(tracking, folder.state().get("project")),
         "entity": tracking.get("entity"),
         "group": tracking.get("group") or run.get("study") or _sweep(folder, run),
         "job_type": arm_of(config),
         "tags": tags(config),
     }
+
+
+def project_of(tracking: Mapping[str, Any], sent_to: str | None = None) -> str:
+    """The settings' project; without one that which has the run already, WANDB_PROJECT's, or
+    zpp_lab."""
+    return tracking.get("project") or sent_to or os.environ.get("WANDB_PROJECT") or "zpp_lab"
+
+
+def own_tags(tracking: Mapping[str, Any]) -> list[str]:
+    """The settings' tags; without any WANDB_TAGS'."""
+    named = os.environ.get("WANDB_TAGS", "").split(",")
+    return list(tracking.get("tags") or [tag.strip() for tag in named if tag.strip()])
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
@@ -58,7 +80,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
         "cluster": f"{cluster.get('nodes')}x{cluster.get('gpus_per_node')}" if cluster else None,
         "engine": engine.get("name"),
     }
-    own = _section(config, "tracking").get("tags") or []
+    own = own_tags(_section(config, "tracking"))
     return [*own, *(within(_TAG, f"{key}={value}") for key, value in named.items() if value)]
 
 
@@ -159,18 +181,22 @@ def _without_nothing(value: Any) -> Any:
 def row(
     record: Record, counted: Histogram | None = None, spread: Spread | None = None
 ) -> dict[str, Any]:
-    """A step's record with names such as bytes/weights_forward/inter.
+    """A step's record with names such as bytes/weights_forward/inter, and again with those of
+    `SHOWN`, by which other programs' runs can be compared.
 
     Telemetry's {"counts": [...], "edges": [...]} become histograms, and for each wire
     telemetry/<wire>/nmse_by_class is the histogram of log10(nmse) over parameter classes. These
     are wandb's, unless `counted` and `spread` make others of counts and of values.
     """
     values = dict(flat(record, counted=counted))
+    values |= {name: values[key] for key, name in SHOWN.items() if key in values}
+    if record.get("bytes"):
+        values[BYTES] = sum(n for hops in record["bytes"].values() for n in hops.values())
     for wire, kinds in (record.get("telemetry") or {}).items():
         errors = _spread(kinds)
         if len(errors) > 1:
             made = (spread or _histogram)(errors)
-            values[f"telemetry/{wire}/{_CLASSES_MEASURE}_by_class"] = made
+            values[f"telemetry/{wire}/{BY_CLASS}"] = made
     return values
 
 

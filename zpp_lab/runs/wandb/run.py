@@ -15,11 +15,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from zpp_lab.config.schema import WIRES
 from zpp_lab.runs.metrics import Record, read
 from zpp_lab.runs.wandb.baseline import LOSSES, Baseline, find_baseline
 from zpp_lab.runs.wandb.folder import RunFolder
 from zpp_lab.runs.wandb.identity import (
+    BY_CLASS,
+    BYTES,
     MADE_WITH,
+    SHOWN,
     identity,
     outcome_values,
     results,
@@ -28,7 +32,8 @@ from zpp_lab.runs.wandb.identity import (
 )
 from zpp_lab.runs.wandb.mode import Mode
 
-_SPEED = ("tokens_per_second", "mfu", "wait/*", "memory/*")
+_SPEED = ("tokens_per_second", "mfu", "memory/*")
+_HIDDEN = ("tokens", "seconds", "wait/*", "bytes/*", "telemetry/*")
 
 
 class WandbRun:
@@ -49,6 +54,7 @@ class WandbRun:
         shutil.rmtree(folder.path / "wandb", ignore_errors=True)  # of an earlier attempt
         config = folder.config()
         tracking = config.get("tracking") or {}
+        named = identity(folder, config)
         self._run = open_run(
             mode,
             str(folder.path),
@@ -57,8 +63,10 @@ class WandbRun:
             trainer=trainer if folder.watched(config) else None,
             commit=folder.commit() if tracking.get("git", True) else None,
             config=shown_config(config),
-            **identity(folder, config),
+            **named,
         )
+        if mode == "online":  # a later start, without this environment, goes on there
+            folder.note(project=named["project"])
         # wandb's counter is the step, and goes on after the last one: 0 for a run from its start.
         self._counter = self._run.starting_step - 1
         self.last_step = 0  # the last step that wandb has
@@ -191,11 +199,15 @@ def forget() -> None:
 
 
 def _define(run: Any) -> None:
-    """Axes, and what a table shows of a series: losses by their least and last value."""
+    """Axes, what a table shows of a series (losses by their least and last value), and which of
+    them get a panel by themselves; the others are there for panels that somebody makes."""
     run.define_metric("step", hidden=True)
-    for name in ("loss", "heldout_loss"):
-        run.define_metric(name, step_metric="step", summary="min,last")
-    for name in ("lr", "grad_norm", "tokens", "seconds", *_SPEED, "bytes/*", "telemetry/*"):
+    for name in LOSSES:
+        run.define_metric(name, step_metric="step", summary="min,last", hidden=True)
+    for name in (*(name for name in SHOWN if name not in LOSSES), *_HIDDEN):
+        run.define_metric(name, step_metric="step", hidden=True)
+    by_class = [f"telemetry/{wire}/{BY_CLASS}" for wire in WIRES]
+    for name in (*SHOWN.values(), BYTES, *_SPEED, *by_class):
         run.define_metric(name, step_metric="step")  # a table shows the last value
 
 

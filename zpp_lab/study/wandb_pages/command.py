@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.compose import load_study
-from zpp_lab.config.schema import TrackingConfig
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import STUDY_FILE, nearest
 from zpp_lab.runs.reader import read_study
 from zpp_lab.runs.wandb.mode import find_key, resolve
-from zpp_lab.study.wandb_pages.publish import tracking_of
+from zpp_lab.study.wandb_pages.publish import study_project, tracking_of
 from zpp_lab.study.wandb_pages.spec import FILE, Panel, Spec, make_spec, read_spec, write_spec
 
 _FIELDS = {"group": "Group", "job_type": "JobType"}  # wandb's names of what runs are grouped by
@@ -192,7 +191,7 @@ def dashboard(
         out = out or Path(f"{study.name}-{FILE}")
     spec = make_spec(
         study,
-        project=project or tracking.get("project") or TrackingConfig().project,
+        project=project or study_project(root),
         entity=entity or tracking.get("entity"),
         verdicts=verdicts,
         told=told,

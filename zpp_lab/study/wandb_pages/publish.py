@@ -21,7 +21,9 @@ from typing import Any
 
 from zpp_lab.files import CONFIG, STUDY_FILE
 from zpp_lab.runs.reader import read_study
+from zpp_lab.runs.wandb.folder import STATE as RUN_STATE
 from zpp_lab.runs.wandb.folder import read_state, run_folders, write_state
+from zpp_lab.runs.wandb.identity import own_tags, project_of
 from zpp_lab.runs.wandb.mode import Mode, resolve
 from zpp_lab.runs.wandb.process import SinkHandle, start_process
 from zpp_lab.runs.wandb.run import forget, open_run
@@ -82,9 +84,17 @@ def tracking_of(root: Path) -> dict[str, Any]:
     return (found[0].config().get("tracking") or {}) if found else {}
 
 
+def study_project(root: Path) -> str:
+    """wandb's project of a study's runs."""
+    sent = [root / STATE, *(run.path / RUN_STATE for run in run_folders(root))]
+    there = (project for path in sent if (project := read_state(path).get("project")))
+    return project_of(tracking_of(root), next(there, None))
+
+
 def _send(root: Path, name: str, mode: Mode) -> str | None:
     tracking = tracking_of(root)
     known = read_state(root / STATE)
+    project = study_project(root)
     run_id = known.get("id") or f"report-{secrets.token_hex(4)}"
     write_state(root / STATE, id=run_id, mode=mode, state="sending", error=None)
     shutil.rmtree(root / PLACE, ignore_errors=True)  # of an earlier attempt
@@ -96,18 +106,19 @@ def _send(root: Path, name: str, mode: Mode) -> str | None:
         summarized=True,
         id=run_id,
         name=f"{name} report",
-        project=tracking.get("project", "zpp_lab"),
+        project=project,
         entity=tracking.get("entity"),
         group=tracking.get("group") or name,
         job_type=JOB_TYPE,
-        tags=[*(tracking.get("tags") or []), "report"],
+        tags=[*own_tags(tracking), "report"],
         config={"study": name},
     )
     url = run.url if mode == "online" else None
     run.log(_tables(root))
     run.log_artifact(_artifact(root, name))
     run.finish(exit_code=0)
-    write_state(root / STATE, state="complete", url=url)
+    sent_to = {"project": project} if mode == "online" else {}
+    write_state(root / STATE, state="complete", url=url, **sent_to)
     return url
 
 

@@ -222,7 +222,11 @@ def _bytes(wires: Sequence[Wire]) -> list[Panel]:
         _line(f"Bytes a step {where}", [f"bytes/{wire}/{hop}" for wire in wires])
         for hop, where in (("intra", "inside nodes"), ("inter", "between nodes"))
     ]
-    return [*hops, _bar("Tokens a second", "final/tokens_per_second")]
+    return [
+        _line("Bytes a step, all wires", ["train/bytes"]),
+        *hops,
+        _bar("Tokens a second", "final/tokens_per_second"),
+    ]
 
 
 def _telemetry(wires: Sequence[Wire]) -> list[Panel]:
