@@ -1,4 +1,4 @@
-"""What users of Hydra know: its flags, + and ~, files of one's own, sweepers, tab completion."""
+"""What users of Hydra know: its flags, + and ~, files of one's own, sweepers."""
 
 from __future__ import annotations
 
@@ -167,23 +167,3 @@ def test_optuna_draws_runs(word: str, tmp_path: Path, capsys: Said) -> None:
     rates = {run.config["train"]["lr"] for run in find_runs(Path("drawn"))}
     assert len(rates) == 2
     assert all(0.001 <= rate <= 0.01 for rate in rates)
-
-
-@pytest.mark.parametrize(
-    ("line", "among"),
-    [
-        ("zpp-lab stu", ["study"]),
-        ("zpp-lab study fir", ["first"]),
-        ("zpp-lab train --dry", ["--dry-run"]),
-        ("zpp-lab train recipe=zero3_", ["recipe=zero3_nudged", "recipe=zero3_reordered"]),
-        ("zpp-lab train experiment=smoke train.warm", ["train.warmup_steps="]),
-        ("zpp-lab doctor x", []),
-    ],
-)
-def test_tab_completion(
-    line: str, among: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
-    monkeypatch.setenv("COMP_LINE", line)
-    assert said(capsys, "-sc", "query=bash").split() == among
-    assert "hydra_bash_completion zpp-lab" in said(capsys, "-sc", "install=bash")
-    assert "bash, zsh and fish" in said(capsys, "-sc", "install=csh", code=2)

@@ -213,7 +213,6 @@ plan model=hf => model=hf | model.path
 plan recipe=zeropp cluster.nodes=1 cluster.gpus_per_node=1 => recipe zeropp | change the cluster or
 bench => zpp-lab bench WHAT | step, calibrate
 bench everything => step, calibrate
-bench collectives => experiments/collectives/bench.py
 bench step --cpu --arm 'a recipe=w4' => 'a recipe=w4'
 bench step --nodes 0 --cpu => --nodes | --help
 bench step --arm 'x: train.stepz=3' --cpu => train.stepz | accumulate, batch_size, beta1, beta2,

@@ -15,9 +15,6 @@ experiment one with the settings of a whole run, and hardware what it runs on. A
 +name=value adds to a mapping and ~name takes out what files say of a setting, for its default.
 `zpp-lab train --dry-run` prints all of them with their values."""
 CONFIG_DIR = "your own files in addition to conf/, such as DIR/recipe/mine.yaml for recipe=mine"
-REMOVED = {  # options that were, by command
-    ("study", "--limit"): "--limit was removed: a dry run measures nothing; --machine predicts",
-}
 
 
 def names_of(group: str, plural: str) -> str:
@@ -70,8 +67,7 @@ def check_words(args: argparse.Namespace, rest: list[str]) -> list[str]:
     for word in rest:
         if word.startswith("-"):
             option = word.split("=")[0]
-            unknown = f"unknown option {option}; see zpp-lab {args.command} --help"
-            raise ValueError(REMOVED.get((args.command, option), unknown))
+            raise ValueError(f"unknown option {option}; see zpp-lab {args.command} --help")
     words = [*(args.settings or []), *rest]
     for word in words:
         if args.settings is None:

@@ -24,12 +24,6 @@ BENCHES = {
     "step": "time training steps of several recipes at several link speeds",
     "calibrate": "measure the figures that `zpp-lab plan --machine` reads",
 }
-REMOVED = {
-    "kernels": "use python experiments/kernels/bench.py",
-    "collectives": "use python experiments/collectives/bench.py",
-    "virtual": "use python experiments/virtual/bench.py",
-    "deterministic": "train twice, with engine.deterministic=true and false",
-}
 
 
 def add_machine(add: Add) -> None:
@@ -97,8 +91,6 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
         raise ValueError(
             f"bench needs WHAT to measure: zpp-lab bench WHAT; valid names: {', '.join(BENCHES)}"
         )
-    if args.what in REMOVED:
-        raise ValueError(f"bench {args.what} was removed; {REMOVED[args.what]}")
     if args.what not in BENCHES:
         raise ValueError(f"bench {args.what!r}: unknown; valid names: {', '.join(BENCHES)}")
     from importlib import import_module

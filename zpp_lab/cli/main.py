@@ -1,18 +1,10 @@
-"""zpp-lab, the console script: from words to a command, from errors to exit codes.
-
-Tab completion is as of every program of Hydra's: eval "$(zpp-lab -sc install=bash)". Its scripts
-for bash, zsh and fish ask `zpp-lab -sc query=SHELL` what may follow the words so far. Commands,
-options and studies are answered here, settings and files of conf/ by Hydra itself.
-"""
+"""zpp-lab, the console script: from words to a command, from errors to exit codes."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
-import io
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,25 +25,15 @@ ABOUT = """Train with quantized collectives, judge what that costs, plan and mea
     zpp-lab train -m recipe.weights.bits=2,4,8 seed=1,2  a sweep
     zpp-lab study first                                  arms, seeds, verdicts and a report
     zpp-lab plan model=13b cluster=1x4                   what a run will send and hold"""
-EXIT_CODES = """tab completion: eval "$(zpp-lab -sc install=bash)", or zsh or fish
-
-exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
+EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
 75 stopped by --for (0 of ranks that torchrun or srun started, which would take 75 for a failure);
 130 stopped by Ctrl-C (the same command goes on)"""
-
-
-_REMOVED = {"compare": "compare was removed; use zpp-lab export DIR… --out runs.csv"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser, add = _parser()
-    if words[:1] in (["-sc"], ["--shell-completion"]):
-        try:
-            return completion(words[1:], parser)
-        except ValueError as error:
-            return _mistake("", str(error))
     if words and not words[0].startswith("-") and words[0] not in add.names:
         return _mistake("", _no_command(words[0], add.names))
     try:
@@ -140,68 +122,9 @@ def _close_output() -> None:
 
 
 def _no_command(word: str, names: list[str]) -> str:
-    if word in _REMOVED:
-        return _REMOVED[word]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"{word!r}: unknown command{hint}; valid names: {', '.join(names)}"
-
-
-SHELLS = ("bash", "zsh", "fish")
-_NO_SETTING = ("study", "law", "machine")  # folders of conf/ that no setting chooses from
-
-
-def completion(words: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """What Hydra's -sc or --shell-completion do: install=SHELL, uninstall=SHELL, query=SHELL."""
-    what, _, shell = (words[0] if len(words) == 1 else "").partition("=")
-    if what not in ("install", "uninstall", "query") or shell not in SHELLS:
-        raise ValueError(
-            "-sc takes install=SHELL or uninstall=SHELL, of bash, zsh and fish: "
-            'eval "$(zpp-lab -sc install=bash)"'
-        )
-    if what != "query":
-        print(_by_hydra(f"{what}={shell}"))
-        return 0
-    line = os.environ.get("COMP_LINE", "").split(None, 1)
-    found = _candidates(line[1] if len(line) > 1 else "", parser)
-    print(("\n" if shell == "fish" else " ").join(found))
-    return 0
-
-
-def _candidates(line: str, parser: argparse.ArgumentParser) -> list[str]:
-    """What may stand in the place of the last word of `line`, which follows the program's name."""
-    *before, last = re.split(r"\s+", line.lstrip())
-    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    if not before:
-        return [name for name in commands if name.startswith(last)]
-    command = commands.get(before[0])
-    if command is None:
-        return []
-    if last.startswith("-"):
-        flags = [flag for action in command._actions for flag in action.option_strings]
-        return [flag for flag in flags if flag.startswith(last)]
-    names = any(action.dest == "name" for action in command._actions)
-    if names and all(word.startswith("-") for word in before[1:]):
-        from zpp_lab.config.compose import study_names
-
-        return [name for name in study_names() if name.startswith(last)]
-    if not any(action.dest == "settings" for action in command._actions):
-        return []
-    settings = [word for word in before[1:] if "=" in word and not word.startswith("-")]
-    os.environ["COMP_LINE"] = " ".join(["zpp-lab", *settings, last])
-    groups = tuple(f"{name}{sign}" for name in _NO_SETTING for sign in "=/")
-    found = _by_hydra("query=bash").split()
-    return [word for word in found if word not in _NO_SETTING and not word.startswith(groups)]
-
-
-def _by_hydra(words: str) -> str:
-    """What Hydra's own command prints of a completion."""
-    from zpp_lab.study.run.multirun import by_hydra
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        by_hydra(lambda _: None, "-sc", words, program="zpp-lab")
-    return said.getvalue()
 
 
 if __name__ == "__main__":

@@ -66,11 +66,9 @@ def multirun(overrides: list[str]) -> int:
     return 0
 
 
-def by_hydra(
-    task: Callable[[DictConfig], object], *words: str, program: str = "zpp-lab train"
-) -> None:
+def by_hydra(task: Callable[[DictConfig], object], *words: str) -> None:
     """Hydra's own command with these words, its flags among them, and the files of --config-dir."""
-    with _command_line(program, *words, *own_files()):
+    with _command_line("zpp-lab train", *words, *own_files()):
         main = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
         main(task)()
 
