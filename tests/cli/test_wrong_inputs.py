@@ -118,7 +118,7 @@ train -m seed=1,x => seed='x'
 train --dry-run --dry-run=3 => --dry-run | '3' | --help
 train hydra.run.dir=x => hydra.run.dir=x
 study => the following arguments are required: name; see zpp-lab study --help
-study nothing => bits, bits_13b, bits_full, block, deepspeed,
+study nothing => bits, bits_13b, deepspeed,
 study world hardware=4gpus => zero3_2_global
 study nope.yaml => nope.yaml | s_role.yaml
 study binary.yaml => binary.yaml | UTF-8
@@ -169,7 +169,7 @@ study study.yaml --dir runs/good => runs/good
 study study.yaml --watch --dir runz => --watch
 study study.yaml --watch --dir empty => --watch
 study study.yaml --nope => --nope | --help
-study ../x => '../x' | bits, bits_13b, bits_full, block, deepspeed,
+study ../x => '../x' | bits, bits_13b, deepspeed,
 prepare => the following arguments are required: name; see zpp-lab prepare --help
 prepare binary.yaml => binary.yaml | UTF-8
 prepare study.yaml data.path=textz => place/textz | place/texts
