@@ -2,15 +2,18 @@
 
 A template that marks the assistant's text (`{% generation %}`) is believed. Of any other an
 assistant's turn is what it adds to the turns before it, with the header that asks for an answer.
+
+What a record says beside its texts is rendered, refused by name, or named once as not read.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,97 @@ from zpp_lab.files import missing, parse_json, read_text
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = "26 Jul 2024"  # of templates that write today's unless they are told one: their own default
 _OWN = "data.records.template=FILE.jinja"
+_SWITCHES = ("weight", "train", "training", "loss", "loss_mask")  # OpenAI, axolotl, ms-swift, verl
+_CALLS = ("tool_calls", "function_call")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_KNOWN = {"role", "content", *_SWITCHES}
+_NAMED = 20  # fields in one note
+_BROKEN = (TypeError, ValueError, AttributeError, LookupError)  # by values a template cannot take
+
+Turn = dict[str, Any]
+
+
+@dataclass
+class Findings:
+    """What a user should know of how records were read. `unread`: fields and where each came
+    first; `read`: fields that a template has rendered; `counts`: a remark → (records, first)."""
+
+    unread: dict[str, str] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    counts: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def leave(self, names: Iterable[str], place: str) -> None:
+        for name in names:
+            self.unread.setdefault(name, place)
+
+    def count(self, remark: str, place: str) -> None:
+        number, first = self.counts.get(remark, (0, place))
+        self.counts[remark] = (number + 1, first)
+
+    def notes(self) -> list[str]:
+        notes = [f"data: {n} records {what} (first: {at})" for what, (n, at) in self.counts.items()]
+        names = [name for name in self.unread if name not in self.read]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            listed = ", ".join(map(repr, names[:_NAMED]))
+            notes.append(f"data: fields not read: {listed}{more} (first: {self.unread[names[0]]})")
+        return notes
+
+
+def counts(turn: Turn) -> bool:
+    """Whether the loss counts `turn`: an assistant's that no switch of its own turns off."""
+    own = turn["role"] == "assistant"
+    given = {name: turn[name] for name in _SWITCHES if turn.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ValueError(
+                f"{name!r}: {json.dumps(value)[:40]}: a message counts whole or not at all; use 0 "
+                "or 1"
+            )
+        if value and not own:
+            raise ValueError(
+                f"{name!r}: {json.dumps(value)} in a message of the role {turn['role']!r}: the "
+                "loss counts the assistant's alone; remove the field, or set "
+                "data.mask_prompt=false to count all"
+            )
+    if len(set(map(bool, given.values()))) > 1:
+        raise ValueError(f"{' and '.join(map(repr, given))} contradict each other; keep one")
+    return own and all(given.values())
+
+
+def extras(turn: Turn) -> list[str]:
+    """The fields of `turn` beside its text that say something."""
+    return [key for key, value in turn.items() if key not in _KNOWN and _filled(value)]
+
+
+def tools_of(record: dict[str, Any]) -> list[Any] | None:
+    """What `tools` of a record lists, as JSON text too; None for nothing."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"'tools': invalid JSON ({error}); repair it") from None
+    if not _filled(tools):
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(f"'tools': expected a list, not {type(tools).__name__}; repair it")
+    return tools
+
+
+def check_plain(turns: Sequence[Turn], tools: list[Any] | None) -> None:
+    """ValueError for what marks around turns cannot show."""
+    names = ["tools"] if tools else []
+    names += [key for turn in turns for key in extras(turn) if key in (*_CALLS, *_THOUGHTS)]
+    if names:
+        raise ValueError(
+            f"{names[0]!r}: marks around turns (data.records.turn_open) do not show it: use a chat "
+            "template that does (data.tokenizer=hf), or remove the field"
+        )
+
+
+def _filled(value: Any) -> bool:
+    return value is not None and value not in ("", [], {})
 
 
 @dataclass(frozen=True)
@@ -30,8 +124,66 @@ class ChatTemplate:
     file: Path
     source: str | None
 
-    def tokens(self, turns: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """(tokens, whether each is the assistant's). ValueError for what the template refuses."""
+    def tokens(
+        self, turns: Sequence[Turn], tools: list[Any] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """(tokens, whether the loss counts each). ValueError for what the template refuses."""
+        self._check()
+        on = [counts(turn) for turn in turns]
+        if self._marks:
+            whole, marks = self._marked(turns, tools)
+            if all(on[i] for i in self._answers(turns)):
+                return whole, marks
+            return whole, self._switched(turns, tools, marks, on)
+        whole = self._apply(turns, tools)["input_ids"]
+        own = [False] * len(whole)
+        for i in self._answers(turns):
+            if on[i]:
+                start = self._until(whole, turns[:i], tools, asking=True)
+                stop = self._until(whole, turns[: i + 1], tools, asking=False)
+                own[start:stop] = [True] * (stop - start)
+        return whole, own
+
+    def check(
+        self, turns: Sequence[Turn], tools: list[Any] | None, place: str, found: Findings
+    ) -> list[str]:
+        """The fields of `turns` that the template does not render. ValueError for tools, calls and
+        thoughts among them, and for an answer without any text."""
+        self._check()
+        names = list(dict.fromkeys(key for turn in turns for key in extras(turn)))
+        if not names and not tools:
+            return []
+        text = self._text(turns, tools)
+        if "\0" in text:
+            raise ValueError(
+                "it contains a zero byte, so it is not text; repair or remove the line"
+            )
+        if tools and not self._differs(text, turns, None):
+            raise ValueError(_not_rendered("tools"))
+        for i, turn in enumerate(turns):
+            alone = turn["role"] == "assistant" and not turn.get("content")
+            calls = [key for key in extras(turn) if alone or key in _CALLS]
+            if calls and not self._differs(text, _without(turns, calls, i), tools):
+                raise ValueError(_not_rendered(calls[0]))
+        for key in (key for key in names if key in _THOUGHTS):
+            if not re.search(rf"\b{key}\b", self.source or "") and not self._differs(
+                text, _without(turns, [key]), tools
+            ):
+                raise ValueError(_not_rendered(key))
+        if any(json.dumps(one, ensure_ascii=False) in text for one in _text_arguments(turns)):
+            found.count(
+                "have arguments of tool_calls as text, which the chat template puts in quotes; "
+                "give an object",
+                place,
+            )
+        rest = [key for key in names if key not in (*_CALLS, *_THOUGHTS)]
+        return [key for key in rest if not self._differs(text, _without(turns, [key]), tools)]
+
+    @property
+    def _marks(self) -> bool:
+        return bool(_MARKED.search(self.source or ""))
+
+    def _check(self) -> None:
         if self.source is None:
             raise ValueError(
                 f"{self.file.parent} has no chat template: set one, {_OWN}, or "
@@ -42,19 +194,42 @@ class ChatTemplate:
                 "the chat template inserts today's date, so a run would not repeat: set one "
                 f"without a date, {_OWN}"
             )
-        if _MARKED.search(self.source):
-            found = self._apply(turns, return_dict=True, return_assistant_tokens_mask=True)
-            return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
-        whole = self._apply(turns)["input_ids"]
-        own = [False] * len(whole)
-        for i, turn in enumerate(turns):
-            if turn["role"] == "assistant":
-                start = self._until(whole, turns[:i], asking=True)
-                stop = self._until(whole, turns[: i + 1], asking=False)
-                own[start:stop] = [True] * (stop - start)
-        return whole, own
 
-    def _until(self, whole: list[int], turns: Sequence[dict[str, Any]], asking: bool) -> int:
+    def _answers(self, turns: Sequence[Turn]) -> list[int]:
+        return [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+
+    def _marked(
+        self, turns: Sequence[Turn], tools: list[Any] | None
+    ) -> tuple[list[int], list[bool]]:
+        found = self._apply(turns, tools, return_assistant_tokens_mask=True)
+        return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+
+    def _switched(
+        self,
+        turns: Sequence[Turn],
+        tools: list[Any] | None,
+        marks: list[bool],
+        on: Sequence[bool],
+    ) -> list[bool]:
+        """`marks` without those of turns that are off. The stretches that a turn adds to those of
+        the turns before it are its own."""
+        stretches = _stretches(marks)
+        before, own = 0, list(marks)
+        for i in self._answers(turns):
+            after = len(_stretches(self._marked(turns[: i + 1], tools)[1]))
+            if not before < after <= len(stretches):
+                raise ValueError(
+                    "the chat template does not mark each of the assistant's messages on its own, "
+                    f"so {', '.join(_SWITCHES)} cannot be followed: set one that does, {_OWN}"
+                )
+            for start, stop in stretches[before:after] if not on[i] else ():
+                own[start:stop] = [False] * (stop - start)
+            before = after
+        return own
+
+    def _until(
+        self, whole: list[int], turns: Sequence[Turn], tools: list[Any] | None, asking: bool
+    ) -> int:
         """How many of the first tokens of `whole` are those of `turns`; `asking`: with the header
         of an answer. Where text goes on, the last token may take some of it up."""
         if not turns:
@@ -63,7 +238,7 @@ class ChatTemplate:
                 "its header ends: begin with another role, or set a template that marks the "
                 f"assistant's text with {{% generation %}}, {_OWN}"
             )
-        part = self._apply(turns, add_generation_prompt=asking)["input_ids"]
+        part = self._apply(turns, tools, add_generation_prompt=asking)["input_ids"]
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, part, whole)))
         if same < len(part) - 1:
             raise ValueError(
@@ -73,18 +248,36 @@ class ChatTemplate:
             )
         return same
 
-    def _apply(self, turns: Sequence[dict[str, Any]], **how: Any) -> Any:
+    def _text(self, turns: Sequence[Turn], tools: list[Any] | None) -> str:
+        return str(self._apply(turns, tools, tokenize=False))
+
+    def _differs(self, text: str, turns: Sequence[Turn], tools: list[Any] | None) -> bool:
+        """Whether `turns` are rendered as another text, or are refused."""
+        try:
+            return self._text(turns, tools) != text
+        except ValueError:
+            return True
+
+    def _apply(self, turns: Sequence[Turn], tools: list[Any] | None, **how: Any) -> Any:
+        """Render `turns` as transformers does. Fields that are null are left out, as it does from
+        5.23 on."""
+        tokenizer = self._tokenizer
         from jinja2 import TemplateError  # transformers' own needs it too
 
+        given = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
         try:
-            return self._tokenizer.apply_chat_template(
-                list(turns),
+            return tokenizer.apply_chat_template(
+                given,
+                tools=tools,
                 chat_template=self.source,
                 **{"date_string": _DATE, "return_dict": True} | how,
             )
-        except TemplateError as error:
+        except (TemplateError, *_BROKEN) as error:
+            object_ = (
+                "; give arguments of tool_calls as an object" if _text_arguments(turns) else ""
+            )
             raise ValueError(
-                f"the chat template failed: {error}; repair or remove the line"
+                f"the chat template failed: {error}; repair or remove the line{object_}"
             ) from None
 
     @cached_property
@@ -102,6 +295,36 @@ class ChatTemplate:
         )
         found.backend_tokenizer.no_truncation()
         return found
+
+
+def _not_rendered(name: str) -> str:
+    return (
+        f"{name!r}: the chat template does not render it: set one that does, {_OWN}, or remove it"
+    )
+
+
+def _without(turns: Sequence[Turn], keys: Sequence[str], only: int | None = None) -> list[Turn]:
+    """`turns`, or the turn `only` of them, without `keys`."""
+    return [
+        {k: v for k, v in turn.items() if k not in keys} if only in (None, i) else turn
+        for i, turn in enumerate(turns)
+    ]
+
+
+def _text_arguments(turns: Sequence[Turn]) -> list[str]:
+    """Arguments of calls that are JSON text, as in OpenAI's answers."""
+    calls = [
+        call for turn in turns for call in turn.get("tool_calls") or () if isinstance(call, dict)
+    ]
+    own = [call.get("function") or call for call in calls]
+    said = [one.get("arguments") for one in own if isinstance(one, dict)]
+    return [one for one in said if isinstance(one, str)]
+
+
+def _stretches(marks: Sequence[bool]) -> list[tuple[int, int]]:
+    """(start, stop) of each run of True."""
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *marks, False])) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def chat_template(cfg: DataConfig) -> ChatTemplate | None:

@@ -1,8 +1,8 @@
 """Records of JSON-lines files, text to finetune on: read, encoded, and written as token files.
 
 A record says what is asked and what is answered. Beside each token stands whether it belongs to a
-completion, which alone the loss counts. Files are written one after the other (`TokenWriter`) and
-flushed to disk.
+completion, which alone the loss counts. Fields that nothing reads are named once. Files are written
+one after the other (`TokenWriter`) and flushed to disk.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from zpp_lab.config.data import DataConfig, RecordConfig
-from zpp_lab.data.chat import ChatTemplate, chat_template
+from zpp_lab.data.chat import (
+    ChatTemplate,
+    Findings,
+    Turn,
+    chat_template,
+    check_plain,
+    counts,
+    extras,
+    tools_of,
+)
 from zpp_lab.data.corpus import FileCorpus, text_corpus
 from zpp_lab.data.tokenizer import Tokenizer, token_dtype
 
 _SUFFIX = ".jsonl"
 _TEXTS = ("prompt", "completion")
+_READING = 2  # raise it when a record's tokens or marks change, so that they are made anew
 SPLITS = ("train", "heldout")
 
 
@@ -58,15 +68,18 @@ class RecordCorpus:
         unused = ("pack", "too_long", "template")  # how tokens are laid out; a file's name
         fields = {k: v for k, v in asdict(self.fields).items() if k not in unused}
         source = self.template.source if self.template else None
-        return self.files.identity() | {"fields": fields} | ({"chat": source} if source else {})
+        own = {"fields": fields, "reading": _READING}
+        return self.files.identity() | own | ({"chat": source} if source else {})
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
         """(file:line, the record's whole text): what a BPE learns from."""
         for name, parts in self.records():
             yield name, "".join(part.text for part in parts).encode(errors="replace")
 
-    def records(self) -> Iterator[tuple[str, list[Part]]]:
-        """(file:line, parts). ValueError names the file and the line of a record that is none."""
+    def records(self, found: Findings | None = None) -> Iterator[tuple[str, list[Part]]]:
+        """(file:line, parts). ValueError names the file and the line of a record that is none.
+        `found` collects what a user should know of them."""
+        found = found or Findings()
         for file, (name, content) in zip(self.files.files, self.files.documents(), strict=True):
             lines = content.split(b"\n")
             if file.take < file.size:  # cut by data.max_bytes, most likely inside a line
@@ -74,7 +87,8 @@ class RecordCorpus:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{self.files.root / name}, line {number}"
-                    yield f"{name}:{number}", parts_of(line, self.fields, place, self.template)
+                    parts = parts_of(line, self.fields, place, found, self.template)
+                    yield f"{name}:{number}", parts
 
 
 def record_corpus(cfg: DataConfig) -> RecordCorpus:
@@ -87,7 +101,11 @@ def record_corpus(cfg: DataConfig) -> RecordCorpus:
 
 
 def parts_of(
-    line: bytes, fields: RecordConfig, place: str, template: ChatTemplate | None = None
+    line: bytes,
+    fields: RecordConfig,
+    place: str,
+    found: Findings,
+    template: ChatTemplate | None = None,
 ) -> list[Part]:
     """The parts of one record; ValueError, with `place`, for one that cannot be used."""
     try:
@@ -101,25 +119,34 @@ def parts_of(
             f"data: {place}: expected an object {{…}}, not "
             f"{type(record).__name__}; repair or remove the line"
         )
-    if fields.messages in record:
-        turns = record[fields.messages]
-        parts = _chat(turns, fields, place)
+    whole = _unicode(record) if b"\\u" in line or b"\xed" in line else record
+    if whole != record:
+        found.count("have lone surrogates (\\ud800 to \\udfff), read as '?'", place)
+    if fields.messages in whole:
+        parts = _chat(whole, fields, place, found, template)
     else:
-        parts = _completion(record, fields, place)
+        parts = _completion(whole, fields, place, found)
     if not any(part.counted and not part.marks for part in parts):
         raise ValueError(
             f"data: {place}: the completion is empty, so there is nothing to learn; remove the line"
         )
-    if any("\0" in part.text for part in parts):
-        raise ValueError(
-            f"data: {place}: contains a zero byte, so it is not text; repair or remove the line"
-        )
-    if template is not None and fields.messages in record:
-        return _rendered(turns, template, place)
     return parts
 
 
-def _completion(record: dict[str, Any], fields: RecordConfig, place: str) -> list[Part]:
+def _unicode(value: Any) -> Any:
+    """`value` with ? in place of each lone surrogate, which UTF-8 does not have."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_unicode(one) for one in value]
+    if isinstance(value, dict):
+        return {_unicode(key): _unicode(one) for key, one in value.items()}
+    return value
+
+
+def _completion(
+    record: dict[str, Any], fields: RecordConfig, place: str, found: Findings
+) -> list[Part]:
     names = [getattr(fields, kind) for kind in _TEXTS]
     missing = [name for name in names if name not in record]
     if missing:
@@ -130,10 +157,18 @@ def _completion(record: dict[str, Any], fields: RecordConfig, place: str) -> lis
             "data.records.messages"
         )
     prompt, completion = (_text(record[name], name, place) for name in names)
+    found.leave([name for name in record if name not in names], place)
     return _filled([Part(prompt, counted=False), Part(completion, counted=True)])
 
 
-def _chat(turns: Any, fields: RecordConfig, place: str) -> list[Part]:
+def _chat(
+    record: dict[str, Any],
+    fields: RecordConfig,
+    place: str,
+    found: Findings,
+    template: ChatTemplate | None,
+) -> list[Part]:
+    turns = record[fields.messages]
     if not isinstance(turns, list) or not turns:
         raise ValueError(
             f"data: {place}: {fields.messages!r}: expected a list of messages; "
@@ -144,35 +179,68 @@ def _chat(turns: Any, fields: RecordConfig, place: str) -> list[Part]:
             f"data: {place}: no message of the role 'assistant', so there is "
             "nothing to learn; remove the line"
         )
+    for turn in turns:
+        _check_turn(turn, place)
+    try:
+        if not any(map(counts, turns)):
+            raise ValueError(
+                "none of the assistant's messages counts, so there is nothing to learn; remove the "
+                "line"
+            )
+        tools = tools_of(record)
+        if template is None:
+            check_plain(turns, tools)
+            unread = [key for turn in turns for key in extras(turn)]
+            parts = _with_marks(turns, fields)
+        else:
+            unread = template.check(turns, tools, place, found)
+            parts = _rendered(turns, tools, template)
+    except ValueError as error:
+        raise ValueError(f"data: {place}: {error}") from None
+    found.read.update(
+        f"{fields.messages}.{key}" for t in turns for key in extras(t) if key not in unread
+    )
+    found.leave([name for name in record if name not in (fields.messages, "tools")], place)
+    found.leave([f"{fields.messages}.{key}" for key in unread], place)
+    return parts
+
+
+def _check_turn(turn: Any, place: str) -> None:
+    """ValueError for a message without a role, or without text and anything in its place."""
+    if not isinstance(turn, dict) or "role" not in turn:
+        raise ValueError(f"data: {place}: a message needs 'role'; repair or remove the line")
+    own = _text(turn["role"], "role", place) == "assistant"
+    if own and extras(turn) and turn.get("content") is None:
+        return  # it calls a tool
+    if "content" not in turn:
+        raise ValueError(f"data: {place}: a message needs 'content'; repair or remove the line")
+    content = _text(turn["content"], "content", place)
+    if own and not content and not extras(turn):
+        raise ValueError(
+            f"data: {place}: an assistant's content is empty, so there is nothing to learn; "
+            "remove the line"
+        )
+
+
+def _with_marks(turns: Sequence[Turn], fields: RecordConfig) -> list[Part]:
     parts: list[Part] = []
     for turn in turns:
-        if not isinstance(turn, dict) or not {"role", "content"} <= set(turn):
+        role, content, on = turn["role"], turn.get("content"), counts(turn)
+        if not content and role == "assistant":
             raise ValueError(
-                f"data: {place}: a message needs 'role' and 'content'; repair or remove the line"
-            )
-        role = _text(turn["role"], "role", place)
-        content = _text(turn["content"], "content", place)
-        own = role == "assistant"
-        if own and not content:
-            raise ValueError(
-                f"data: {place}: an assistant's content is empty, so there is nothing to learn; "
-                "remove the line"
+                f"an assistant's content is empty, and {extras(turn)[0]!r} is not read, so there "
+                "is nothing to learn; remove the line"
             )
         parts.append(Part(fields.turn_open.replace("{role}", role), counted=False, marks=True))
-        parts.append(Part(content, counted=own))
-        parts.append(Part(fields.turn_close, counted=own, marks=True))
+        parts.append(Part(content or "", counted=on))
+        parts.append(Part(fields.turn_close, counted=on, marks=True))
     return _filled(parts)
 
 
-def _rendered(turns: Any, template: ChatTemplate, place: str) -> list[Part]:
-    try:
-        tokens, own = template.tokens(turns)
-    except ValueError as error:
-        raise ValueError(f"data: {place}: {error}") from None
+def _rendered(turns: Sequence[Turn], tools: list[Any] | None, template: ChatTemplate) -> list[Part]:
+    tokens, own = template.tokens(turns, tools)
     if not any(own):
-        raise ValueError(
-            f"data: {place}: the chat template leaves no assistant text to learn; remove the line"
-        )
+        raise ValueError("the chat template leaves no assistant text to learn; remove the line")
     whole = groupby(zip(tokens, own, strict=True), key=itemgetter(1))
     return [Part("", counted, tokens=tuple(t for t, _ in some)) for counted, some in whole]
 
@@ -182,6 +250,11 @@ def _text(value: Any, name: str, place: str) -> str:
         raise ValueError(
             f"data: {place}: {name!r} is {type(value).__name__}, not text; repair "
             "or remove the line"
+        )
+    if "\0" in value:
+        raise ValueError(
+            f"data: {place}: {name!r} contains a zero byte, so it is not text; repair or remove "
+            "the line"
         )
     return value
 
@@ -231,6 +304,7 @@ def encode_records(
     meta; ValueError for fewer records than n, and for one that cannot be used.
     """
     digest = hashlib.sha256(f"{tokenizer.dumps()}\n{cfg.heldout_every}\n".encode())
+    found = Findings()
     with ExitStack() as stack:
         writers, masks = {}, {}
         for split in SPLITS:
@@ -238,7 +312,7 @@ def encode_records(
             writers[split] = TokenWriter(stream, tokenizer)
             masks[split] = stack.enter_context(open(work / f"{split}.mask.bin", "wb"))
         count = 0
-        for name, parts in corpus.records():
+        for name, parts in corpus.records(found):
             count += 1
             split = "train" if count % cfg.heldout_every else "heldout"
             tokens, counted = encoded(parts, tokenizer)
@@ -257,6 +331,7 @@ def encode_records(
     return {
         "hash": digest.hexdigest(),
         "files": len(corpus.files.files),
+        "notes": found.notes(),
         "tokens": {split: writers[split].offsets[-1] for split in SPLITS},
     }
 

@@ -75,10 +75,13 @@ def _packed(folder: Path, meta: dict[str, Any], cfg: DataConfig) -> PackedData:
         seq_len=cfg.seq_len,
         train=train,
         held=held,
-        notes=tuple(
-            f"{what} records longer than data.seq_len={cfg.seq_len}: {note}"
-            for what, note in long.items()
-            if note
+        notes=(
+            *(
+                f"{what} records longer than data.seq_len={cfg.seq_len}: {note}"
+                for what, note in long.items()
+                if note
+            ),
+            *meta["notes"],
         ),
     )
 
