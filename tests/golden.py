@@ -4,6 +4,10 @@
     python -m tests.golden --write            # make it anew
     python -m tests.golden --write extreme    # of that part alone
 
+    python -m tests.golden --against FILE --write    # before a refactoring: record everything
+    python -m tests.golden --against FILE            # after it, on the same machine: compare
+    python -m tests.golden --against FILE --cases 'kept*' loop/memories    # some cases alone
+
 golden.json holds, part by part:
     codecs, extreme   each codec's bytes and decoded values, of nasty inputs and of such as lie near
                       fp32's largest number; by codec over all inputs, by input over all codecs
@@ -14,7 +18,11 @@ golden.json holds, part by part:
                       and optimizer states, with one process and with one a rank
     study, smoke      results.csv of three of the smoke study's arms on text of our own: a few
                       steps, and as many as the study has
-The first two and the data are the same everywhere. The others hold where torch's own arithmetic is
+Only a FILE of one's own holds:
+    cases             every recipe of `fsdp_parity.CASES`, all ranks in one process
+    ranks             sixteen of them, one process a rank
+    loop              user training loops around `zpp_lab.shard`
+Codecs and data are the same everywhere. The others hold where torch's own arithmetic is
 that of the machine that recorded them: `machine` is its version, the vector instructions that it
 uses, and a hash of what its operators, none of ours, give here.
 """
@@ -29,8 +37,9 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,6 +53,7 @@ from torch.nn import functional as F
 from tests.engines.fsdp_parity import kept
 from tests.engines.fsdp_world import run_world
 from tests.engines.uneven import batch
+from tests.golden_runs import CASES, LOOPS, RANKS, STEPS, digest, loops, real_cases, virtual_cases
 from zpp_lab.codecs import BlockCodec, Codec, Noise, NormalCodec, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.normal import levels_of
 from zpp_lab.config.compose import compose, load_study
@@ -56,22 +66,7 @@ from zpp_lab.train import trainer
 
 FILE = Path(__file__).with_name("golden.json")
 CPU = torch.device("cpu")
-VOCAB, STEPS = 37, 3
-
-
-def digest(parts: Iterable[Tensor | np.ndarray | bytes | str]) -> str:
-    """64 bits over bytes, shapes and dtypes; every NaN is the same NaN."""
-    taken = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Tensor):
-            taken.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            if part.is_floating_point():
-                part = torch.where(part.isnan(), torch.full_like(part, torch.nan), part)
-            part = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        elif isinstance(part, np.ndarray):
-            taken.update(f"{part.dtype} {part.shape}".encode())
-        taken.update(part.encode() if isinstance(part, str) else bytes(part))
-    return taken.hexdigest()[:16]
+VOCAB = 37
 
 
 # ---------------------------------------------------------------- codecs
@@ -355,20 +350,21 @@ def every(configs: dict[str, Config]) -> dict[str, Any]:
     return {name: trained(config) for name, config in configs.items()}
 
 
-def virtual(folder: Path) -> dict[str, Any]:
+def virtual(folder: Path, cases: Collection[str] = tuple(RUNS)) -> dict[str, Any]:
     from tests.models.lora.models import save_base
 
     save_base(folder, VOCAB)
-    return every({name: config_of(run, "virtual", folder) for name, run in RUNS.items()})
+    return every({name: config_of(RUNS[name], "virtual", folder) for name in cases})
 
 
-def gloo(folder: Path, worlds: tuple[int, ...] = (2, 3, 4)) -> dict[str, Any]:
-    configs = {name: config_of(run, "fsdp", folder) for name, run in GLOO.items()}
+def gloo(
+    folder: Path, cases: Collection[str] = tuple(GLOO), worlds: tuple[int, ...] = (2, 3, 4)
+) -> dict[str, Any]:
+    configs = {name: config_of(GLOO[name], "fsdp", folder) for name in cases}
     found: dict[str, Any] = {}
     for world in worlds:
-        found |= run_world(
-            world, every, {n: c for n, c in configs.items() if c.cluster.world == world}
-        )
+        chosen = {n: c for n, c in configs.items() if c.cluster.world == world}
+        found |= run_world(world, every, chosen) if chosen else {}
     return found
 
 
@@ -435,7 +431,13 @@ PARTS = {
     "gloo": gloo,
     "study": study,
     "smoke": partial(study, steps=120),
+    "cases": virtual_cases,
+    "ranks": real_cases,
+    "loop": loops,
 }
+OWN = ("cases", "ranks", "loop")  # in golden.json they would skip on most machines
+NAMED: dict[str, Collection[str]] = {"virtual": RUNS, "gloo": GLOO, "cases": CASES}
+NAMED |= {"ranks": RANKS, "loop": LOOPS}
 EVERYWHERE = ("codecs", "extreme", "three", "three_extreme", "normal", "data")
 
 
@@ -459,22 +461,52 @@ def differences(found: Any, wanted: Any, place: str = "") -> list[str]:
     return [] if found == wanted else [f"{place}: {found}, recorded {wanted}"]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--write", action="store_true", help="record them in golden.json")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    parts = asked.parts or [*PARTS]
-    found = {"machine": machine()} | {part: computed(part) for part in parts}
-    before = recorded() if FILE.exists() else {}
-    if asked.write:
-        whole = {key: (before | found)[key] for key in ("machine", *PARTS) if key in before | found}
-        FILE.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+def settle(found: Mapping[str, Any], file: Path, write: bool, some: bool = False) -> int:
+    """Write what was found into the file, or print what differs from it; returns the exit code.
+    `some`: of each part only some cases were asked for."""
+    before: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if write:
+        merged = {k: before.get(k, {}) | own if some else own for k, own in found.items()}
+        file.write_text(json.dumps(before | merged, indent=1, ensure_ascii=False) + "\n")
         return 0
-    lines = differences(found, {key: before.get(key) for key in found})
+    wanted = {key: before.get(key, {}) for key in found}
+    if some:
+        wanted = {k: {n: v for n, v in own.items() if n in found[k]} for k, own in wanted.items()}
+    lines = differences(found, wanted)
     print("\n".join(lines) or "no bit differs")
     return 1 if lines else 0
+
+
+def arguments(prog: str, about: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, metavar="FILE", help="the file of one's own")
+    parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="of NAME or PART/NAME")
+    parser.add_argument("--write", action="store_true", help="record; without it, compare")
+    return parser
+
+
+def picked(part: str, names: Iterable[str], patterns: Collection[str] | None) -> list[str]:
+    asked = ["*"] if patterns is None else patterns
+    return [n for n in names if any(fnmatchcase(t, p) for t in (n, f"{part}/{n}") for p in asked)]
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = arguments("python -m tests.golden", __doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    asked = parser.parse_args(words)
+    torch.set_num_threads(1)
+    parts = asked.parts or [p for p in PARTS if asked.against or p not in OWN]
+    chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    if asked.cases:
+        every = {part: picked(part, NAMED.get(part, ()), asked.cases) for part in parts}
+        chosen = {part: {"cases": cases} for part, cases in every.items() if cases}
+    file = asked.against or FILE
+    if not chosen or not (asked.write or file.exists()):
+        parser.error(f"{asked.cases}: no such case, or {file} not found: record it with --write")
+    found = {part: computed(part, **more) for part, more in chosen.items()}
+    return settle({"machine": machine()} | found, file, asked.write, bool(asked.cases))
 
 
 if __name__ == "__main__":

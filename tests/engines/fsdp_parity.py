@@ -367,9 +367,9 @@ def compare(cases: list[str], nodes: int, local: int, steps: int) -> dict[str, s
     torch.use_deterministic_algorithms(True)
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=local)
     transport = ProcessGroups(cluster, Watchdog(100.0))
-    real = {case: _real(configured(case, nodes, local), steps, transport) for case in cases}
+    real = {case: run_real(configured(case, nodes, local), steps, transport) for case in cases}
     mine = cases[transport.rank :: cluster.world]
-    found = {c: differs(real[c], _virtual(configured(c, nodes, local), steps)) for c in mine}
+    found = {c: differs(real[c], run_virtual(configured(c, nodes, local), steps)) for c in mine}
     every: list[Any] = [None] * cluster.world
     dist.all_gather_object(every, found)
     return {case: text for part in every for case, text in part.items()}
@@ -378,13 +378,13 @@ def compare(cases: list[str], nodes: int, local: int, steps: int) -> dict[str, s
 Outcome = tuple[list[tuple[Any, ...]], list[float], dict[str, Tensor]]
 
 
-def _real(config: Config, steps: int, transport: ProcessGroups) -> Outcome:
+def run_real(config: Config, steps: int, transport: ProcessGroups) -> Outcome:
     model = build_uneven()
     engine = FsdpEngine(model, build_plan(model, config), config, torch.device("cpu"), transport)
     return *_run(engine, steps), kept(engine)
 
 
-def _virtual(config: Config, steps: int) -> Outcome:
+def run_virtual(config: Config, steps: int) -> Outcome:
     model = build_uneven()
     engine = VirtualEngine(model, build_plan(model, config), config)
     return *_run(engine, steps), kept(engine)
