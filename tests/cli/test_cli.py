@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,3 +162,20 @@ def test_only_what_goes_on_says_so_when_it_is_interrupted(words, said, monkeypat
     monkeypatch.setattr("zpp_lab.tools.doctor.doctor", stop)
     assert main(words) == 130
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_need_not_be_utf_8(here: list[str], encoding: str) -> None:
+    """A sign that the terminal or a file lacks is replaced; it ends no command after its work."""
+    for words in (["plan", *here, "cluster=2x2"], ["train", *here, "run.dir=runs/é→1"]):
+        code = f"import sys; from zpp_lab.cli.main import main; sys.exit(main({words!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii() or encoding == "latin-1"
+    assert b"runs/" in done.stdout
+    assert b"->1" in done.stdout

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,8 +32,14 @@ EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command o
 130 stopped by Ctrl-C (the same command goes on)"""
 
 
+_ASCII = {"×": "x", "±": "+/-", "≥": ">=", "≤": "<=", "≠": "!=", "→": "->", "…": "...", "’": "'"}
+_ASCII |= dict.fromkeys("–—─·", "-")  # for terminals and files that lack these signs
+_REFUSING = ("strict", "surrogateescape", "backslashreplace")  # Python's own; the last: stderr
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; a user's mistake is 2 with one clear message."""
+    _print_every_sign()
     words = list(sys.argv[1:] if argv is None else argv)
     parser, add = _parser()
     if words and not words[0].startswith("-") and words[0] not in add.names:
@@ -94,6 +102,25 @@ def _call(args: argparse.Namespace, rest: list[str]) -> int:
         more = more if goes_on else ""
         print(f"\ninterrupted{more}", file=sys.stderr)
         return 130
+
+
+def _print_every_sign() -> None:
+    """Let stdout and stderr, and those of processes started from here, replace signs that their
+    encoding lacks: Python would raise an error, after the work is done."""
+    codecs.register_error("zpp_lab", _without_signs)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _REFUSING:
+            stream.reconfigure(errors="zpp_lab")
+            if codecs.lookup(stream.encoding).name != "utf-8":
+                os.environ["PYTHONIOENCODING"] = f"{stream.encoding}:backslashreplace"
+
+
+def _without_signs(error: UnicodeError) -> tuple[str, int]:
+    """Python's handler of what cannot be encoded: the nearest ASCII, else an escape."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    plain = (_ASCII.get(s) or s.encode("ascii", "backslashreplace").decode() for s in signs)
+    return "".join(plain), error.end
 
 
 @contextmanager

@@ -53,8 +53,9 @@ def html(document: Document) -> str:
         document=document,
         specs=specs,
         bundle=vega_bundle() if figures else "",
-        style=(_TEMPLATES / "report.css").read_text() + _dark_charts(specs.values()),
-        script=(_TEMPLATES / "report.js").read_text(),
+        style=(_TEMPLATES / "report.css").read_text(encoding="utf-8")
+        + _dark_charts(specs.values()),
+        script=(_TEMPLATES / "report.js").read_text(encoding="utf-8"),
     )
 
 

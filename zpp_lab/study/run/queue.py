@@ -161,8 +161,11 @@ def _send_output_to(log: str) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):  # not in the locale's encoding
+        own = os.fdopen(
+            descriptor, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, own)
 
 
 _POLL = 0.5  # seconds between looks at the running processes

@@ -201,7 +201,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def write_card(folder: Path, card: Card, license: str | None = None) -> None:
-    (folder / RECORD).write_text(json.dumps(card.record(), indent=1) + "\n")
+    (folder / RECORD).write_text(json.dumps(card.record(), indent=1) + "\n", encoding="utf-8")
     write_readme(folder, card.config, card.text(), license)
 
 
@@ -233,7 +233,7 @@ def write_readme(
     facts |= {"base_model": _name(base)} if base else {}
     said = f"{began} Licence: {own}." if own != "unknown" else f"{began} {_UNKNOWN}"
     front = yaml.safe_dump(facts, sort_keys=False)
-    (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{said}\n")
+    (folder / "README.md").write_text(f"---\n{front}---\n\n{text}\n\n{said}\n", encoding="utf-8")
     for path in [p for p in base.glob("*") if p.is_file() and _TERMS.match(p.name)] if base else []:
         shutil.copy(path, folder / path.name)
 

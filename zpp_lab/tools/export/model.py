@@ -223,7 +223,7 @@ def write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
         indent=2,
         sort_keys=True,
     )
-    (folder / "config.json").write_text(text + "\n")
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _readers(target: Target, saved: SavedWeights) -> dict[str, Callable[[], Tensor]]:
@@ -258,7 +258,7 @@ def export_peft(run: Path, out: Path, license: str | None = None) -> Exported:
         )
         (folder / "model.safetensors").rename(folder / WEIGHTS)
         text = json.dumps(_settings(config, saved, sorted(names)), indent=2, sort_keys=True)
-        (folder / SETTINGS).write_text(text + "\n")
+        (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
         write_readme(folder, config, adapter_text(config, saved.step), license, library="peft")
     return Exported(saved.step, len(names), nbytes)
 

@@ -43,7 +43,7 @@ def write_safetensors(
     total = sum(sizes.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return total
 
 

@@ -56,7 +56,9 @@ def _write_bpe(found: Path, folder: Path) -> None:
         "eos_token": END,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(said, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 @dataclass(frozen=True)

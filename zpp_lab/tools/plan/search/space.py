@@ -156,7 +156,7 @@ def named_recipes() -> tuple[RecipeConfig, ...]:
     another one, as none of ours does."""
     found = []
     for path in sorted((conf_dir() / "recipe").glob("*.yaml")):
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if path.stem != "base" and "defaults" not in values:
             found.append(load(RecipeConfig, values))
     return tuple(recipe for recipe in found if not (recipe.remembers or recipe.phases))
