@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.small_runs import small
 from tests.tools.export.checkpoints import leave
@@ -18,6 +19,7 @@ from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import ClusterConfig, RecipeConfig
 from zpp_lab.runs.checkpoint.read import newest
+from zpp_lab.tools.evaluate import Bench
 from zpp_lab.tools.export.wire import WireWeights
 from zpp_lab.tools.tune import Choice, Class, floored, page, spend, tune
 
@@ -104,19 +106,38 @@ def test_more_bytes_never_cost_more(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--bits", "1.5"], "1.5 bits a weight are too few"),
+        (["--bits", "1.5"], "--bits"),
         (["--bits", "4", "--among", "5"], "2, 3, 4, 6, 8"),
         (["--bits", "4", "--blocks", "100"], "16, 32"),
         (["--bits", "4", "--out", "mine.json"], "ends with .yaml"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(
-    trained: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(
+    trained: Path,
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(Bench, "of", lambda *_: pytest.fail("the run was measured"))
     out = [] if "--out" in words else ["--out", str(tmp_path / "mine.yaml")]
     assert main(["tune", str(trained), *words, *out]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverged(self: Bench, model: nn.Module, *_: object) -> None:
+        for p in model.parameters():
+            p.data.fill_(float("nan"))
+
+    monkeypatch.setattr(Bench, "fill", diverged)
+    monkeypatch.setattr(Bench, "loss", lambda *_: pytest.fail("the run was measured"))
+    with pytest.raises(ValueError, match=r"\.weight"):
+        tune(trained, 4)
 
 
 def test_a_recipe_that_tune_did_not_write_stays(
@@ -125,7 +146,7 @@ def test_a_recipe_that_tune_did_not_write_stays(
     mine = tmp_path / "mine.yaml"
     mine.write_text("name: mine\n")
     assert main(["tune", str(trained), "--bits", "4", "--out", str(mine)]) == 2
-    assert "not written by tune" in capsys.readouterr().err
+    assert f"--out {mine}" in capsys.readouterr().err
     assert mine.read_text() == "name: mine\n"
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
+
+_BEGINNING = 2**16  # bytes of a file, in which its mark is looked for
+_MINUS = re.compile(r"-[\d.]")  # begins a value, no option
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,6 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **settings)  # type: ignore[arg-type]
         self.register("type", int, whole())
         self.register("type", float, number())
+        self._negative_number_matcher = _MINUS  # of -5m too: the option says what is wrong with it
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
@@ -71,6 +76,19 @@ def listed(
         return values
 
     return read
+
+
+def check_own(option: str, path: Path, mark: str) -> None:
+    """ValueError, before the work, where `path` would be overwritten and is not what the command
+    writes: the beginning of such a file has `mark`."""
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            begins = file.read(_BEGINNING)
+        if mark.encode() not in begins:
+            raise ValueError(
+                f"{option} {path} exists, and this command did not write it; use another name, or "
+                "move that file away"
+            )
 
 
 def new_file(text: str) -> Path:

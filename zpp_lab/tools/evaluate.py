@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from zpp_lab.collectives.recipe import DTYPES
 from zpp_lab.config.codec import CodecConfig
 from zpp_lab.config.data import DataConfig
+from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import Config, EngineConfig
 from zpp_lab.data import PackedData, TokenData, open_data
 from zpp_lab.data.prepare import TOKENIZER
@@ -412,6 +413,8 @@ def evaluate_command(
     """`zpp-lab evaluate`: a table, and a file."""
     if out is not None and out.suffix not in (".csv", ".json"):
         raise ValueError(f"{out}: use a file that ends with .csv or .json")
+    if out is not None:
+        check_own("--out", out, "heldout_bits_per_byte")
     rows = evaluate(paths, data, [parse_codec(c) for c in codecs], tokens, device, dtype)
     print(table(rows))
     if out is not None:

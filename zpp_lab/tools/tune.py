@@ -15,6 +15,7 @@ is a proposal until a study has tried it beside the uniform one, and the page sa
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from zpp_lab.codecs.layout import Parameter
 from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.codec import BITS, BLOCK_SIZES, NORMAL_BITS, CodecConfig
 from zpp_lab.config.load import load
+from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, RuleConfig
 from zpp_lab.files import conf_dir, conf_dirs, text_table, write_atomic
 from zpp_lab.tools.evaluate import Bench
@@ -139,11 +141,6 @@ def tune(
     config, saved = open_run(run)
     if config.model.lora.on:
         raise ValueError(f"{run} trained adapters: use a run that trained whole weights")
-    bench = Bench.of(run, tokens, device, None)
-    model = bench.model(run, config, saved)
-    params = dict(model.named_parameters())
-    bench.fill(model, WireWeights(config, saved).source, config.seed)
-    loss = bench.loss(model)
     probes = [_codec("block", b, max(blocks), True, "fp32") for b in PROBES]
     offered = [
         _codec(name, b, n, symmetric, scale)
@@ -154,6 +151,19 @@ def tune(
     by_pattern: dict[str, list[str]] = {}
     for parameter in next(iter(wires.values())).quantized:
         by_pattern.setdefault(_pattern(parameter), []).append(parameter)
+    sizes = {
+        pattern: {codec: _nbytes(wires[codec], names) for codec in offered}
+        for pattern, names in by_pattern.items()
+    }
+    numel = sum(math.prod(saved.shapes[n]) for names in by_pattern.values() for n in names)
+    _check_budget(run, bits, numel, sizes)
+    bench = Bench.of(run, tokens, device, None)
+    model = bench.model(run, config, saved)
+    params = dict(model.named_parameters())
+    bench.fill(model, WireWeights(config, saved).source, config.seed)
+    if broken := [n for n, p in params.items() if not p.isfinite().all()]:
+        raise ValueError(f"{run}: {broken[0]} holds NaN or Inf; use a run that did not diverge")
+    loss = bench.loss(model)
     classes = []
     for n, (pattern, names) in enumerate(by_pattern.items(), 1):
         print(f"class {n} of {len(by_pattern)}: {pattern}", file=sys.stderr, flush=True)
@@ -169,24 +179,15 @@ def tune(
         seen = sum(nmse[codec] for codec in probes)
         slope = max(0.0, sum(rises)) / seen if seen else 0.0
         choices = tuple(
-            Choice(codec, _nbytes(wires[codec], names), nmse[codec], slope * nmse[codec])
+            Choice(codec, sizes[pattern][codec], nmse[codec], slope * nmse[codec])
             for codec in offered
         )
-        numel = sum(t.numel() for t in masters.values())
-        classes.append(Class(pattern, tuple(names), numel, tuple(rises), slope, choices))
-    if not classes:
-        raise ValueError(f"{run}: its recipe exempts all weights; use a run with fewer exemptions")
+        elements = sum(t.numel() for t in masters.values())
+        classes.append(Class(pattern, tuple(names), elements, tuple(rises), slope, choices))
     classes = floored(classes)
-    numel = sum(c.numel for c in classes)
     budget = int(bits * numel / 8)
     chosen = spend([c.choices for c in classes], budget)
-    if chosen is None:
-        least = sum(min(choice.nbytes for choice in c.choices) for c in classes)
-        raise ValueError(
-            f"{bits:g} bits a weight are too few: the smallest choices take "
-            f"{8 * least / numel:.2f}, scales and padding included; raise --bits, or allow fewer "
-            "bits or larger blocks"
-        )
+    assert chosen is not None, "the smallest choices are within the budget"
     picked = {c.pattern: choice for c, choice in zip(classes, chosen, strict=True)}
     recipe = _recipe(name, config, classes, picked)
     _check(recipe, config, saved.shapes, classes, picked)
@@ -194,6 +195,22 @@ def tune(
     within = [u for u in alike if sum(c.nbytes for c in u) <= budget]
     uniform = min(within, key=lambda u: sum(c.cost for c in u)) if within else None
     return Tuned(recipe, picked, tuple(classes), budget, numel, uniform, loss, bench.count)
+
+
+def _check_budget(
+    run: Path, bits: float, numel: int, sizes: Mapping[str, Mapping[CodecConfig, int]]
+) -> None:
+    """ValueError, before anything is measured, where there is nothing to choose for, or where not
+    even the smallest choices fit. sizes: bytes by class and codec."""
+    if not sizes:
+        raise ValueError(f"{run}: its recipe exempts all weights; use a run with fewer exemptions")
+    least = sum(min(own.values()) for own in sizes.values())
+    if least > int(bits * numel / 8):
+        raise ValueError(
+            f"--bits {bits:g}: too few; the smallest choices take {8 * least / numel:.2f} a "
+            "weight, scales and padding included; raise --bits, or allow fewer bits (--among) or "
+            "larger blocks (--blocks)"
+        )
 
 
 def spend(choices: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | None:
@@ -416,12 +433,8 @@ def tune_command(
     if out.suffix != ".yaml":
         raise ValueError(f"--out {out}: use a file that ends with .yaml, as in conf/recipe")
     beside = out.with_suffix(".md")
-    if beside.is_file() and not beside.read_text().startswith(_title(out.stem)):
-        raise ValueError(
-            f"--out {out}: {beside} exists and was not written by tune; use another name"
-        )
-    if out.is_file() and _WRITTEN not in out.read_text().split("\n", 1)[0]:
-        raise ValueError(f"--out {out}: it exists and was not written by tune; use another name")
+    check_own(f"--out {out}:", beside, _title(out.stem))
+    check_own("--out", out, _WRITTEN)
     folder, used = out.parent.resolve(), f"zpp_lab.shard(model, {str(out)!r})"
     if folder.name == "recipe":
         taken = conf_dir() / "recipe" / out.name

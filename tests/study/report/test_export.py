@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -99,6 +100,19 @@ def test_one_row_a_step(root: Path, tmp_path: Path, suffix: str) -> None:
         each = (rows[6]["tokens"] - rows[5]["tokens"]) / (rows[6]["seconds"] - rows[5]["seconds"])
         assert rows[6]["tokens_per_s"] == each
         assert rows[5]["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_only_a_table_of_runs_is_replaced(root: Path, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"notes{suffix}"
+    for steps in (False, True, False):
+        assert export([root], out, steps) > 0
+    out.write_text("")
+    assert export([root], out) == 6
+    out.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=rf"--out .*notes{re.escape(suffix)}"):
+        export([root], out)
+    assert out.read_text() == "a,b\n1,2\n"
 
 
 def test_other_endings_and_a_missing_package_are_explained(

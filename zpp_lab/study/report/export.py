@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.flat import differing, flat_config
+from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import USUAL_WIRES, WIRES, Wire
 from zpp_lab.runs.reader import READOUTS, Run, read_metrics
 from zpp_lab.study.judge.noise import mean_points
@@ -21,6 +22,7 @@ from zpp_lab.study.judge.verdict import ArmResult, StudyResult, read_result
 
 Row = dict[str, Any]
 _HOPS = ("intra", "inter")
+_FIRST = ("study", "arm")  # columns of every table
 _NUMBERS = ("steps", "tokens", "loss", "heldout_loss", "heldout_loss_master", *READOUTS, "seconds")
 _STEP_NUMBERS = ("loss", "heldout_loss", "heldout_accuracy", "lr", "grad_norm", "seconds")
 _STEP_TYPES: dict[str, type] = {"study": str, "arm": str, "seed": int, "step": int}
@@ -33,11 +35,15 @@ def export(roots: Sequence[Path], out: Path, steps: bool = False) -> int:
     """Write the runs below all of `roots` to `out` (.csv or .parquet); returns the number of rows.
 
     steps: one row a step of every run in place of one row a run. ValueError for another ending,
-    for a folder without runs, and for Parquet without the package pyarrow.
+    for a file that is not such a table, for a folder without runs, and for Parquet without the
+    package pyarrow.
     """
     if out.suffix not in (".csv", ".parquet"):
         raise ValueError(f"{out}: unknown format; use a name that ends in .csv or .parquet")
-    write = _write_csv if out.suffix == ".csv" else _parquet_writer()
+    csv_file = out.suffix == ".csv"
+    write = _write_csv if csv_file else _parquet_writer()
+    if csv_file or not _is_parquet_of_runs(out):
+        check_own("--out", out, ",".join(_FIRST))
     results = [read_result(root) for root in roots]
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.tmp")
@@ -207,6 +213,16 @@ def _parquet_writer() -> Callable[[Path, dict[str, type], Iterator[list[Row]]], 
         return count
 
     return write
+
+
+def _is_parquet_of_runs(path: Path) -> bool:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return tuple(pq.read_schema(path).names[: len(_FIRST)]) == _FIRST
+    except (OSError, pa.ArrowInvalid):
+        return False
 
 
 def _as(value: Any, kind: type) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zpp_lab.config.compose import load_study
+from zpp_lab.config.parser import check_own
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import STUDY_FILE, nearest
 from zpp_lab.runs.reader import read_study
@@ -189,6 +190,7 @@ def dashboard(
     else:
         study, tracking, verdicts, told = _planned(root, target), {}, "", []
         out = out or Path(f"{study.name}-{FILE}")
+    check_own("--out", out, '"not_job_type"')
     spec = make_spec(
         study,
         project=project or study_project(root),

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 
 from zpp_lab.config.codec import BITS
-from zpp_lab.config.parser import Parser, listed, new_file, number, whole
+from zpp_lab.config.parser import Parser, check_own, listed, new_file, number, whole
 from zpp_lab.config.schema import ClusterConfig
 from zpp_lab.files import write_atomic
 from zpp_lab.runs.provenance import commit, cpu_model, machine_facts, versions
@@ -223,6 +223,7 @@ def main(argv: list[str]) -> int:
     """Start the ranks, unless torchrun has; returns the exit code."""
     args = parser().parse_args(argv)
     modes_of(args)
+    check_own("--out", args.out, '"memory_bytes_per_s"')
     gpus = 0 if args.cpu else torch.cuda.device_count()
     if not gpus and not args.tiny:
         raise ValueError("bench calibrate measures GPUs, but found none: add --tiny to try it")

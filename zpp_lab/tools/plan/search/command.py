@@ -19,6 +19,7 @@ from zpp_lab.tools.plan.search.limits import LossLimit, read_limit
 from zpp_lab.tools.plan.search.shown import (
     WIDTH,
     as_dict,
+    check_next_study,
     label,
     next_study,
     show,
@@ -46,6 +47,8 @@ def fastest_command(overrides: Sequence[str], wanted: Wanted) -> int:
     """Print the fastest plan. ValueError, with the way out, where there is none."""
     config = compose(list(overrides))
     problem = _problem(config, wanted)
+    if wanted.next_study is not None:
+        check_next_study(wanted.next_study)
     print("searching all plans; this takes a while …", file=sys.stderr, flush=True)
     try:
         answer = search(problem)

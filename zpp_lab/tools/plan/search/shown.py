@@ -21,6 +21,7 @@ from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import differing, flat_config
 from zpp_lab.config.load import written
+from zpp_lab.config.parser import check_own
 from zpp_lab.config.schema import ClusterConfig, Config, RecipeConfig, ShardingConfig
 from zpp_lab.config.study import ArmConfig, StudyConfig
 from zpp_lab.files import write_atomic
@@ -44,6 +45,7 @@ VERDICTS = {
     "plain": "plain",
     "twin": "raw twin",
 }
+_QUESTION = "Are faster recipes within"
 NO_LOSS = (
     "Loss was not considered: --study DIR, a finished study's folder, restricts the search to "
     "recipes that it found on par."
@@ -123,7 +125,7 @@ def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig)
     ]
     return StudyConfig(
         name=f"{study.name}_next",
-        question=f"Are faster recipes within {limit.share:.2%} of the loss of {study.baseline}?",
+        question=f"{_QUESTION} {limit.share:.2%} of the loss of {study.baseline}?",
         arms=[*kept, *(_arm(plan, {arm.name for arm in kept}) for plan in plans)],
         seeds=study.seeds,
         overrides=overrides,
@@ -138,10 +140,15 @@ def next_study(limit: LossLimit, plans: Sequence[Timed], cluster: ClusterConfig)
     )
 
 
-def write_next_study(path: Path, study: StudyConfig) -> None:
-    """As a file that `zpp-lab study` takes. ValueError for a name that it would not take."""
+def check_next_study(path: Path) -> None:
+    """ValueError for a name that `zpp-lab study` would not take, or somebody else's file."""
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"--next-study {path}: use a file that ends in .yaml")
+    check_own("--next-study", path, f"question: {_QUESTION}")
+
+
+def write_next_study(path: Path, study: StudyConfig) -> None:
+    """Write `study` as a file that `zpp-lab study` takes."""
     text = yaml.safe_dump(asdict(study), sort_keys=False, allow_unicode=True)  # type: ignore[call-overload]
     write_atomic(path, text)
 
