@@ -18,7 +18,7 @@ def by_halves(x: list[float]) -> float:
     return x[0] if x else 0.0
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 3, 7, 64, 1001])
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 5, 7, 64, 1001])
 def test_fold_sum_adds_halves(numel: int) -> None:
     x = torch.randn(2, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel))
     before = x.clone()

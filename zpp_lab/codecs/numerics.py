@@ -14,7 +14,10 @@ def fold_sum(x: Tensor) -> Tensor:
     """Pairwise sum over the last dimension: [..., n] → [...], the same tree for the same n.
 
     The first half and the second half are added element by element until one is left, so the
-    result does not depend on batching, threads or device.
+    result does not depend on batching, threads or device. The first half of an odd
+    count n has (n + 1) / 2 elements, and the last of them stays as it is: five give x0 + x3,
+    x1 + x4 and x2, then (x0 + x3) + x2 and x1 + x4. Filling with zeros to a power of two would
+    give another tree.
     """
     if x.shape[-1] < 2:
         return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
