@@ -138,6 +138,15 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         told(tmp_path, less | {"gradient_accumulation_steps": 1}, None, None)
     assert "bf16 and fp16 are both enabled" in refused({**BASE, "fp16": {"enabled": True}})
     assert "gradient_clipping='x': use a number" in refused({"gradient_clipping": "x"})
+    for section in ("zero_optimization", "bf16", "optimizer", "scheduler", "wandb"):
+        assert f"{section}=3: " in refused({section: 3})
+        assert told(tmp_path, {section: None}).settings[0] == "engine=fsdp"
+    assert "zero_optimization.offload_param='cpu': " in refused(
+        {"zero_optimization": {"stage": 3, "offload_param": "cpu"}}
+    )
+    assert "optimizer.params=3: " in refused({"optimizer": {"type": "AdamW", "params": 3}})
+    flag = "zero_quantized_weights"
+    assert f"{flag}='false': " in refused({"zero_optimization": {"stage": 3, flag: "false"}})
     assert "DeepSpeed" in refused([1])
     assert "DeepSpeed" in refused("{")
     assert main(["from-deepspeed", str(tmp_path / "none.json")]) == 2

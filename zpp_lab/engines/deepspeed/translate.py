@@ -69,11 +69,11 @@ class _Reading:
         self, path: Path, told: dict[str, Any], nodes: int | None, gpus_per_node: int | None
     ) -> None:
         self.path, self.told, self.nodes, self.gpus = path, dict(told), nodes, gpus_per_node
-        self.made = Translation()
+        self.made, self.asked = Translation(), set[str]()
 
     def translation(self) -> Translation:
-        self.bf16, self.fp16 = (bool(self._take(f"{d}.enabled", False)) for d in ("bf16", "fp16"))
-        self.bf16 = bool(self._take("bfloat16.enabled", False)) or self.bf16
+        self.bf16, self.fp16 = (self._flag(f"{d}.enabled") for d in ("bf16", "fp16"))
+        self.bf16 = self._flag("bfloat16.enabled") or self.bf16
         self._set("engine=fsdp")
         self._wires()
         self._cluster()
@@ -89,6 +89,7 @@ class _Reading:
 
     def _take(self, key: str, usual: Any = None) -> Any:
         """The value, which is dealt with now; `usual` where the file leaves it open."""
+        self.asked.add(key)
         value = self.told.pop(key, usual)
         if value == AUTO:
             self.made.left.append(f"{key}=auto: transformers' Trainer fills it in; set it yourself")
@@ -102,6 +103,12 @@ class _Reading:
             raise ValueError(f"{self.path}: {key}={value!r}: use a number from {least:g} on")
         return value
 
+    def _flag(self, key: str, usual: bool = False) -> bool:
+        value = self._take(key, usual)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.path}: {key}={value!r}: use true or false")
+        return value
+
     def _set(self, *settings: str) -> None:
         self.made.settings += settings
 
@@ -111,10 +118,10 @@ class _Reading:
         """Recipe and sharding."""
         silent = self.made.silent
         stage = self._number(f"{_ZERO}stage", 0)
-        weights = bool(self._take(f"{_ZERO}zero_quantized_weights", False))
-        grads = bool(self._take(f"{_ZERO}zero_quantized_gradients", False))
+        weights = self._flag(f"{_ZERO}zero_quantized_weights")
+        grads = self._flag(f"{_ZERO}zero_quantized_gradients")
         self.hpz = int(self._number(f"{_ZERO}zero_hpz_partition_size", 1))
-        frozen = self._take(f"{_ZERO}zero_quantized_nontrainable_weights", False)
+        frozen = self._flag(f"{_ZERO}zero_quantized_nontrainable_weights")
         if frozen:
             self.made.left.append(
                 "zero_quantized_nontrainable_weights: for adapters lora=q4 keeps the frozen base "
@@ -261,11 +268,11 @@ class _Reading:
         if name not in ("adam", "adamw"):
             self.made.left.append(f"optimizer.type={kind}: replaced by AdamW")
             return
-        if self._take("optimizer.params.adam_w_mode", True) is False and name == "adam":
+        if not self._flag("optimizer.params.adam_w_mode", True) and name == "adam":
             self.made.left.append("optimizer.params.adam_w_mode=false: weight decay is AdamW's")
         elif name == "adam":
             self.made.silent.append("take Adam for AdamW (adam_w_mode is true by default)")
-        torch_adam = self._take("optimizer.params.torch_adam", False)
+        torch_adam = self._flag("optimizer.params.torch_adam")
         self._take("optimizer.params.fused")
         betas = self._take("optimizer.params.betas", [0.9, 0.999])
         if not (isinstance(betas, list) and len(betas) == 2):
@@ -327,7 +334,7 @@ class _Reading:
                 )
             on = on or device == "cpu"
         for old in ("cpu_offload", "cpu_offload_param"):
-            on = bool(self._take(f"{_ZERO}{old}", False)) or on
+            on = self._flag(f"{_ZERO}{old}") or on
         if on:
             self._set("engine.offload=true")
             self.made.notes.append(
@@ -336,18 +343,26 @@ class _Reading:
             )
 
     def _tracking(self) -> None:
-        if self._take("tensorboard.enabled", False):
+        if self._flag("tensorboard.enabled"):
             self._set("tracking=tensorboard")
-        if self._take("wandb.enabled", False):
+        if self._flag("wandb.enabled"):
             self._set("tracking.wandb=auto")
             for theirs, ours in (("team", "entity"), ("group", "group"), ("project", "project")):
                 if (value := self._take(f"wandb.{theirs}")) is not None:
                     self._set(f"tracking.{ours}={written(value)}")
 
     def _rest(self) -> None:
-        """Every key that nobody has taken."""
+        """Every key that nobody has taken. ValueError for a value where a section belongs: its
+        settings would silently be those of a file without it."""
         for key, value in self.told.items():
             short = key.removeprefix(_ZERO)
+            inner = sorted(k for k in self.asked if k.startswith(f"{key}."))
+            if inner and value not in (None, {}):
+                named = inner[0].removeprefix(f"{key}.").split(".")[0]
+                raise ValueError(
+                    f"{self.path}: {key}={value!r}: use a mapping with its settings, such as "
+                    f'{{"{named}": …}}'
+                )
             if key != short and short in _TUNING:
                 self.made.notes.append(f"{short}: buckets of DeepSpeed; FSDP2 has none")
             elif key in _LOGS:
