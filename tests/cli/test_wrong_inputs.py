@@ -69,6 +69,12 @@ train recipe.rules=3 => recipe.rules=3
 train 'recipe.rules=[{wires: [weights_update], set: {bits: 4}}]' => matches no parameter | its wires
 train 'recipe.rules=[{nam: x}]' => recipe.rules.0.nam | exempt, max_numel, min_numel, name, ndim,
 train 'recipe.rules=[{name: x, wires: [up]}]' => recipe.rules.0.wires.0=' | 'weights_forward'
+train recipe.phases={after:2} => recipe.phases={ | [{after: | a list
+train recipe.phases.0.after=2 => recipe.phases.0.after | recipe.phases=[
+train recipe.rules={name:x} => recipe.rules={ | [{name: | a list
+train tracking.tags={a:1} => tracking.tags={ | a list
+train recipe.weights=[8] => recipe.weights=[8] | recipe.weights.bits
+train cluster=2 => cluster=2: | 1x2, 1x4,
 train recipe.weights.codec=block => zero3 | weights_forward | codec=block
 train recipe.weights=8 => recipe.weights=8 | recipe.weights.codec | recipe.weights.bits
 train recipe=w8,w4 => recipe=w8,w4
@@ -99,6 +105,8 @@ train tracking.tags=a => tracking.tags='a'
 train run.piece_steps=-3 => run.piece_steps=-3
 train run.until=-5 => run.until=-5.0
 train run.dir=afile => afile
+train run.dir=bad/ck_file/zero3/seed1 => run.dir=bad/ck_file/zero3/seed1 | checkpoints
+train run.dir=bad/met_folder/zero3/seed1 => run.dir=bad/met_folder/zero3/seed1 | metrics.jsonl
 train run.dir= => run.dir='' | runs/RECIPE/seedN
 train run.dir=3 => run.dir=3
 train run.dir=runs/good => runs/good | run.dir
@@ -112,6 +120,7 @@ train 'run.name="a' => 'run.name="a' | name=value
 train @file => name=value | train.steps=100
 train --fro 3m => --fro | --help
 train --for soon => --for | 480s | 1.5h
+train --for -5m => --for -5m | 480s | 1.5h
 train --for nan => --for | 480s | 1.5h
 train -m --cfg job => --cfg | --dry-run
 train -m seed=1,x => seed='x'
@@ -195,11 +204,13 @@ report bad/met_broken => bad/met_broken/zero3/seed1/metrics.j
 report bad/met_empty => bad/met_empty/zero3/seed1/metrics.jso
 report bad/met_list => bad/met_list/zero3/seed1/metrics.json
 report bad/met_types => bad/met_types/zero3/seed1/metrics.jso
+report bad/met_order => bad/met_order/zero3/seed1/metrics.jsonl | line 2
 report bad/met_dir => bad/met_dir/zero3/seed1/metrics.jsonl
 plan --gpu-gib nan => --gpu-gib/--memory-gib | --help
 plan --link-gbps 10 => --link-gbps | --machine
 plan --machine binary.json => binary.json
 plan --machine h200 --link-gbps fast => --link-gbps | Gbit/s | 12,25,max
+plan --machine h200 --link-gbps -5,max => --link-gbps -5,max | more than 0
 plan --machine h200 --link-gbps , => --link-gbps | Gbit/s | 12,25,max
 plan --study runs => --study | --fastest
 plan --fastest => --fastest | --machine
@@ -223,11 +234,14 @@ bench step --share-gpus=maybe => --share-gpus | --help
 bench step --recipes '' --cpu => --recipes | --arm
 bench calibrate => the following arguments are required: --out; see zpp-lab bench calibrate --help
 bench calibrate --out empty --cpu => --help
+bench calibrate --out obj.json --cpu --tiny => --out | obj.json
 bench calibrate --out x.json --bits 5 --cpu => --help
 bench calibrate --out x.json --modes fast --cpu => --modes
 bench calibrate --out x.json --link-gbps -1 --cpu => --link-gbps | --hel
 export runs => the following arguments are required: --out; see zpp-lab export --help
 export runz --out x.csv => runz | runs?
+export runs --out other.csv => --out | other.csv
+export bad/met_order --steps --out x.csv => bad/met_order/zero3/seed1/metrics.jsonl
 export runs --out x.txt => x.txt | .csv or .parquet
 export runs --out afile/x.csv => afile
 export runs --out x.csv --dtype bf16 => --dtype | --to
@@ -266,6 +280,11 @@ evaluate runs/good --out x.txt => x.txt
 evaluate runs/good --out afile/x.csv => --help
 evaluate runs/good --data nope => nope
 evaluate models/llama => --data
+evaluate bad/ck_file/zero3/seed1 => bad/ck_file/zero3/seed1/checkpoints
+evaluate runs/good --out other.csv => --out | other.csv
+evaluate runs/good --out obj.json => --out | obj.json
+evaluate runs/good --data bad/data_empty/zero3/seed1 => bad/data_empty/zero3/seed1/data.json
+evaluate bad/data_types/zero3/seed1 => bad/data_types/zero3/seed1/data.json
 evaluate bad/ck_none/zero3/seed1 => bad/ck_none/zero3/seed1/checkp
 evaluate runs/good --codec bits=4,bits=2 => --codec | bits=4,bits=2
 doctor now => --help
@@ -283,6 +302,7 @@ dashboard --apply half.json => half.json
 dashboard --apply obj.json => obj.json | zpp-lab dashboard
 dashboard --apply empty => empty
 dashboard smoke --out afile/x.json => afile/x.json
+dashboard smoke --out obj.json => --out | obj.json
 dashboard smoke --out empty => empty
 dashboard smoke extra => --help
 batch runs/good => the following arguments are required: steps; see zpp-lab batch --help
@@ -324,6 +344,7 @@ train data.tokenizer=hf data.tokenizer_path=empty => tokenizer.json
 train model.path=models/llama model.weights=pretrained => .safetensors
 train model.start=runs/goood => runs/good
 train model.start=runs => runs/good
+train model.start=bad/data_empty/zero3/seed1 => bad/data_empty/zero3/seed1/data.json
 train run.start_from=runs/good => runs/good/checkpoints/step-
 train recipe=null => recipe=null | zero3
 train -m recipe.weights.bits=5 seed=1,2 => bits=5
@@ -387,6 +408,7 @@ FILES: dict[str, str | bytes] = {
     **dict.fromkeys(("binary", "binary.txt", "binary.json", "binary.yaml"), BINARY),
     **dict.fromkeys(("binspeed/results.csv", "binary.jsonl"), BINARY),
     "speed/results.csv": "a,b\n1,2\n",
+    "other.csv": "a,b\n1,2\n",
     "empty.yaml": "",
     "broken.yaml": "name: [1, 2\nseeds: }\n",
     "s_dup.yaml": "name: one\nname: two\n",
@@ -413,6 +435,12 @@ DAMAGED: dict[str, tuple[str, str | bytes]] = {  # of a finished run: which file
     "met_broken": ("metrics.jsonl", '{"step": 1, "loss": 5.0}\n{"step": 2, "lo\n{"step": 3}\n'),
     "met_empty": ("metrics.jsonl", ""),
     "met_cut": ("metrics.jsonl", '{"step": 1, "loss": 5.0}\n'),
+    "met_order": (
+        "metrics.jsonl",
+        "".join(f'{{"step": {step}, "loss": 5.0}}\n' for step in (1, 1, 3)),
+    ),
+    "data_empty": ("data.json", "{}"),
+    "data_types": ("data.json", '{"hash": 3, "tokenizer": "x", "vocab_size": 256}'),
     "met_list": ("metrics.jsonl", "[1]\n[2]\n[3]\n"),
     "met_types": ("metrics.jsonl", '{"step": 1, "loss": "x"}\n' * 3),
 }
@@ -437,6 +465,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(good, place / "bad/ck_none/zero3/seed1", ignore=lambda *_: ["checkpoints"])
     shutil.copytree(good, place / "bad/met_dir/zero3/seed1", ignore=lambda *_: ["metrics.jsonl"])
     (place / "bad/met_dir/zero3/seed1/metrics.jsonl").mkdir()
+    (place / "bad/met_folder/zero3/seed1/metrics.jsonl").mkdir(parents=True)
+    shutil.copytree(good, place / "bad/ck_file/zero3/seed1", ignore=lambda *_: ["checkpoints"])
+    (place / "bad/ck_file/zero3/seed1/checkpoints").write_text("x")
+    (place / "bad/ck_file/zero3/seed1/summary.json").unlink()
     cut = shutil.copytree(good / "checkpoints/step-00000003", place / "cut/step-00000003")
     tear(Path(cut))
     (place / "empty").mkdir()

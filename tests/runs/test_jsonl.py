@@ -68,6 +68,25 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(tmp_path: Path) -> Non
         read(path)
 
 
+@pytest.mark.parametrize("steps", [[1, 3, 3], [1, 2, 2], [2, 1], [1, 40, 3], [0, 1], [1, 2.0, 3]])
+def test_a_step_that_does_not_follow_is_named(tmp_path: Path, steps: list[float]) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b"".join(encode({"step": step, "loss": 1.0}) for step in steps))
+    with pytest.raises(ValueError, match=r"m\.jsonl, line .*run\.resume=false"):
+        read(path)
+
+
+def test_a_run_goes_on_from_all_of_its_steps_alone(tmp_path: Path) -> None:
+    """Kept copies of a finished run may lack some; to a run that resumes one is missing."""
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b"".join(encode({"step": step, "loss": 1.0}) for step in (1, 2, 4)))
+    assert [record["step"] for record in read(path)] == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 3 .*run\.resume=false"):
+        MetricsLog(path).truncate_after(4)
+    assert MetricsLog(path).truncate_after(0) == []  # it starts over
+    assert path.read_bytes() == b""
+
+
 def test_truncate_keeps_bytes_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     log = fill(path, 5)

@@ -29,7 +29,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zpp_lab.config.factors import expand_arms
 from zpp_lab.config.flat import differing, flat_config
-from zpp_lab.config.load import load, quote, readable, setting_of, unknown_key, valid_names
+from zpp_lab.config.load import (
+    load,
+    quote,
+    readable,
+    setting_of,
+    unknown_key,
+    valid_names,
+    written,
+)
 from zpp_lab.config.schema import Config
 from zpp_lab.config.study import StudyConfig
 from zpp_lab.files import (
@@ -234,15 +242,37 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return (
             f"{group}: this group is set already; choose a file of it with {group}=NAME, without +"
         )
-    for override in overrides:
-        parsed = _parsed(override)
-        if parsed is not None and parsed.value() is None and _is_group(parsed.key_or_group):
-            return _unknown_option(parsed.key_or_group, "null")
+    for parsed in filter(None, map(_parsed, overrides)):
+        group, value = parsed.key_or_group, parsed.value()
+        if _is_group(group) and not isinstance(value, str | list | dict):
+            return _unknown_option(group, written(value))
     again = re.search(r"An item is already at '([\w.]+)'", str(error))
     if again is not None:
         return f"+{again[1]}: this setting exists already; leave out the +"
+    if "Error merging" in str(error):
+        values = (o for o in map(_parsed, overrides) if o and not _is_group(o.key_or_group))
+        if told := next(filter(None, map(_misfit, values)), ""):
+            return told
     text = str(error).split("\nConfig search path")[0]
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _misfit(override: Override) -> str:
+    """What to write where an override's value is of another kind than its setting, a mapping for a
+    list say; "" where it is not."""
+    *parents, last = override.key_or_group.split(".")
+    if places := [i for i, part in enumerate([*parents, last]) if part.isdigit()]:
+        whole = ".".join(parents[: places[0]])
+        return f"{override.key_or_group}: {whole} is a list; set all of it, such as {whole}=[a,b]"
+    values: dict[str, Any] = {last: override.value()}
+    for part in reversed(parents):
+        values = {part: values}
+    try:
+        load(Config, values)
+    except ValueError as error:
+        named = f"{override.key_or_group}="
+        return next((line for line in str(error).splitlines() if line.startswith(named)), "")
+    return ""
 
 
 def _unknown_option(group: str, name: str) -> str:

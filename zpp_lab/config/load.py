@@ -135,6 +135,8 @@ def _explain(cls: type, error: Any) -> str:
         names = ", ".join(f"{place}.{name}" for name in valid_names(cls, place.split(".")))
         return f"{place}={given}: expected nested settings; set {names}"
     null = ", or null" if _nullable(cls, place) else ""
+    if error["type"] == "list_type" and (inner := valid_names(cls, place.split("."))):
+        return f"{place}={given}: use a list of nested settings, such as [{{{inner[0]}: …}}]{null}"
     return f"{place}={given}: use {_expected(error)}{null}"
 
 

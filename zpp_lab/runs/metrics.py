@@ -94,16 +94,18 @@ def read(path: Path | str) -> list[Record]:
     """All records of a metrics file; a missing file has none.
 
     A torn last line, which a killed run leaves behind, is passed over. A broken
-    line anywhere else is a ValueError that names it.
+    line anywhere else is a ValueError that names it, and so is a step that does
+    not follow those before it.
     """
     return [record for _, record in _lines(Path(path))]
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """Each whole line with its record."""
+def _lines(path: Path, dense: bool = False) -> Iterator[tuple[bytes, Record]]:
+    """Each whole line with its record. dense: steps are 1, 2, 3 …, as a run writes them; kept
+    copies of finished runs may lack some."""
     if not path.exists():
         return
-    lines = path.read_bytes().split(b"\n")
+    lines, last = path.read_bytes().split(b"\n"), 0
     rest = lines.pop()  # empty, or a line whose newline never came: torn
     for number, line in enumerate(lines, 1):
         try:
@@ -111,11 +113,26 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
         except ValueError as error:
             if number == len(lines) and not rest:  # a power cut can tear it under its newline
                 return
-            raise ValueError(
-                f"{path}, line {number} is damaged ({error}): restore the file from a copy, or "
-                "restart the run with run.resume=false"
-            ) from None
+            raise _broken(path, number, error) from None
+        if why := out_of_order(record, last, dense):
+            raise _broken(path, number, why)
+        last = record["step"]
         yield line + b"\n", record
+
+
+def out_of_order(record: Record, last: int, dense: bool = False) -> str:
+    """Why a record cannot follow step `last`; "" where it can."""
+    step = record.get("step")
+    if type(step) is int and (step == last + 1 or (step > last and not dense)):
+        return ""
+    return f"step {step!r} after step {last}"
+
+
+def _broken(path: Path, number: int, why: object) -> ValueError:
+    return ValueError(
+        f"{path}, line {number} is damaged ({why}): restore the file from a copy, or restart the "
+        "run with run.resume=false"
+    )
 
 
 class MetricsLog:
@@ -152,8 +169,9 @@ class MetricsLog:
         self._last = step
 
     def truncate_after(self, step: int) -> list[Record]:
-        """Drop the lines of later steps, as a resumed run repeats them. Returns those left."""
-        lines = list(_lines(self.path))
+        """Drop the lines of later steps, as a resumed run repeats them. Returns those left.
+        ValueError for a damaged line, or a step that is missing."""
+        lines = list(_lines(self.path, dense=True)) if step else []  # whatever is left of it
         kept = [(line, record) for line, record in lines if record["step"] <= step]
         if len(kept) < len(lines) or self._torn(lines):
             os.close(self._file)

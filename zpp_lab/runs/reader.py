@@ -39,7 +39,7 @@ from zpp_lab.files import (
     read_yaml,
     write_atomic,
 )
-from zpp_lab.runs.metrics import read, read_object
+from zpp_lab.runs.metrics import out_of_order, read, read_object
 from zpp_lab.runs.wandb.folder import read_summary
 
 NOT_JUDGED = "not judged"
@@ -240,15 +240,18 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl in step order; [] when there is none.
 
     A last line that a kill cut short is left out; any other broken line is a ValueError, and so is
-    one without its step and loss.
+    one without its loss, or with a step that does not follow those before it.
     """
-    path = folder / METRICS
+    path, last = folder / METRICS, 0
     rows = _read_at_once(path) or read(path)
     for line, row in enumerate(rows, 1):
         kinds = (("step", int), ("loss", int | float), ("heldout_loss", int | float | None))
         wrong = [name for name, kind in kinds if not isinstance(row.get(name), kind)]
         if wrong:
             raise damaged(path, f"line {line}: {wrong[0]}: {row.get(wrong[0], 'missing')!r}")
+        if why := out_of_order(row, last):
+            raise damaged(path, f"line {line}: {why}")
+        last = row["step"]
     return rows
 
 

@@ -19,7 +19,16 @@ from zpp_lab.config.data import DataConfig
 from zpp_lab.config.flat import stored_config
 from zpp_lab.config.model import check_model_path
 from zpp_lab.config.schema import WIRES, Config
-from zpp_lab.files import CONFIG, below, looks_like_folder, missing, read_yaml
+from zpp_lab.files import (
+    CONFIG,
+    HELDOUT,
+    METRICS,
+    SUMMARY,
+    below,
+    looks_like_folder,
+    missing,
+    read_yaml,
+)
 from zpp_lab.runs.checkpoint.index import INDEX, DamagedError, check_format, listed, open_index
 from zpp_lab.runs.provenance import check_commit
 from zpp_lab.runs.wandb.mode import resolve
@@ -40,9 +49,8 @@ _CHECKPOINT = "use a run's RUN/checkpoints/step-…"
 def check_inputs(config: Config) -> None:
     """ValueError that lists every setting whose file or folder is not there, and what to do; and
     a ZPP_COMMIT that is no commit, which a result would name."""
-    faults = [
-        fault for check in (_model, _start, _data, _commit) if (fault := _fault(check, config))
-    ]
+    checks = (_model, _place, _start, _data, _commit)
+    faults = [fault for check in checks if (fault := _fault(check, config))]
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -61,6 +69,19 @@ def _commit(_: Config) -> None:
 
 def _model(config: Config) -> None:
     check_model_path(config.model)
+
+
+def _place(config: Config) -> None:
+    """What the run's folder must not have where the run writes."""
+    run = run_dir(config)
+    wrong = {run / "checkpoints": "folder"}
+    wrong |= {run / name: "file" for name in (CONFIG, METRICS, HELDOUT, SUMMARY)}
+    for path, kind in wrong.items():
+        if path.exists() and path.is_dir() != (kind == "folder"):
+            raise ValueError(
+                f"run.dir={run}: {path.name} is not a {kind}, which the run needs there; move it "
+                "away, or set another run.dir"
+            )
 
 
 def _start(config: Config) -> None:

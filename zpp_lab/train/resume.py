@@ -21,7 +21,7 @@ from zpp_lab.data import PackedData, TokenData
 from zpp_lab.data.prepare import TOKENIZER
 from zpp_lab.data.tokenizer import END
 from zpp_lab.engines.base import Engine
-from zpp_lab.files import write_atomic
+from zpp_lab.files import damaged, write_atomic
 from zpp_lab.runs.checkpoint.index import DamagedError, check_format
 from zpp_lab.runs.checkpoint.read import Saved, newest
 from zpp_lab.runs.checkpoint.write import Checkpoints, Saving
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 FILE = "data.json"
+_KINDS = {"hash": str, "tokenizer": str, "vocab_size": int}
 
 
 def note_data(folder: Path, cfg: DataConfig, data: TokenData | PackedData) -> None:
@@ -51,7 +52,7 @@ def check_same_data(folder: Path, data: TokenData | PackedData, resumed: bool) -
     path = folder / FILE
     if not resumed or not path.is_file():
         return
-    before = read_object(path)["hash"]
+    before = _said(folder)["hash"]
     if before != data.hash:
         raise ValueError(
             f"{folder} was trained on other tokens (data {before[:16]} there, {data.hash[:16]} "
@@ -68,7 +69,7 @@ def check_start(start: Path, data: TokenData | PackedData) -> None:
     if file is None:
         print(f"model.start={start}: no {FILE}, so tokenizers are not compared", file=sys.stderr)
         return
-    said = read_object(file)
+    said = _said(file.parent)
     if said["tokenizer"] != data.tokenizer:
         raise ValueError(
             f"model.start={start} was trained with another tokenizer ({said['vocab_size']} "
@@ -108,8 +109,13 @@ def vocab_size(run: Path) -> int | None:
 
 
 def _said(run: Path) -> dict[str, Any]:
+    """What data.json says; {} where there is none. ValueError for one that lacks a key."""
     path = run / FILE
-    return read_object(path) if path.is_file() else {}
+    found = read_object(path) if path.is_file() else {}
+    for name, kind in _KINDS.items() if path.is_file() else ():
+        if not isinstance(found.get(name), kind):
+            raise damaged(path, f"{name}: {found.get(name, 'missing')!r}")
+    return found
 
 
 def open_store(config: Config, folder: Path, device: torch.device) -> Checkpoints:

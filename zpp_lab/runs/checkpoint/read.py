@@ -324,6 +324,8 @@ def newest(
                 say_passed_over(error)
     if first is not None:
         raise ValueError(f"{folder} has no whole checkpoint; {first}: restore one from a copy")
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file, not a folder: restore it from a copy")
     raise ValueError(
         f"{folder} has no whole checkpoint: let the run reach its first one "
         "(train.checkpoint_every), or its end"
