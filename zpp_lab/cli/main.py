@@ -30,8 +30,6 @@ ABOUT = """Train with quantized collectives, judge what that costs, plan and mea
 EXIT_CODES = """exit codes: 0 done; 1 a run failed; 2 a mistake in the command or in what it reads;
 75 stopped by --for (0 of ranks that torchrun or srun started, which would take 75 for a failure);
 130 stopped by Ctrl-C (the same command goes on)"""
-
-
 _ASCII = {"×": "x", "±": "+/-", "≥": ">=", "≤": "<=", "≠": "!=", "→": "->", "…": "...", "’": "'"}
 _ASCII |= dict.fromkeys("–—─·", "-")  # for terminals and files that lack these signs
 _REFUSING = ("strict", "surrogateescape", "backslashreplace")  # Python's own; the last: stderr
