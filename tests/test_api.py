@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from examples.molecules import MoleculeEncoder, molecules, train
@@ -175,6 +175,50 @@ def summarized() -> list[Any]:
     return [of_ranks, wires]
 
 
+def kept_bytes() -> list[Any]:
+    """What all ranks sent from one update to the next with node-replicated weights, and the plan's
+    bytes."""
+    model = _model()
+    sharded = shard(model, _small("amsp_node"), "2x2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        sharded.reset_bytes()
+        model(molecules(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dict(sharded.bytes))
+    sent = {wire: [sum(own[wire][i] for own in every) for i in (0, 1)] for wire in every[0]}
+    return [sent, {wire: list(t) for wire, t in sharded.plan.step_bytes().items()}]
+
+
+def around_the_hooks() -> list[str]:
+    """What a forward by another name raises, where no parameter is in the root: FSDP2 calls no hook
+    of the model."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.mean()
+
+    raised = []
+    for name in ("zero3_reordered", "amsp_node"):
+        model = Layers()
+        shard(model, _small(name), "2x2", units=list(model.layers))
+        register_fsdp_forward_method(model, "score")
+        try:
+            model.score(torch.ones(2, 8)).backward()
+            raised.append("")
+        except ValueError as error:
+            raised.append(str(error))
+    return raised
+
+
 def every_job() -> dict[str, Any]:
     """One start of a world serves all tests."""
     return {
@@ -188,6 +232,8 @@ def every_job() -> dict[str, Any]:
         "twice": twice(),
         "cut": cut(),
         "summarized": summarized(),
+        "kept_bytes": kept_bytes(),
+        "around": around_the_hooks(),
     }
 
 
@@ -214,6 +260,20 @@ def test_zeropp_learns_with_fewer_bytes(answers: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
     assert losses[0] == pytest.approx(raw[0], rel=0.05)
     assert sum(map(sum, sent.values())) < 0.6 * sum(map(sum, raw_sent.values()))
+
+
+def test_bytes_of_node_replicated_weights_are_the_plans(answers: dict[str, Any]) -> None:
+    sent, planned = answers["kept_bytes"]
+    assert sent == planned
+    assert sent["weights_update"][1] > 0
+
+
+def test_node_replicated_weights_that_were_never_filled_are_not_used(
+    answers: dict[str, Any],
+) -> None:
+    sharded, replicated = answers["around"]
+    assert sharded == ""
+    assert "recipe.sharding.weights" in replicated
 
 
 def test_evaluation_leaves_no_trace(answers: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from zpp_lab.codecs.numerics import clip_factor
 from zpp_lab.collectives.peer.choose import Choice, connect, gather_mode
-from zpp_lab.collectives.plan import Bytes, Plan, no_bytes
+from zpp_lab.collectives.plan import Bytes, Plan, add_bytes, no_bytes
 from zpp_lab.collectives.recipe import DTYPES, Recipe
 from zpp_lab.collectives.transport import Transport
 from zpp_lab.collectives.watchdog import Watchdog
@@ -88,8 +88,7 @@ class Sharded:
         """Bytes that this rank sent since the last `reset_bytes`, by wire."""
         total = no_bytes()
         for unit in self.wrapped.installed:
-            for wire, traffic in unit.ledger.step.items():
-                total[wire] = total[wire] + traffic
+            add_bytes(total, unit.ledger.step)
         return total
 
     def reset_bytes(self) -> None:

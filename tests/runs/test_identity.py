@@ -10,8 +10,10 @@ import pytest
 
 from zpp_lab.config.compose import compose
 from zpp_lab.config.flat import arm_name
+from zpp_lab.config.recipe import POINTS, SHARDED, Parts
+from zpp_lab.config.schema import Config, RecipeConfig, ShardingConfig
 from zpp_lab.runs.wandb.folder import RunFolder
-from zpp_lab.runs.wandb.identity import identity, tags
+from zpp_lab.runs.wandb.identity import identity, shown_config, tags
 
 
 def config(*overrides: str) -> dict[str, Any]:
@@ -40,6 +42,31 @@ def test_tags_name_recipe_bits_cluster_and_engine(overrides: list[str], found: s
     got = tags(config(*overrides))
     assert found <= set(got)
     assert [tag.split("=")[0] for tag in got] == ["recipe", "weights", "grads", "cluster", "engine"]
+
+
+@pytest.mark.parametrize(
+    ("point", "update"),
+    [
+        *((point, "weights") for point in POINTS),
+        *((p, "differences") for p in POINTS if p[2] == "world" != p[0]),
+    ],
+)
+def test_wires_are_the_recipes(point: Parts, update: str) -> None:
+    parts = dict(zip(SHARDED, point, strict=True))
+    recipe = RecipeConfig(hops=2, sharding=ShardingConfig(update=update, **parts))
+    assert set(shown_config(asdict(Config(recipe=recipe)))["wires"]) == set(recipe.wires)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe.stage=2", "recipe.sharding.update=differences"],
+        ["recipe.shard=node"],
+    ],
+)
+def test_short_hands_of_sharding_have_their_wires(words: list[str]) -> None:
+    composed = compose(words)
+    assert set(shown_config(asdict(composed))["wires"]) == set(composed.recipe.wires)
 
 
 def test_the_jobs_of_a_sweep_share_its_folders_name(tmp_path: Path) -> None:

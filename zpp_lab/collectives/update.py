@@ -77,6 +77,7 @@ class Update:
         """streams: of the device, shared by all units."""
         self.transport, self.ledger, self.clock, self.raw = transport, ledger, clock, plan.raw
         self.streams: Streams = streams or HostStreams()
+        self.filled = False  # whether `start` has put weights in the rows
         self.arrived: Any = None  # a mark behind the last exchange, on whichever stream it ran
         self.follow(plan)
         self.cluster, self.rank = transport.cluster, transport.rank
@@ -96,7 +97,14 @@ class Update:
 
     def rows(self) -> list[Tensor]:
         """Rows [N, n] of every parameter of the unit, in its order. The current stream waits for
-        the last exchange."""
+        the last exchange. ValueError before `start`: the rows are still zeros."""
+        if not self.filled:
+            raise ValueError(
+                f"recipe {self.plan.recipe.config.name}, unit {self.plan.unit.name}: its "
+                "node-replicated weights were gathered before the nodes got them, because no "
+                "forward of the whole model has begun; call the model that was sharded, not one "
+                "of its methods or modules, or use recipe.sharding.weights=world"
+            )
         self.wait()
         return [kept.rows for kept in self.kept.values()]
 
@@ -119,6 +127,7 @@ class Update:
         if not self.differences:
             named = dict(zip(self.kept, masters, strict=True))
             self._exchange([named[s.name] for s in self.layout.segments], done)
+        self.filled = True
 
     def _spread(self) -> None:
         """Give this rank's own rows to the other nodes as they are."""

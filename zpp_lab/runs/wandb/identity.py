@@ -85,10 +85,12 @@ def tags(config: Mapping[str, Any]) -> list[str]:
 
 
 def _wires(recipe: Mapping[str, Any]) -> tuple[Wire, ...]:
-    """The recipe's: where nodes keep weights there is one more."""
-    parts = _section(recipe, "sharding")
-    copied = "node" in (parts.get("optimizer"), recipe.get("shard"))
-    return WIRES if parts.get("weights") == "node" and not copied else USUAL_WIRES
+    """The recipe's, as `RecipeConfig.kept` says: with node-replicated weights there is one more."""
+    parts, shard = _section(recipe, "sharding"), recipe.get("shard") or "world"
+    whole = (recipe.get("stage") or 3) < 3
+    weights = parts.get("weights") or ("none" if whole else shard)
+    kept = weights == "node" or (weights == "none" and parts.get("update") == "differences")
+    return WIRES if kept and (parts.get("optimizer") or shard) == "world" else USUAL_WIRES
 
 
 def codec_label(recipe: Mapping[str, Any], wire: str) -> str:
