@@ -24,7 +24,7 @@ from zpp_lab.config.schema import ClusterConfig
 
 STEPS = 3
 GRID = (2, 2)  # nodes, GPUs per node
-CASES = tuple(case for case in parity.CASES if "mask" not in case)
+CASES = tuple(parity.CASES)
 RANKS = (  # each kind of state that outlives a step, on real processes
     *("kept", "kept_other_bits", "kept_drawn", "differences", "differences_fp32"),
     *("differences_drawn", "differences_whole", "memory_fp32", "memory_loco"),

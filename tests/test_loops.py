@@ -49,7 +49,6 @@ LITTLE = "train.eval_tokens=64 train.keep_checkpoints=0 tracking.telemetry_every
 RECIPES: dict[str, dict[str, Any]] = {
     "zeropp": {"weights": {"block_size": 16}, "grads": {"block_size": 16}},
     "sdp4bit": {"weights_update": {"block_size": 32}},  # stochastic, kept, differences
-    "mask_ef": {"grads": {"block_size": 32, "keep": 4}},  # shares what it remembers
     "loco": {"grads": {"block_size": 16}},  # remembers
     "w8_then_w4": {"weights": {"block_size": 16}, "phases.0": {"after": 2}},
     "zero3": {},

@@ -54,7 +54,6 @@ ARMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # name, cluster, setting
     ("2-bit gradients, remembered", "2x2", ("recipe=g2_ef",)),
     ("top 32 of 1024, remembered", "2x2", ("recipe=topk_ef",)),
     ("the same of blocks' matrices", "2x2", ("recipe=tagc_topk",)),
-    ("shared mask, 32 of 1024", "2x2", ("recipe=mask_ef",)),
     ("TAGC's sketch", "2x2", ("recipe=tagc",)),
     ("TAGC's sketch, two ranks", "1x2", ("recipe=tagc",)),
     ("the same, 4-bit index", "1x2", ("recipe=tagc", *SKETCH)),

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from zpp_lab.codecs import (
     BlockCodec,
-    MaskCodec,
     Noise,
-    Places,
     SegmentNoise,
     TopKCodec,
     encode,
@@ -212,8 +210,6 @@ def test_weights_are_refused_unless_they_travel_as_differences() -> None:
             RecipeConfig(**weights)
     with pytest.raises(ValueError, match=refused):
         RecipeConfig(rules=[RuleConfig(set=SPARSE)])
-    with pytest.raises(ValueError, match="codec=mask"):
-        RecipeConfig(weights=CodecConfig(codec="mask", keep=8))
     kept = ShardingConfig(weights="node")
     with pytest.raises(ValueError, match=r"recipe\.weights_update"):
         RecipeConfig(sharding=kept, weights_update=SPARSE)
@@ -243,39 +239,3 @@ def test_a_gpu_sends_the_same_bytes_of_whole_chunks(size: int, dtype: torch.dtyp
     x = torch.randn(2 * size + 5, 3, generator=torch.Generator().manual_seed(size)).to(dtype).t()
     codec = TopKCodec(dtype, size // 32, size)
     assert torch.equal(encode(codec, x.cuda()).cpu(), encode(codec, x))
-
-
-# ---------------------------------------------------------------------- mask
-
-
-@given(codecs(), st.integers(1, 600), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_a_mask_sends_values_at_given_places_and_sums_stay_there(
-    codec: TopKCodec, numel: int, seed: int
-) -> None:
-    """Also through a second hop, whose values are encoded from sums that were never spread out."""
-    x = torch.randn(2, 3, numel, generator=torch.Generator().manual_seed(seed))
-    shared = Places()
-    mask = MaskCodec(**vars(codec) | {"rounding": "nearest"}, shared=shared)
-    owners = mask.chooser
-    shared.rows[3] = places = owners.places(encode(owners, x[1]), numel)
-    assert places.tolist() == [sorted(greatest(row.tolist(), codec)) for row in x[1]]
-    assert mask.nbytes(numel) == mask.values.nbytes(codec.kept(numel))
-    sent = torch.stack([encode(mask, row) for row in x])
-    values = [mask.values.decode(row, places.shape[1]) for row in sent]
-    want = torch.zeros(3, numel).scatter(1, places, 0 + values[0] + values[1])
-    assert torch.equal(mask.decode_sum(sent, numel), want)
-    sums = mask.decode_sum(sent, numel, rotated=True)
-    again = torch.empty(3, mask.nbytes(numel), dtype=torch.uint8)
-    mask.encode(sums, None, again, rotated=True)
-    assert torch.equal(again, encode(mask, want))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_mask_hides_no_fault_that_it_leaves_out(bad: float) -> None:
-    shared, x = Places(), torch.ones(1, 40)
-    mask = MaskCodec(BF16, 2, 16, shared=shared)
-    shared.rows[1] = torch.tensor([[0, 1, 16, 17, 32]])
-    x[0, 25] = bad
-    y = mask.decode(encode(mask, x), 40)[0]
-    assert y.isnan().tolist() == [False] * 16 + [True] * 16 + [False] * 8

@@ -26,7 +26,6 @@ from zpp_lab.files import conf_dir
 SMALL = {"block_size": 16}
 Q8, Q6, Q4, Q3, Q2 = ({"bits": b, **SMALL} for b in (8, 6, 4, 3, 2))
 TOP = {"codec": "topk", "block_size": 64, "keep": 3}
-MASK = {"codec": "mask", "block_size": 64, "keep": 3}
 TOP4 = {"codec": "topk", "block_size": 32, "keep": 16, "bits": 4}
 H4 = {"bits": 4, "block_size": 32, "hadamard": 16}
 NORMAL = {"codec": "normal", **SMALL}
@@ -226,7 +225,6 @@ REMEMBER: Cases = {
         {"hops": 2, "grads": {**TOP4, **STOCHASTIC, **residual(store="8bit")}},
         {**BF16, "reduce_dtype": "bf16"},
     ),
-    "mask": ({"grads": {**MASK, **residual()}}, {**BF16, "reduce_dtype": "bf16"}),
     "memory_rules": (
         {
             "hops": 2,
@@ -246,18 +244,6 @@ REMEMBER: Cases = {
 }
 HOPS_REMEMBER: Cases = {
     "memory_first": ({"hops": 2, "grads": Q4, "grads_intra": residual(store="8bit")}, TWICE),
-    "mask_two_hops": ({"hops": 2, "grads": MASK, "grads_intra": residual()}, {**BF16, **TWICE}),
-    "mask_bits": (
-        {
-            "hops": 2,
-            "order": "reversed",
-            "grads": {**TOP4, "codec": "mask", **STOCHASTIC},
-            "grads_intra": residual(store="8bit", reset_every=2),
-            "grads_inter": {"bits": 8},
-            "rules": [RAW_UP],
-        },
-        TWICE,
-    ),
     "memory_second": ({"hops": 2, "grads": S4, "grads_inter": residual(store="fp32")}, TWICE),
     "memory_second_raw_first": ({"hops": 2, "grads_inter": {**Q2, **residual()}}, BF16),
     "memory_hadamard_left": (

@@ -143,7 +143,7 @@ def together() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("case", ["mask_bits", "differences_drawn"])
+@pytest.mark.parametrize("case", ["memory_topk_bits", "differences_drawn"])
 def test_no_bit_and_no_byte_depends_on_how_many_travel_together(case: str) -> None:
     configs = [configured(case, 2, 2, blocks_per_unit=n) for n in (1, 2, 3)]
     one, *more = (outcome(virtual(config, Branches(every)), 2) for config in configs)

@@ -30,7 +30,7 @@ QUICK = {
         *("amsp_node", "w4_diff", "sdp4bit", "diff2_g82", "loco", "sparse", "differences_sparse"),
         "diff_g84h",
         *("memory_rules", "memory_first", "memory_second", "memory_hadamard_mixed"),
-        *("memory_topk_bits", "mask_ef", "g2_normal_ef"),
+        *("memory_topk_bits", "g2_normal_ef"),
         *("grid_none_none_node", "grid_node_node_world", "grid_memory", "raw_none_none_none"),
     ],
     (1, 3): ["asymmetric_bf16_scales", "backward_other_codec", "8bit_states", "bf16_states"],

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.engines.fsdp_jobs import asked
-from tests.engines.fsdp_parity import BF16, MASK
 from tests.engines.fsdp_world import run_world
 from tests.engines.test_virtual import assert_same_bits, engine
-from tests.engines.uneven import batch, build_uneven
+from tests.engines.uneven import batch
 from tests.runs.test_checkpoint import engine_of, shared, train, virtual_of, whole
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config
 from zpp_lab.engines.base import NonFiniteError
-from zpp_lab.engines.build import build_plan
 from zpp_lab.engines.virtual.engine import VirtualEngine
 from zpp_lab.engines.watch import Watch
 from zpp_lab.runs.checkpoint.read import Saved
@@ -177,67 +175,3 @@ def unharmed(made: Any) -> bool:
 def test_ranks_keep_what_is_planned_and_go_on_with_the_same_bits(tmp_path: Path) -> None:
     for case, said in run_world(4, of_ranks, str(tmp_path)).items():
         assert said == {"bytes": True, "ended": [True] * 4, "unharmed": True}, case
-
-
-MASKED = {"grads": MASK, "grads_intra": {"memory": {"kind": "residual", "store": "fp32"}}}
-
-
-def reduced(made: VirtualEngine, step: int) -> dict[str, Tensor]:
-    made.memories.start(step)
-    return made._gradients(step, partial(batch, step), Watch())[1]
-
-
-def test_what_a_mask_leaves_out_is_remembered_and_nothing_is_lost_between_nodes() -> None:
-    """What arrives and what four ranks remember add up to their gradients. In the next step owners
-    send those elements of which they remember most of their own shard."""
-    made, plain = engine(remembering(**MASKED)), engine(remembering(grads={}))
-    arrived, wanted = reduced(made, 0), reduced(plain, 0)
-    made.memories.commit()
-    for (wire, name), own in made.plan.memories.items():
-        if (wire, name) in made.memories.old:
-            left = made.memories.old[wire, name].sum(0).flatten()[: wanted[name].numel()]
-            total = arrived[name].flatten() * 4 + left
-            torch.testing.assert_close(total, wanted[name].flatten() * 4, rtol=0, atol=1e-6)
-            kept = made.memories.old[wire, name].diagonal().t()  # [4, n]: each owner's own row
-            assert kept.shape == (4, own.numel)
-    reduced(made, 1)
-    for name in ("layers.0.up.weight", "layers.1.down_proj.weight"):
-        most = made.memories.old["grads_intra", name].diagonal().t()[:, :64].abs().topk(3)
-        assert torch.equal(made.memories.places[name].of(4)[:, :3], most.indices.sort().values)
-
-
-def test_a_mask_takes_the_bytes_of_values_and_once_a_step_those_of_places() -> None:
-    """Of 64 elements 3: 2 bytes each on every hop, and 6 bits each beside the weights."""
-    config = remembering(2, 2, {**BF16, "reduce_dtype": "bf16", "micro_steps": 2}, **MASKED)
-    plain = remembering(2, 2, {**BF16, "reduce_dtype": "bf16", "micro_steps": 2}, grads={})
-    plans = [build_plan(build_uneven(), each) for each in (config, plain)]
-    sent, without = (plan.step_bytes() for plan in plans)
-    places = values = 0
-    for p in (p for u in plans[0].units for p in u.unit.parameters if p.name in u.unit.trainable):
-        if len(p.shape) > 1:
-            kept = p.shard_numel // 64 * 3 - (-3 * (p.shard_numel % 64) // 64)
-            places += -(-kept // 32) * 16 + -(-kept // 64) * 16  # planes of 4 and of 2 bits
-            values += -(-kept // 8) * 16
-        else:
-            values += -(-p.shard_numel // 8) * 16
-    more = [a - b for a, b in zip(sent["weights_forward"], without["weights_forward"], strict=True)]
-    assert more == [4 * 1 * 2 * places, 4 * 1 * places]
-    assert sent["grads_inter"] == (0, 2 * 4 * values)
-    assert steps(engine(config), 0, 2) != steps(engine(plain), 0, 2)  # whose ledgers are checked
-
-
-@pytest.mark.parametrize(
-    ("recipe", "fix"),
-    [
-        ({"grads": MASK}, r"set recipe\.grads_intra\.memory\.kind=residual"),
-        (
-            {"grads": {**MASK, "memory": {"kind": "residual"}}},
-            r"set recipe\.grads_intra\.memory in place of recipe\.grads\.memory",
-        ),
-        ({**MASKED, "grads_inter": {"keep": 4}}, "the same places on both hops"),
-        ({**MASKED, "grads_inter": {"codec": "topk", "keep": 3}}, "the same places on both hops"),
-    ],
-)
-def test_a_mask_needs_one_memory_and_both_hops(recipe: dict[str, Any], fix: str) -> None:
-    with pytest.raises(ValueError, match=fix):
-        build_plan(build_uneven(), remembering(**{"grads": {}} | recipe))

@@ -10,7 +10,7 @@ from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
-from zpp_lab.codecs.families.topk import MaskCodec, Places, TopKCodec
+from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise, noise_key, parameter_id
 from zpp_lab.codecs.registry import build_codec, codec_names, register_codec
@@ -19,10 +19,8 @@ __all__ = [
     "BlockCodec",
     "Codec",
     "CodecBase",
-    "MaskCodec",
     "Noise",
     "NormalCodec",
-    "Places",
     "RawCodec",
     "Rotation",
     "SegmentNoise",

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from zpp_lab.codecs.base import Codec
-from zpp_lab.codecs.families.topk import MaskCodec
 from zpp_lab.codecs.numerics import fold_sum
 from zpp_lab.config.schema import Wire
 
@@ -34,8 +33,7 @@ def error_sums(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     y is what the payload decodes to, in fp32. `saturated` counts codes at either end of the
     code's range, as their share times n, and `zeroed` values other than 0 that decode to 0.
     """
-    whole = isinstance(codec, MaskCodec)  # which of its rows a mask is for follows from how many
-    each = len(x) if whole else max(1, AT_ONCE // max(1, x.shape[1]))
+    each = max(1, AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(each), payload.split(each), strict=True)
     return torch.cat([_error_sums(codec, rows, slots) for rows, slots in parts])
 

@@ -22,19 +22,20 @@ from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.normal import NormalCodec
 from zpp_lab.codecs.families.sketch import SketchCodec
-from zpp_lab.codecs.families.topk import MaskCodec, TopKCodec
+from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.config.codec import CodecConfig
 
 # a sham has the settings of the codec that it stands for
 _registered: dict[str, Callable[..., Codec]] = {
     "block": BlockCodec,
-    "mask": MaskCodec,
     "normal": NormalCodec,
     "sham": BlockCodec,
     "sign": SignCodec,
     "sketch": SketchCodec,
     "topk": TopKCodec,
 }
+
+REMOVED = {"mask": "use codec=topk, or commit 04b1c611, the last that has it"}
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
@@ -49,10 +50,10 @@ def codec_names() -> list[str]:
 
 
 def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
-    """The codec that `config` names; `none`, `sham`, `topk` and `mask` send `raw_dtype`.
+    """The codec that `config` names; `none`, `sham` and `topk` send `raw_dtype`.
 
     ValueError for an unknown name, a setting that the codec does not have, bits on `none`, a `sham`
-    or `normal` without bits, or a `topk` or `mask` that keeps nothing.
+    or `normal` without bits, or a `topk` that keeps nothing.
     """
     name = config.codec or "block"
     settings = {
@@ -68,9 +69,9 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     if name == "none" or (name == "block" and "bits" not in settings):
         return RawCodec(raw_dtype)
     factory = _factory(name)
-    if name in ("topk", "mask"):
+    if name == "topk":
         config.check()
-        factory = partial(TopKCodec if name == "topk" else MaskCodec, raw_dtype)
+        factory = partial(TopKCodec, raw_dtype)
         settings = {k: v for k, v in settings.items() if k not in ("hadamard", "random_signs")}
     _check_settings(name, factory, settings)
     if name in ("normal", "sham"):
@@ -78,7 +79,7 @@ def build_codec(config: CodecConfig, raw_dtype: torch.dtype) -> Codec:
     if name == "sham":
         return ShamCodec(raw_dtype, BlockCodec(**settings))
     codec = factory(**settings)
-    ours = name in ("block", "mask", "normal", "topk")
+    ours = name in ("block", "normal", "topk")
     return codec if ours else _checked(name, codec, factory(**settings))
 
 
@@ -118,6 +119,8 @@ def _factory(name: str) -> Callable[..., Codec]:
     if name in _registered:
         return _registered[name]
     points = _entry_points()
+    if name not in points and name in REMOVED:  # published runs have it
+        raise ValueError(f"codec {name!r} was removed; {REMOVED[name]}")
     if name not in points:
         raise ValueError(f"codec {name!r}: unknown; valid names: {', '.join(codec_names())}")
     point = points[name]

@@ -18,9 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import MaskCodec, Noise, Places, noise_key
+from zpp_lab.codecs import Noise, noise_key
 from zpp_lab.codecs.base import Domain
-from zpp_lab.codecs.families.topk import PlacesCodec
 from zpp_lab.codecs.kernels.memory import Memory
 from zpp_lab.codecs.layout import Layout
 from zpp_lab.config.schema import Wire
@@ -94,7 +93,6 @@ class RowMemory:
     rows: int
     numel: int
     domain: Domain | None = None  # of sums between hops that stay rotated
-    mask: MaskCodec | None = None  # whose places follow from it
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -122,8 +120,6 @@ class Memories:
         self.settings: dict[Wire, dict[str, Memory]] = {}
         for (wire, name), own in planned.items():
             self.settings.setdefault(wire, {})[name] = own.memory
-        self.masked = {key[1]: key for key, own in planned.items() if own.mask is not None}
-        self.places = {name: Places() for name in self.masked}
 
     def go_on(self, before: Memories) -> None:
         """In place of `before`, between two steps: what is remembered in the same way stays, the
@@ -158,34 +154,6 @@ class Memories:
             self.new[key] = torch.empty(shape, dtype=own.memory.dtype, device=device)
         self.written.add((key, rank))
         return self.new[key][self.ranks.index(rank)]
-
-    def bound(self, layout: Layout) -> Layout:
-        """The layout of a reduction with this engine's masks, where it has some."""
-        if not self.places:
-            return layout
-        codecs = [
-            s.codec.sharing(self.places[s.name]) if isinstance(s.codec, MaskCodec) else s.codec
-            for s in layout.segments
-        ]
-        named = [s.name for s in layout.segments], [s.numel for s in layout.segments]
-        return Layout.build(*named, codecs)
-
-    def owned(self, name: str, rank: int, device: torch.device) -> Tensor:
-        """fp32 [1, n]: what `rank` remembers of its own row, by which it chooses the mask."""
-        key = self.masked[name]
-        own, part = self.planned[key], self.part(key, rank)
-        if part is None:
-            return torch.zeros(1, own.numel, device=device)
-        return own.memory.unpack(part[rank : rank + 1], own.numel)
-
-    def mask(self, layout: Layout, payload: Tensor, links: Sequence[slice]) -> None:
-        """Take the masks of all shards, payload uint8 [W, nbytes]. `links`: other rows of which
-        this rank handles one by one or together."""
-        for s in layout.segments:
-            assert isinstance(s.codec, PlacesCodec)
-            every = s.codec.places(payload[:, s.offset : s.offset + s.nbytes], s.numel)
-            parts = [*(every[part] for part in links), every]
-            self.places[s.name].rows = {len(part): part for part in parts}
 
     def commit(self) -> None:
         """The step is done: what it has written counts from now on."""

@@ -26,9 +26,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zpp_lab.codecs import Codec, MaskCodec, RawCodec, ShamCodec, build_codec
+from zpp_lab.codecs import Codec, RawCodec, ShamCodec, build_codec
 from zpp_lab.codecs.kernels.memory import between
-from zpp_lab.codecs.layout import Layout, Parameter, Segment
+from zpp_lab.codecs.layout import Layout, Parameter
 from zpp_lab.collectives.context import Key, RowMemory
 from zpp_lab.collectives.recipe import Recipe, check_patterns, told_raw
 from zpp_lab.collectives.traffic import (
@@ -173,24 +173,8 @@ class UnitPlan:
                 if memory is not None:
                     numel = segment.coded_numel if hop else segment.numel
                     domain = segment.codec.rotation if hop else None
-                    codec = segment.codec
-                    mask = codec if isinstance(codec, MaskCodec) and not hop else None
-                    found[wire, segment.name] = RowMemory(memory, rows, numel, domain, mask)
+                    found[wire, segment.name] = RowMemory(memory, rows, numel, domain)
         return found
-
-    @cached_property
-    def masks(self) -> Layout:
-        """What owners send of the masks that they choose, once a step with the weights."""
-        first = self.hops[0].segments if self.hops else ()
-        masked = [(s, s.codec) for s in first if isinstance(s.codec, MaskCodec)]
-        names, numels = [s.name for s, _ in masked], [s.numel for s, _ in masked]
-        return Layout.build(names, numels, [codec.chooser for _, codec in masked])
-
-    def mask_bytes(self) -> Bytes:
-        if not self.masks.segments:
-            return {}
-        traffic = gather_traffic(self.recipe.cluster, self.masks.nbytes, self.hierarchical)
-        return {"weights_forward": traffic}
 
     @property
     def gathers_backward(self) -> bool:
@@ -256,7 +240,6 @@ class UnitPlan:
         forwards, backwards = self.gathers(use.passes)
         add_bytes(total, self.forward_bytes(), forwards)
         add_bytes(total, self.backward_bytes(), backwards)
-        add_bytes(total, self.mask_bytes())
         reduced = use.reduced.get(self.unit.name, ())
         for i, present in enumerate(reduced, 1):
             last = i == len(reduced)
@@ -335,7 +318,6 @@ class Plan:
         parameters = [p for u in self.units for p in u.unit.parameters]
         check_patterns(self.recipe, parameters, self.stored)
         _check_bits(self)
-        _check_masks(self)
 
     @property
     def gradients_wait(self) -> bool:
@@ -434,34 +416,6 @@ def _check_bits(plan: Plan) -> None:
             f"model.lora.base_codec: bits are set, but all {len(base)} parameters of the base are "
             "exempt (model.lora.base_exempt); exempt fewer, or use lora=raw"
         )
-
-
-def _check_masks(plan: Plan) -> None:
-    """ValueError where a mask has nothing to follow from, or serves one of two hops."""
-    first, *second = plan.recipe.hops or ("grads_intra",)
-    for unit in plan.units:
-        for codecs in zip(*(hop.segments for hop in unit.hops), strict=True):
-            masks = {(s.codec.keep, s.codec.block_size) for s in codecs if _masks(s)}
-            where = f"recipe {plan.recipe.config.name}, {codecs[0].name}: codec=mask"
-            if masks and (len(masks) > 1 or not all(map(_masks, codecs))):
-                raise ValueError(
-                    f"{where} has the same places on both hops: set it with keep and block_size "
-                    "for recipe.grads, or in rules for both wires"
-                )
-            if masks and (first, codecs[0].name) not in unit.memories:
-                raise ValueError(
-                    f"{where} chooses by what {first} remembers: set recipe.{first}.memory.kind="
-                    "residual, or memory in the rule for that wire"
-                )
-            if masks and any((wire, codecs[0].name) in unit.memories for wire in second):
-                raise ValueError(
-                    f"{where} has other places in each step, so what {second[0]} loses cannot be "
-                    f"remembered: set recipe.{first}.memory in place of recipe.grads.memory"
-                )
-
-
-def _masks(segment: Segment) -> bool:
-    return isinstance(segment.codec, MaskCodec)
 
 
 def quantized_share(phases: Iterable[tuple[int, Plan]]) -> dict[Wire, float]:

@@ -288,12 +288,6 @@ def _check_shard(recipe: Recipe) -> None:
             f"recipe {config.name}: {said} needs several nodes with several GPUs each, not "
             f"{nodes} × {local}; use {said.rpartition('=')[0]}=world"
         )
-    masked = any(s.codec == "mask" for s in recipe._settings("grads_intra"))
-    if config.copied and masked:
-        raise ValueError(
-            f"recipe {config.name}: codec=mask needs one owner of each part, and with {said} there "
-            "are several; use recipe.sharding.optimizer=world"
-        )
     idle = [wire for wire in USUAL_WIRES[:2] if not recipe.wire(wire).raw]
     if recipe.shards == 1 and nodes * local > 1 and idle:
         raise ValueError(

@@ -22,7 +22,7 @@ and to sums in the domain in which they are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Reduce:
         """`memories`: of this rank; None: it remembers nothing."""
         self.transport, self.ledger, self.clock = transport, ledger, clock
         self.memories = memories or Memories({}, ())
-        self.spec = replace(spec, layouts=tuple(map(self.memories.bound, spec.layouts)))
+        self.spec = spec
         self.cluster, self.rank = transport.cluster, transport.rank
         self.hops, self.cut = spec.hops, spec.cut or self.cluster.world
         self.chosen: dict[Names, Chosen] = {}

@@ -16,10 +16,10 @@ BITS = (2, 3, 4, 6, 8)
 NORMAL_BITS = (2, 3, 4)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
-SPARSE = ("topk", "mask", "sketch")  # codecs that leave elements out
+SPARSE = ("topk", "sketch")  # codecs that leave elements out
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
-BUILT_IN = ("block", "mask", "normal", "sham", "sign", "sketch", "topk")  # no package's of its own
+BUILT_IN = ("block", "normal", "sham", "sign", "sketch", "topk")  # no package's of its own
 _CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}  # where none is given
 _SKETCH = {"sparsity": 0.8, "ratio": 2.0, "index_bits": 1}  # its options, where none is given
 
@@ -89,9 +89,8 @@ class CodecConfig:
     tensor's own bytes are sent. `sham`, a control, sends them with noise added,
     as large as the error of the block codec with the same settings. `normal`
     is `block` with levels for normal numbers. `topk` sends the `keep` greatest
-    elements of each `block_size`, with `bits` in so many, else as they are, and
-    `mask` as many at places that the owners choose for all ranks. `options` goes
-    to codecs of other packages as keyword arguments.
+    elements of each `block_size`, with `bits` in so many, else as they are. `options`
+    goes to codecs of other packages as keyword arguments.
     """
 
     codec: str | None = None
@@ -126,7 +125,7 @@ class CodecConfig:
             usual |= {**_CODES, "hadamard": 0, "random_signs": False}
         elif own["codec"] == "normal":
             usual |= {"scale_dtype": "fp32", "hadamard": 0, "random_signs": False}
-        elif own["codec"] in ("topk", "mask") and self.bits is not None:
+        elif own["codec"] == "topk" and self.bits is not None:
             usual |= _CODES
         elif own["codec"] == "sketch":
             own["options"] = _SKETCH | (self.options or {})
@@ -148,7 +147,7 @@ class CodecConfig:
         """ValueError for what `topk`, the family `block` and its kin do not have, also where
         bits=None leaves it unused. Codecs of other packages check their own when they are built."""
         self.memory.check()
-        if self.codec in ("topk", "mask"):
+        if self.codec == "topk":
             self._check_topk()
         need(
             self.keep is None or self.codec not in (None, "none", "block", "normal", "sham"),
@@ -175,20 +174,20 @@ class CodecConfig:
     def _check_topk(self) -> None:
         need(
             self.keep is not None,
-            f"codec={self.codec} needs keep, the elements sent of each block: set keep=8",
+            "codec=topk needs keep, the elements sent of each block: set keep=8",
         )
         size = BLOCK_SIZE if self.block_size is None else self.block_size
         check_topk(self.keep or 0, size, self.bits)
         need(
             not self.hadamard and not self.random_signs,
-            f"codec={self.codec} with hadamard: a rotation evens out the elements, so none is "
+            "codec=topk with hadamard: a rotation evens out the elements, so none is "
             "worth selecting; set hadamard=0 and leave random_signs out",
         )
         codes = ("rounding", "symmetric", "scale_dtype")
         given = [name for name in codes if getattr(self, name) is not None]
         need(
             self.bits is not None or not given,
-            f"codec={self.codec} with {' and '.join(given)}, but without bits the selected "
+            f"codec=topk with {' and '.join(given)}, but without bits the selected "
             "elements are sent uncompressed: set bits, or leave that out",
         )
 

@@ -28,19 +28,13 @@ Decode
 Bytes of one row
     the places of kept elements in their chunks, m codes of log2(B) bits in planes (`packing.py`),
     then the bytes of m values by the codec `none` or `block`.
-
-`mask` is the same with places that all ranks share: a row's owner chooses them before the step from
-what its encoder remembers of its own row, and they travel with the weights (`PlacesCodec`). So rows
-are values alone, on both of two hops, and sums between hops stay as sparse. One leader's choice
-serves all ranks since what they remember is alike (Chen et al., "ScaleCom", NeurIPS 2020,
-arXiv:2104.11125, where ranks lead in turn).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -185,110 +179,6 @@ class TopKCodec(CodecBase):
         places = (size - 1 - found % size).sort(dim=-1).values
         values = chunks.gather(-1, places).to(dtype).masked_fill(~finite, torch.nan)
         return places.flatten(1), values.flatten(1)
-
-
-# ---------------------------------------------------------------------- a mask for all ranks
-
-
-class Places:
-    """Which elements of a parameter a step sends: places in their rows, int64 [R, m]. An engine
-    fills it anew at the start of each step."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}  # by R: rows of all shards, of a rank's links, or its own
-
-    def of(self, rows: int) -> Tensor:
-        assert rows in self.rows, f"no mask for {rows} rows: a step starts with its masks"
-        return self.rows[rows]
-
-
-@dataclass(frozen=True)
-class PlacesCodec(TopKCodec):
-    """Of a row only where its greatest elements stand: how a mask travels."""
-
-    def nbytes(self, numel: int) -> int:
-        return packed_bytes(self.kept(numel), self.place_bits)
-
-    def encode(
-        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
-    ) -> None:
-        if x.shape[1]:
-            pack(self._chosen(x)[0], self.place_bits, out)
-
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """Ones at those places."""
-        places = self.places(payload, numel)
-        return torch.zeros(len(payload), numel, device=payload.device).scatter(1, places, 1.0)
-
-    def places(self, payload: Tensor, numel: int) -> Tensor:
-        """uint8 [R, nbytes(numel)] → places in the rows, int64 [R, m]."""
-        return _in_row(self, payload, numel)
-
-
-@dataclass(frozen=True)
-class MaskCodec(TopKCodec):
-    """Elements at given places of each chunk. Their domain, in which sums stay: kept values."""
-
-    shared: Places | None = None  # a plan, which only counts, has none
-
-    @property
-    def rotation(self) -> Masked:
-        return Masked(self)
-
-    @property
-    def chooser(self) -> PlacesCodec:
-        return PlacesCodec(torch.float32, self.keep, self.block_size)
-
-    def sharing(self, places: Places) -> MaskCodec:
-        return replace(self, shared=places)
-
-    def nbytes(self, numel: int) -> int:
-        return self.values.nbytes(self.kept(numel))
-
-    def encode(
-        self, x: Tensor, noise: SegmentNoise | None, out: Tensor, *, rotated: bool = False
-    ) -> None:
-        if not x.shape[1]:
-            return
-        x = x.to(torch.float32)
-        given = x if rotated or self.shared is None else x.gather(1, self.shared.of(len(x)))
-        size = self.keep if rotated else self.block_size
-        missing = -x.shape[1] % size
-        whole = torch.nn.functional.pad(x, (0, missing)) if missing else x
-        dtype = self.dtype if self.bits is None else torch.float32
-        finite = whole.abs().unflatten(1, (-1, size)).amax(-1) < INFINITE[dtype]  # NaN is not
-        bad = (~finite).repeat_interleave(self.keep, 1)[:, : given.shape[1]]
-        self.values.encode(given.to(dtype).masked_fill(bad, torch.nan), noise, out)
-
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        return self.rotation.inverse(self.values.decode(payload, self.kept(numel)), numel)
-
-    def decode_sum(self, payload: Tensor, numel: int, *, rotated: bool = False) -> Tensor:
-        total = self.values.decode_sum(payload, self.kept(numel))
-        return total if rotated else self.rotation.inverse(total, numel)
-
-    def saturated(self, payload: Tensor, numel: int) -> Tensor:
-        return self.values.saturated(payload, self.kept(numel))
-
-
-@dataclass(frozen=True)
-class Masked:
-    """The domain of what a mask keeps; codecs that share it may differ in how values travel."""
-
-    codec: MaskCodec = field(compare=False)
-    key: tuple[object, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        own = self.codec
-        object.__setattr__(self, "key", (own.keep, own.block_size, own.shared))
-
-    def padded(self, numel: int) -> int:
-        return self.codec.kept(numel)
-
-    def inverse(self, y: Tensor, numel: int) -> Tensor:
-        """fp32 [R, m] → [R, numel], +0 elsewhere; NaN where its chunk has one."""
-        assert self.codec.shared is not None
-        return _spread(self.codec, self.codec.shared.of(len(y)), y, numel)
 
 
 def _in_row(codec: TopKCodec, payload: Tensor, numel: int) -> Tensor:

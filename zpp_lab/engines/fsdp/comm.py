@@ -185,7 +185,6 @@ class Installed:
     present: Present
     inside: tuple[PackedGather, PackedReduce]  # what FSDP2 calls
     update: Update | None = None  # where nodes keep the weights
-    masks: Gather | None = None  # of which gradients to send
 
     def follow(self, before: Installed) -> None:
         """In place of `before`, which is nowhere under way."""
@@ -199,17 +198,6 @@ class Installed:
         self.ledger.start_step()
         self.present.taken = []
         self.reduce.start_step()
-
-    def share_masks(self, memories: Memories, device: torch.device) -> None:
-        """Choose those of the own shard, and get the others'."""
-        if self.masks is None:
-            return
-        layout, rank, cluster = self.masks.spec.forward, self.masks.rank, self.masks.cluster
-        rows = [memories.owned(s.name, rank, device) for s in layout.segments]
-        packet = self.masks.pack(rows, backward=False)
-        self.masks.send(packet)
-        place = slice(self.masks.local, None, cluster.gpus_per_node)
-        memories.mask(layout, packet.payload, [slice(rank, rank + 1), place])
 
 
 def parameter_order(module: nn.Module, names: dict[int, str]) -> Names:
@@ -263,16 +251,6 @@ def reduce_spec(plan: UnitPlan) -> ReduceSpec:
     return ReduceSpec(plan.unit.name, recipe.hops, plan.hops, turned, recipe.cut, recipe.node_sums)
 
 
-def mask_gather(
-    plan: UnitPlan, transport: Transport, ledger: Ledger, clock: Clock
-) -> Gather | None:
-    layout, dtype = plan.masks, plan.recipe.weights_dtype
-    if not layout.segments:
-        return None
-    spec = GatherSpec(plan.unit.name, layout, layout, dtype, hierarchical=plan.hierarchical)
-    return Gather(spec, transport, ledger, clock)
-
-
 def install(
     model: nn.Module,
     modules: dict[str, nn.Module],
@@ -310,8 +288,7 @@ def install(
         )
         module.set_custom_all_gather(inside[0])
         module.set_custom_reduce_scatter(inside[1])
-        masks = mask_gather(own, transport, ledger, clock)
-        done.append(Installed(own, ledger, gather, reduce, present, inside, update, masks))
+        done.append(Installed(own, ledger, gather, reduce, present, inside, update))
     return done
 
 
@@ -332,8 +309,7 @@ def install_later(
         reduce = Reduce(reduce_spec(own), transport, unit.ledger, clock, memories)
         if unit.update is not None:
             transport.reserve("gather", "across", own.update.nbytes)
-        masks = mask_gather(own, transport, unit.ledger, clock)
-        done.append(replace(unit, plan=own, gather=gather, reduce=reduce, masks=masks))
+        done.append(replace(unit, plan=own, gather=gather, reduce=reduce))
     return done
 
 

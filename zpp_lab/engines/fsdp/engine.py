@@ -192,8 +192,6 @@ class FsdpEngine(Engine):
         passes = []
         self.vain.clear()
         self.clock.step, self.clock.grad, self.clock.master = step, True, False
-        for unit in self.wrapped.installed:
-            unit.share_masks(self.memories, self.device)
         for micro in range(micros):
             last = micro == micros - 1
             self.clock.micro, self.clock.last = micro, last

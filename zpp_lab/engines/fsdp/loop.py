@@ -105,8 +105,6 @@ class Loop:
         elif clock.grad:
             self.begun, clock.micro = True, 0
             self.wrapped.memories.start(clock.step)
-            for unit in self.wrapped.installed:
-                unit.share_masks(self.wrapped.memories, self.device)
 
     def _check_sums(self) -> None:
         """Sums can stay in the node only where the step's last micro-step is known beforehand."""

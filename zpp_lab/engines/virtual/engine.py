@@ -166,7 +166,6 @@ class VirtualEngine(Engine):
     def _gradients(self, step: int, batches: Batches, watch: Watch) -> tuple[Tensor, Grads]:
         """Losses, fp64 [micro-steps, W], and the mean gradient, fp32 and whole."""
         self.memories.start(step)
-        self._share_masks()
         self._gather_both(step, watch)
         shape = (self.plan.micro_steps, self.cluster.world)
         losses = torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -252,18 +251,6 @@ class VirtualEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------------ weights
-
-    def _share_masks(self) -> None:
-        """Of every shard its owner's choice."""
-        ranks, device = range(self.cluster.world), self.device
-        for layout in (unit.masks for unit in self.plan.units if unit.masks.segments):
-            rows = [
-                torch.cat([self.memories.owned(s.name, rank, device) for rank in ranks])
-                for s in layout.segments
-            ]
-            payload = torch.empty(len(ranks), layout.nbytes, dtype=torch.uint8, device=device)
-            kernels.encode(layout, rows, None, payload)
-            self.memories.mask(layout, payload, ())
 
     def _gather_both(self, step: int, watch: Watch) -> None:
         """Load the forward's weights. Where backward's differ, keep both of them."""
@@ -355,9 +342,8 @@ class VirtualEngine(Engine):
             ):
                 for wire, traffic in sent.items():
                     self.ledger.add(wire, traffic * times)
-            for sent in (unit.update_bytes(), unit.mask_bytes()):
-                for wire, traffic in sent.items():
-                    self.ledger.add(wire, traffic)
+            for wire, traffic in unit.update_bytes().items():
+                self.ledger.add(wire, traffic)
         self.ledger.check(self.plan.step_bytes(use))
 
     # ------------------------------------------------------------------ the rest

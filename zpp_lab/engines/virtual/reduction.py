@@ -115,7 +115,7 @@ class Reduction:
             return
         chosen = set(names)
         self.names = names
-        self.layouts = tuple(self.memories.bound(lay).select(chosen) for lay in self.plan.hops)
+        self.layouts = tuple(lay.select(chosen) for lay in self.plan.hops)
         self.sums = [
             torch.zeros(self.cut, lay.coded_numel, device=self.device) for lay in self.layouts
         ]
