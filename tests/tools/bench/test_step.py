@@ -103,6 +103,8 @@ def test_arms_take_turns_and_the_files_say_what_came_out(
     timed = [name for do, name, steps in fake.asked if do == "steps" and steps == 3]
     assert timed == [COMPUTE] * 2 + ["fsdp2", "zeropp"] * 2
     assert ("drop", COMPUTE, 0) in fake.asked
+    turns = [(do, steps) for do, _, steps in fake.asked if do in ("drain", "steps")]
+    assert turns == [("drain", 0), ("steps", 1), ("steps", 3)] * 6  # nothing of another arm travels
     rows = read_rows(tmp_path)
     assert rows["zeropp"]["step_s"] == "0.2"  # the slowest rank's
     assert rows["zeropp"]["steps"] == "6"

@@ -7,6 +7,7 @@ All ranks get the same commands in the same order, so their collectives meet.
     {"do": "build", "arm": 0}              make the arm's engine and take one step
     {"do": "steps", "arm": 0, "steps": 3}  seconds of each step, those of them in which the host
                                            waited for the device, the last's bytes, peak memory
+    {"do": "drain"}                        wait for what all streams still compute and send
     {"do": "drop", "arm": 0}               give the engine's memory back
     {"do": "end"}
 """
@@ -82,6 +83,11 @@ class Rank:
         settle()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        return {}
+
+    def drain(self, command: Answer) -> Answer:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return {}
 
     def steps(self, command: Answer) -> Answer:

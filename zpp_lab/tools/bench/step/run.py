@@ -254,6 +254,8 @@ class StepBench:
         """One turn of one arm; skipped when an earlier session has had it."""
         if self.turns.get((arm.name, link), 0) > round_:
             return
+        # the last step of the arm before may still send its new weights, on this arm's link
+        session.ask(self._patience(), "drain")
         warm = session.ask(self._patience(), "steps", arm=number, steps=1)
         steps = self.pace.steps_of(max(a["seconds"][0] for a in warm))
         nodes = range(self.cluster.nodes)
