@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ import yaml
 from tests.small_runs import SHAPE, corpus
 from zpp_lab.cli.main import main
 from zpp_lab.config.compose import PLUGINS, compose, explain
-from zpp_lab.config.flat import arm_name, carried, every_setting, flat_config, stored_config
+from zpp_lab.config.flat import (
+    arm_name,
+    carried,
+    every_setting,
+    flat_config,
+    flatten,
+    stored_config,
+)
 from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, TrainConfig
 from zpp_lab.files import BEGIN_WITH, conf_names
@@ -39,6 +47,29 @@ def test_cfg_and_info_show_what_hydra_composes(capsys: Said) -> None:
     assert "experiment: smoke" in said(capsys, *smoke, "--info", "defaults-tree")
     assert "Did you mean smoke" in said(capsys, "train", "experiment=smok", "--cfg=job", code=2)
     assert "--cfg" in said(capsys, "train", "--resolve", code=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["recipe=zeropp", "model=1m", "seed=3", "data.suffixes=[.h]"],
+        ["recipe=w8_then_w4", "run.dir=x"],
+        ["recipe=tagc", "cluster=2x2"],
+        ["experiment=pretrain_13b", "hardware=8gpus", "recipe=g2_ef"],
+        ["recipe=w8", "recipe.rules=[{name: head*, wires: [weights_forward], set: {bits: 4}}]"],
+    ],
+)
+def test_a_dry_run_shows_what_differs_and_full_shows_all(words: list[str], capsys: Said) -> None:
+    short, full = (said(capsys, "train", *words, "--dry-run", *more) for more in ([], ["--full"]))
+    found = yaml.safe_load(short) or {}
+    assert load(Config, found) == compose(words)
+    own, usual = flatten(found), flatten(asdict(Config()))
+    assert all(value != usual.get(key) for key, value in own.items())
+    assert len(short.splitlines()) < 60 < len(full.splitlines())
+    every = flatten(yaml.safe_load(full))
+    assert set(usual) - set(own) <= set(every)
+    assert "--full" in said(capsys, "train", *words, "--full", code=2)
 
 
 def test_plus_adds_and_tilde_takes_out() -> None:

@@ -13,7 +13,7 @@ SETTINGS = """Settings are written name=value, such as recipe=zeropp train.steps
 recipe.weights.bits=4. model, data, recipe, cluster, engine and lora name a file of conf/,
 experiment one with the settings of a whole run, and hardware what it runs on. As in Hydra
 +name=value adds to a mapping and ~name takes out what files say of a setting, for its default.
-`zpp-lab train --dry-run` prints all of them with their values."""
+`zpp-lab train --dry-run --full` prints all of them with their values."""
 CONFIG_DIR = "your own files in addition to conf/, such as DIR/recipe/mine.yaml for recipe=mine"
 
 

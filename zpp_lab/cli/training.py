@@ -87,7 +87,10 @@ def _add_train(add: Add) -> None:
         "-m", "--multirun", action="store_true", help="run every combination of a=1,2 b=x,y"
     )
     train.add_argument("--for", dest="piece", metavar="TIME", help=PIECE)
-    train.add_argument("--dry-run", action="store_true", help="print settings and bytes only")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print settings that differ from defaults, and bytes"
+    )
+    train.add_argument("--full", action="store_true", help="with --dry-run: print every setting")
     train.add_argument("--machine", metavar="FILE", help=MACHINE)
     train.add_argument("--link-gbps", metavar="SPEED", help=LINK)
     as_hydra = train.add_argument_group("print the config as Hydra does, without training")
@@ -145,6 +148,8 @@ def _until(piece: str | None) -> float | None:
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     until = _until(args.piece)
     _check_dry(args)
+    if args.full and (args.multirun or not args.dry_run):
+        raise ValueError("--full works only with --dry-run of one run, without -m")
     if any(word.startswith("hardware=slurm") for word in overrides) and not (
         args.multirun or args.dry_run or args.cfg or args.info
     ):
@@ -216,14 +221,26 @@ def _dry_sweep(overrides: list[str], args: argparse.Namespace) -> int:
 
 
 def _show_settings(config: Config, args: argparse.Namespace) -> None:
-    """Every setting as YAML, and as its comments what travels in bits, bytes, memory and time."""
-    from zpp_lab.config.flat import every_setting
+    """Print settings as YAML, those that differ from the defaults or all of them, and as comments
+    what travels in bits, bytes, memory and time."""
+    from zpp_lab.config.compose import run_dir
+    from zpp_lab.config.flat import carried, changed_settings, every_setting
+    from zpp_lab.config.schema import Config
     from zpp_lab.files import shares
     from zpp_lab.train.inputs import check_recipe, planned
 
     check_recipe(config)
-    plans = planned(config)
-    print(yaml.safe_dump(every_setting(config), sort_keys=False), end="")
+    plans, cluster = planned(config), config.cluster
+    print(
+        f"# recipe {config.recipe.name}, model {config.model.path or config.model.preset}, "
+        f"{cluster.nodes} × {cluster.gpus_per_node} ranks, {config.train.steps} steps, into "
+        f"{run_dir(config)}"
+    )
+    shown = every_setting(config) if args.full else changed_settings(config, Config())
+    print(yaml.safe_dump(shown, sort_keys=False) if shown else "", end="")
+    if not args.full:
+        print("# other settings have their defaults, which --full shows")
+        print(f"# bits: {carried(config)}" if carried(config) else "# no bits: all wires are raw")
     if plans or config.engine.ranked or args.machine:  # of the rest nobody waits for torch
         from zpp_lab.tools.plan.dry_run import told
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -78,6 +78,25 @@ def every_setting(config: Config) -> dict[str, Any]:
         for first, recipe in phases
     }
     return {**asdict(config), DERIVED: wires.pop("") | wires}
+
+
+def changed_settings(now: Any, usual: Any = None) -> dict[str, Any]:
+    """The settings of a dataclass, `Config` say, that differ from `usual` (None: their defaults),
+    as a nested mapping: `load` makes the same of it."""
+    found = {}
+    for field in fields(now):
+        value, default = getattr(now, field.name), getattr(usual, field.name, field.default)
+        if usual is None and field.default_factory is not MISSING:
+            default = field.default_factory()
+        if value != default:
+            found[field.name] = _changed(value, default)
+    return found
+
+
+def _changed(value: Any, default: Any) -> Any:
+    if isinstance(value, list):
+        return [changed_settings(one) if is_dataclass(one) else one for one in value]
+    return changed_settings(value, default) if is_dataclass(value) else value
 
 
 def carried(config: Config) -> str:
