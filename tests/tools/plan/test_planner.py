@@ -76,6 +76,20 @@ def test_offload_and_more_ranks_are_alternatives() -> None:
     assert more.outlook.config.cluster.nodes in (2, 4, 8)
 
 
+@pytest.mark.parametrize(("gib", "code"), [(80, 0), (0.5, 1)])
+def test_the_answer_comes_first(gib: float, code: int, capsys) -> None:
+    words = ["recipe=zeropp", "cluster=2x2", "--memory-gib", str(gib)]
+    assert planned(capsys, *words)[1]["fits"] == (not code)
+    assert main(["plan", *words]) == code
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("does not fit: " if code else "fits: ")
+    assert f"{gib:.2f} GiB" in first
+    advised = [i for i, line in enumerate(rest) if line.lstrip().startswith("try ")]
+    tables = [i for i, line in enumerate(rest) if "each rank holds" in line]
+    assert len(advised) == code
+    assert all(i < tables[0] for i in advised)
+
+
 BF16 = ["train.param_dtype=bf16", "train.reduce_dtype=bf16"]
 
 

@@ -144,11 +144,10 @@ def plan_command(
         print(json.dumps(as_dict(outlook, advice) | timed, indent=1))
         return 0 if outlook.fits else 1
     console = Console()
+    _show_verdict(outlook, assumed, console)
     show(outlook, advice, console)
     if outlook.config.engine.name == "virtual":
         console.print(VIRTUAL.format(world=outlook.config.cluster.world), style="dim")
-    if assumed:
-        console.print(NO_GPU, style="dim")
     if known:
         if outlook.phases:
             console.print(LAST.format(first=outlook.config.phases[-1].first))
@@ -333,7 +332,10 @@ def as_dict(outlook: Outlook, advice: Sequence[Advice]) -> dict[str, Any]:
 
 
 def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
-    """The tables, the verdict, and what to change."""
+    """What to change, and the tables."""
+    for one in advice:
+        line = _advice_line(one, one is advice[0], outlook.estimate.host)
+        console.print(line, highlight=False)
     cluster = outlook.config.cluster
     console.print(
         f"{outlook.config.model.preset} ({_billions(outlook.parameters)}), recipe "
@@ -348,16 +350,12 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
     if not outlook.phases:
         console.print(_wire_table(outlook.plan))
     console.print(_memory_table(outlook.estimate))
-    _show_verdict(outlook, console)
     if outlook.phases:
         console.print(NO_LAW)
     if outlook.gap:
         console.print(_gap_line(outlook.gap, outlook.config.recipe), highlight=False)
     elif outlook.plan.memories:
         console.print(REMEMBERS)
-    for one in advice:
-        line = _advice_line(one, one is advice[0], outlook.estimate.host)
-        console.print(line, highlight=False)
     saved = two_hops(outlook)
     if saved:
         console.print(HOPS.format(**{k: n / 1e9 for k, n in saved.items()}), highlight=False)
@@ -368,13 +366,16 @@ def show(outlook: Outlook, advice: Sequence[Advice], console: Console) -> None:
         console.print(note, style="dim")
 
 
-def _show_verdict(outlook: Outlook, console: Console) -> None:
+def _show_verdict(outlook: Outlook, assumed: bool, console: Console) -> None:
+    """The answer, before what it follows from."""
     found, spare = outlook.estimate, outlook.device - outlook.estimate.peak
     verdict = "does not fit" if spare < 0 else "fits" if spare >= TIGHT else "fits, tightly"
     console.print(
-        f"Peak at '{found.peak_moment}': {_gib(found.peak)} GiB of {_gib(outlook.device)} GiB: "
-        f"{verdict}. Tensors alone: {_gib(found.tensors)} GiB."
+        f"{verdict}: {_gib(found.peak)} of {_gib(outlook.device)} GiB a GPU at the peak, "
+        f"'{found.peak_moment}'; tensors {_gib(found.tensors)}"
     )
+    if assumed:
+        console.print(NO_GPU)
     if 0 <= spare < TIGHT:
         console.print(RESERVED.format(spare=_gib(spare)))
     if found.host:
