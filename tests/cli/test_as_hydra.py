@@ -23,6 +23,7 @@ from zpp_lab.config.load import load
 from zpp_lab.config.schema import Config, TrainConfig
 from zpp_lab.files import BEGIN_WITH, conf_names
 from zpp_lab.runs.reader import find_runs
+from zpp_lab.study.run.multirun import planned_sweep
 
 Said = pytest.CaptureFixture[str]
 
@@ -154,6 +155,45 @@ def test_a_sweeps_dry_run_lists_every_run_and_starts_none(capsys: Said) -> None:
     assert not list(Path().iterdir())
 
 
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("recipe=glob(w[24])", None),  # Hydra's grammar has no such pattern
+        ("recipe=glob(w?)", ["w2", "w4", "w6", "w8"]),
+        ("recipe=glob([w2,w4*],exclude=*_diff)", ["w2", "w4", "w4_normal"]),
+        ("recipe=glob(w4*,exclude=[*_diff,*_normal])", ["w4"]),
+        ("recipe=glob(six*)", ["six"]),  # of one's own conf/
+        ("recipe=glob(nothing*)", None),
+        ("train.lr=glob(*)", None),
+    ],
+)
+def test_glob_means_the_names_of_a_group(word: str, names: list[str] | None, capsys: Said) -> None:
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/six.yaml").write_text("name: six\nweights: {bits: 6}")
+    words = [word, "train.steps=20", "seed=1,2"]
+    if names is None:
+        text = said(capsys, "train", "-m", *words, "--dry-run", code=2)
+        assert word.partition("=")[0] in text
+        assert len(text.splitlines()) == 1
+    else:
+        runs = planned_sweep(words).runs
+        assert [run.recipe.name for run in runs] == [name for name in names for _ in range(2)]
+
+
+def test_of_a_sweeps_values_the_one_that_is_refused_is_named(capsys: Said) -> None:
+    words = ["train", "-m", "recipe=glob(w8*)", "train.steps=1", "--dry-run"]
+    assert "recipe=w8_then_w4: recipe.phases[0]" in said(capsys, *words, code=2)
+    with pytest.raises(ValueError, match=r"recipe=glob\(w\*\)"):
+        compose(["recipe=glob(w*)"])
+
+
+@pytest.mark.slow
+def test_a_sweep_over_glob_trains_each(tmp_path: Path, capsys: Said) -> None:
+    own = [*SHAPE, "train.steps=1", "train.warmup_steps=0", f"data.path={corpus(tmp_path)}"]
+    said(capsys, "train", "-m", *own, "recipe=glob(w4*,exclude=*_diff)", "hydra.sweep.dir=all")
+    assert {run.arm for run in find_runs(Path("all"))} == {"w4", "w4_normal"}
+
+
 def test_what_wires_carry_is_written_out() -> None:
     """In a run's config.yaml, and so in wandb; it is no setting, and no run differs by it."""
     config = compose(["recipe=zeropp", "recipe.weights.hadamard=64"])
@@ -181,8 +221,6 @@ def test_a_plugin_that_is_not_there_is_named() -> None:
 
 
 def compose_sweep(*words: str) -> None:
-    from zpp_lab.study.run.multirun import planned_sweep
-
     planned_sweep([*words, "seed=1,2"])
 
 

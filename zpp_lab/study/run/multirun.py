@@ -20,7 +20,7 @@ import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Transformer
+from hydra.core.override_parser.types import Glob, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
@@ -35,7 +35,7 @@ from zpp_lab.config.compose import (
 from zpp_lab.config.flat import arm_name, differing, flat_config
 from zpp_lab.config.load import readable, setting_of, written
 from zpp_lab.config.schema import Config
-from zpp_lab.files import conf_dir
+from zpp_lab.files import conf_dir, conf_names, listed_names
 from zpp_lab.study.run.batch import check_sbatch, hydra_settings, jobs_of
 from zpp_lab.train.piece import PAUSED, UNFINISHED
 
@@ -100,7 +100,8 @@ def planned_sweep(overrides: list[str]) -> Sweep:
     by = hydra_settings([*own_files(), *overrides])
     sweeper, launcher = (by.runtime.choices[f"hydra/{name}"] for name in ("sweeper", "launcher"))
     own = [word for word in overrides if not setting_of(word).startswith(("hydra.", "hydra/"))]
-    own = [*(f"{name}={value}" for name, value in (by.sweeper.get("params") or {}).items()), *own]
+    params = by.sweeper.get("params") or {}
+    own = [*(_without_glob(f"{name}={value}") for name, value in params.items()), *own]
     parsed = [OverridesParser.create().parse_override(word) for word in own]
     drawn = sweeper != "basic"
     if drawn:
@@ -126,7 +127,31 @@ def _placed(overrides: list[str]) -> list[str]:
     folder = os.environ.get("ZPP_SWEEP_DIR") or time.strftime("runs/sweep-%Y%m%d-%H%M%S")
     if not any(o.startswith("hydra.sweep.dir=") for o in overrides):
         overrides = [*overrides, f"hydra.sweep.dir={folder}"]
-    return [readable(word) for word in overrides]
+    return [_without_glob(readable(word)) for word in overrides]
+
+
+def _without_glob(override: str) -> str:
+    """`recipe=glob(w*)` with the names that it means, in place of Hydra, which does not see those
+    of one's own conf/. Another override as it is."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override  # which says what is wrong when it is composed
+    pattern = parsed.value()
+    if not isinstance(pattern, Glob) or parsed.key_or_group.startswith("hydra"):
+        return override
+    name, _, text = override.partition("=")
+    names = conf_names(parsed.key_or_group)
+    if not names:
+        raise ValueError(
+            f"{override}: glob() works for groups of conf/ such as recipe, and {name} is none: "
+            f"list its values, {name}=a,b"
+        )
+    found = pattern.filter(names)
+    if not found:
+        listed = listed_names(parsed.key_or_group, names)
+        raise ValueError(f"{override}: {text} matches none of {listed}; use another pattern")
+    return f"{name}={','.join(found)}"
 
 
 def _slurm_words(overrides: list[str]) -> list[str]:
@@ -178,7 +203,11 @@ def _check_each(overrides: list[str]) -> set[str]:
             varying.add(setting_of(word))
         for value in of[1:]:
             words = [*first[:i], [value], *first[i + 1 :]]
-            other = compose([word for one in words for word in one])
+            try:
+                other = compose([word for one in words for word in one])
+            except ValueError as error:
+                named = "" if value in str(error) else f"{value}: "
+                raise ValueError(f"{named}{error}") from None
             if setting_of(word) not in ("recipe", "recipe.name"):  # an arm has the name itself
                 varying.update(differing(flat_config(base), flat_config(other)))
     return varying
