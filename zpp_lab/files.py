@@ -123,12 +123,24 @@ def read_text(path: Path, fix: str = RESTORE) -> str:
         raise damaged(path, f"not UTF-8 text: {error.reason} at byte {error.start}", fix) from None
 
 
-def parse_json(path: Path, fix: str = RESTORE) -> Any:
-    """What a JSON file holds. OSError, or ValueError that names the file and `fix`."""
+def parse_json(path: Path, fix: str = RESTORE, once: bool = False) -> Any:
+    """What a JSON file holds. OSError, or ValueError that names the file and `fix`. `once`: of two
+    equal names in a mapping the second is not taken, but refused."""
+    text = read_text(path, fix)
     try:
-        return json.loads(read_text(path, fix))
-    except json.JSONDecodeError as error:
+        return json.loads(text, object_pairs_hook=named_once if once else None)
+    except ValueError as error:
         raise damaged(path, f"invalid JSON: {error}", fix) from None
+
+
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of `pairs`; ValueError for two of one name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} appears twice")
+    return found
 
 
 def parse_yaml(path: Path, fix: str = RESTORE) -> Any:

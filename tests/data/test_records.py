@@ -92,6 +92,8 @@ def test_a_chat(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ('{"prompt": "x", "completion": }', r"some\.jsonl, line 3: .*\(Expecting value"),
+        ('{"prompt": "x", "completion": "y", "completion": "z"}', "line 3: .*'completion'"),
+        ('{"messages": [{"role": "user", "role": "assistant"}]}', "line 3: .*'role'"),
         ({"text": "x"}, r"'prompt' .*'completion', .*'messages'; .*'text'"),
         ({"prompt": "x"}, r"line 3: .*'completion', .*data\.records"),
         ({"prompt": "x", "completion": 3}, "line 3: 'completion' is int, not text"),

@@ -107,6 +107,108 @@ def test_what_is_silent_there_or_missing_here_is_said(
     compose(made.settings)
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+def test_a_warm_up_has_two_steps_at_least(tmp_path: Path, kind: str, steps: int) -> None:
+    params = {"warmup_num_steps": steps} | ({} if kind == "WarmupLR" else {"total_num_steps": 90})
+    made = told(tmp_path, {**BASE, "scheduler": {"type": kind, "params": params}})
+    assert compose(made.settings).train.warmup_steps == max(2, steps)
+    assert said(made.notes, "warmup_num_steps=0") == (steps == 0)
+
+
+AUTO: dict[str, Any] = {  # as of transformers' Trainer
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(
+            ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"
+        ),
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "given"),
+    [
+        ({}, {}),
+        ({"bf16": {"enabled": True}}, {"param_dtype": "bf16", "reduce_dtype": "bf16"}),
+        ({"communication_data_type": "fp32"}, {"reduce_dtype": "fp32"}),
+        ({"gradient_clipping": 0.5}, {"clip": "0.5"}),
+        ({"train_micro_batch_size_per_gpu": 3}, {"batch_size": "3"}),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": "auto"}}},
+            {"lr": "0.1", "eps": "1e-08", "weight_decay": "0"},
+        ),
+    ],
+)
+def test_what_is_auto_is_left_out_of_the_command(
+    tmp_path: Path, values: dict[str, Any], given: dict[str, str]
+) -> None:
+    made = told(tmp_path, AUTO | values)
+    found = dict(s.removeprefix("train.").split("=") for s in made.settings if s[:6] == "train.")
+    assert found == {"schedule": "linear", "min_lr_ratio": "0"} | given
+    assert said(made.left, "total_num_steps=auto: transformers' Trainer fills it in; set train.st")
+    assert not said(made.silent, "warmup_max_lr")
+    compose(made.settings)
+
+
+@pytest.mark.parametrize("key", ["stage", "zero_quantized_gradients", "zero_hpz_partition_size"])
+def test_auto_where_nothing_fills_it_in_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"zero_optimization\.{key}=auto"):
+        told(tmp_path, {**BASE, "zero_optimization": {"stage": 3, key: "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("zero", "gpus", "shard"),
+    [
+        ({}, 2, "node"),
+        ({}, None, "node"),  # a group is a node, where nothing else is known
+        ({"mics_hierarchical_params_gather": True}, 2, "node"),
+        ({"zero_quantized_weights": True}, 2, "node"),
+        ({"zero_quantized_gradients": True}, 2, "node"),
+        ({}, 4, "world"),
+        ({"zero_hpz_partition_size": 2}, 2, "world"),
+        ({"stage": 2}, 2, "world"),
+        ({"mics_shard_size": -1}, 2, "world"),
+    ],
+)
+def test_mics_shards_in_the_node(
+    tmp_path: Path, zero: dict[str, Any], gpus: int | None, shard: str
+) -> None:
+    own = {"stage": 3, "mics_shard_size": 2} | zero
+    made = told(tmp_path, {**BASE, "zero_optimization": own}, 2, gpus)
+    config = compose(made.settings)
+    assert (config.recipe.shard, config.cluster.gpus_per_node) == (shard, gpus or 2)
+    asked = own["mics_shard_size"] > 0
+    assert said(made.notes, "has removed MiCS") == asked
+    assert said(made.left, "mics_shard_size=2") == (asked and shard == "world")
+    assert not said(made.left, "no equivalent")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"zero_optimization": {"stage": 3}, "zero_optimization": {"stage": 2}}', "zero_opt"),
+        ('{"zero_optimization": {"stage": 3, "stage": 3}}', "stage"),
+        ('{"optimizer": {"type": "Adam", "params": {"lr": 1, "eps": 1, "lr": 2}}}', "lr"),
+    ],
+)
+def test_a_key_given_twice_is_named(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"ds\.json.*'{name}\w*' appears twice"):
+        translate(tmp_path / "ds.json", 2, 2)
+
+
 def test_loco_is_the_recipe_of_that_name(tmp_path: Path) -> None:
     zero = {**ZEROPP, "zeropp_loco_param": {"err_beta": 0.9, "reset_T": 512}}
     made = told(tmp_path, {**BASE, "zero_optimization": zero})

@@ -34,6 +34,7 @@ from zpp_lab.data.chat import (
 )
 from zpp_lab.data.corpus import FileCorpus, text_corpus
 from zpp_lab.data.tokenizer import Tokenizer, token_dtype
+from zpp_lab.files import named_once
 
 _SUFFIX = ".jsonl"
 _TEXTS = ("prompt", "completion")
@@ -109,7 +110,7 @@ def parts_of(
 ) -> list[Part]:
     """The parts of one record; ValueError, with `place`, for one that cannot be used."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=named_once)
     except ValueError as error:
         raise ValueError(
             f"data: {place}: invalid JSON ({error}); repair or remove the line"

@@ -16,7 +16,7 @@ from zpp_lab.config.flat import flatten
 from zpp_lab.config.load import written
 from zpp_lab.files import parse_json
 
-AUTO = "auto"  # what transformers' Trainer fills in
+AUTO = "auto"  # what transformers' Trainer fills in: no setting follows from it
 _ZERO = "zero_optimization."
 _TUNING = (  # of DeepSpeed's own buckets, streams and logs: no number of a run depends on them
     *("overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
@@ -30,6 +30,22 @@ _TUNING = (  # of DeepSpeed's own buckets, streams and logs: no number of a run 
     *("offload_optimizer.fast_init", "stage3_module_granularity_threshold"),
 )
 _LOGS = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level")
+_FILLED = {  # what transformers' Trainer fills in for AUTO → the setting here
+    "train_batch_size": "train.batch_size",
+    "train_micro_batch_size_per_gpu": "train.batch_size",
+    "gradient_accumulation_steps": "train.micro_steps",
+    "gradient_clipping": "train.clip",
+    "bf16.enabled": "train.param_dtype",
+    "fp16.enabled": "train.param_dtype",
+    "optimizer.params.lr": "train.lr",
+    "optimizer.params.betas": "train.beta1 and train.beta2",
+    "optimizer.params.eps": "train.eps",
+    "optimizer.params.weight_decay": "train.weight_decay",
+    "scheduler.params.total_num_steps": "train.steps",
+    "scheduler.params.warmup_num_steps": "train.warmup_steps",
+    "scheduler.params.warmup_max_lr": "train.lr",
+}
+_WIRES = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")
 _SAVING = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
 _DTYPES = {"fp16": "fp16", "fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -58,7 +74,7 @@ class Translation:
 def translate(path: Path, nodes: int | None, gpus_per_node: int | None) -> Translation:
     """The config file at `path`, on a cluster as far as it is told or follows from the file.
     ValueError for what is no such file, or contradicts itself."""
-    told = parse_json(path, "use a DeepSpeed config file (JSON)")
+    told = parse_json(path, "use a DeepSpeed config file (JSON)", once=True)
     if not isinstance(told, dict):
         raise ValueError(f"{path}: expected a mapping, as in DeepSpeed's config")
     return _Reading(path, flatten(told), nodes, gpus_per_node).translation()
@@ -70,10 +86,12 @@ class _Reading:
     ) -> None:
         self.path, self.told, self.nodes, self.gpus = path, dict(told), nodes, gpus_per_node
         self.made, self.asked = Translation(), set[str]()
+        self.auto: set[str] = set()  # keys that were dealt with
 
     def translation(self) -> Translation:
         self.bf16, self.fp16 = (self._flag(f"{d}.enabled") for d in ("bf16", "fp16"))
         self.bf16 = self._flag("bfloat16.enabled") or self.bf16
+        self.dtype_open = bool(self.auto) and not (self.bf16 or self.fp16)
         self._set("engine=fsdp")
         self._wires()
         self._cluster()
@@ -92,7 +110,9 @@ class _Reading:
         self.asked.add(key)
         value = self.told.pop(key, usual)
         if value == AUTO:
-            self.made.left.append(f"{key}=auto: transformers' Trainer fills it in; set it yourself")
+            self.auto.add(key)
+            ours = f"set {_FILLED[key]}" if key in _FILLED else "no setting follows from it"
+            self.made.left.append(f"{key}=auto: transformers' Trainer fills it in; {ours}")
             return usual
         return value
 
@@ -109,14 +129,22 @@ class _Reading:
             raise ValueError(f"{self.path}: {key}={value!r}: use true or false")
         return value
 
-    def _set(self, *settings: str) -> None:
-        self.made.settings += settings
+    def _set(self, *settings: str, of: str = "") -> None:
+        """Add `settings`, unless the key `of`, of which they follow, is left open."""
+        if of not in self.auto:
+            self.made.settings += settings
 
     # ------------------------------------------------------------------ parts
 
     def _wires(self) -> None:
         """Recipe and sharding."""
         silent = self.made.silent
+        for key in ("stage", *_WIRES):
+            if self.told.get(_ZERO + key) == AUTO:
+                raise ValueError(
+                    f"{self.path}: {_ZERO}{key}=auto: transformers' Trainer does not fill it in; "
+                    "write its value"
+                )
         stage = self._number(f"{_ZERO}stage", 0)
         weights = self._flag(f"{_ZERO}zero_quantized_weights")
         grads = self._flag(f"{_ZERO}zero_quantized_gradients")
@@ -146,6 +174,7 @@ class _Reading:
         if remembers:
             self.made.notes.append("zeropp_loco_param: DeepSpeed 0.19.8 has removed it, and stops")
         self._recipe(weights, grads, loco if remembers and grads else None)
+        self._mics(stage)
         if stage < 3:
             self._set(f"recipe.stage={max(stage, 1)}")
         if stage == 0:
@@ -179,10 +208,32 @@ class _Reading:
         if (self.hpz > 1) != (grads and loco is None):  # as recipe=zeropp has it
             self._set(f"recipe.secondary={'true' if self.hpz > 1 else 'false'}")
 
+    def _mics(self, stage: int) -> None:
+        """MiCS: groups of ranks with a copy of the model each."""
+        size = self._number(f"{_ZERO}mics_shard_size", -1, -1)
+        if self._flag(f"{_ZERO}mics_hierarchical_params_gather"):
+            self.made.notes.append(
+                "mics_hierarchical_params_gather: with recipe.shard=node all gathers stay in a node"
+            )
+        if size < 1:
+            return
+        self.made.notes.append("mics_shard_size: DeepSpeed 0.19.8 has removed MiCS, and stops")
+        if self.gpus is None and self.hpz == 1:
+            self.gpus = size
+        if stage < 3 or self.hpz > 1 or self.gpus != size:
+            self.made.left.append(
+                f"mics_shard_size={size}: recipe.shard=node shards inside each node, over all its "
+                "GPUs, with stage 3 and without zero_hpz_partition_size"
+            )
+        else:
+            self._set("recipe.shard=node")
+
     def _of_gradients(self) -> None:
         """What its quantized reduction does to gradients."""
         silent = self.made.silent
-        if self.bf16:
+        if self.dtype_open:
+            silent.append("read bf16 or fp32 gradients as fp16 numbers (experiments/deepspeed)")
+        elif self.bf16:
             silent.append(
                 "read bf16 gradients as fp16 numbers: 202 times the norm and a cosine of 0.50 to "
                 "the exact mean, at 10.8M parameters on four H200s (experiments/deepspeed)"
@@ -241,13 +292,15 @@ class _Reading:
         if self.bf16 and self.fp16:
             raise ValueError(f"{self.path}: bf16 and fp16 are both enabled: choose one")
         own = "bf16" if self.bf16 or self.fp16 else "fp32"
-        self._set(f"train.param_dtype={own}")
+        if not self.dtype_open:
+            self._set(f"train.param_dtype={own}")
         told = self._take("communication_data_type")
         sent = _DTYPES.get(str(told), "") if told is not None else own
         if sent not in ("bf16", "fp32"):
             self.made.left.append(f"communication_data_type={told}: replaced by bf16")
             sent = "bf16"
-        self._set(f"train.reduce_dtype={sent}")
+        if told is not None or not self.dtype_open:
+            self._set(f"train.reduce_dtype={sent}")
         if self.fp16:
             self.made.left.append(
                 "fp16: replaced by bf16, which needs no loss scale; engine=deepspeed supports "
@@ -257,7 +310,8 @@ class _Reading:
             self.made.left.append(f"{key}={self.told.pop(key)!r}: no equivalent setting")
 
     def _training(self) -> None:
-        self._set(f"train.clip={self._number('gradient_clipping', 0.0):g}")
+        clip = self._number("gradient_clipping", 0.0)
+        self._set(f"train.clip={clip:g}", of="gradient_clipping")
         kind = self._take("optimizer.type")
         name = str(kind or "").lower()
         if kind is None:
@@ -277,20 +331,21 @@ class _Reading:
         betas = self._take("optimizer.params.betas", [0.9, 0.999])
         if not (isinstance(betas, list) and len(betas) == 2):
             raise ValueError(f"{self.path}: optimizer.params.betas={betas!r}: use two numbers")
-        self.lr = self._number("optimizer.params.lr", 1e-3)
+        lr = self._number("optimizer.params.lr", 1e-3)
+        eps = self._number("optimizer.params.eps", 1e-8)
         decay = self._number("optimizer.params.weight_decay", 0.01 if torch_adam else 0.0)
         if decay:
             self.made.notes.append(
                 "weight_decay: applied only to matrices here; DeepSpeed applies it to all "
                 "parameters it is given"
             )
-        self._set(
-            f"train.lr={self.lr:g}",
-            f"train.beta1={betas[0]:g}",
-            f"train.beta2={betas[1]:g}",
-            f"train.eps={self._number('optimizer.params.eps', 1e-8):g}",
-            f"train.weight_decay={decay:g}",
-        )
+        if "optimizer.params.lr" not in self.auto:
+            self.lr = lr
+        given = "optimizer.params."
+        self._set(f"train.lr={lr:g}", of=f"{given}lr")
+        self._set(f"train.beta1={betas[0]:g}", f"train.beta2={betas[1]:g}", of=f"{given}betas")
+        self._set(f"train.eps={eps:g}", of=f"{given}eps")
+        self._set(f"train.weight_decay={decay:g}", of=f"{given}weight_decay")
 
     def _schedule(self) -> None:
         kind, key = self._take("scheduler.type"), "scheduler.params."
@@ -302,12 +357,17 @@ class _Reading:
             self.made.left.append(f"scheduler.type={kind}: replaced by a constant learning rate")
             return
         total = self._number(f"{key}total_num_steps", None, 1)
-        warm = self._number(f"{key}warmup_num_steps", 1000, 1)
+        warm = self._number(f"{key}warmup_num_steps", 1000)
+        if warm < 1:
+            self.made.notes.append(
+                f"warmup_num_steps={warm}: DeepSpeed takes 2, and refuses it from 0.19.6 on"
+            )
         self._set(*([f"train.steps={total}"] if total else []))
-        self._set(f"train.schedule={_SCHEDULES[kind]}", f"train.warmup_steps={max(2, warm)}")
+        self._set(f"train.schedule={_SCHEDULES[kind]}")
+        self._set(f"train.warmup_steps={max(2, warm)}", of=f"{key}warmup_num_steps")
         if kind != "WarmupCosineLR":
             most = self._number(f"{key}warmup_max_lr", None if kind == "WarmupLR" else 1e-3)
-            if most is not None:
+            if most is not None and f"{key}warmup_max_lr" not in self.auto:
                 self.made.settings = [s for s in self.made.settings if s[:9] != "train.lr="]
                 self._set(f"train.lr={most:g}")
                 if getattr(self, "lr", most) != most:
@@ -316,7 +376,7 @@ class _Reading:
                     )
         if kind != "WarmupLR":
             least = self._number(f"{key}cos_min_ratio", 1e-4) if "Cosine" in kind else 0
-            self._set(f"train.min_lr_ratio={least:g}")
+            self._set(f"train.min_lr_ratio={least:g}", of=f"{key}cos_min_ratio")
         for start in ("warmup_min_lr", "warmup_min_ratio"):
             if value := self._number(f"{key}{start}", 0):
                 self.made.left.append(f"{key}{start}={value:g}: the rate rises from 0")
