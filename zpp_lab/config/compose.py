@@ -131,10 +131,9 @@ def _composed(overrides: list[str]) -> DictConfig:
     is more than choices and values is left to Hydra whole, and so is every mistake."""
     own, folder = own_files(), str(conf_dir())
     parsed = OverridesParser.create().parse_overrides(overrides)
-    plain = all(
-        o.type is OverrideType.CHANGE and o.package is None and not o.is_sweep_override()
-        for o in parsed
-    )
+    if swept := next((o.input_line for o in parsed if o.is_sweep_override()), ""):
+        raise HydraException(f"'{swept}' requires --multirun")
+    plain = all(o.type is OverrideType.CHANGE and o.package is None for o in parsed)
     choices = [o for o in parsed if _is_group(o.key_or_group)]
     if plain and all(isinstance(choice.value(), str) for choice in choices):
         composed = deepcopy(_files(folder, *own, *(str(c.input_line) for c in choices)))
@@ -228,11 +227,6 @@ def explain(error: Exception, overrides: list[str]) -> str:
         if key.startswith("hydra"):
             return f"{key}: unknown setting of Hydra; zpp-lab train --cfg hydra lists them"
         return unknown_key(Config, key, GROUPS)
-    several = re.search(r"Ambiguous value for argument '(.*)'", str(error))
-    if several is not None:
-        return (
-            f"{several[1]}: several values; add -m to run each of them, or write a list in brackets"
-        )
     missing = re.search(r"Could not find '([\w./-]+)/([^'/]*)'", str(error))
     if missing is not None:
         return _unknown_option(*missing.groups())
@@ -243,6 +237,11 @@ def explain(error: Exception, overrides: list[str]) -> str:
             f"{group}: this group is set already; choose a file of it with {group}=NAME, without +"
         )
     for parsed in filter(None, map(_parsed, overrides)):
+        if parsed.is_sweep_override() and "--multirun" in str(error):
+            return (
+                f"{parsed.input_line}: several values; add -m to run each of them, or write a "
+                "list in brackets"
+            )
         group, value = parsed.key_or_group, parsed.value()
         if _is_group(group) and not isinstance(value, str | list | dict):
             return _unknown_option(group, written(value))
