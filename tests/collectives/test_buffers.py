@@ -120,8 +120,15 @@ class Rank:
 
     def gather(self, unit: UnitPlan) -> Gather:
         made = Gather(gather_spec(unit), self.transport, Ledger(), self.clock)
-        made.rows = self.update(unit).rows if unit.recipe.kept else None
+        if unit.recipe.kept:
+            update = self.started(unit)
+            made.rows = update.rows
         return made
+
+    def started(self, unit: UnitPlan) -> Update:
+        update = self.update(unit)
+        update.start([torch.zeros(s.numel) for s in unit.raw.segments], 0)
+        return update
 
     def update(self, unit: UnitPlan) -> Update:
         return Update(unit, self.transport, Ledger(), self.clock, torch.device("cpu"))
@@ -197,8 +204,7 @@ def test_slots_are_those_of_the_rings(recipe: str, way: str, cluster: tuple[int,
     for unit in rank.plan.units:
         rank.reduce(unit)
         if unit.recipe.kept:
-            masters = [torch.zeros(s.numel) for s in unit.raw.segments]
-            rank.update(unit).start(masters, 0)
+            rank.started(unit)
     rank.clock.master = True
     for unit, gather in zip(rank.plan.units, gathers, strict=True):
         rank.gathered(gather, unit, backward=False)
