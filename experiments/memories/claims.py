@@ -40,7 +40,6 @@ COMMON = [
     *("engine.device=cpu", "seed=1"),
 ]
 FORGETS = "recipe.grads.memory.kind=none"
-SKETCH = ("recipe.rules.0.set.options.index_bits=4",)
 ARMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # name, cluster, settings
     ("plain ZeRO-3, bf16", "2x2", ("recipe=zero3",)),
     ("4-bit weights", "2x2", ("recipe=w4",)),
@@ -54,10 +53,6 @@ ARMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # name, cluster, setting
     ("2-bit gradients, remembered", "2x2", ("recipe=g2_ef",)),
     ("top 32 of 1024, remembered", "2x2", ("recipe=topk_ef",)),
     ("the same of blocks' matrices", "2x2", ("recipe=tagc_topk",)),
-    ("TAGC's sketch", "2x2", ("recipe=tagc",)),
-    ("TAGC's sketch, two ranks", "1x2", ("recipe=tagc",)),
-    ("the same, 4-bit index", "1x2", ("recipe=tagc", *SKETCH)),
-    ("plain ZeRO-3, two ranks", "1x2", ("recipe=zero3",)),
 )
 
 

@@ -29,7 +29,7 @@ from zpp_lab.study.report.render import markdown_table
 from zpp_lab.study.report.table import NOTHING, gap_text, signed
 
 VOCABULARY = 4096  # of the study's tokenizer: the text need not be there
-GONE = ("mask_ef",)  # their codecs are not in zpp_lab any more
+GONE = ("mask_ef", "tagc")  # their codecs are not in zpp_lab any more
 PAIRS = (
     *(("w4_256_symmetric", "w4_diff"), ("zeropp", "sdp4bit"), ("sdp4bit", "g4_remembered")),
     *(("g4_remembered", "g4_forgotten"), ("loco", "g4_forgotten"), ("loco", "g4_remembered")),

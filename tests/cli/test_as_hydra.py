@@ -204,8 +204,8 @@ def test_what_wires_carry_is_written_out() -> None:
     assert flat_config(written) == flat_config(config)
     phased = every_setting(compose(["recipe=w8_then_w4", "train.steps=100"]))["wires"]
     assert phased["after 10"]["weights_forward"]["bits"] == 4
-    (ruled,) = every_setting(compose(["recipe=tagc"]))["wires"]["grads_intra"]["rules"]
-    assert (ruled["name"], ruled["codec"]) == ("*layers.*", "sketch")
+    (ruled,) = every_setting(compose(["recipe=tagc_topk"]))["wires"]["grads_intra"]["rules"]
+    assert (ruled["name"], ruled["codec"]) == ("*layers.*", "topk")
     for rules in ("[{set:{bits:4}}]", "[{name:'x*',exempt:true},{set:{bits:4}}]"):  # the last holds
         everywhere = compose([f"recipe.rules={rules}"])
         assert carried(everywhere) == carried(compose(["recipe=w4", "recipe.grads.bits=4"]))

@@ -53,8 +53,9 @@ train recipe.weights.codec=blok recipe.weights.bits=4 => blok | block, none, nor
 train recipe.stage=2 recipe.secondary=true => recipe.secondary=true | stage=2
 train recipe.stage=2 recipe.sharding.weights=node => recipe.sharding.weights=node
 train recipe.sharding.grads=node => weights=node | grads=node | optimizer=w
-train recipe=tagc recipe.name=x recipe.shard=node cluster=2x2 => recipe.shard=node
-train recipe=tagc recipe.name=x recipe.hops=2 => recipe.hops=1
+train recipe=tagc => recipe=tagc | pip install ./examples/tagc | --config-dir examples/tagc
+train recipe.grads.codec=sketch => sketch | pip install ./examples/tagc
+train recipe.grads.codec=mask => mask | codec=topk
 train +wires.grads_intra.bits=4 => wires: 
 train recipe.weights_update.bits=4 => recipe.weights_update | recipe.sharding.weights=node
 train recipe.stage=2 recipe.weights_update.bits=4 => recipe.sharding.update=d

@@ -16,7 +16,6 @@ from zpp_lab.codecs import (
     RawCodec,
     ShamCodec,
     SignCodec,
-    SketchCodec,
     TopKCodec,
 )
 from zpp_lab.codecs.contract import check_codec
@@ -39,8 +38,6 @@ TABLE: list[Codec] = [
     SignCodec(16),
     ShamCodec(torch.float32, BlockCodec(4)),
     ShamCodec(torch.bfloat16, BlockCodec(2, 32, symmetric=False, hadamard=16)),
-    SketchCodec(16),
-    SketchCodec(64, sparsity=0.0, ratio=3.0, index_bits=4),
     TopKCodec(torch.float32, 3, 16),
     TopKCodec(torch.bfloat16, 32, 1024),
     TopKCodec(torch.float32, 16, 64, bits=8),

@@ -38,7 +38,6 @@ def test_mistakes_name_the_fix() -> None:
         CodecConfig(bits=4),
         CodecConfig(codec="sham", bits=4),
         CodecConfig(codec="sign"),
-        CodecConfig(codec="sketch", options={"sparsity": 0.5}),
         *(CodecConfig(codec="topk", keep=32, bits=b) for b in (4, None)),
     ],
 )

@@ -22,7 +22,7 @@ QUICK = {
     (1, 2): [
         *("zero3_bf16_reduce", "zeropp_last", "stochastic_secondary", "stochastic", "stage1"),
         *("sham_w4", "w2", "w4", "w4_normal", "w6", "w8", "qsdp", "w8_then_w4", "g_raw_then_4"),
-        *("g1_ef", "g2_ef", "topk_ef", "tagc_topk", "tagc", "zero3_nudged"),
+        *("g1_ef", "g2_ef", "topk_ef", "tagc_topk", "zero3_nudged"),
     ],
     (2, 2): [
         *("zero3", "zeropp", "stage2", "reversed_two_hops", "sham", "kept_other_bits"),

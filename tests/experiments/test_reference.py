@@ -195,15 +195,15 @@ def test_slow_runs_share_a_gpu_with_each_other_alone_where_there_are_two(tmp_pat
     gpus = [fill.Gpu("0", apart=True), fill.Gpu("1", apart=True)]
     queue = fill.Queue(tmp_path, tmp_path, gpus, 2, time.time() + 120, True)
     queue.pool.start = lambda *_: None
-    arms = ["sham_w4", "tagc", "zero3", "topk_ef", "zeropp", "qsdp"]
+    arms = ["sham_w4", "tagc_topk", "zero3", "topk_ef", "zeropp", "qsdp"]
     runs = [PlannedRun(arm, 1, tmp_path / arm, Config()) for arm in arms]
     assert [run.arm for run in queue.start(list(runs), time.time())] == ["topk_ef", "qsdp"]
     shared = [{one.run.arm for one in gpu.runs.values()} for gpu in gpus]
-    assert shared == [{"sham_w4", "tagc"}, {"zero3", "zeropp"}]
+    assert shared == [{"sham_w4", "tagc_topk"}, {"zero3", "zeropp"}]
     gpus = [fill.Gpu(name, apart=True) for name in "01"]
     queue = fill.Queue(tmp_path, tmp_path, gpus, 8, time.time() + 120, True)
     queue.pool.start = lambda *_: None
-    seeds = [PlannedRun("tagc", n, tmp_path / f"tagc{n}", Config()) for n in range(6)]
+    seeds = [PlannedRun("topk_ef", n, tmp_path / f"topk{n}", Config()) for n in range(6)]
     assert queue.start(seeds, time.time()) == []
     assert [len(gpu.runs) for gpu in gpus] == [fill.ABREAST, 2]
     queue = fill.Queue(tmp_path, tmp_path, [fill.Gpu("0", apart=True)], 2, time.time() + 120, True)

@@ -9,7 +9,6 @@ Plain torch here is the truth; `kernels/` runs whole layouts, on the GPU with th
 from zpp_lab.codecs.base import Codec, CodecBase, RawCodec, SegmentNoise, encode
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.normal import NormalCodec
-from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.codecs.hadamard import Rotation
 from zpp_lab.codecs.noise import Noise, noise_key, parameter_id
@@ -26,7 +25,6 @@ __all__ = [
     "SegmentNoise",
     "ShamCodec",
     "SignCodec",
-    "SketchCodec",
     "TopKCodec",
     "build_codec",
     "codec_names",

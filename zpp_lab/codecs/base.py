@@ -63,6 +63,12 @@ class Codec(Protocol):
         """Whether `encode` needs noise."""
         ...
 
+    @property
+    def one_hop(self) -> bool:
+        """Whether rows add up while encoded, and only their sum is decoded: for gradients in one
+        hop alone. An encoder that remembers then counts on `sent`."""
+        ...
+
     def coded_numel(self, numel: int) -> int:
         """Elements after the rotation's padding; numel without one."""
         ...
@@ -85,13 +91,18 @@ class Codec(Protocol):
         """uint8 [K, R, nbytes(numel)] → fp32 [R, numel]: 0 + row 0 + row 1 + ..., in this order."""
         ...
 
+    def sent(self, x: Tensor) -> Tensor:
+        """With `one_hop`: fp32 [R, n] → what the encoder takes for sent of it."""
+        ...
+
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
         """Float [R]: each row's share of codes at either end of the code's range."""
         ...
 
 
 class CodecBase:
-    """Defaults for a codec without a rotation: subclasses give nbytes, encode and decode."""
+    """Defaults for a codec without a rotation: subclasses give nbytes, encode and decode, and with
+    `one_hop` also sent."""
 
     @property
     def rotation(self) -> Domain | None:
@@ -99,6 +110,10 @@ class CodecBase:
 
     @property
     def stochastic(self) -> bool:
+        return False
+
+    @property
+    def one_hop(self) -> bool:
         return False
 
     def coded_numel(self, numel: int) -> int:
@@ -121,6 +136,9 @@ class CodecBase:
         for row in payload:
             total += self.decode(row, numel)
         return total
+
+    def sent(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def saturated(self, payload: Tensor, numel: int) -> Tensor:
         return torch.zeros(payload.shape[0], device=payload.device)

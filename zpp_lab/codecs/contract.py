@@ -34,6 +34,12 @@ def check_codec(codec: Codec, device: str = "cpu") -> None:
         _check_rows(codec, x, payload)
         _check_sums(codec, payload, numel)
         _check_faults(codec, x)
+        if codec.one_hop:
+            kept = codec.sent(x)
+            fits = kept.shape == x.shape and kept.dtype == torch.float32
+            assert fits, (
+                f"sent gives {kept.dtype} {tuple(kept.shape)}: use float32 {tuple(x.shape)}"
+            )
 
 
 def _values(numel: int, device: str) -> Tensor:

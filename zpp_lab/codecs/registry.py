@@ -21,7 +21,6 @@ import torch
 from zpp_lab.codecs.base import Codec, RawCodec
 from zpp_lab.codecs.families.block import BlockCodec, ShamCodec, SignCodec
 from zpp_lab.codecs.families.normal import NormalCodec
-from zpp_lab.codecs.families.sketch import SketchCodec
 from zpp_lab.codecs.families.topk import TopKCodec
 from zpp_lab.config.codec import CodecConfig
 
@@ -31,11 +30,13 @@ _registered: dict[str, Callable[..., Codec]] = {
     "normal": NormalCodec,
     "sham": BlockCodec,
     "sign": SignCodec,
-    "sketch": SketchCodec,
     "topk": TopKCodec,
 }
 
-REMOVED = {"mask": "use codec=topk, or commit 04b1c611, the last that has it"}
+GONE = {  # which published runs have
+    "mask": "was removed; use codec=topk, or commit 04b1c611, the last that has it",
+    "sketch": "is a plugin; in a checkout: pip install ./examples/tagc",
+}
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
@@ -119,8 +120,8 @@ def _factory(name: str) -> Callable[..., Codec]:
     if name in _registered:
         return _registered[name]
     points = _entry_points()
-    if name not in points and name in REMOVED:  # published runs have it
-        raise ValueError(f"codec {name!r} was removed; {REMOVED[name]}")
+    if name not in points and name in GONE:
+        raise ValueError(f"codec {name!r} {GONE[name]}")
     if name not in points:
         raise ValueError(f"codec {name!r}: unknown; valid names: {', '.join(codec_names())}")
     point = points[name]

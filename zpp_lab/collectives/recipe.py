@@ -41,7 +41,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for wire in self.config.wires:
             for settings in self._settings(wire):
-                _check_settings(self.config.name, wire, settings)
+                _check_settings(self.config, wire, settings)
         _check_reduction(self)
         _check_memory(self)
         _check_weights(self)
@@ -238,12 +238,25 @@ def _quantizes(recipe: Recipe, wire: Wire) -> bool:
     return asked or ruled
 
 
-def _check_settings(recipe: str, wire: Wire, settings: CodecConfig) -> None:
-    """Whether such a codec is there and takes them; `RecipeConfig` has looked at our own."""
+def _check_settings(recipe: RecipeConfig, wire: Wire, settings: CodecConfig) -> None:
+    """Whether such a codec is there, takes them and suits the wire; `RecipeConfig` has looked at
+    our own."""
+    place = f"recipe {recipe.name}, {wire}"
     try:
-        build_codec(settings, torch.float32)
+        codec = build_codec(settings, torch.float32)
     except ValueError as error:
-        raise ValueError(f"recipe {recipe}, {wire}: {error}") from None
+        raise ValueError(f"{place}: {error}") from None
+    if codec.one_hop and not wire.startswith("grads"):
+        raise ValueError(
+            f"{place}: codec={settings.codec} sends sums of gradients alone: set it for "
+            "recipe.grads, or in rules that name wires (recipe.rules[i].wires)"
+        )
+    if codec.one_hop and recipe.two_hops:
+        cut = recipe.said("optimizer" if recipe.copied else "grads")
+        raise ValueError(
+            f"{place}: codec={settings.codec} is summed over all ranks before it is decoded: "
+            + ("set recipe.hops=1" if recipe.hops == 2 else f"leave recipe.{cut} out")
+        )
 
 
 def _check_reduction(recipe: Recipe) -> None:
@@ -328,7 +341,13 @@ def _check_base(recipe: Recipe) -> None:
     """A frozen base is encoded once, and gathered by our collectives alone."""
     if not recipe.lora.on:
         return
-    if build_codec(recipe.lora.base_codec, recipe.weights_dtype).stochastic:
+    base = build_codec(recipe.lora.base_codec, recipe.weights_dtype)
+    if base.one_hop:
+        raise ValueError(
+            f"model.lora.base_codec.codec={recipe.lora.base_codec.codec} sends sums of gradients "
+            "alone: use block"
+        )
+    if base.stochastic:
         raise ValueError(
             f"model.lora.base_codec.codec={recipe.lora.base_codec.codec} rounds stochastically, "
             "but the base is encoded once: use a codec that rounds to nearest"

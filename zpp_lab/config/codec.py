@@ -16,12 +16,10 @@ BITS = (2, 3, 4, 6, 8)
 NORMAL_BITS = (2, 3, 4)
 BLOCK_SIZES = tuple(2**k for k in range(4, 14))  # 16 ... 8192
 CHUNK_SIZES = tuple(2**k for k in range(4, 17))  # 16 ... 65536, of topk
-SPARSE = ("topk", "sketch")  # codecs that leave elements out
 HADAMARD_SIZES = (16, 32, 64, 128, 256)
 BLOCK_SIZE = 256  # where none is given
-BUILT_IN = ("block", "normal", "sham", "sign", "sketch", "topk")  # no package's of its own
+BUILT_IN = ("block", "normal", "sham", "sign", "topk")  # no package's of its own
 _CODES = {"symmetric": True, "rounding": "nearest", "scale_dtype": "fp32"}  # where none is given
-_SKETCH = {"sparsity": 0.8, "ratio": 2.0, "index_bits": 1}  # its options, where none is given
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -127,8 +125,6 @@ class CodecConfig:
             usual |= {"scale_dtype": "fp32", "hadamard": 0, "random_signs": False}
         elif own["codec"] == "topk" and self.bits is not None:
             usual |= _CODES
-        elif own["codec"] == "sketch":
-            own["options"] = _SKETCH | (self.options or {})
         found = usual | {name: value for name, value in own.items() if value is not None}
         found = {name: found[name] for name in own if name in found}
         if self.memory.on:

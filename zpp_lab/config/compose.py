@@ -68,6 +68,7 @@ PLUGINS = {  # of Hydra, which extras of zpp_lab install → the extra
     "hydra/launcher/joblib": "joblib",
     "hydra/sweeper/optuna": "optuna",
 }
+EXAMPLES = {"recipe/tagc": "examples/tagc"}  # plugins of a checkout, with files of their own
 _SHAPE = ("dim", "layers", "heads", "kv_heads", "ffn")
 _DETAILS = ("tied_head", "rope_theta", "norm_eps", "qk_norm")
 OWNERS = {  # settings that only this engine or model heeds; of others `Config` itself says so
@@ -287,6 +288,11 @@ def _unknown_option(group: str, name: str) -> str:
         )
     if word := PLUGINS.get(f"{group}/{name}"):
         return f"{group}={name} needs a plugin of Hydra's: pip install 'zpp_lab[{word}]'"
+    if folder := EXAMPLES.get(f"{group}/{name}"):
+        return (
+            f"{group}={name} is a plugin; in a checkout: pip install ./{folder}, and add "
+            f"--config-dir {folder}"
+        )
     there = conf_names(group)
     if group.startswith("hydra/"):
         there = sorted({*there, *(p.rpartition("/")[2] for p in PLUGINS if p.startswith(group))})

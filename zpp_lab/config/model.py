@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from zpp_lab.config.codec import SPARSE, STRICT, CodecConfig, ExemptConfig, need
+from zpp_lab.config.codec import STRICT, CodecConfig, ExemptConfig, need
 from zpp_lab.files import below, looks_like_folder, missing, need_folder
 
 # Embeddings and heads of the built-in decoder and of transformers: QLoRA leaves them as they are.
@@ -49,9 +49,9 @@ class LoraConfig:
             "would never average out; use nearest",
         )
         need(
-            self.base_codec.codec not in SPARSE,
-            f"model.lora.base_codec.codec={self.base_codec.codec} would set all but the selected "
-            "weights to 0; use block",
+            self.base_codec.codec != "topk",
+            "model.lora.base_codec.codec=topk would set all but the selected weights to 0; use "
+            "block",
         )
         need(
             self.base_codec.codec != "block" or not self.base_codec.raw,

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from zpp_lab.config.codec import SPARSE, CodecConfig, ExemptConfig
 from zpp_lab.config.codec import STRICT as _STRICT
+from zpp_lab.config.codec import CodecConfig, ExemptConfig
 from zpp_lab.config.codec import need as _need
 
 Wire = Literal[
@@ -308,19 +308,11 @@ class RecipeConfig:
 
     def _check_sparse(self, wire: Wire, settings: CodecConfig) -> None:
         kept = wire == "weights_update" and self.sharding.update == "differences"
-        cut = "optimizer" if self.copied else "grads"
         _need(
-            settings.codec not in SPARSE
-            or wire.startswith("grads")
-            or (kept and settings.codec == "topk"),
-            f"codec={settings.codec} would set all but the selected weights to 0: set it for "
+            settings.codec != "topk" or wire.startswith("grads") or kept,
+            "codec=topk would set all but the selected weights to 0: set it for "
             "recipe.grads, in rules that name wires (recipe.rules[i].wires), or for "
             "recipe.weights_update with recipe.sharding.update=differences (codec=topk)",
-        )
-        _need(
-            settings.codec != "sketch" or not self.two_hops,
-            "codec=sketch is summed over all ranks before it is decoded: "
-            + ("set recipe.hops=1" if self.hops == 2 else f"leave recipe.{self.said(cut)} out"),
         )
 
 

@@ -1,2 +1,1 @@
-"""Our codecs, a file for each family: `block.py` rounds every element, `topk.py` keeps a few,
-`sketch.py` does as TAGC."""
+"""Our codecs, a file for each family: `block.py` rounds every element, `topk.py` keeps a few."""

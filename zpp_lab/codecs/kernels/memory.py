@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zpp_lab.codecs import BlockCodec, Noise, RawCodec, SketchCodec, kernels
+from zpp_lab.codecs import BlockCodec, Noise, RawCodec, kernels
 from zpp_lab.codecs.kernels import cuda
 from zpp_lab.codecs.kernels.backend import use_kernels
 from zpp_lab.codecs.kernels.table import has_kernel
@@ -168,7 +168,7 @@ def encode(
     kernels.encode(layout, given, noise, out, errors)
     for alike, y in zip(together, stacks, strict=True):
         codec = alike.segments[0].codec
-        if isinstance(codec, SketchCodec):  # its own row may not come back
+        if codec.one_hop:  # its own row may not come back
             d = codec.sent(y)
         else:
             d = torch.empty_like(y)
@@ -245,7 +245,7 @@ def _in_domain(layout: Layout, held: Layout, sums: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Alike:
     """Segments of one length and memory, handled one below the other: as rows do not see each other
-    this changes no bit. Those of sketches, which say themselves what they send, are of one codec.
+    this changes no bit. Those of `one_hop`, whose codec says what it sends, are of one codec.
     stored: what they remember; none of them does where it is empty."""
 
     memory: Memory
@@ -281,7 +281,7 @@ def _together(layout: Layout, kept: Remembered) -> list[Alike]:
     for i, s in enumerate(layout.segments):
         if s.name in kept.settings:
             stored = kept.stored(s.name)
-            takes = s.codec if isinstance(s.codec, SketchCodec) else None
+            takes = s.codec if s.codec.one_hop else None
             key = takes, s.numel, s.coded_numel, kept.settings[s.name], stored is None
             found.setdefault(key, []).append((i, s, stored))
     return [

@@ -1,16 +1,37 @@
-"""The codec sketch, TAGC's wire: where its sums are exact, its bytes, and what goes wrong in it."""
+"""The plugin of examples/tagc: where its sums are exact, its bytes, what goes wrong in it, and its
+recipe under both engines, found as an installed package is."""
 
 from __future__ import annotations
 
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
-from zpp_lab.codecs import SketchCodec, build_codec, encode
-from zpp_lab.codecs.families.sketch import STEPS, murmur3
+from tests.engines import fsdp_parity
+from tests.engines.fsdp_world import run_world
+from zpp_lab.cli.main import main
+from zpp_lab.codecs import build_codec, encode, registry
+from zpp_lab.codecs.contract import check_codec
 from zpp_lab.codecs.packing import unpack
+from zpp_lab.collectives.recipe import Recipe
 from zpp_lab.config.codec import CodecConfig
-from zpp_lab.config.schema import RecipeConfig
+from zpp_lab.config.compose import compose
+from zpp_lab.config.model import LoraConfig
+from zpp_lab.config.schema import ClusterConfig, RecipeConfig
+from zpp_lab.engines.build import plan_of
+from zpp_lab.files import OWN_CONF
+
+TAGC = Path(__file__).parents[2] / "examples" / "tagc"
+sys.path.append(str(TAGC))
+
+from tagc_codec import STEPS, SketchCodec, murmur3  # noqa: E402
 
 ONE_BIT, FOUR_BITS = SketchCodec(64), SketchCodec(64, index_bits=4)
 N = 2**17  # 2048 blocks, where TAGC has 1152
@@ -107,19 +128,87 @@ def test_a_bad_value_of_one_rank_is_seen_by_all(bad: float) -> None:
     assert error(ONE_BIT, x) != error(ONE_BIT, x)
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package's entry points as pip writes them down, and its folder for --config-dir."""
+    project = tomllib.loads((TAGC / "pyproject.toml").read_text())["project"]
+    info = tmp_path / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    points = project["entry-points"]["zpp_lab.codecs"].items()
+    lines = ["[zpp_lab.codecs]", *(f"{name} = {value}" for name, value in points)]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(OWN_CONF, str(TAGC))
+    registry._entry_points.cache_clear()
+    yield
+    registry._entry_points.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "codec", [SketchCodec(16), SketchCodec(64, sparsity=0.0, ratio=3.0, index_bits=4)]
+)
+def test_it_keeps_the_contract(codec: SketchCodec) -> None:
+    check_codec(codec)
+
+
+def test_without_the_plugin_the_command_that_installs_it_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for setting in ("recipe=tagc", "recipe.grads.codec=sketch"):
+        assert main(["train", setting, "--dry-run"]) == 2
+        assert "pip install ./examples/tagc" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed")
 def test_wrong_settings_name_the_fix() -> None:
     sketch = CodecConfig(codec="sketch", options={"ratio": 3})
     assert build_codec(sketch, torch.float32) == SketchCodec(ratio=3)
     for said, fix in (
-        ({"block_size": 100}, "block_size=100: use a power of two"),
-        ({"options": {"sparsity": 1}}, "sparsity=1: use 0 or more, and less than 1"),
-        ({"options": {"ratio": 1}}, "ratio=1: use more than 1"),
-        ({"options": {"index_bits": 8}}, "index_bits=8: use 1 or 4"),
-        ({"bits": 4}, "codec sketch .*'bits'"),
+        ({"block_size": 100}, "block_size=100"),
+        ({"options": {"sparsity": 1}}, "sparsity=1"),
+        ({"options": {"ratio": 1}}, "ratio=1"),
+        ({"options": {"index_bits": 8}}, "index_bits=8"),
+        ({"bits": 4}, "'bits'"),
     ):
         with pytest.raises(ValueError, match=fix):
             build_codec(CodecConfig(codec="sketch", **said), torch.float32)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"recipe\.hops=1"):
-        RecipeConfig(hops=2, grads=sketch)
-    with pytest.raises(ValueError, match="codec=sketch"):
-        RecipeConfig(weights=sketch)
+
+
+@pytest.mark.usefixtures("installed")
+def test_gradients_in_one_hop_alone_can_have_it() -> None:
+    sketch, cluster = CodecConfig(codec="sketch"), ClusterConfig(nodes=2, gpus_per_node=2)
+    Recipe(RecipeConfig(grads=sketch), cluster)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"hops": 2, "grads": sketch}, r"recipe\.hops=1"),
+        ({"shard": "node", "grads": sketch}, r"recipe\.shard=node"),
+        ({"weights": sketch}, r"recipe\.grads"),
+    ]
+    for settings, fix in wrong:
+        with pytest.raises(ValueError, match=fix):
+            Recipe(RecipeConfig(**settings), cluster)
+    with pytest.raises(ValueError, match=r"base_codec\.codec=sketch"):
+        Recipe(RecipeConfig(), cluster, lora=LoraConfig(rank=4, base_codec=sketch))
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_recipe_sends_more_than_bf16() -> None:
+    """2.25 bytes an element of the matrices in blocks, at the settings that are published."""
+    own = ["model=10m", "cluster=1x2", "train.param_dtype=bf16", "train.reduce_dtype=bf16"]
+    tagc, raw = (
+        sum(map(sum, plan_of(compose([f"recipe={name}", *own])).step_bytes().values()))
+        for name in ("tagc", "zero3")
+    )
+    assert raw < tagc < 1.1 * raw
+
+
+def compared() -> dict[str, str]:
+    recipe = yaml.safe_load((TAGC / "recipe" / "tagc.yaml").read_text())
+    fsdp_parity.CASES["tagc"] = recipe, {**fsdp_parity.BF16, "micro_steps": 2}
+    return fsdp_parity.compare(["tagc"], 1, 2, steps=3)
+
+
+@pytest.mark.usefixtures("installed")
+def test_engines_agree_on_its_recipe() -> None:
+    """Also on what its encoders remember, which counts on what they have sent."""
+    assert run_world(2, compared) == {"tagc": ""}

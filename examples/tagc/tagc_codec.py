@@ -24,6 +24,9 @@ more than about 0.82 elements share one place this gets stuck. A row with a NaN 
 
 Bytes of one row: sketch and rest in fp32, the index, and as many zeros as the index has bytes.
 TAGC all-reduces the index, which moves twice what a reduction does; only the owner needs it.
+
+    pip install ./examples/tagc
+    zpp-lab train --config-dir examples/tagc recipe=tagc cluster=1x2
 """
 
 from __future__ import annotations
@@ -128,6 +131,10 @@ class SketchCodec(CodecBase):
             f"ratio={self.ratio}: use more than 1; a sketch is so many times smaller",
         )
         need(self.index_bits in (1, 4), f"index_bits={self.index_bits}: use 1 or 4")
+
+    @property
+    def one_hop(self) -> bool:
+        return True
 
     @property
     def rotation(self) -> SketchSums:
