@@ -27,12 +27,13 @@ def test_the_measured_table_is_met_where_links_bound_the_step(tmp_path: Path) ->
     check_cost, out = script("check_cost"), tmp_path / "check.csv"
     assert check_cost.check([HERE / "results.csv"], load_machine("h200"), [], out) == 0
     rows = list(csv.DictReader(out.open()))
-    assert len(rows) == 61
-    # the host waits for the link a fifth of the step or more; calls/4 did not say how long it waits
+    assert len(rows) == 53
+    # the host waits for the link a fifth of the step or more; at 50 Gb/s on 2 x 1 raw twins do not
+    # reach what their bytes allow, and predictions are up to 23 % too fast
     links = [
         r
         for r in rows
-        if r["nodes"] == "2" and r["link_gbps"] != "max"
+        if r["link_gbps"] in ("12", "25")
         if float(r["waiting_s"] or "inf") > 0.2 * float(r["step_s"])
     ]
     assert len(links) == 24
@@ -48,8 +49,8 @@ def test_leads_over_the_twin_by_shape(tmp_path: Path, capsys: pytest.CaptureFixt
     table = write_speeds(tmp_path, rows(arms, {(2, 2): ("1", "max")}))
     assert check_cost.shapes(table, machine) == 0
     _, _, line = capsys.readouterr().out.splitlines()
-    name, link, measured, *predicted = line.strip("| ").split(" | ")
-    assert (name, link, float(measured)) == ("diff over amsp_node", "1", 4.0)
+    name, link, shape, measured, *predicted = line.strip("| ").split(" | ")
+    assert (name, link, shape, float(measured)) == ("diff over amsp_node", "1", "2 × 2", 4.0)
     assert len(predicted) == len(check_cost.SHAPES)
     assert all(3 < float(lead) < 4 for lead in predicted)  # 16 bits over 4 and scales
     assert check_cost.shapes(write_speeds(tmp_path), machine) == 1
